@@ -5,7 +5,8 @@ from fractions import Fraction
 from pathlib import Path
 
 from distflow.scheduling.group_states import CountsError, GroupCounts
-from distflow.scheduling.ledger import LedgerCounts, Record, timeline
+from distflow.scheduling.ledger import Record, timeline
+from tests.ledger_counts import LedgerCounts
 
 
 def verify(path: Path) -> GroupCounts:
@@ -157,7 +158,6 @@ class QuotaAudit(_Audit):
     def __init__(self) -> None:
         self._batch = 0
         self._shares: _Shares = {}
-        self._to_come: list[tuple[int, _Shares]] = []  # from which step on
         self._lags: dict[str, Fraction] = {}
         self._changed = False
         self._num_missing = 0
@@ -177,20 +177,6 @@ class QuotaAudit(_Audit):
         self._lags = lags
         self._num_missing = 0
         self._shares = shares
-        self._to_come = []
-
-    def on_shares(self, record: Record) -> None:
-        shares = {name: Fraction(share) for name, share in record["shares"].items()}
-        if (
-            shares.keys() != self._shares.keys()
-            or sum(shares.values()) != 1
-            or min(shares.values()) < 0
-        ):
-            raise CountsError(
-                f"the shares from step {record['step']} on are not shares of the domains: {shares}"
-            )
-        self._to_come = [change for change in self._to_come if change[0] < record["step"]]
-        self._to_come.append((record["step"], shares))
 
     def on_issued(self, record: Record) -> None:
         if "domain" in record:
@@ -202,9 +188,6 @@ class QuotaAudit(_Audit):
     def on_consumed(self, record: Record) -> None:
         if not self._shares:
             return
-        while self._to_come and self._to_come[0][0] <= record["step"]:
-            self._shares = self._to_come.pop(0)[1]
-            self._changed = True
         self._num_missing += self._batch - len(record["group_ids"])
         for name, share in self._shares.items():
             self._lags[name] += share * self._batch

@@ -30,7 +30,6 @@ CALLED_FROM_OUTSIDE = {
     "rewards/code/assertion_process.py": ("Guard.visit_*",),  # ast
     "runtime/checkpoint/files.py": ("_Files.ls",),  # fsspec
     "sandbox/http_server.py": ("Server.*", "_Handler.*"),  # socketserver and http.server
-    "scheduling/ledger.py": ("LedgerCounts.on_*",),  # by the record's kind
 }
 """Names by file, and in a comment who calls them."""
 

@@ -96,7 +96,7 @@ def test_no_object_above_64_kb_reaches_driver_or_coordinator(ground: Playground)
         "take",
         "end",
         "release",
-        "resume_page",
+        "resume_point",
         "messages",
         "add_message",
         "build",

@@ -123,12 +123,6 @@ BAD: dict[str, tuple[str, list[str], str, tuple[str, ...]]] = {
         "data.train_files",
         ("empty name",),
     ),
-    "a curriculum of no domains": (
-        "grpo",
-        ["data.curriculum.function=learnability"],
-        "data.curriculum.function",
-        ("there are no domains",),
-    ),
     "a band that is none": (
         "grpo",
         ["data.skip_outside=[0.5,0.5]"],
@@ -1771,12 +1765,6 @@ BAD: dict[str, tuple[str, list[str], str, tuple[str, ...]]] = {
                 [DOMAIN_A, "data.domains.a.messages_key=m"],
                 "data.domains.a.messages_key",
                 ("has no effect",),
-            ),
-            (
-                "a curriculum of one domain",
-                [DOMAIN_A, "data.curriculum.function=learnability"],
-                "data.curriculum.function",
-                ("only a is trained on",),
             ),
             (
                 "a column of no band",

@@ -1,24 +1,19 @@
 """A run's folder has one writer from the first second; what two of an older version left is
 repaired by a resume."""
 
-import json
 import time
 from pathlib import Path
 
 import pytest
 
 import distflow
-from distflow import cli
 from distflow.errors import UserError
 from distflow.observe.writing.run_folder import claimed
-from distflow.runtime.checkpoint.checkpoint_store import CheckpointStore
 from tests.e2e.cli_runs import CliRun, Left, same_run
-from tests.e2e.runs import Playground, notes
+from tests.e2e.runs import Playground
 from tests.forks import forks
-from tests.ledger_audit import verify
 from tests.observe.writing.test_folder_lock import state_of
-from tests.one_winner import KEYS, let_end, names_in, one_wins, playground
-from tests.sparse_params import BY_HAND
+from tests.one_winner import KEYS, names_in, one_wins, playground
 
 
 @pytest.mark.slow
@@ -63,78 +58,3 @@ def test_a_start_from_python_is_refused_and_leaves_nothing(tmp_path: Path, start
     assert state_of(tmp_path / "run") == before
     leave.set()
     other.join()
-
-
-@pytest.fixture
-def ground(tmp_path: Path) -> Playground:
-    """With a run of three steps, each saved."""
-    ground = playground(tmp_path)
-    let_end(ground)
-    assert train(ground) == 0
-    return ground
-
-
-def train(ground: Playground, *more: str, name: str = "run") -> int:
-    return cli.main(["train", "grpo", *ground.overrides(name, *KEYS, *more)])
-
-
-def mix_in_another_writer(run: Path, at: int) -> bytes:
-    """As two starts wrote in turns from byte `at` on: the second took everything back, and began
-    anew. Returns the file."""
-    ledger = run / "ledger.jsonl"
-    content = ledger.read_bytes() + _line(
-        0, "issued", group_id=12, epoch=1, row=0, version=3, attempt=0
-    )
-    others = [_line(1, "rolled_back", to=0)]
-    others += [
-        _line(1, "issued", group_id=n, epoch=0, row=n, version=0, attempt=0) for n in range(12)
-    ]
-    mixed = [content[:at]]
-    for line in content[at:].splitlines(keepends=True):
-        mixed += [*others[:1], line]
-        others = others[1:]
-    ledger.write_bytes(b"".join([*mixed, *others]))
-    return ledger.read_bytes()
-
-
-def _line(restart: int, kind: str, **fields: int) -> bytes:
-    return json.dumps({"t": 0, "restart": restart, "kind": kind, **fields}).encode() + b"\n"
-
-
-def place_of(run: Path, step: int) -> int:
-    offset: int = (
-        CheckpointStore(run / "checkpoints")
-        .load(step)
-        .load("run")["coordinator"]["ledger"]["offset"]
-    )
-    return offset
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("damaged_after", [3, pytest.param(2, marks=BY_HAND)])
-def test_a_ledger_of_two_writers_is_repaired_from_the_newest_checkpoint_before(
-    ground: Playground, capsys: pytest.CaptureFixture[str], damaged_after: int
-) -> None:
-    run = ground.folder / "run"
-    longer = "trainer.total_training_steps=6"
-    damaged = mix_in_another_writer(run, place_of(run, damaged_after))
-    capsys.readouterr()
-    assert train(ground, longer) == 0
-    out = " ".join(capsys.readouterr().out.split())
-    assert "two runs may have written to it" in out
-    assert (
-        f"Its records after step-00000{damaged_after} are rolled back, but remain in the file"
-        in out
-    )
-    assert (f"--resume {run}/checkpoints/step-000003" in out) == (damaged_after == 2)
-    assert any("two runs may have written" in note for note in notes(run, "warning"))
-    assert any(
-        note.startswith(f"resumed from step-00000{damaged_after}") for note in notes(run, "info")
-    )
-    assert (run / "ledger.jsonl").read_bytes().startswith(damaged)
-    verify(run / "ledger.jsonl")
-    assert train(ground, longer, name="whole") == 0
-    same_run(Left(ground.folder / "whole"), Left(run))
-    capsys.readouterr()
-    assert train(ground, "trainer.total_training_steps=8") == 0
-    assert "two runs" not in capsys.readouterr().out, "it is told once"

@@ -74,26 +74,3 @@ def test_the_code_of_a_workflow_is_named_once() -> None:
     ]
     assert pipeline_code(config) == tools and named_code(config) == tools
     assert [name for _, name in code_of_workflow(config)] == ["my_tools:weather", "my_tools:time"]
-
-
-def test_a_config_does_not_run_the_code_of_its_curriculum_unless_asked(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    file = tmp_path / "own.py"
-    config = tmp_path / "handed.yaml"
-    file.write_text(CODE)
-    domain = "{train_files: 'builtin:arithmetic-rl', reward: exact_match}"
-    curriculum = f"{{function: '{file}:accept'}}"
-    data = (
-        f"{{max_prompt_length: 16, domains: {{a: {domain}, b: {domain}}}, curriculum: "
-        f"{curriculum}}}"
-    )
-    model = "{path: 'builtin:tiny-arithmetic', init: random}"
-    config.write_text(
-        f"defaults: [grpo, _self_]\ndata: {data}\nactor_rollout_ref: {{model: {model}}}\n"
-    )
-    assert f"data.curriculum.function: {file}:accept" in named_code(load_config(str(config)).config)
-    assert cli.main(["config", str(config)]) == 0
-    assert not (tmp_path / "it ran").exists() and "--trust-code" in capsys.readouterr().err
-    assert cli.main(["config", str(config), "--trust-code"]) == 2, "it takes other parameters"
-    assert (tmp_path / "it ran").exists() and "data.curriculum.function" in capsys.readouterr().err

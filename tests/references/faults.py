@@ -37,7 +37,6 @@ CRITIC_FREE = "algorithms/advantages/critic_free.py"
 MISMATCH = "algorithms/mismatch_check.py"
 SRPO = "acting/srpo.py"
 ROUTER = "rewards/router.py"
-CURRICULUM = "scheduling/curriculum.py"
 
 DETACHED = "    difference = log_ratio(log_probs, old_log_probs, loss_mask)"
 THEN_WEIGHT = "\n    ratio = difference.exp()\n    weight"
@@ -524,14 +523,6 @@ FORMULA_FAULTS = {
     "an advantage over all tokens": FormulaFault(
         METRICS, "mask.sum(-1).clamp(min=1)).tolist()", "mask.shape[-1]).tolist()"
     ),
-    "learnability without the share that is wrong": FormulaFault(
-        CURRICULUM, "self.learnability += share * (1 - share)", "self.learnability += share * share"
-    ),
-    "a moving mean that forgets the other way": FormulaFault(
-        CURRICULUM,
-        "smoothing * before + (1 - smoothing) * now",
-        "smoothing * now + (1 - smoothing) * before",
-    ),
     "a schedule without its warm-up": FormulaFault(
         "training/optimizer.py", "        if step < warmup:\n", "        if step < 0:\n"
     ),
@@ -560,7 +551,6 @@ TESTS = {
     NODES: [SHAPED],
     ROUTER: [f"{ALGORITHMS}/test_filters.py", "tests/rewards/test_router.py"],
     METRICS: ["tests/runtime/test_step_formulas.py", "tests/runtime/test_step_metrics.py"],
-    CURRICULUM: ["tests/scheduling/test_curriculum_formulas.py"],
     "training/optimizer.py": ["tests/training/test_schedule.py"],
 }
 """The default tests of a file."""

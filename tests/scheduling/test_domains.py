@@ -14,12 +14,12 @@ from hypothesis import strategies as st
 from distflow.errors import UserError
 from distflow.launch.run_folders.groups_of_step import step_lineage
 from distflow.scheduling.coordinator import Coordinator, mark_of
-from distflow.scheduling.curriculum import Accuracy, CurriculumPlan
 from distflow.scheduling.data_plan import DataPlan, DomainPlan, epoch_order
-from distflow.scheduling.group_states import CountsError, PromptGroup
+from distflow.scheduling.group_states import CountsError
 from distflow.scheduling.ledger import Ledger, timeline
 from distflow.scheduling.sample_queue import Exhausted
-from tests.ledger_audit import most_behind, verify
+from tests.ledger_audit import verify
+from tests.ledger_counts import counted
 
 
 class Journal(Ledger):
@@ -110,12 +110,6 @@ class Walk:
 
     def end(self, number, mishaps=True):
         self.running.discard(number)
-        if self.plan.curriculum:
-            name = self.domains[number]
-            prompt_group = PromptGroup(number, 0, 0, 2, 0, stream=f"train/{name}")
-            self.coordinator.record_accuracy(
-                prompt_group.group_id, Accuracy(self.choice.randint(0, 2), 2)
-            )
         if mishaps and self.choice.random() < 0.1:
             self.coordinator.retry(number)
         elif self.choice.random() < self.chances[self.domains[number]]:
@@ -165,7 +159,7 @@ class Walk:
             self.end(self.choice.choice(sorted(self.running)))
         group_counts = self.coordinator.checked_counts()
         group_counts.check()
-        assert group_counts == self.ledger.group_counts
+        assert group_counts == counted(self.ledger.path)
 
     def finish(self):
         """Once nothing goes wrong any more, every step comes, in as many rounds as dropping may
@@ -384,173 +378,6 @@ def test_a_journal_that_gives_a_domain_too_much_is_found_out(tmp_path):
     path.write_text(text)
     with pytest.raises(CountsError, match="step 1.*0.500"):
         verify(path)
-
-
-def swings(progress, step, state):
-    """A curriculum for the tests, of wild changes that depend on all that it may know."""
-    state["calls"] = state.get("calls", 0) + 1
-    names = sorted(progress, key=lambda name: (progress[name].mean_accuracy or 0, name))
-    wild = [(1, 0, 0, 0), (1, 1, 0, 0), (1, 1, 1, 1), (1000, 1, 7, 0.3)][state["calls"] % 4]
-    return dict(zip(names, wild, strict=False))
-
-
-SWINGS = f"{__name__}:swings"
-
-
-def integral(path):
-    """By step, what each domain was due and had: from `plan`, `shares`, `issued` and `consumed`
-    alone. Also, how often its share was another than in the step before."""
-    due = Counter()
-    had = Counter()
-    changes = {}
-    shares = {}
-    domains = {}
-    num_changes = 0
-    for _, record in timeline(path):
-        if record["kind"] == "plan":
-            shares = {name: Fraction(each["share"]) for name, each in record["quotas"].items()}
-            batch = record["consumer_batch"]
-            changes = {}
-            if not due:  # in the journal of a run that goes on from another's checkpoint
-                due.update({name: Fraction(each["lag"]) for name, each in record["quotas"].items()})
-        if record["kind"] == "shares":
-            changes = {step: known for step, known in changes.items() if step < record["step"]}
-            changes[record["step"]] = {
-                name: Fraction(share) for name, share in record["shares"].items()
-            }
-        if record["kind"] == "issued":
-            domains[record["group_id"]] = record["domain"]
-        if record["kind"] == "inherited":
-            domains |= {group["group_id"]: group["domain"] for group in record.get("live", ())}
-        if record["kind"] == "consumed":
-            assert len(record["group_ids"]) == batch
-            now = changes.get(record["step"], shares)
-            num_changes += now != shares
-            shares = now
-            due.update({name: share * batch for name, share in shares.items()})
-            had.update(domains[prompt_group] for prompt_group in record["group_ids"])
-            yield {name: due[name] - had[name] for name in due}, num_changes
-
-
-@settings(derandomize=True, deadline=None, max_examples=25)
-@given(
-    sizes=st.lists(st.integers(1, 9), min_size=2, max_size=4),
-    drops=st.lists(st.sampled_from([0, 0.5, 0.8]), min_size=4, max_size=4),
-    batch=st.integers(1, 8),
-    staleness=st.integers(0, 3),
-    every=st.integers(1, 3),
-    seed=st.integers(0, 2**32 - 1),
-)
-def test_shares_that_a_curriculum_changes_hold_whatever_happens(
-    tmp_path_factory, sizes, drops, batch, staleness, every, seed
-):
-    names = "abcd"[: len(sizes)]
-    plan = plan_of(
-        *zip(names, sizes, strict=True), batch=batch, max_staleness=staleness, steps=20,
-        curriculum=CurriculumPlan(SWINGS, every),
-    )  # fmt: skip
-    walk = Walk(plan, tmp_path_factory.mktemp("walk"), seed, dict(zip(names, drops, strict=False)))
-    for _ in range(150):
-        walk.move()
-    walk.finish()
-    for path in sorted(walk.folder.iterdir()):
-        verify(path)
-        for lags, _ in integral(path):
-            assert min(lags.values()) > -1 and max(lags.values()) <= most_behind(len(sizes))
-
-
-@pytest.mark.parametrize("every", [1, 3])
-def test_a_curriculum_goes_on_where_it_stood(tmp_path, every):
-    plan = plan_of(
-        ("a", 4, 2),
-        ("b", 7, 1.5),
-        ("c", 2, 0.3),
-        batch=5,
-        steps=12,
-        curriculum=CurriculumPlan(SWINGS, every),
-    )
-
-    def rows(coordinator, num_steps):
-        found = []
-        for _ in range(num_steps):
-            while coordinator.ready(coordinator.step) is None:
-                for prompt_group in coordinator.issue_groups(coordinator.step):
-                    found.append(
-                        (
-                            prompt_group.group_id,
-                            prompt_group.stream,
-                            prompt_group.epoch,
-                            prompt_group.row,
-                        )
-                    )
-                    coordinator.record_accuracy(
-                        prompt_group.group_id, Accuracy(prompt_group.row % 3, 2)
-                    )
-                    ends = coordinator.complete if prompt_group.group_id % 4 else coordinator.drop
-                    ends(prompt_group.group_id, 1 if prompt_group.group_id % 4 else "all_equal")
-            coordinator.release(coordinator.step)
-        return found, coordinator.shares.figures
-
-    whole, figures = rows(Coordinator(plan), 12)
-    for cut in range(1, 12):
-        with Journal(tmp_path / f"{cut}.jsonl") as ledger:
-            first = Coordinator(plan, ledger)
-            before, _ = rows(first, cut)
-            snapshot = json.loads(json.dumps(first.snapshot()))
-        with Journal(tmp_path / f"{cut}.jsonl", mark_of(snapshot)) as ledger:
-            after, again = rows(Coordinator(plan, ledger, snapshot), 12 - cut)
-        assert before + after == whole and again == figures
-        verify(tmp_path / f"{cut}.jsonl")
-    *_, (_, num_changes) = integral(tmp_path / "5.jsonl")
-    assert num_changes >= 3
-
-
-def test_tickets_that_are_granted_ahead_keep_their_shares():
-    """What is decided at the end of step s holds from step s + 1 + max_staleness on, the first of
-    which no group was granted."""
-    plan = plan_of(("a", 9, 1), ("b", 9, 1), batch=4, steps=9, max_staleness=2)
-    coordinator = Coordinator(replace(plan, curriculum=CurriculumPlan(f"{__name__}:only_a")))
-    steps = []
-    for step in range(6):
-        for prompt_group in coordinator.issue_groups(step):
-            coordinator.complete(prompt_group.group_id, 1)
-            steps.append(prompt_group.stream[-1])
-        assert coordinator.ready(step)
-        coordinator.release(step)
-    parts = ["".join(sorted(steps[start : start + 4])) for start in range(0, len(steps), 4)]
-    assert parts == ["aabb", "aabb", "aabb", "aaaa", "aaaa", "aaaa", "aaaa", "aaaa"]
-
-
-def only_a(progress, step, state):
-    return {"a": 1, "b": 0}
-
-
-def only_later(progress, step, state):
-    return {"a": 1, "b": -1 if step == 3 else 1}
-
-
-def test_a_curriculum_that_fails_costs_no_checkpoint(tmp_path):
-    plan = plan_of(
-        ("a", 9, 1), ("b", 9, 1), batch=4, curriculum=CurriculumPlan(f"{__name__}:only_later")
-    )
-    with Journal(tmp_path / "ledger.jsonl") as ledger:
-        coordinator = Coordinator(plan, ledger)
-        complete_all(coordinator)
-        complete_all(coordinator)
-        before = json.loads(json.dumps(coordinator.snapshot()))
-        with pytest.raises(UserError, match="step 3.*'b'.*-1"):
-            complete_all(coordinator)
-        assert coordinator.snapshot() == before and coordinator.step == 2
-    assert verify(tmp_path / "ledger.jsonl").consumed == 8
-    mended = replace(plan, curriculum=CurriculumPlan(f"{__name__}:only_a"))
-    with Journal(tmp_path / "ledger.jsonl", mark_of(before)) as ledger:
-        coordinator = Coordinator(mended, ledger, before)
-        issued = [complete_all(coordinator) for _ in range(2)]
-    assert [Counter(prompt_group.stream for prompt_group in step) for step in issued] == [
-        {"train/a": 2, "train/b": 2},
-        {"train/a": 4},
-    ]
-    verify(tmp_path / "ledger.jsonl")
 
 
 def test_weights_that_the_config_changes_are_found_in_order(tmp_path):

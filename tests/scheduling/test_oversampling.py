@@ -12,9 +12,8 @@ from hypothesis import strategies as st
 
 from distflow.launch.run_folders.groups_of_step import step_lineage
 from distflow.scheduling.coordinator import Coordinator, mark_of
-from distflow.scheduling.curriculum import Accuracy, CurriculumPlan
 from distflow.scheduling.data_plan import DataPlan, DomainPlan
-from distflow.scheduling.difficulty_filter import SkipPlan
+from distflow.scheduling.difficulty_filter import Accuracy, SkipPlan
 from distflow.scheduling.group_states import MAX_ABORTS, CountsError, GroupState, Places
 from distflow.scheduling.ledger import Ledger, timeline
 from distflow.scheduling.sample_queue import Exhausted
@@ -310,13 +309,6 @@ def test_shares_are_exact_and_a_run_that_was_killed_is_the_one_that_was_not(
         assert max(starts.values()) <= 1 + MAX_ABORTS
 
 
-def swings(progress, step, state):
-    """A curriculum for the tests: who had the most right has the most, the last nothing, each in
-    turn everything."""
-    names = sorted(progress, key=lambda name: (progress[name].mean_accuracy or 0, name))
-    return {name: [number, number == step % 3][step % 2] for number, name in enumerate(names)}
-
-
 @settings(derandomize=True, deadline=None, max_examples=40)
 @given(
     batch=st.integers(1, 6),
@@ -325,7 +317,7 @@ def swings(progress, step, state):
     epochs=st.integers(0, 2),
     seed=st.integers(0, 2**32 - 1),
 )
-def test_with_a_curriculum_and_rows_that_are_passed_over(
+def test_with_domains_and_rows_that_are_passed_over(
     tmp_path_factory, batch, share, dropped, epochs, seed
 ):
     """What is drawn for a step beyond its places may be of a domain that has none in the next:
@@ -333,7 +325,7 @@ def test_with_a_curriculum_and_rows_that_are_passed_over(
     skips = SkipPlan({"a": (0.3, 0.7)}, epochs) if epochs else None
     plan = domains_of(
         ("a", 5, 3), ("b", 4, 1), ("c", 3, 0.2), batch=batch, share=share, total_steps=14,
-        curriculum=CurriculumPlan(f"{__name__}:swings"), skips=skips,
+        skips=skips,
     )  # fmt: skip
 
     def fate(prompt_group):

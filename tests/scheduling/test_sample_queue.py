@@ -86,16 +86,6 @@ def test_exhausted_tickets_are_an_error_that_says_why_and_what_to_do():
         assert part in str(caught.value)
 
 
-def test_exhausted_tickets_of_rejected_groups_name_those_who_may_reject():
-    queue = edge_with(3, consumer_batch=3)
-    for number in range(3):
-        queue.drop(number, "rejected")
-    with pytest.raises(
-        Exhausted, match=r"3 rejected\): should_accept returned False for them, or their workflow"
-    ):
-        queue.ready(0, exhausted=True)
-
-
 def test_exhausted_tickets_may_go_on_with_what_there_is():
     queue = exhausted_edge(2, "continue")
     assert queue.ready(0, exhausted=True) == (0, 1)
@@ -241,7 +231,7 @@ def test_groups_left_behind_count_among_those_that_a_later_step_lacks():
     for number in (3, 4):
         queue.issue(PromptGroup(number, 0, number, 4, 1))
         queue.drop(number, "equal_rewards")
-    wanted = r"of the 3 drawn for it and those up to step 3 1 are left \(dropped: 2 equal_rewards\)"
+    wanted = r"of the 3 drawn for it 1 are left \(dropped: 2 equal_rewards\)"
     with pytest.raises(Exhausted, match=wanted):
         queue.ready(1, exhausted=True)
 

@@ -10,9 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from distflow.scheduling.coordinator import Coordinator, mark_of
-from distflow.scheduling.curriculum import Accuracy
 from distflow.scheduling.data_plan import DataPlan, place
-from distflow.scheduling.difficulty_filter import TOO_EASY, TOO_HARD, SkipPlan, Skips
+from distflow.scheduling.difficulty_filter import TOO_EASY, TOO_HARD, Accuracy, SkipPlan, Skips
 from distflow.scheduling.ledger import timeline
 from tests.ledger_audit import verify
 from tests.scheduling.test_domains import Journal, plan_of

@@ -3,7 +3,7 @@ worker to worker."""
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from distflow.cluster.remote_sample_queue import GroupRef, RowsOfGroup, to_group
@@ -21,17 +21,11 @@ from distflow.runtime.sample_queue.protocol import (
     FinishedGroup,
     LoadedGroups,
     NewWorkers,
-    ResumePoint,
     TrainingStep,
 )
 from distflow.runtime.sample_queue.queue_base import SharedSampleQueue
 from distflow.runtime.spec import Spec
 from distflow.scheduling.group_states import GroupCounts, Version
-from distflow.scheduling.groups_by_rollout_worker import MAX_GROUPS
-
-_PAGE = 64
-"""Groups in one reply: a reference has some 170 bytes, a group's measurements some hundreds. No
-object above 64 kB is sent here or to the driver."""
 
 
 class RunEnded(RuntimeError):
@@ -77,9 +71,6 @@ class CoordinatorActor(SharedSampleQueue[GroupRef]):
         )
         self._num_releases = sum(len(each.shares) for each in dp_groups)
         coordinator.prompt_groups.data_open = not own_loop  # until the loop requests some
-        self._rests: dict[int, Sequence[GroupRef]] = {}  # remaining groups of a step, by rank
-        # groups that were loaded together share a reference
-        self._page = MAX_GROUPS if coordinator.plan.loads_rows else _PAGE
 
     def progress(self) -> Progress:
         with self._lock:
@@ -122,32 +113,16 @@ class CoordinatorActor(SharedSampleQueue[GroupRef]):
     def take(
         self, step: int, rank: int, wanted: int | None = None, timeout_s: float | None = None
     ) -> TrainingStep[Sequence[GroupRef]] | NewWorkers | None:
-        """The step with the first of its groups; `rest` returns the others."""
+        """See `take_step`. timeout_s: instead of a deadline."""
         taken = super().take_step(
             step, rank, wanted, None if timeout_s is None else time.monotonic() + timeout_s
         )
-        if taken is None or isinstance(taken, NewWorkers):
-            return taken
-        if rank == 0:
-            self._resume_point = None
-        self._rests[rank] = taken.batch[self._page :]
-        return replace(taken, batch=taken.batch[: self._page])
-
-    def rest(self, rank: int) -> Sequence[GroupRef]:
-        """The next groups of the step that the rank has taken."""
-        found = self._rests[rank][: self._page]
-        self._rests[rank] = self._rests[rank][self._page :]
-        return found
+        if isinstance(taken, TrainingStep) and rank == 0:
+            self._resume_point = None  # it references groups
+        return taken
 
     def _data_of(self, groups: Sequence[FinishedGroup[GroupRef]]) -> Sequence[GroupRef]:
         return [RowsOfGroup.of(group) for group in groups]
-
-    def resume_page(self, page: int) -> ResumePoint[GroupRef]:
-        """A part of `resume_point`, without any groups after the last one."""
-        whole = super().resume_point()
-        here = slice(page * _PAGE, (page + 1) * _PAGE)
-        queued = dict([*whole.queued.items()][here])
-        return ResumePoint({**whole.snapshot, "live": whole.snapshot["live"][here]}, queued)
 
     def close(self) -> None:
         """Issue no more groups, and complete the ledger."""

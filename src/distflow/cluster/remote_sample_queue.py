@@ -131,9 +131,6 @@ class RemoteSampleQueue:
         self._read = read or _read_here
         self._by_ray = not isinstance(coordinator, Peer)
         self._reward_counts = RewardCounts()  # sent with the groups that end next
-        self._stored: tuple[GroupRef, int] = (None, 0)
-        """The batch that was stored last, until its groups are put, and its size."""
-        self._stored_batch: Batch | None = None
 
     async def prompt_groups(
         self, engine_version: Callable[[], int | None]
@@ -158,17 +155,9 @@ class RemoteSampleQueue:
         )
         self._end(stored)
 
-    def store_ahead(self, batch: Batch) -> None:
-        self._stored = to_group(batch, self._by_ray)
-        self._stored_batch = batch
-
     def put_loaded(self, loaded: LoadedGroups[Batch]) -> None:
         fault_injection.reach("queue.put")
-        if loaded.data is not self._stored_batch:
-            self.store_ahead(loaded.data)
-        reference, num_bytes = self._stored
-        self._stored_batch = None
-        self._stored = (None, 0)
+        reference, num_bytes = to_group(loaded.data, self._by_ray)
         self._end(LoadedGroups(loaded.prompt_groups, reference, loaded.num_tokens, num_bytes))
 
     def drop(self, dropped: DroppedGroup) -> None:
@@ -196,12 +185,8 @@ class RemoteSampleQueue:
                 )
             if taken is None or isinstance(taken, NewWorkers):
                 return taken
-            groups = [*taken.batch]
-            # a rank without groups gets one
-            while len(groups) < max(1, len(taken.own)):
-                groups += self._reply(self._coordinator.rest.remote(self._first + rank))
             fault_injection.reach("queue.taken")
-            batch, lost = self._read(taken, groups)
+            batch, lost = self._read(taken, taken.batch)
             report = self._coordinator.read.remote(step, self._first + rank, lost)
             if self._by_ray:
                 with self._waits("training", f"step {step + 1}", on=RANKS):
@@ -211,9 +196,6 @@ class RemoteSampleQueue:
             if whole:
                 assert batch is not None, "no group of it is lost"
                 return joined(taken, batch)
-
-    def note_training(self, step: int) -> None:
-        """The coordinator has learned it from `read`."""
 
     def release(self, step: int, rank: int, sent_weights: bool) -> Released:
         fault_injection.reach("release")
@@ -228,19 +210,13 @@ class RemoteSampleQueue:
         reply(self._coordinator.end_run.remote(shortened(why)))
 
     def resume_point(self) -> ResumePoint[Batch]:
-        page: ResumePoint[GroupRef] = reply(self._coordinator.resume_page.remote(0))
-        snapshot = page.snapshot
+        point: ResumePoint[GroupRef] = reply(self._coordinator.resume_point.remote())
         queued = dict[int, FinishedGroup[Batch]]()
-        num_pages = 1
-        while page.snapshot["live"] or page.queued:
-            for number, group in page.queued.items():
-                with suppress(GroupLost):  # a resumed run generates it again
-                    batch = to_batch([RowsOfGroup.of(group)])
-                    queued[number] = replace(group.stored_as(batch), rows=None)
-            page = reply(self._coordinator.resume_page.remote(num_pages))
-            snapshot["live"] += page.snapshot["live"]
-            num_pages += 1
-        return ResumePoint(snapshot, queued)
+        for number, group in point.queued.items():
+            with suppress(GroupLost):  # a resumed run generates it again
+                batch = to_batch([RowsOfGroup.of(group)])
+                queued[number] = replace(group.stored_as(batch), rows=None)
+        return ResumePoint(point.snapshot, queued)
 
     def _end(
         self,

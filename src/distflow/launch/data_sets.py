@@ -64,7 +64,6 @@ from distflow.models.loading import end_token_ids, has_image_processor
 from distflow.models.model_paths import resolve_path
 from distflow.rewards.router import check_domains
 from distflow.rewards.startup_checks import find_broken
-from distflow.scheduling.curriculum import CurriculumPlan, load_curriculum
 from distflow.scheduling.data_plan import UNKNOWN_ROWS, DataPlan, DomainPlan, Frequency, total_steps
 from distflow.scheduling.difficulty_filter import SkipPlan
 
@@ -73,8 +72,7 @@ def data_plan(config: Config, rows: Mapping[str, int]) -> DataPlan:
     """How the run uses its data. total_training_steps may end before or after total_epochs. With
     domains, an epoch has as many groups as there are rows in total.
 
-    rows: their number by domain, in order, "" for one source. Raises UserError if the curriculum's
-    function does not exist.
+    rows: their number by domain, in order, "" for one source.
     """
     data = config.data
     trainer = config.trainer
@@ -102,13 +100,6 @@ def data_plan(config: Config, rows: Mapping[str, int]) -> DataPlan:
         stop_when=trainer.stop_when,
         loads_rows=not is_rl(config),
     )
-    curriculum = data.curriculum
-    if curriculum.function is not None:
-        load_curriculum(curriculum.function)
-        plan = replace(
-            plan,
-            curriculum=CurriculumPlan(curriculum.function, curriculum.every, curriculum.smoothing),
-        )
     if not is_rl(config):
         return plan
     filters = config.algorithm.filter_groups

@@ -6,7 +6,7 @@ import os
 
 import torch
 
-from distflow.builtin_names import CURRICULA, CUSTOM_REWARD, REWARDS
+from distflow.builtin_names import CUSTOM_REWARD, REWARDS
 from distflow.config import Config
 from distflow.config.derived_settings import (
     code_of_workflow,
@@ -75,11 +75,10 @@ def _validation_rows(data: Data) -> str:
 
 
 def _users_facts(config: Config) -> dict[str, object]:
-    """The code of the user's reward functions, curriculum and filter, the isolation of code that a
+    """The code of the user's reward functions and filter, the isolation of code that a
     reward function runs here, the reward models by domain, and the frozen policies of agents. All
     may change on resume, which is then reported. Raises UserError if a model is missing."""
     custom = RewardSettings.of(config).custom
-    curriculum = config.data.curriculum.function
     functions = reward_functions(config)
     everything = [part for parts in functions.values() for part in parts]
     own = sorted(
@@ -89,7 +88,6 @@ def _users_facts(config: Config) -> dict[str, object]:
         f"code_of_reward_{name}": fingerprint_target(target_of(name, custom)) for name in own
     }
     chosen: dict[str, str | None] = {"should_accept": config.algorithm.filter_groups.should_accept}
-    chosen["curriculum"] = None if curriculum in CURRICULA else curriculum
     chosen |= {key: name for key, name in named_algorithms(config) if ":" in name}
     pipeline = config.dag.pipeline
     chosen |= {target: target for _, target in code_of_workflow(config)}

@@ -18,7 +18,6 @@ from distflow.runtime.checkpoint.checkpoint_store import Checkpoint, CheckpointS
 from distflow.runtime.checkpoint.find_checkpoint import (
     CHECKPOINTS,
     LEDGER,
-    before_damage,
     find_checkpoint,
     remaining_plan,
     resumes_here,
@@ -84,9 +83,6 @@ def find_start(spec: Spec, mode: str, allow_change: tuple[str, ...], owner: str)
     checkpoint = find_checkpoint(store, mode)
     resumes = resumes_here(checkpoint, mode, spec.run_dir)
     if checkpoint:
-        checkpoint = (
-            before_damage(checkpoint, mode, spec.run_dir / LEDGER) if resumes else checkpoint
-        )
         check_same_config(checkpoint, spec, allow_change)
         check_same_facts(checkpoint, spec, spec.facts)
     return Start(store, checkpoint, resumes, allow_change, owner)

@@ -59,16 +59,14 @@ def code_of_run(config: Config, generates_only: bool) -> list[str]:
 
 
 def data_code(config: Config) -> list[str]:
-    """The functions that make rows, and the one that weights the domains, which planning a run's
-    data loads."""
+    """The functions that make rows, which planning a run's data loads."""
     files = data_files(config, "train_files") | data_files(config, "val_files")
-    own = config.data.curriculum.function
     code = []
     for key, named in files.items():
         for file in named:
             if is_function(file):
                 code.append(f"{key}: {file}")
-    return [*code, f"data.curriculum.function: {own}"] if own and ":" in own else code
+    return code
 
 
 def pipeline_code(config: Config) -> list[str]:

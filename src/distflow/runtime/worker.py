@@ -152,8 +152,6 @@ class Worker:
             raise
         if step is not None:
             self.check_taken(step.group_ids, step.batch, step.queued)
-            # not before: it would keep this thread from its step
-            self._ports.queue.note_training(self.step)
         return step
 
     def check_taken(
@@ -310,8 +308,6 @@ class Worker:
         validated = self.validation.validate(step) if "validate" in due or compares else {}
         with self._recorder.phases("record"):
             metrics |= group_metrics(released.group_counts, figures.versions, step - 1)
-            for domain, own in released.domains.items():
-                metrics |= {f"domains/{domain}/{name}": value for name, value in own.items()}
         metrics |= self._recorder.phases.finish_step() | self._recorder.memory.finish_step()
         metrics["throughput/tokens_per_s"] = figures.num_tokens / metrics["timing_s/step"]
         if "acting/env_steps" in metrics:

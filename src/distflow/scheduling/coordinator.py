@@ -4,13 +4,13 @@ consumed."""
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
+from fractions import Fraction
 from typing import Any, cast
 
 from distflow.scheduling.admission import Admission
-from distflow.scheduling.curriculum import Accuracy
 from distflow.scheduling.data_plan import DataPlan, NextGroups, Timetable
-from distflow.scheduling.difficulty_filter import Skips
-from distflow.scheduling.domain_quotas import DomainShares
+from distflow.scheduling.difficulty_filter import Accuracy, Skips
+from distflow.scheduling.domain_quotas import Quotas
 from distflow.scheduling.group_states import (
     CountsError,
     GroupCounts,
@@ -89,29 +89,37 @@ class Coordinator:
         self._counts = counts_by_domain(start)
         self._num_aborted_tokens = start.get("aborted_tokens", 0)
         self.prompt_groups = NextGroups(plan, self._counts, start.get("offered", 0))
-        self.shares = DomainShares(plan, start)
-        self._foreseen: list[PromptGroup] = []
-        self._foreseen_sources: list[int] = []
-        self._foreseen_version = -1
+        before = start.get("domains", {})
+        self._quotas = Quotas(
+            plan.consumer_batch,
+            start["step"],
+            plan.shares,
+            [Fraction(before[source.name]["lag"]) for source in plan.sources] if before else None,
+        )
         self._skips = Skips(plan.skips, start.get("skips"))
         self.queue = SampleQueue(
             plan.consumer_batch,
             max_staleness=plan.max_staleness,
             next_step=self.step,
             when_exhausted=plan.when_exhausted,
-            quotas=self.shares.quotas,
+            quotas=self._quotas,
             domains=[source.name for source in plan.sources],
             oversampling=plan.oversampling,
         )
         self._admission = Admission(plan, self.queue)
-        quotas = {"quotas": self.shares.shown()} if plan.domains else {}
+        quotas = {}
+        for domain, share, lag in zip(
+            plan.domains, self._quotas.shares, self._quotas.lags, strict=False
+        ):
+            quotas[domain.name] = {"share": str(share), "lag": str(lag)}
         self._journal(
-            "plan", max_staleness=plan.max_staleness, consumer_batch=plan.consumer_batch, **quotas
+            "plan",
+            max_staleness=plan.max_staleness,
+            consumer_batch=plan.consumer_batch,
+            **({"quotas": quotas} if quotas else {}),
         )
-        for change in self.shares.saved_shares()[1:]:
-            self._journal("shares", **change)
         if ledger and ledger.inherits:
-            self._journal("inherited", **inherited_fields(start, self.checked_counts().domains))
+            self._journal("inherited", **inherited_fields(start))
         self._restore([restored(group) for group in start["live"]])
         self._close_at_end()
         num_passed = start["consumed"] + sum(start["dropped"].values())
@@ -160,14 +168,13 @@ class Coordinator:
             else self._admission.rollout_capacity(engine_version)
         )
         sources = self._admission.new(engine_version, num_open, self.prompt_groups.num_left)
-        if self._is_in_order:
-            prompt_groups += self._issue_in_order(sources, engine_version)
-        else:
-            for source in sources:
-                if (new := self._issue_next(source, engine_version)) is None:
-                    break
-                prompt_groups.append(new)
-                self._admission.issued(source, engine_version)
+        for source in sources:
+            if (new := self._issue_next(source, engine_version)) is None:
+                break
+            prompt_groups.append(new)
+            self._admission.issued(source, engine_version)
+        if self.plan.loads_rows:
+            self._journal_all("issued", [group.issued_fields() for group in prompt_groups])
         self._close_at_end()
         if self.plan.oversampling:
             self.queue.give_places([group.group_id for group in prompt_groups])
@@ -193,23 +200,8 @@ class Coordinator:
 
     def complete_all(self, num_tokens: Mapping[int, int]) -> None:
         """`complete` for groups that were loaded together. num_tokens: of each, by its number."""
-        groups = self.queue.complete_all(num_tokens)
+        groups = [self.queue.complete(number, tokens) for number, tokens in num_tokens.items()]
         self._journal_all("complete", [_complete_fields(group) for group in groups])
-
-    def foresee(self) -> list[PromptGroup]:
-        """The groups of the next step, if the current one is released as it stands now; empty if
-        that is not known. Nothing is issued."""
-        plan = self.plan
-        queue = self.queue
-        is_known = self._is_in_order and not (plan.max_staleness or plan.oversampling)
-        is_whole = queue.num_complete == queue.num_live == plan.consumer_batch
-        if not (is_known and is_whole and self.step + 1 < plan.total_steps):
-            return []
-        if self._foreseen_version != self.step + 1:
-            self._foreseen_sources = self._admission.sources_after_next()
-            self._foreseen = self.prompt_groups.next(self._foreseen_sources, self.step + 1)
-            self._foreseen_version = self.step + 1
-        return self._foreseen
 
     def weigh(self, number: int, num_bytes: int) -> None:
         """Note the size of a complete group, for `plan.max_held_bytes`."""
@@ -228,7 +220,6 @@ class Coordinator:
         if accuracy is not None:
             group = self.queue.running_group(number, "be scored")
             self._skips.record(group.domain, group.row, accuracy)
-            self.shares.record(group.domain, accuracy)
 
     def retry(self, number: int) -> bool:
         """Retry a group that was lost during the run with the engine or process that worked on it.
@@ -306,11 +297,8 @@ class Coordinator:
 
         sent_weights: whether new weights were sent; if not, the version stands for the weights sent
         last, or the engines keep an older one. `issue_groups` gets their version, which the caller
-        sets before this call. Raises UserError, and changes nothing, if a curriculum fails.
+        sets before this call.
         """
-        self.ready(step)
-        if change := self.shares.change(step):
-            self._journal("shares", **change)
         groups = self.queue.release(step)
         left = self.queue.num_live - self.queue.num_waiting
         assert self.plan.max_staleness or not left, (
@@ -346,10 +334,13 @@ class Coordinator:
         self.plan = replace(self.plan, total_steps=self.step)
 
     def checked_counts(self) -> GroupCounts:
+        """Raises CountsError if groups are missing."""
         queue = self.queue
-        return GroupCounts.of(
+        counts = GroupCounts.of(
             self._counts, queue.num_running, queue.num_complete, self._num_aborted_tokens
         )
+        counts.check()
+        return counts
 
     def snapshot(self) -> Snapshot:
         """JSON to resume from: the state at the last release (or the start), whatever has happened
@@ -359,25 +350,6 @@ class Coordinator:
     def _close_at_end(self) -> None:
         self.queue.closed |= self.prompt_groups.data_open and self.prompt_groups.num_left == 0
 
-    @property
-    def _is_in_order(self) -> bool:
-        """Whether the next groups follow from how many were issued."""
-        return not (self.plan.skips or self.prompt_groups.offered)
-
-    def _issue_in_order(self, sources: Sequence[int], engine_version: int) -> list[PromptGroup]:
-        num_sources = len(sources)
-        groups = self._foreseen[:num_sources]
-        first = self.prompt_groups.next(sources[:1], engine_version)
-        if groups[:1] != first or sources != self._foreseen_sources[:num_sources]:
-            groups = self.prompt_groups.next(sources, engine_version)
-        self._foreseen = []
-        self.queue.issue_all(groups)
-        for group, source in zip(groups, sources, strict=False):  # the data may end first
-            self._admission.issued(source, engine_version)
-            self._counts[group.domain].issued += 1
-        self._journal_all("issued", [group.issued_fields() for group in groups])
-        return groups
-
     def _issue_next(self, source: int, engine_version: int) -> PromptGroup | None:
         """The source's next group that is not skipped; None if the data end first. If all rows of
         an epoch would be skipped, the row after them is taken, so that no source runs empty."""
@@ -386,6 +358,8 @@ class Coordinator:
             prompt_group = self.prompt_groups.make(source, engine_version)
             self.queue.issue(prompt_group)
             self._counts[prompt_group.domain].issued += 1
+            if self.plan.loads_rows:  # they have one record
+                return prompt_group
             self._journal("issued", **prompt_group.issued_fields())
             reason = self._skips.pass_over(prompt_group.row)
             if reason is None or not num_left:
@@ -398,7 +372,8 @@ class Coordinator:
         if self.queue.prompt_group(number).num_aborts:
             self._admission.issued(self.queue.queue_of(number).domain, engine_version)
         prompt_group = self.queue.reissue(number, engine_version)
-        self._journal("issued", **prompt_group.issued_fields())
+        if not self.plan.loads_rows:
+            self._journal("issued", **prompt_group.issued_fields())
         return prompt_group
 
     def _restore(self, groups: list[PromptGroup]) -> None:
@@ -406,7 +381,7 @@ class Coordinator:
         it; drop the others as stale."""
         max_staleness, num_fit = self.plan.max_staleness, Counter[str]()
         for group in sorted(groups, key=lambda group: (group.due(max_staleness), group.group_id)):
-            slots = self.shares.quotas.up_to(
+            slots = self._quotas.up_to(
                 self.queue.domain_queues[group.domain].domain, group.due(max_staleness)
             )
             reason = None
@@ -423,14 +398,7 @@ class Coordinator:
             self._counts[group.domain].drop(reason)
 
     def _checked_snapshot(self) -> Snapshot:
-        """Check the counts. Raises CountsError if groups are missing, or the ledger's counts
-        differ."""
         counts = self.checked_counts()
-        counts.check()
-        if self._ledger and self._ledger.group_counts != counts:
-            raise CountsError(
-                f"the ledger counts {self._ledger.group_counts}, the coordinator {counts}"
-            )
         described: dict[str, Any] = {
             "plan": saved_plan(self.plan),
             "restart": self._restart,
@@ -443,15 +411,15 @@ class Coordinator:
         if counts.aborted:
             described["aborted_tokens"] = counts.aborted_tokens
         if self.plan.domains:
-            lags = self.shares.lags()
-            described["domains"] = {
-                name: {**saved_counts(self._counts[name]), "lag": lags[name]} for name in lags
-            }
+            domains = {}
+            for domain, lag in zip(self.plan.domains, self._quotas.lags, strict=True):
+                domains[domain.name] = {**saved_counts(self._counts[domain.name]), "lag": str(lag)}
+            described["domains"] = domains
         if self.plan.saves.secs or self.plan.validates.secs:
             described["secs"] = {name: each.secs for name, each in self._timetables.items()}
         if self.plan.skips:
             described["skips"] = self._skips.saved_skips()
-        return cast(Snapshot, described | self.shares.saved_state())
+        return cast(Snapshot, described)
 
     def _journal_all(self, kind: str, fields: Sequence[Mapping[str, object]]) -> None:
         if self._ledger:

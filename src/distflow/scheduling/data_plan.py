@@ -15,7 +15,6 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from distflow.scheduling.curriculum import CurriculumPlan
 from distflow.scheduling.difficulty_filter import SkipPlan
 from distflow.scheduling.group_states import TRAIN, DomainCounts, PromptGroup
 
@@ -197,11 +196,10 @@ class DataPlan:
     batches. oversampling: extra groups that run, as a fraction of those that the step lacks.
     max_held_bytes: of groups that wait for their step or are trained on, None for no bound.
     domains: in the order of their rows, empty for one source; each repeats separately, so that with
-    them `total_groups` is None. curriculum: how their shares change, None if they stay. skips:
-    which rows are skipped, None for none. saves, validates: when the run saves a checkpoint, and
-    when it validates, besides at its end. stop_when: the metric's condition that ends it earlier.
-    loads_rows: groups are only loaded, so that those that start or complete together have one
-    record in the ledger.
+    them `total_groups` is None. skips: which rows are skipped, None for none. saves, validates:
+    when the run saves a checkpoint and validates, besides at its end. stop_when: the metric's
+    condition that ends it earlier. loads_rows: groups are only loaded, so that those that start or
+    complete together have one record in the ledger.
     """
 
     num_rows: int
@@ -218,7 +216,6 @@ class DataPlan:
     oversampling: Fraction = Fraction(0)
     max_held_bytes: int | None = None
     domains: tuple[DomainPlan, ...] = ()
-    curriculum: CurriculumPlan | None = None
     skips: SkipPlan | None = None
     saves: Frequency = Frequency()
     validates: Frequency = Frequency()
@@ -292,34 +289,11 @@ class NextGroups:
         if self.offered:
             self.num_offered += 1
             return PromptGroup(number, 0, self.offered.popleft(), plan.group_size, engine_version)
-        return self._from_data(number, source, 0, engine_version)
-
-    def next(self, sources: Sequence[int], engine_version: int) -> list[PromptGroup]:
-        """The groups that `make` will return for these sources in turn, without offered rows; fewer
-        if the data end."""
-        assert not self.offered
-        number = self._num_issued
-        num_before = [0] * len(self._plan.sources)
-        groups = list[PromptGroup]()
-        for source in sources[: self.num_left]:
-            place_ahead = num_before[source]
-            num_before[source] += 1
-            groups.append(
-                self._from_data(number + len(groups), source, place_ahead, engine_version)
-            )
-        return groups
-
-    def _from_data(
-        self, number: int, source: int, place_ahead: int, engine_version: int
-    ) -> PromptGroup:
-        """A group of the data set. place_ahead: how many of the source come before it."""
-        plan = self._plan
         if not plan.domains:
-            drawn = self._num_drawn + place_ahead
-            epoch, row = place(drawn, plan.num_rows, plan.seed, plan.shuffle)
+            epoch, row = place(self._num_drawn, plan.num_rows, plan.seed, plan.shuffle)
             return PromptGroup(number, epoch, row, plan.group_size, engine_version)
         domain = plan.domains[source]
-        position = self._counts[domain.name].issued + place_ahead
+        position = self._counts[domain.name].issued
         epoch, row = place(position, domain.num_rows, plan.seed, plan.shuffle, domain.name)
         row += sum(other.num_rows for other in plan.domains[:source])
         size = domain.group_size or plan.group_size

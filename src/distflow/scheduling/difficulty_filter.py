@@ -4,14 +4,20 @@ high or too low when it was last used."""
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from distflow.scheduling.curriculum import Accuracy
-
 TOO_EASY = "too_easy"
 TOO_HARD = "too_hard"
 """Reasons to drop the group of a skipped row."""
 
 SavedSkips = dict[str, dict[str, int]]
 """By reason, then by row: how many more times it is skipped."""
+
+
+@dataclass(frozen=True)
+class Accuracy:
+    """The accuracy of a group's responses: how many are correct, and how many have a score."""
+
+    num_right: int
+    num_judged: int
 
 
 @dataclass(frozen=True)

@@ -3,12 +3,8 @@ gets the next."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from heapq import heapify, heappop, heappush
 
 from distflow.scheduling.group_states import PromptGroup
-
-MAX_GROUPS = 900
-"""Most groups in one message of another process: 61 kB."""
 
 
 @dataclass
@@ -28,8 +24,6 @@ class RolloutWorker:
     ended: list[PromptGroup] = field(default_factory=list)
     takes: bool = True
     gone: bool = False
-    foresaw: int = -1
-    """The last step during which it was told the groups of the next one."""
 
 
 class GroupsByWorker:
@@ -39,8 +33,6 @@ class GroupsByWorker:
         self._all = [
             RolloutWorker(name, number, engine_version) for number, name in enumerate(names)
         ]
-        # a heap: each had so many groups at some time
-        self._by_load = [(0, number) for number in range(len(names))]
         self._working_on: dict[int, RolloutWorker] = {}  # by group id
         self._taken_away = set[tuple[int, int]]()  # from lost workers: group id and attempt
 
@@ -56,10 +48,7 @@ class GroupsByWorker:
         workers, or None."""
         worker = self._all[number]
         worker.engine_version = engine_version
-        began = not worker.takes
         worker.takes = True
-        if began:
-            self._note_load(worker)
         return min(
             (each.engine_version for each in self._all if each.engine_version is not None),
             default=None,
@@ -68,47 +57,18 @@ class GroupsByWorker:
     def assign(self, group_id: int, attempt: int) -> str:
         """Assign a group to the worker with the fewest groups (on a tie, the first); returns its
         name."""
-        chosen = self._all[0]
-        has_others = len(self._all) > 1
-        if has_others:
-            while not self._is_now(*self._by_load[0]):
-                heappop(self._by_load)
-            chosen = self._all[heappop(self._by_load)[1]]
+        takers = (worker for worker in self._all if worker.takes)
+        chosen = min(takers, key=lambda worker: len(worker.running))
         chosen.assigned.append(group_id)
         chosen.running[group_id] = attempt
-        if has_others:
-            self._note_load(chosen)
         self._working_on[group_id] = chosen
         return chosen.name
 
-    def foresee(
-        self, number: int, step: int, groups: Sequence[PromptGroup]
-    ) -> Sequence[PromptGroup]:
-        """Which of these groups the worker will get if no worker has one when they are assigned;
-        none if it was told during this step already."""
+    def fetch(self, number: int) -> list[int]:
+        """Ids of the groups assigned to a worker since the last call."""
         worker = self._all[number]
-        if worker.foresaw == step or not worker.takes:
-            return ()
-        worker.foresaw = step
-        takers = [each.number for each in self._all if each.takes]
-        return groups[takers.index(number) :: len(takers)]
-
-    def _note_load(self, worker: RolloutWorker) -> None:
-        if len(self._all) == 1:  # it gets all groups
-            return
-        heappush(self._by_load, (len(worker.running), worker.number))
-        if len(self._by_load) > 8 * len(self._all):  # most are of the past
-            self._by_load = [(len(each.running), each.number) for each in self._all if each.takes]
-            heapify(self._by_load)
-
-    def _is_now(self, load: int, number: int) -> bool:
-        return self._all[number].takes and len(self._all[number].running) == load
-
-    def fetch(self, number: int, most: int | None = MAX_GROUPS) -> list[int]:
-        """Ids of the groups assigned to a worker, at most so many."""
-        worker = self._all[number]
-        fetched = worker.assigned[:most]
-        worker.assigned = worker.assigned[len(fetched) :]
+        fetched = worker.assigned
+        worker.assigned = []
         return fetched
 
     def end(self, group_id: int, complete: bool) -> None:
@@ -117,7 +77,6 @@ class GroupsByWorker:
         worker = self._working_on.pop(group_id, None)
         if worker is not None:
             worker.running.pop(group_id)
-            self._note_load(worker)
             if complete:
                 worker.stored.add(group_id)
 
@@ -129,7 +88,6 @@ class GroupsByWorker:
             self.take([group.group_id])
             return
         worker.running.pop(group.group_id)
-        self._note_load(worker)
         self._taken_away.add((group.group_id, group.attempt))
         if group.group_id in worker.assigned:
             worker.assigned.remove(group.group_id)
@@ -163,6 +121,4 @@ class GroupsByWorker:
     def join(self, name: str) -> int:
         """Add a replacement; returns its number. It gets groups after its first request."""
         self._all.append(RolloutWorker(name, len(self._all), None, takes=False))
-        self._by_load = [(len(each.running), each.number) for each in self._all if each.takes]
-        heapify(self._by_load)
         return len(self._all) - 1

@@ -9,7 +9,6 @@ that count groups:
     resumes; quotas:
                                                          share and lag of each domain at the next
                                                          step
-    shares      step, shares                             of domains from that step on
     issued      group_id, epoch, row, version, attempt,  version: of the engine's weights; domain:
     if there are any
                 domain
@@ -45,23 +44,14 @@ import os
 import secrets
 import sys
 import time
-from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from enum import IntEnum
-from itertools import repeat
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from distflow.errors import UserError
 from distflow.observe.ledger_groups import by_group
-from distflow.scheduling.group_states import (
-    CountsError,
-    DomainCounts,
-    GroupCounts,
-    counts_by_domain,
-)
 from distflow.untrusted_files import MAX_LINE_BYTES, lines_of, open_file
 
 _encode = json.JSONEncoder(separators=(",", ":")).encode
@@ -87,144 +77,6 @@ class LedgerError(UserError):
     """A ledger that cannot be read: it is damaged, or not a ledger."""
 
 
-class _State(IntEnum):
-    """A `GroupState` as a byte, by its word; a group that waits to be issued again counts as
-    generating."""
-
-    UNKNOWN = 0
-    GENERATING = 1
-    QUEUED = 2
-    TRAINED = 3
-    DROPPED = 4
-    SETTLED = 5
-    """Trained or dropped in another run's ledger; only the counts were inherited."""
-
-    __hash__ = int.__hash__  # the enum's own is slow
-
-
-class LedgerCounts:
-    """Counts groups, one byte each; a record that moves one in an impossible way is an error."""
-
-    def __init__(self) -> None:
-        self.last_step = 0
-        self._states = bytearray()
-        self._attempts: dict[int, int] = {}
-        self._tokens: dict[int, int] = {}  # of complete groups in the queue
-        self._counts: Counter[_State] = Counter()
-        self._domains = defaultdict[str, DomainCounts](DomainCounts)
-        self._domain_of: dict[int, str] = {}  # domains of groups in the queue, if there are domains
-        self._num_aborted_tokens = 0
-
-    def apply(self, record: Record) -> None:
-        """Apply the next record of a surviving timeline. Raises CountsError with the group or the
-        step."""
-        if (apply := getattr(self, f"on_{record['kind']}", None)) is not None:
-            apply(record)
-
-    @property
-    def group_counts(self) -> GroupCounts:
-        running = self._counts[_State.GENERATING]
-        complete = self._counts[_State.QUEUED]
-        return GroupCounts.of(self._domains, running, complete, self._num_aborted_tokens)
-
-    def on_issued(self, record: Record) -> None:
-        for number, attempt, domain in _values(record, "attempt", "domain"):
-            self._issue(number, attempt, domain or "")
-
-    def _issue(self, number: int, attempt: int, domain: str) -> None:
-        if number == len(self._states):
-            self._states.append(_State.GENERATING)
-            self._counts[_State.GENERATING] += 1
-            if domain:
-                self._domain_of[number] = domain
-            self._domains[domain].issued += 1
-        elif number > len(self._states):
-            raise CountsError(f"group {number} was issued, but {len(self._states)} is the next one")
-        elif self._states[number] != _State.GENERATING or attempt <= self._attempts[number]:
-            state = _State(self._states[number]).name.lower()
-            raise CountsError(f"group {number} was issued twice: it is {state}, attempt {attempt}")
-        self._attempts[number] = attempt
-
-    def on_complete(self, record: Record) -> None:
-        for number, tokens, _ in _values(record, "tokens"):
-            self._move(number, _State.GENERATING, _State.QUEUED)
-            self._tokens[number] = tokens
-
-    def on_lost(self, record: Record) -> None:
-        self._move(record["group_id"], _State.QUEUED, _State.GENERATING)
-
-    def on_dropped(self, record: Record) -> None:
-        source = _State.QUEUED if record["reason"] == STALE else _State.GENERATING
-        self._move(record["group_id"], source, _State.DROPPED)
-        self._domains[self._domain_of.pop(record["group_id"], "")].drop(record["reason"])
-
-    def on_aborted(self, record: Record) -> None:
-        for number in record["group_ids"]:
-            self._move(number, _State.GENERATING, _State.GENERATING)
-            self._domains[self._domain_of.get(number, "")].aborted += 1
-        self._num_aborted_tokens += record["tokens"]
-
-    def on_consumed(self, record: Record) -> None:
-        if record["step"] != self.last_step + 1:
-            raise CountsError(
-                f"step {record['step']} was consumed, but {self.last_step + 1} is the next one"
-            )
-        known = [self._tokens[number] for number in record["group_ids"] if number in self._tokens]
-        if len(known) == len(record["group_ids"]) and record.get("tokens", sum(known)) != sum(
-            known
-        ):
-            raise CountsError(
-                f"step {record['step']} consumed {record['tokens']} tokens, but its groups have "
-                f"{sum(known)}"
-            )
-        for number in record["group_ids"]:
-            self._move(number, _State.QUEUED, _State.TRAINED)
-            self._domains[self._domain_of.pop(number, "")].consumed += 1
-        self.last_step += 1
-
-    def on_inherited(self, record: Record) -> None:
-        if self._states:
-            raise CountsError(
-                f"counts were inherited after {len(self._states)} groups had been issued"
-            )
-        self.last_step = record["step"]
-        self._states = bytearray([_State.SETTLED]) * record["issued"]
-        self._domains = counts_by_domain(record)
-        self._num_aborted_tokens = record.get("aborted_tokens", 0)
-        for group in record.get("live", ()):
-            state = _State.QUEUED if group["complete"] else _State.GENERATING
-            self._states[group["group_id"]] = state
-            self._counts[state] += 1
-            self._attempts[group["group_id"]] = group["attempt"]
-            if "domain" in group:
-                self._domain_of[group["group_id"]] = group["domain"]
-
-    def _move(self, number: int, source: _State, target: _State) -> None:
-        state = self._states[number] if number < len(self._states) else _State.UNKNOWN
-        if state != source:
-            found = _State(state).name.lower()
-            raise CountsError(
-                f"group {number} cannot become {target.name.lower()}: it is {found}, "
-                "not "
-                f"{source.name.lower()}"
-            )
-        self._states[number] = target
-        self._counts[source] -= 1
-        self._counts[target] += 1
-        self._tokens.pop(number, None)
-        if target in (_State.TRAINED, _State.DROPPED):
-            del self._attempts[number]
-
-
-def _values(record: Record, name: str, optional: str = "") -> Iterator[tuple[Any, ...]]:
-    """The id of each group of a record, its value, and its optional value, or None."""
-    numbers = record["group_id"]
-    columns = (numbers, record[name], record.get(optional))
-    if not isinstance(numbers, list):
-        return iter([columns])
-    return zip(*columns[:2], columns[2] or repeat(None, len(numbers)), strict=True)
-
-
 class Ledger(AbstractContextManager["Ledger"]):
     """The only writer of a ledger. Each record reaches the operating system at once, the disk at
     `sync`; the caller must sync the name of a new file.
@@ -237,36 +89,26 @@ class Ledger(AbstractContextManager["Ledger"]):
     def __init__(self, path: Path, mark: Mark | None = None) -> None:
         self.path = path
         self.restart = mark.restart + 1 if mark else 0
-        self._counts = LedgerCounts()
         first = _first_line(path)
         if not first.endswith(b"\n") and _parse(first) is None:
             self._start(mark)
         else:
             self._reopen(mark)
 
-    @property
-    def group_counts(self) -> GroupCounts:
-        """Counts from the records, independent of the writer's own."""
-        return self._counts.group_counts
-
     def append(self, kind: str, **fields: object) -> None:
-        """Append a record. Raises CountsError, and writes nothing, if it moves a group in an
-        impossible way."""
         self.append_all(kind, [fields])
 
     def append_all(
         self, kind: str, fields: Sequence[Mapping[str, object]], as_one: bool = False
     ) -> None:
-        """Append records of one kind together; otherwise as `append`. fields: of each. as_one:
-        write one record of all groups."""
+        """Append records of one kind together. fields: of each. as_one: write one record of all
+        groups."""
         head = {"t": round(time.time(), 3), "restart": self.restart, "kind": kind}
         if as_one and len(fields) > 1:
             fields = [{name: [each[name] for each in fields] for name in fields[0]}]
         lines = []
         for each in fields:
-            record = {**head, **each}
-            self._counts.apply(record)
-            lines.append(_encode(record) + "\n")
+            lines.append(_encode({**head, **each}) + "\n")
         self._file.write("".join(lines).encode())
         self._file.flush()
 
@@ -310,7 +152,14 @@ class Ledger(AbstractContextManager["Ledger"]):
         self.id = str(first.get("ledger"))
         self.inherits = mark is not None and mark.ledger != self.id
         to = mark.offset if mark and not self.inherits else 0
-        self._counts = counts_until(self.path, to)
+        if to > self.path.stat().st_size:
+            raise LedgerError(
+                f"{self.path} ends before byte {to}, where the checkpoint was saved: lines were "
+                "removed. Resume into an empty folder (trainer.default_local_dir), which starts a "
+                "new ledger"
+            )
+        for _ in timeline(self.path, to):  # raises if it is damaged before the mark
+            pass
         self._file = self.path.open("a+b")
         self._file.seek(to)
         later = (record["restart"] + 1 for line in self._file if (record := _parse(line)))
@@ -326,31 +175,6 @@ def ledger_id(path: Path) -> str | None:
     """The id in a ledger's first line; None if there is no such line."""
     first = _parse(_first_line(path))
     return str(first["ledger"]) if first and "ledger" in first else None
-
-
-def counts_until(path: Path, end: int | None = None) -> LedgerCounts:
-    """The counts of the valid records, or of those before a mark. Raises LedgerError if they are
-    damaged."""
-    if end is not None and end > path.stat().st_size:
-        raise LedgerError(
-            f"{path} ends before byte {end}, where the checkpoint was saved: lines were removed. "
-            "Resume into an empty folder (trainer.default_local_dir), which starts a new ledger"
-        )
-    counts = LedgerCounts()
-    try:
-        for _, record in timeline(path, end):
-            counts.apply(record)
-    except (
-        CountsError,
-        KeyError,
-        TypeError,
-        AttributeError,
-        OverflowError,
-        MemoryError,
-        OSError,
-    ) as err:
-        raise LedgerError(f"{path} is damaged ({type(err).__name__}: {err})") from err
-    return counts
 
 
 def timeline(path: Path, end: int | None = None) -> Iterator[tuple[int, Record]]:

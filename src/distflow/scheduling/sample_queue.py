@@ -137,33 +137,6 @@ class SampleQueue:
             )
         self.restore(prompt_group)
 
-    def issue_all(self, prompt_groups: Sequence[PromptGroup]) -> None:
-        """`issue` for new groups of one version."""
-        groups = {group.group_id: group for group in prompt_groups}
-        if repeated := self._groups.keys() & groups.keys():
-            raise CountsError(
-                f"group {min(repeated)} was issued twice: it is on the sample queue already"
-            )
-        self._groups |= groups
-        by_domain: dict[str, list[int]] = {}
-        for number, group in groups.items():
-            by_domain.setdefault(group.domain, []).append(number)
-        for domain, numbers in by_domain.items():
-            self.domain_queues[domain].add_running(numbers, groups[numbers[0]])
-
-    def complete_all(self, num_tokens: Mapping[int, int]) -> list[PromptGroup]:
-        """`complete` for several groups, with the versions of their issues. num_tokens: of each, by
-        its id."""
-        by_domain: dict[str, dict[int, int]] = {}
-        for number, tokens in num_tokens.items():
-            group = self._groups.get(number)
-            if group is None or group.state is not GroupState.GENERATING:
-                group = self.running_group(number, "complete")  # which raises
-            by_domain.setdefault(group.domain, {})[number] = tokens
-        for domain, own in by_domain.items():
-            self.domain_queues[domain].complete_all(own)
-        return [self._groups[number] for number in num_tokens]
-
     def restore(self, group: PromptGroup) -> None:
         """Add a group of a snapshot. An incomplete one died with its process, and waits to be
         issued again."""
@@ -334,33 +307,15 @@ class SampleQueue:
         ]
         name, queue = (lacking or list(self.domain_queues.items()))[0]
         num_left = queue.num_complete
-        last = queue.last_due
         dropped = queue.dropped()
         reasons = ", ".join(f"{count} {reason}" for reason, count in dropped.most_common())
-        remedy = (
-            "use prompts of suitable difficulty or raise "
-            "algorithm.filter_groups.max_num_gen_batches"
-        )
-        if [*dropped] == ["rejected"]:
-            remedy = (
-                "should_accept returned False for them, or their workflow returned None: accept "
-                "more of them"
-            )
-        elif [*dropped] == ["too_large"]:
-            remedy = (
-                "their scores are equal as float64, which has no odd numbers from 2^53 on: return "
-                "smaller scores"
-            )
-        elif num_left:
-            remedy += (
-                ", or set algorithm.filter_groups.when_exhausted=continue to train on those left"
-            )
         whose = f" of the domain '{name}'" if name else ""
-        later = f" and those up to step {last + 1}" if last is not None and last > step else ""
         return (
             f"step {step + 1} needs {queue.num_wanted} prompt groups{whose}, but of the "
-            f"{num_left + dropped.total()} "
-            f"drawn for it{later} {num_left or 'none'} are left (dropped: {reasons}): {remedy}"
+            f"{num_left + dropped.total()} drawn for it {num_left or 'none'} are left (dropped: "
+            f"{reasons}): use prompts of suitable difficulty (or reject fewer), raise "
+            "algorithm.filter_groups.max_num_gen_batches, or set "
+            "algorithm.filter_groups.when_exhausted=continue to train on those left"
         )
 
     def running_group(self, number: int, verb: str) -> PromptGroup:

@@ -1,12 +1,9 @@
 """The scheduler's state as JSON, to resume from, as of the last release."""
 
-from collections.abc import Mapping
-from dataclasses import asdict
 from operator import attrgetter
 from typing import Any, NotRequired, TypedDict
 
 from distflow.errors import UserError
-from distflow.scheduling.curriculum import SavedCurriculum
 from distflow.scheduling.data_plan import DataPlan
 from distflow.scheduling.difficulty_filter import SavedSkips
 from distflow.scheduling.group_states import DomainCounts, GroupCounts, GroupState, PromptGroup
@@ -31,13 +28,6 @@ class SavedGroup(TypedDict):
     aborts: NotRequired[int]
 
 
-class SavedShares(TypedDict):
-    """Shares of domains from a step on, counted from 1, by name, as fractions."""
-
-    step: int
-    shares: dict[str, str]
-
-
 class SavedPlan(TypedDict):
     """The part of a `DataPlan` that a resumed run may not change. domains: their rows, in order;
     may be missing."""
@@ -52,10 +42,9 @@ class Snapshot(TypedDict):
     """issued, consumed, dropped, aborted, aborted_tokens: as in `GroupCounts`. offered: issued for
     rows that are not in the data set. live: groups in the queue, by group id. ledger: the fields of
     its `Mark`, None without one. domains: by name, `saved_counts` of each and its lag, the slots by
-    which it is behind its share at the next step, as a fraction; missing without any. shares (of
-    the next step, then later changes), curriculum: missing if shares stay. skips: missing if no row
-    is skipped. secs: since the last save and validation; missing if these do not go by time. ended:
-    which condition ended the run, and why; missing if none has."""
+    which it is behind its share at the next step, as a fraction; missing without any. skips:
+    missing if no row is skipped. secs: since the last save and validation; missing if these do not
+    go by time. ended: which condition ended the run, and why; missing if none has."""
 
     plan: SavedPlan
     restart: int
@@ -69,8 +58,6 @@ class Snapshot(TypedDict):
     live: list[SavedGroup]
     ledger: dict[str, Any] | None
     domains: NotRequired[dict[str, dict[str, Any]]]
-    shares: NotRequired[list[SavedShares]]
-    curriculum: NotRequired[SavedCurriculum]
     skips: NotRequired[SavedSkips]
     secs: NotRequired[dict[str, float]]
     ended: NotRequired[dict[str, str]]
@@ -117,14 +104,12 @@ def saved_group(group: PromptGroup) -> SavedGroup:
 
 def restored(group: SavedGroup) -> PromptGroup:
     """The inverse of `saved_group`."""
-    # Older checkpoints lack it; they were synchronous.
-    version = group.get("version", group["prompt_group"]["version"] if group["complete"] else None)
     return PromptGroup(
         **group["prompt_group"],
         state=GroupState.QUEUED if group["complete"] else GroupState.WAITING,
         num_tokens=group["num_tokens"],
         failures=group["failures"],
-        lowest_version=version,
+        lowest_version=group["version"],
         num_aborts=group.get("aborts", 0),
     )
 
@@ -157,23 +142,19 @@ def _shown(plan: SavedPlan) -> str:
     )
 
 
-def inherited_fields(start: Snapshot, domains: Mapping[str, DomainCounts]) -> dict[str, Any]:
+def inherited_fields(start: Snapshot) -> dict[str, Any]:
     """Fields of the record `inherited`: a run continues from another run's snapshot, without its
     ledger."""
-    live = [
-        {
+    names = ("step", "issued", "consumed", "dropped", "aborted", "aborted_tokens", "domains")
+    fields: dict[str, Any] = {name: value for name, value in start.items() if name in names}
+    live = []
+    for group in map(restored, start["live"]):
+        version = group.version if group.lowest_version is None else group.lowest_version
+        own = {
             "group_id": group.group_id,
             "attempt": group.attempt,
             "complete": group.complete,
-            "version": group.version if group.lowest_version is None else group.lowest_version,
-            **({"domain": group.domain} if group.domain else {}),
+            "version": version,
         }
-        for group in map(restored, start["live"])
-    ]
-    names = ("step", "issued", "consumed", "dropped", "aborted", "aborted_tokens")
-    counts = {name: value for name, value in start.items() if name in names}
-    listed = {
-        "live": live,
-        "domains": {name: asdict(group_counts) for name, group_counts in domains.items()},
-    }
-    return {**counts, **{name: value for name, value in listed.items() if value}}
+        live.append({**own, "domain": group.domain} if group.domain else own)
+    return {**fields, "live": live}

@@ -299,9 +299,6 @@ ELSEWHERE = {
             "reward": ["math", {"name": "format", "weight": 0.5}],
         }
     },
-    "data.curriculum.function": "module:function",
-    "data.curriculum.every": 3,
-    "data.curriculum.smoothing": 0.5,
 }
 OF_RAY = {
     "trainer.nnodes",

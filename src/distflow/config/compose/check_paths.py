@@ -45,10 +45,10 @@ NEEDED_TO_EVALUATE = frozenset(
         derived_settings.WORKFLOW,
     )
 )
-_CHOSEN = ("data.curriculum.function", "algorithm.filter_groups.should_accept")
+_SHOULD_ACCEPT = "algorithm.filter_groups.should_accept"
 NEEDED_TO_TRAIN = NEEDED_TO_EVALUATE | {
     _TRAIN,
-    *_CHOSEN,
+    _SHOULD_ACCEPT,
     derived_settings.POLICY_LOSS,
     derived_settings.ADV_ESTIMATOR,
 }
@@ -105,12 +105,8 @@ def _named(config: Config) -> Iterator[tuple[str, str, Fault]]:
         for name, domain in config.data.domains.items()
     ]
     yield from ((key, part.name, _function_fault) for key, parts in judged for part in parts)
-    chosen = zip(
-        _CHOSEN,
-        (config.data.curriculum.function, config.algorithm.filter_groups.should_accept),
-        strict=True,
-    )
-    yield from ((key, name, _function_fault) for key, name in chosen if name)
+    if should_accept := config.algorithm.filter_groups.should_accept:
+        yield _SHOULD_ACCEPT, should_accept, _function_fault
     yield from (
         (key, name, _function_fault) for key, name in derived_settings.named_algorithms(config)
     )

@@ -11,7 +11,7 @@ from distflow.config.compose.typed_values import (
     parse_share_band,
 )
 from distflow.config.keys.algorithm import DIFFERING, DIFFERING_LOSS
-from distflow.config.keys.declare import BY_NAME, collect, group, key, plain_settings
+from distflow.config.keys.declare import BY_NAME, collect, key, plain_settings
 from distflow.config.keys.reward import JUDGED_BY_DOMAIN, RewardPart, parse_parts, plain_parts
 
 _FORM = (
@@ -99,29 +99,6 @@ def parse_domains(value: object) -> dict[str, DomainConfig]:
         return {}
     found = parse_differing(value, collect(DomainConfig()), _FORM, _elsewhere)
     return {_name(name): DomainConfig(**settings) for name, settings in found.items()}
-
-
-@dataclass(frozen=True)
-class CurriculumConfig:
-    """Weights of domains as a function of their share of correct responses."""
-
-    function: str | None = key(
-        None,
-        "learnability, or your own module:function or file.py:function; null keeps the weights",
-    )
-    every: int = key(
-        1,
-        "steps between calls of the function",
-        minimum=1,
-        taken_if=lambda own: own.function is not None,
-    )
-    smoothing: float = key(
-        0.9,
-        "decay of the moving mean of correct responses at each call",
-        minimum=0,
-        below=1,
-        taken_if=lambda own: own.function is not None,
-    )
 
 
 @dataclass(frozen=True)
@@ -269,7 +246,6 @@ class DataConfig:
         maximum=10**18,
         taken_if=lambda own: own.shuffle,
     )
-    curriculum: CurriculumConfig = group(CurriculumConfig)
     num_loader_workers: int = key(4, "threads that tokenise the prompts; 0 uses none", minimum=0)
 
 

@@ -4,7 +4,7 @@ apply too."""
 from collections.abc import Mapping
 from dataclasses import replace
 
-from distflow.builtin_names import CURRICULA, POLICY_LOSSES
+from distflow.builtin_names import POLICY_LOSSES
 from distflow.config.compose.typed_values import did_you_mean
 from distflow.config.derived_settings import (
     chooses_by_tags,
@@ -133,26 +133,6 @@ def weights(config: Config) -> Findings:
                 f"the domain '{name}' is used neither for training nor for validation",
                 f"give it a weight or {key}.val_files, or remove it",
             )
-
-
-def curriculum(config: Config) -> Findings:
-    """A curriculum needs several domains and, if built in, scores."""
-    name = config.data.curriculum.function
-    key = "data.curriculum.function"
-    if name is None:
-        return
-    drawn = [domain for domain, settings in config.data.domains.items() if settings.weight]
-    if len(drawn) < 2:
-        what = f"only {drawn[0]} is trained on" if drawn else "there are no domains"
-        yield Finding(
-            (key, "data.domains"), f"it divides steps between domains, and {what}", "remove it"
-        )
-    if name in CURRICULA and not is_rl(config):
-        yield Finding(
-            (key,),
-            "it needs the scores of responses, but the pipeline has none",
-            "name your own function",
-        )
 
 
 def rewards(config: Config) -> Findings:
@@ -310,7 +290,6 @@ RULES = (
     tag_column,
     training_data,
     weights,
-    curriculum,
     rewards,
     scored_domains,
     lengths,

@@ -2,7 +2,6 @@
 the checkpoint whose policy a run's folder provides as a model."""
 
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,7 +12,7 @@ from distflow.runtime.checkpoint.files import MANIFEST, by_age, checkpoints_in, 
 from distflow.runtime.spec import Spec
 from distflow.scheduling.coordinator import Coordinator, mark_of
 from distflow.scheduling.data_plan import DataPlan
-from distflow.scheduling.ledger import LedgerError, counts_until, ledger_id
+from distflow.scheduling.ledger import ledger_id
 from distflow.scheduling.scheduler_snapshot import Snapshot
 
 CHECKPOINTS = "checkpoints"
@@ -45,38 +44,6 @@ def resumes_here(checkpoint: Checkpoint | None, mode: str, run_dir: Path) -> boo
     mark = mark_of(_snapshot(checkpoint))
     is_copy = mark is not None and mark.ledger == ledger_id(run_dir / LEDGER)
     return is_copy or checkpoint.path.resolve().is_relative_to((run_dir / CHECKPOINTS).resolve())
-
-
-def before_damage(chosen: Checkpoint, mode: str, ledger: Path) -> Checkpoint:
-    """`chosen`, or, if the ledger is damaged before it and `mode` leaves the choice open, the
-    newest one saved before the damage, with a message that says so. Raises LedgerError if there is
-    none."""
-    try:
-        if ledger_id(ledger):
-            counts_until(ledger)
-        return chosen
-    except LedgerError as err:
-        damage = f"{err}: two runs may have written to it"
-    elsewhere = (
-        f"{chosen.path.name} continues in another folder: {resume_advice(str(chosen.path))} "
-        "trainer.default_local_dir=FOLDER"
-    )
-    for path in (chosen.path, *(by_age(chosen.path.parent)[::-1] if mode == "auto" else ())):
-        with suppress(UserError):
-            checkpoint = CheckpointStore(path.parent).load(path)
-            mark = mark_of(_snapshot(checkpoint))
-            if mark and counts_until(ledger, mark.offset).last_step == checkpoint.step:
-                told = (
-                    f"{damage}. Its records after {path.name} are rolled back, but remain in the "
-                    "file"
-                )
-                return replace(
-                    checkpoint, message=told if path == chosen.path else f"{told}. {elsewhere}"
-                )
-    raise LedgerError(
-        f"{damage}, before the checkpoint. {elsewhere}, and {resume_advice('never')} starts again "
-        "in this folder"
-    )
 
 
 def is_done(checkpoint: Checkpoint, spec: Spec) -> bool:

@@ -13,7 +13,7 @@ from distflow.rewards.reward_results import is_right
 from distflow.rollout.engine import SamplingParams, Stream
 from distflow.runtime.run_errors import Failure
 from distflow.runtime.sample_queue.protocol import FinishedGroup
-from distflow.scheduling.curriculum import Accuracy
+from distflow.scheduling.difficulty_filter import Accuracy
 from distflow.scheduling.group_states import PromptGroup
 
 

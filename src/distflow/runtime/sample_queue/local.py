@@ -26,7 +26,6 @@ class LocalSampleQueue(SharedSampleQueue[Batch]):
     holds the lock only while the coordinator decides, and an event of its loop wakes it.
     """
 
-    most_handed_out = None
     # Set by `prompt_groups` before its first read of what the lock guards, so that it sees any
     # change made while there was no loop to wake.
     _loop: asyncio.AbstractEventLoop | None = None
@@ -50,9 +49,6 @@ class LocalSampleQueue(SharedSampleQueue[Batch]):
             with self._waits("rollout", "capacity", on="training"):
                 await self._event.wait()
 
-    def store_ahead(self, batch: Batch) -> None:
-        """Batches are stored as they are."""
-
     def resume_point(self) -> ResumePoint[Batch]:
         point = super().resume_point()
         queued = {
@@ -72,12 +68,6 @@ class LocalSampleQueue(SharedSampleQueue[Batch]):
             return None
         first, *others = taken.batch
         return joined(taken, Batch.concat([first, *others]) if others else first.copy())
-
-    def note_training(self, step: int) -> None:
-        with self._lock:
-            self._taken_step = step
-            if self._coordinator.plan.loads_rows:
-                self._wake()
 
     def _data_of(self, groups: Sequence[FinishedGroup[Batch]]) -> Sequence[Batch]:
         """The groups' samples; those of neighbours that were loaded together in one batch."""

@@ -13,7 +13,7 @@ from distflow.errors import UserError
 from distflow.observe.metrics import Measured, combine
 from distflow.rewards.reward_results import RewardCounts
 from distflow.runtime.run_errors import Failure
-from distflow.scheduling.curriculum import Accuracy
+from distflow.scheduling.difficulty_filter import Accuracy
 from distflow.scheduling.group_states import GroupCounts, PromptGroup, Version
 from distflow.scheduling.scheduler_snapshot import Snapshot
 
@@ -89,11 +89,6 @@ class LoadedGroups(Generic[T]):
                 )
             )
         return found
-
-
-class ForeseenGroups(list[PromptGroup]):
-    """Groups that will probably start next, so that their rows may be loaded now. They are not
-    issued yet."""
 
 
 @dataclass(frozen=True)
@@ -177,8 +172,6 @@ class Released:
     stopping: bool
     """The run is to end here."""
     group_counts: GroupCounts
-    domains: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
-    """Metrics by domain, if a curriculum changes their shares."""
     due: frozenset[str] = frozenset()
     """Which of "save" and "validate" are due now, on all ranks."""
 
@@ -192,14 +185,16 @@ class RolloutQueue(Protocol):
         """consumes capacity · waits for released steps and dropped groups · produces groups to
         start together
 
-        Groups waiting to be issued again come first, if any; this worker is to end them. If groups
-        are only loaded, `ForeseenGroups` come while a step trains.
+        Groups waiting to be issued again come first, if any; this worker is to end them.
 
         engine_version: the lowest weight version of this worker's engines; None if it has none.
         """
 
     def put(self, finished: FinishedGroup[Batch]) -> None:
         """A group has completed the rollout loop."""
+
+    def put_loaded(self, loaded: LoadedGroups[Batch]) -> None:
+        """Groups that were loaded together have completed the rollout loop."""
 
     def drop(self, dropped: DroppedGroup) -> None:
         """Drop a group; another may start in its place."""
@@ -210,16 +205,6 @@ class RolloutQueue(Protocol):
     def count(self, reward_counts: RewardCounts) -> None:
         """For workers that do not train, before they put or drop the group; the next step reports
         the counts."""
-
-
-class LoadingQueue(Protocol):
-    """The queue for groups whose samples are rows of the data set."""
-
-    def store_ahead(self, batch: Batch) -> None:
-        """Store the batch of groups that will probably be put as `LoadedGroups` next."""
-
-    def put_loaded(self, loaded: LoadedGroups[Batch]) -> None:
-        """Groups that were loaded together have completed the rollout loop."""
 
 
 class TrainingQueue(Protocol):
@@ -237,10 +222,6 @@ class TrainingQueue(Protocol):
         a part that could never come, and the error that ended the rollout loop.
         """
 
-    def note_training(self, step: int) -> None:
-        """This rank trains on its part of the step from now on, so that rows of the next one may be
-        loaded."""
-
     def release(self, step: int, rank: int, sent_weights: bool) -> Released:
         """Report that this rank has trained on its part, and wait until all ranks have.
 
@@ -257,7 +238,7 @@ class TrainingQueue(Protocol):
         For the leading rank, before it takes the next step."""
 
 
-class SampleQueuePort(RolloutQueue, LoadingQueue, TrainingQueue, Protocol):
+class SampleQueuePort(RolloutQueue, TrainingQueue, Protocol):
     """The queue between the workers that fill it and those that train from it."""
 
 

@@ -10,7 +10,6 @@ from typing import Generic, TypeVar
 
 from distflow.data.batch import Batch
 from distflow.data.encoded_prompts import PromptRow
-from distflow.errors import UserError
 from distflow.observe.metrics import combine
 from distflow.observe.writing.timing import RANKS, Waits
 from distflow.rewards.reward_results import RewardCounts
@@ -21,7 +20,7 @@ from distflow.runtime.sample_queue import protocol
 from distflow.runtime.sample_queue.protocol import OfGroup, Submissions
 from distflow.scheduling.coordinator import Coordinator
 from distflow.scheduling.group_states import PromptGroup
-from distflow.scheduling.groups_by_rollout_worker import MAX_GROUPS, GroupsByWorker, RolloutWorker
+from distflow.scheduling.groups_by_rollout_worker import GroupsByWorker, RolloutWorker
 from distflow.scheduling.sample_queue import Exhausted
 
 T = TypeVar("T")
@@ -70,9 +69,6 @@ class SharedSampleQueue(Generic[T]):
     capacity. A group goes to the worker with the fewest groups.
     """
 
-    most_handed_out: int | None = MAX_GROUPS
-    """Groups that a worker gets at once; None for no limit."""
-
     def __init__(
         self,
         coordinator: Coordinator,
@@ -113,8 +109,6 @@ class SharedSampleQueue(Generic[T]):
         self._new_workers_wait = False  # for weights
         self._uninformed_ranks = set[int]()  # ranks still to be informed of them
         self._divided_step = -1
-        self._taken_step = -1
-        """The last step that all ranks have, with the samples of their parts."""
         self._num_waiting = 0  # trainers inside `take_step`
         self._num_wakes = 0
         self._reward_counts = RewardCounts()
@@ -161,7 +155,7 @@ class SharedSampleQueue(Generic[T]):
             self._coordinator.weigh(group_id, finished.num_bytes)
             self._workers.end(group_id, complete=True)
             self._count(finished.failure)
-            self._notify()
+            self._lock.notify_all()
             self._wake_asker()
         self._wake_loop()
 
@@ -181,7 +175,7 @@ class SharedSampleQueue(Generic[T]):
                     self._coordinator.weigh(number, group.num_bytes)
                 self._workers.end(number, complete=True)
             self._count(None)
-            self._notify()
+            self._lock.notify_all()
             self._wake_asker()
         self._wake_loop()
 
@@ -196,7 +190,7 @@ class SharedSampleQueue(Generic[T]):
                     self._coordinator.drop(group_id, dropped.reason)
                 self._count(dropped.failure)
             self._workers.end(group_id, complete=False)
-            self._notify()
+            self._lock.notify_all()
             self._wake_asker()
         self._wake_loop()
 
@@ -211,7 +205,7 @@ class SharedSampleQueue(Generic[T]):
             self._coordinator.abort(group_ids, aborted.num_tokens)
             for group_id in group_ids:
                 self._workers.end(group_id, complete=False)
-            self._notify()
+            self._lock.notify_all()
             self._wake_asker()
         self._wake_loop()
 
@@ -230,7 +224,7 @@ class SharedSampleQueue(Generic[T]):
             for group_id in stored:
                 self._coordinator.lose(group_id)
                 del self._groups[group_id]
-            self._notify()
+            self._lock.notify_all()
         self._wake()
         return len(running) + len(stored)
 
@@ -299,22 +293,18 @@ class SharedSampleQueue(Generic[T]):
             self._released_by.add(rank)
             if len(self._released_by) == self._num_releases:
                 coordinator = self._coordinator
-                try:
-                    version = coordinator.release(step, sent_weights)
-                except UserError as err:  # from a curriculum: it ends all ranks
-                    self.fail(err)
-                    raise
+                version = coordinator.release(step, sent_weights)
                 self._resume_point = protocol.ResumePoint(
                     coordinator.snapshot(), dict(sorted(self._groups.items()))
                 )
                 live = (group.row for group in coordinator.queue.live)
                 self.submissions.keep({*live, *coordinator.prompt_groups.offered})
                 counts = coordinator.checked_counts()
-                figures = coordinator.shares.figures
-                state = (version, coordinator.finished, self._stopping)
-                self._released = protocol.Released(*state, counts, figures, coordinator.due)
+                self._released = protocol.Released(
+                    version, coordinator.finished, self._stopping, counts, coordinator.due
+                )
                 self._released_by.clear()
-                self._notify()
+                self._lock.notify_all()
                 self._wake()
             while self._released is None or self._released.version.step <= step:
                 if self._failure is not None:
@@ -374,11 +364,6 @@ class SharedSampleQueue(Generic[T]):
             self._lock.notify_all()
         self._wake()
 
-    def _notify(self) -> None:
-        """Wake trainers to check again, and check the counts. Inside the lock."""
-        self._lock.notify_all()
-        self._coordinator.checked_counts()
-
     @contextmanager
     def _waiting(self, step: int) -> Iterator[None]:
         """Marks that a rank waits for a step, so that groups may be handed out. Inside the lock,
@@ -420,16 +405,10 @@ class SharedSampleQueue(Generic[T]):
                     worker_of[prompt_group.group_id] = name
             self._coordinator.assign(worker_of)
             self._askers.notify_all()
-        fetched = self._workers.fetch(worker, self.most_handed_out)
+        fetched = self._workers.fetch(worker)
         prompt_groups = [self._coordinator.queue.prompt_group(group_id) for group_id in fetched]
-        self._notify()
-        handed_out = [*self._workers.fetch_ended(worker), *prompt_groups]
-        loads_rows = self._coordinator.plan.loads_rows
-        if handed_out or not loads_rows or self._taken_step != self._coordinator.step:
-            return handed_out
-        foreseen = self._coordinator.foresee()
-        own = self._workers.foresee(worker, self._taken_step, foreseen)
-        return protocol.ForeseenGroups(own[: self.most_handed_out])
+        self._lock.notify_all()
+        return [*self._workers.fetch_ended(worker), *prompt_groups]
 
     def _wake_asker(self) -> None:
         """After a group has ended: one waiting worker starts what may start, and then wakes the
@@ -478,9 +457,7 @@ class SharedSampleQueue(Generic[T]):
 
     def _take_back(self, reading: "_Reading[T]", step: int) -> None:
         """Return lost groups after all ranks have reported. Inside the lock."""
-        if reading.whole:
-            self._taken_step = step
-        else:
+        if not reading.whole:
             self._coordinator.queue.untake(reading.groups)
             self._divided_step = step - 1
             self._reward_counts = RewardCounts.joined([reading.reward_counts, self._reward_counts])
@@ -493,7 +470,7 @@ class SharedSampleQueue(Generic[T]):
                     reading.stored_by[number].stored.add(number)
         reading.groups = {}
         reading.stored_by = {}
-        self._notify()
+        self._lock.notify_all()
         self._wake()
 
     def _ready(self, step: int, wanted: int | None) -> tuple[int, ...] | None:
