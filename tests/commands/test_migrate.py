@@ -41,10 +41,7 @@ def test_a_written_config_is_accepted_and_has_no_key_that_nothing_reads(
         f"python3 -m verl.trainer.main_ppo algorithm.adv_estimator=grpo {rows} {keys}\n"
     )
     assert main(["migrate", str(script), "--to", str(target)]) == 0
-    assert (
-        "critic.optim.lr=0.0001: it has no effect with these settings (verl_grpo)"
-        in capsys.readouterr().err
-    )
+    assert "critic.optim.lr=0.0001: it has no effect: with verl_grpo" in capsys.readouterr().err
     assert "critic" not in yaml.safe_load(target.read_text())
     assert main(["config", str(target), "data.answer_key=answer"]) == 0
 

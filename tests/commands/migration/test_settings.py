@@ -32,51 +32,20 @@ ROLL = (
     "domain_interleave_probs: {a: 0.5}}}\n"
 )
 WORKER = "worker_cls: roll.pipeline.rlvr.rewards."
-MATH = f"{WORKER}math_rule_reward_worker.MathRuleRewardWorker"
-MEAN = "query_filter_config: {type: mean_filter, "
-IFEVAL = f"{WORKER}ifeval_rule_reward_worker.GeneralRuleRewardWorker"
-JUDGE = f"{WORKER}llm_judge_reward_worker.LLMJudgeRewardWorker, judge_prompt: P"
-RULE = "x --remote_rm_url rule.py"
 FILTERS = "algorithm.filter_groups"
 OFTEN = (
     "rewards and columns: AReaL",
-    "rewards: verl chooses",
+    "rewards: a function is chosen",
+    "rewards: data.domains has",
+    "allocation_mode=",
+    "actor_train.data_args.domain_interleave_probs",
     "device_mapping: ",
-    "line 1: algorithm.kl_ctrl.",
+    "algorithm.kl_ctrl.",
 )
-
-
-def filtered(*bands: str) -> str:
-    """ROLL's domains a, b, ..., each with a filter of its group means."""
-    found = [f"  {'abc'[place]}: {{{MATH}, {band}}}\n" for place, band in enumerate(bands)]
-    return ROLL + "rewards:\n" + "".join(found)
 
 
 # name: (kind of file, text, what the config has, what is said)
 READ: dict[str, tuple[str, str, dict[str, object], tuple[str, ...]]] = {
-    "processes of accelerate on two machines": (
-        "sh",
-        "accelerate launch --config_file z.yaml --num_machines 2 --num_processes 8 --machine_rank "
-        "$RANK "
-        "-m trl.scripts.grpo --per_device_train_batch_size 4 --num_generations 16 --dataset_name "
-        "d/d "
-        "--gradient_accumulation_steps 4 --model_name_or_path m\n",
-        {
-            "data.train_batch_size": 8,
-            "trainer.nnodes": 2,
-            "trainer.n_gpus_per_node": 4,
-            f"{ROLLOUT}.n": 16,
-        },
-        (),
-    ),
-    "processes of torchrun on each of two machines": (
-        "sh",
-        "torchrun --nproc_per_node 4 --nnodes 2 -m trl.scripts.sft --per_device_train_batch_size 4 "
-        "--dataset_name d/d "
-        "--model_name_or_path m\n",
-        {"data.train_batch_size": 32, "trainer.nnodes": 2, "trainer.n_gpus_per_node": 4},
-        ("max_length: ", "assistant_only_loss=false: "),
-    ),
     "a variable of the caller beside the keys of YAML": (
         "sh",
         "run train.sh --num_generations 8 --beta 0.1 --learning_rate 1e-6 "
@@ -84,21 +53,6 @@ READ: dict[str, tuple[str, str, dict[str, object], tuple[str, ...]]] = {
         "--output_dir o --max_steps $STEPS\n",
         {f"{ROLLOUT}.n": 8},
         ("max_steps: the shell computes it", "devices: "),
-    ),
-    "rewards of OpenRLHF": (
-        "sh",
-        "python3 -m openrlhf.cli.train_ppo_ray --pretrain m --prompt_data d/d --remote_rm_url r.py "
-        "--advantage_estimator group_norm --n_samples_per_prompt 8",
-        {"custom_reward_function.path": "r.py"},
-        ("reward_func: OpenRLHF calls it with lists, as reward_func(queries, prompts, labels)",),
-    ),
-    "the trainer of an allocation has no name": (
-        "yaml",
-        "allocation_mode: sglang:d2+d2\ncluster: {n_nodes: 1, n_gpus_per_node: 4}\n"
-        "actor: {path: m}\n"
-        "gconfig: {n_samples: 4}\ntrain_dataset: {path: openai/gsm8k, batch_size: 8}\n",
-        {"trainer.allocation": "sglang:d2+fsdp:d2"},
-        (),
     ),
     "thinking is switched off": (
         "sh",
@@ -179,14 +133,14 @@ READ: dict[str, tuple[str, str, dict[str, object], tuple[str, ...]]] = {
         {f"{ACTOR}.optim.lr_warmup_steps": -1},
         (
             f"{ACTOR}.optim.lr_warmup_steps: the shell computes it",
-            f"line 1: {ACTOR}.ppo_mini_batch_size: ",
+            f"{ACTOR}.ppo_mini_batch_size: ",
         ),
     ),
     "machines whose number is unread": (
         "sh",
         GRPO + f"trainer.n_gpus_per_node=8 trainer.nnodes=$NODES {ACTOR}.strategy=fsdp2",
         {"trainer.n_gpus_per_node": 8, f"{ACTOR}.strategy": "fsdp"},
-        ("line 1: trainer.nnodes: the shell computes it",),
+        ("trainer.nnodes: the shell computes it",),
     ),
     "verl's adaptive controller": (
         "sh",
@@ -266,59 +220,11 @@ READ: dict[str, tuple[str, str, dict[str, object], tuple[str, ...]]] = {
         },
         (),
     ),
-    "devices that only generate": (
-        "sh",
-        OPENRLHF
-        + "a/b --actor_num_gpus_per_node 4 --vllm_num_engines 2 --vllm_tensor_parallel_size 2",
-        {"trainer.n_gpus_per_node": 4, f"{ROLLOUT}.tensor_model_parallel_size": 2},
-        ("4 more devices generate, score or train a critic",),
-    ),
-    "engines that run beside training have devices of their own": (
-        "sh",
-        OPENRLHF
-        + "a/b --actor_num_gpus_per_node 4 --vllm_num_engines 2 --vllm_tensor_parallel_size 2 "
-        "--ref_num_gpus_per_node 4 --colocate_all_models --async_train",
-        {"trainer.n_gpus_per_node": 4, "async.max_staleness": 2},
-        ("vllm_num_engines, *_num_gpus_per_node: 4 more devices",),
-    ),
     "scores that a reward model normalises": (
         "sh",
         OPENRLHF + "a/b --normalize_reward",
         {"algorithm.reward_shift": 0.0, "algorithm.reward_scale": 1.0},
         ("set algorithm.reward_shift=-MEAN and algorithm.reward_scale=1/STD",),
-    ),
-    "engines that AReaL names one by one": (
-        "yaml",
-        AREAL.replace("/tmp/e}", "/tmp/e, n_gpus_per_node: 8}").replace(
-            "{path: m", "{backend: 'fsdp:d4p1t1', path: m"
-        )
-        + "rollout: {backend: 'sglang:d4p1t1', openai: {mode: inline, turn_discount: 1.0}}\n",
-        {"trainer.allocation": "sglang:d4p1t1+fsdp:d4p1t1", "trainer.n_gpus_per_node": 8},
-        (),
-    ),
-    "devices that AReaL only trains on": (
-        "yaml",
-        AREAL.replace("/tmp/e}", "/tmp/e, n_gpus_per_node: 8}") + "allocation_mode: d8p1t1\n",
-        {"trainer.allocation": None, "trainer.n_gpus_per_node": 8},
-        (),
-    ),
-    "stages of a pipeline": (
-        "yaml",
-        AREAL.replace("/tmp/e}", "/tmp/e, n_gpus_per_node: 8}")
-        + "allocation_mode: sglang:d4+megatron:d2p2\n",
-        {"trainer.allocation": None},
-        (
-            "trainer.allocation: sglang:d4+megatron:d2p2 has pipeline",
-            "allocation_mode=sglang:d4+megatron:d2p2: ",
-        ),
-    ),
-    "a server of vLLM": (
-        "yaml",
-        "model_name_or_path: m\ndataset_name: a/b\nnum_generations: 8\nuse_vllm: true\n"
-        "vllm_mode: server\n"
-        "num_processes: 7\n",
-        {f"{ROLLOUT}.name": "vllm"},
-        ("vllm_mode=server: vLLM generates on devices of its own", "devices: their number"),
     ),
     "parts of a data set": (
         "yaml",
@@ -352,37 +258,6 @@ READ: dict[str, tuple[str, str, dict[str, object], tuple[str, ...]]] = {
             f"{ACTOR}.policy_loss_kwargs": {"policy_drift_coeff": 0.001},
         },
         (),
-    ),
-    "devices of roles that share them": (
-        "sh",
-        OPENRLHF + "a/b --vllm_num_engines 2 --critic_num_gpus_per_node 2 --critic_num_nodes 1 "
-        "--ref_num_gpus_per_node 2 "
-        "--colocate_actor_ref --reward_num_gpus_per_node 2 --colocate_critic_reward",
-        {},
-        ("vllm_num_engines, *_num_gpus_per_node: 4 more devices",),
-    ),
-    "rewards of a registry": (
-        "yaml",
-        "model_name_or_path: m\ndataset_name: a/b\nnum_generations: 8\nsystem_prompt: Think.\n"
-        "reward_funcs: [tags, "
-        "trl.rewards.accuracy_reward, r/m]\nreward_weights: [0.2, 1.0, 0.5]\n"
-        "gradient_checkpointing_kwargs: {use_reentrant: false}\n",
-        {
-            "data.system_prompt": "Think.",
-            "data.prompt_format": "chat",
-            "data.answer_key": "solution",
-        },
-        ("put tags into my_rewards.py", "devices: their number is not in the file"),
-    ),
-    "devices of other roles": (
-        "yaml",
-        ROLL
-        + (
-            "actor_infer: {device_mapping: 'list(range(16,20))'}\n"
-            "reference: {device_mapping: 'list(range(0,16))'}\n"
-        ),
-        {"trainer.nnodes": 2, "trainer.n_gpus_per_node": 8},
-        ("device_mapping: 4 more devices",),
     ),
     "a reference that is the policy": ("yaml", AREAL + "ref: {path: '${actor.path}'}\n", {}, ()),
     "batches of AReaL without their dropped groups": (
@@ -431,12 +306,6 @@ READ: dict[str, tuple[str, str, dict[str, object], tuple[str, ...]]] = {
         },
         (),
     ),
-    "a rule's tokenizer": (
-        "yaml",
-        filtered("model_args: {model_name_or_path: m}"),
-        {"data.tag_key": "tag"},
-        (),
-    ),
     "adapters of AReaL": (
         "yaml",
         AREAL.replace(
@@ -476,44 +345,6 @@ READ: dict[str, tuple[str, str, dict[str, object], tuple[str, ...]]] = {
         ROLL.replace("16", "12"),
         {"trainer.nnodes": 2, "trainer.n_gpus_per_node": 6},
         (f"{ACTOR}.ppo_mini_batch_size: 1.5 there, rounded up",),
-    ),
-    "a tag of two domains": (
-        "yaml",
-        filtered("tag_included: [t]", "tag_included: [t]"),
-        {"data.domains": {}, "data.train_files": ("a.jsonl",)},
-        ("the tag 't' is named twice", "data.tag_key=tag: "),
-    ),
-    "a filter by means": (
-        "yaml",
-        filtered(
-            MEAN + "filter_args: {threshold_up: 0.9, threshold_down: 0.1}}",
-            "query_filter_config: {type: no_filter}",
-        ),
-        {
-            f"{FILTERS}.enable": True,
-            f"{FILTERS}.metric": "score",
-            f"{FILTERS}.mean_range": (0.1, 0.9),
-        },
-        (),
-    ),
-    "filters that differ": (
-        "yaml",
-        filtered(
-            MEAN + "filter_args: {threshold_up: 0.9}}", MEAN + "filter_args: {threshold_up: 0.8}}"
-        ),
-        {f"{FILTERS}.mean_range": (-1.0, 0.9)},
-        ("one mean_range holds for all domains, here [-1.0,0.9] of a, not [-1.0,0.8] of b",),
-    ),
-    "a filter by the standard deviation": (
-        "yaml",
-        filtered("query_filter_config: {type: std_filter, filter_args: {std_threshold: 0.2}}"),
-        {f"{FILTERS}.enable": False},
-        (
-            (
-                "rewards.a.query_filter_config.filter_args.std_threshold=0.2: use "
-                "algorithm.filter_groups.enable"
-            ),
-        ),
     ),
     "the folder of a trial": (
         "yaml",
@@ -589,60 +420,6 @@ def test_a_setting_keeps_its_meaning_or_is_named(name: str, tmp_path: Path) -> N
     assert not [line for line in unsaid if not line.startswith(OFTEN)]
 
 
-def test_domains_have_their_rewards_filters_files_and_shares(tmp_path: Path) -> None:
-    """Each as `data.domains` names them; what of a reward worker has no counterpart is named."""
-    rewards = (
-        f"rewards:\n  a: {{{MATH}, {MEAN}filter_args: {{threshold_down: 0.1}}}}, world_size: 8, "
-        f"infer_batch_size: 2}}\n"
-        f"  b: {{{IFEVAL}, reward_type: soft, response_length_penalty_coef: 0.1}}\n"
-        f"  c: {{{IFEVAL}}}\n"
-        f"  d: {{{JUDGE}, judge_model_type: inference, model_args: {{model_name_or_path: j/j, "
-        f"dtype: bf16}}, "
-        "generating_args: {temperature: 0.8, max_new_tokens: 64, top_p: 0.9}}\n"
-        f"  e: {{{JUDGE}, judge_model_type: api, judge_model_name: j, judge_api_url: "
-        f"'http://h/v1'}}\n"
-    )
-    found, missing = migrated(tmp_path, "yaml", ROLL + rewards)
-    domains = found["data.domains"]
-    assert isinstance(domains, dict)
-    named = {
-        name: [(part.name, dict(part.options)) for part in domain.reward]
-        for name, domain in domains.items()
-    }
-    assert named == {
-        "a": [("math", {})],
-        "b": [("ifeval_share", {})],
-        "c": [("ifeval", {})],
-        "d": [("judge", {"model": "j/j", "temperature": 0.8, "answer_tokens": 64})],
-        "e": [("judge", {"model": "j", "base_url": "http://h/v1"})],
-    }
-    assert {name for name, domain in domains.items() if domain.filter_groups is None} == {"a"}
-    said = (
-        *(
-            "rewards.b: ifeval_share reads IFEval's columns",
-            "rewards.c: ifeval reads IFEval's columns",
-        ),
-        *(
-            "rewards.d: serve its judge",
-            "rewards.d.judge_prompt=P: ",
-            "rewards.d.judge_model_type=inference: ",
-        ),
-        *("rewards.d.generating_args.top_p=0.9: ", "rewards.e.judge_prompt=P: "),
-        "rewards.b.response_length_penalty_coef=0.1: ",
-    )
-    for part in said:
-        assert any(line.startswith(part) for line in missing), (part, missing)
-    assert len(missing) == len(said), missing
-
-
-def test_rewards_of_a_registry_have_their_weights(tmp_path: Path) -> None:
-    _, text, _, _ = READ["rewards of a registry"]
-    functions = migrated(tmp_path, "yaml", text)[0]["reward.functions"]
-    assert isinstance(functions, dict)
-    found = [(part.name, part.weight) for part in functions["default"]]
-    assert found == [("my_rewards.py:tags", 0.2), ("math", 1.0), ("model", 0.5)]
-
-
 def test_a_reward_model_alone_is_the_score_as_in_verl(tmp_path: Path) -> None:
     found, missing = migrated(
         tmp_path, "sh", PPO + "reward_model.enable=True reward_model.model.path=r/m"
@@ -651,24 +428,3 @@ def test_a_reward_model_alone_is_the_score_as_in_verl(tmp_path: Path) -> None:
     assert isinstance(functions, dict)
     assert [(part.name, part.weight) for part in functions["default"]] == [("math", 0.0)]
     assert found["reward_model.model.path"] == "r/m" and not missing
-
-
-def test_data_sets_with_shares_are_domains(tmp_path: Path) -> None:
-    found, missing = migrated(
-        tmp_path, "sh", OPENRLHF + f"{RULE} --prompt_data a/b-1,c/d --prompt_data_probs 0.7,0.3"
-    )
-    domains = found["data.domains"]
-    assert isinstance(domains, dict)
-    assert {name: (domain.train_files, domain.weight) for name, domain in domains.items()} == {
-        "a_b_1": (("a/b-1",), 0.7),
-        "c_d": (("c/d",), 0.3),
-    }
-    assert not [
-        line
-        for line in missing
-        if not line.startswith(("reward_func: ", "prompt_data is given twice"))
-    ]
-    _, missing = migrated(
-        tmp_path, "sh", OPENRLHF + f"{RULE} --prompt_data a/b,c/d --prompt_data_probs 0.7"
-    )
-    assert any(line.startswith("data.domains: it cannot be computed") for line in missing)

@@ -2,9 +2,7 @@
 says of each key, and what its formulas give."""
 
 import argparse
-import re
 import sys
-from collections.abc import Container, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -13,7 +11,6 @@ import yaml
 from distflow.commands.migration.formulas import compute, entries_for
 from distflow.commands.migration.read_files import read_foreign
 from distflow.commands.migration.settings import ForeignSettings, Unread
-from distflow.commands.migration.trl_rewards import convert_rewards
 from distflow.config.compose.load_config import Loaded, load_config, preset_config, with_changes
 from distflow.config.compose.setting_origins import COMMAND_LINE, preset_names
 from distflow.config.compose.typed_values import nested
@@ -21,7 +18,7 @@ from distflow.config.compose.unknown_keys import is_known
 from distflow.config.derived_settings import data_files
 from distflow.config.keys.schema import flatten, schema_keys
 from distflow.config.migration import tables
-from distflow.errors import ConfigError, UserError
+from distflow.errors import ConfigError, Problem, UserError
 
 _PRESETS = {
     **{
@@ -31,35 +28,33 @@ _PRESETS = {
     },
     **{("ROLL", "grpo"): "rlvr", ("TRL", "rloo"): "grpo"},
 }
-_REWARDS_OF_ROLL = {
-    "(?i:ifeval)": "ifeval",
-    "Math": "math",
-    "Code": "code",
-    "General": "exact_match",
-    "Judge": "judge",
+_OF_SOURCES = (
+    "rewards: a function is chosen by each row's data_source there; here it is math for all rows: "
+    "check reward.functions",
+)
+_TO_CHECK = {
+    "AReaL": (
+        "rewards and columns: AReaL's script has them; check reward.functions (here math), "
+        "data.prompt_key and data.answer_key",
+    ),
+    "verl": _OF_SOURCES,
+    "siiRL": _OF_SOURCES,
+    "ROLL": (
+        "rewards: data.domains has a reward for each domain (docs/rewards.md); here it is math for "
+        "all rows",
+    ),
 }
-_IN_SCRIPT = """\
-rewards and columns: AReaL's script has them; check reward.functions (here math), data.prompt_key and data.answer_key"""  # noqa: E501
-_BY_SOURCE = """\
-rewards: {system} chooses a function by each row's data_source; here it is math for all rows: check reward.functions"""  # noqa: E501
-_OF_MEGATRON = """\
-actor_rollout_ref.actor.strategy=megatron: it is not implemented yet; fsdp shards the weights over all devices"""  # noqa: E501
-_OF_OPENRLHF = """\
-reward_func: OpenRLHF calls it with lists, as reward_func(queries, prompts, labels); write it with the parameters \
-solution_strs and ground_truths, and without the prompt before each response (docs/rewards.md)"""  # noqa: E501
-_LIKE_VERL = ("verl", "siiRL")
-_GRADES_OF_VERL = (
+"""By system, what it has outside of its settings."""
+_GRADES = (
     "custom_reward_function.path",
     "reward.custom_reward_function.path",
     "reward_model.enable",
 )
-_JUDGE = "generating_args."
-_FILTER = "algorithm.filter_groups."
+"""Keys of verl that name one reward for all rows."""
 _OPTIMIZER = "actor_rollout_ref.actor.optim."
 _ONE_OPTIMIZER = ("OpenRLHF", "TRL")
 """Systems whose options of the optimizer, but for the learning rate, are those of actor and
 critic."""
-_SHARES = "actor_train.data_args.domain_interleave_probs"
 
 
 @dataclass
@@ -114,14 +109,16 @@ def convert(theirs: ForeignSettings, devices: int | None) -> Conversion:
     values = {**_defaults(theirs, table), **theirs.values}
     computed = compute(table, theirs, values, devices, draft.missing)
     used = computed.used
-    _say_what_to_check(theirs, used, draft)
+    if theirs.method in ("grpo", "ppo") and not any(map(theirs.values.get, _GRADES)):
+        draft.missing += _TO_CHECK.get(theirs.system, ())
+    if any(key.endswith(("max_length", "max_seq_length", "max_len")) for key in used):
+        draft.missing.append(
+            "max_length: prompts and responses have separate limits, here half of it each; "
+            "`distflow data check` shows which lengths your data have"
+        )
     if "ref.path" in theirs.values and theirs.values["ref.path"] == theirs.values.get("actor.path"):
         used |= {"ref.path"}
         draft.without_effect.append("ref.path: the reference is always the policy's first weights")
-    if theirs.system == "ROLL":
-        used |= _convert_domains(theirs, draft)
-    if devices is None:
-        draft.missing += _other_devices(theirs.values)
     for key, value in sorted(values.items(), key=lambda item: _order(item[0])):
         if isinstance(value, Unread) or key not in used and key not in computed.idle:
             _convert_setting(theirs, table, key, value, draft)
@@ -129,7 +126,7 @@ def convert(theirs: ForeignSettings, devices: int | None) -> Conversion:
             name = table.find(key, theirs.method)
             why = name.note if name else ""
             why = why or "beside the other settings it changes nothing here"
-            draft.without_effect.append(f"{_place(theirs, key)}={tables.as_override(value)}: {why}")
+            draft.without_effect.append(f"{key}={tables.as_override(value)}: {why}")
     for key, text in computed.overrides.items():
         draft.write({key: text}, key in computed.given)
     if theirs.method == "ppo" and theirs.system in _ONE_OPTIMIZER:
@@ -141,8 +138,7 @@ def convert(theirs: ForeignSettings, devices: int | None) -> Conversion:
 
 
 def _follow_trl(theirs: ForeignSettings, table: tables.Table) -> None:
-    """What TRL writes in its own ways: rewards, trackers, and flags that begin with `no_`."""
-    convert_rewards(theirs.values, theirs.remarks)
+    """What TRL writes in its own ways: trackers, and flags that begin with `no_`."""
     trackers = theirs.values.get("report_to")
     if isinstance(trackers, list):
         theirs.values["report_to"] = trackers[0] if len(trackers) == 1 else ["console", *trackers]
@@ -167,7 +163,6 @@ def _spread_mappings(theirs: ForeignSettings, table: tables.Table, draft: Conver
                 rest[name] = each
         if known:
             theirs.values |= {**known, key: rest}
-            theirs.lines |= dict.fromkeys(known, theirs.lines.get(key, 0))
     for key, value in list(theirs.values.items()):
         if value == {}:
             draft.without_effect.append(f"{key}: it is empty")
@@ -180,79 +175,6 @@ def _defaults(theirs: ForeignSettings, table: tables.Table) -> dict[str, object]
     switches = [key for key in table.defaults if key in on]
     found = entries_for(table.defaults, theirs.method, *switches)
     return {key: None if value == "null" else value for key, value in found.items()}
-
-
-def _say_what_to_check(theirs: ForeignSettings, used: set[str], draft: Conversion) -> None:
-    """Lines on what a system has outside of its settings. used: keys that sizes came from."""
-    values = theirs.values
-    is_rl = theirs.method in ("grpo", "ppo")
-    if any(key.endswith(("max_length", "max_seq_length", "max_len")) for key in used):
-        is_set = any("max_" in key for key in used & values.keys())
-        half_of = "it" if is_set else f"{theirs.system}'s default"
-        draft.missing.append(
-            f"max_length: prompts and responses have separate limits, here half of {half_of}; "
-            "`distflow data check` shows which lengths your data have"
-        )
-    if theirs.system == "AReaL" and is_rl:
-        draft.missing.append(_IN_SCRIPT)
-    elif theirs.system == "AReaL" and theirs.method == "rm":
-        draft.missing.append(
-            "columns: AReaL's script has them; check data.prompt_key, data.chosen_key, "
-            "data.rejected_key"
-        )
-    if theirs.system in _LIKE_VERL and is_rl and not any(map(values.get, _GRADES_OF_VERL)):
-        draft.missing.append(_BY_SOURCE.format(system=theirs.system))
-    if values.get("actor_rollout_ref.actor.strategy") == "megatron":
-        draft.missing.append(_OF_MEGATRON)
-    if theirs.system == "OpenRLHF" and str(values.get("remote_rm_url")).endswith(".py"):
-        draft.missing.append(_OF_OPENRLHF)
-
-
-def _other_devices(values: Mapping[str, object]) -> list[str]:
-    """A line for devices that generate or score, beside those that train: the config counts those
-    that train."""
-    maps = {
-        key: each
-        for key, each in values.items()
-        if key.endswith("device_mapping") and isinstance(each, list)
-    }
-    train = maps.get("actor_train.device_mapping", [])
-    others = {each for devices in maps.values() for each in devices} - {*train}
-    count = len(others)
-    says = "device_mapping"
-    # of OpenRLHF; asynchronous engines have devices of their own
-    shared = values.get("colocate_all_models")
-    sizes = (
-        [("vllm_num_engines", "vllm_tensor_parallel_size", "")]
-        if values.get("async_train") or not shared
-        else []
-    )
-    sizes += [("critic_num_gpus_per_node", "critic_num_nodes", "colocate_all_models")]
-    sizes += [("reward_num_gpus_per_node", "reward_num_nodes", "colocate_critic_reward")]
-    sizes += [("ref_num_gpus_per_node", "ref_num_nodes", "colocate_actor_ref")]
-    for size, times, together in sizes:
-        own = values.get(size)
-        factor = values.get(times, 1)
-        is_apart = not values.get(together) and (not shared or size.startswith("vllm"))
-        if isinstance(own, int) and isinstance(factor, int) and is_apart:
-            count = count + own * factor
-            says = "vllm_num_engines, *_num_gpus_per_node"
-    advice = (
-        "all work is on the training devices here; trainer.allocation gives the others devices of "
-        "their own"
-    )
-    if values.get("use_vllm") and values.get("vllm_mode") == "server":  # of TRL
-        return [
-            (
-                "vllm_mode=server: vLLM generates on devices of its own, which the config does "
-                f"not count; {advice}"
-            )
-        ]
-    return (
-        [f"{says}: {count} more devices generate, score or train a critic; {advice}"]
-        if count
-        else []
-    )
 
 
 def _order(key: str) -> int:
@@ -269,160 +191,58 @@ def _convert_setting(
     name = table.find(key, theirs.method)
     if is_known(key) and key not in table.names:
         name = tables.Name(key)
-    place = _place(theirs, key)
     # a switch
     if isinstance(value, Unread) and name and "=" in name.ours and "{}" not in name.ours:
         draft.write(tables.split_overrides(name.ours), key in theirs.values)
     elif isinstance(value, Unread):
         advice = name.answer(tables.NOT_GIVEN) if name else ""
         is_harmless = name is not None and name.harmless == tables.ANY and not name.overrides(None)
-        said = f"{place}: {value.why}" + (f"; {advice}" if advice else "")
+        said = f"{key}: {value.why}" + (f"; {advice}" if advice else "")
         (draft.without_effect if is_harmless else draft.missing).append(said)
     elif name is None:
         draft.missing.append(
-            f"{place}={tables.as_override(value)}: {theirs.system}'s table does not have it"
+            f"{key}={tables.as_override(value)}: {theirs.system}'s table does not have it"
         )
     elif not name.accepts(value):
         is_address = isinstance(value, str) and "://" in value and "path={}" in name.ours
-        is_verls = theirs.system in _LIKE_VERL and isinstance(value, str)
+        is_verls = theirs.system in ("verl", "siiRL") and isinstance(value, str)
         renamed = tables.find_value(name.ours or key, value) if is_verls else None
         if (text := name.overrides(renamed or value)) and not is_address:
             draft.write(tables.split_overrides(text), key in theirs.values)
         else:
             answer = name.note if is_address else name.answer(value)
-            draft.missing.append(f"{place}={tables.as_override(value)}: {answer}")
+            draft.missing.append(f"{key}={tables.as_override(value)}: {answer}")
     elif key in theirs.values:
         draft.without_effect.append(
-            f"{place}={tables.as_override(value)}: {name.note or 'it is so here anyway'}"
+            f"{key}={tables.as_override(value)}: {name.note or 'it is so here anyway'}"
         )
-
-
-def _place(theirs: ForeignSettings, key: str) -> str:
-    line = theirs.lines.get(key)
-    return f"line {line}: {key}" if line else key
-
-
-def _convert_domains(theirs: ForeignSettings, draft: Conversion) -> set[str]:
-    """ROLL's domains, each with a reward worker, its tags, its filter and its share of the rows;
-    returns the keys that say so."""
-    values, domains, ranges = (
-        theirs.values,
-        dict[str, dict[str, object]](),
-        dict[str, list[object] | None](),
-    )
-    used = {key for key in values if key.startswith(_SHARES)}
-
-    def take(key: str, otherwise: object = None) -> object:
-        used.update({key} & values.keys())
-        value = values.get(key, otherwise)
-        return otherwise if isinstance(value, Unread) else value
-
-    for name in dict.fromkeys(key.split(".")[1] for key in values if key.startswith("rewards.")):
-        own = f"rewards.{name}."
-        kind = ".".join(str(values.get(f"rewards.{name}.worker_cls")).split(".")[-2:])
-        reward: object = next(
-            (ours for part, ours in _REWARDS_OF_ROLL.items() if re.search(part, kind)), None
-        )
-        where = f"data.domains.{name}.reward"
-        draft.missing += (
-            [] if reward else [f"rewards.{name}: {kind} has no counterpart; set {where}"]
-        )
-        if reward == "ifeval":
-            reward = "ifeval_share" if take(f"{own}reward_type") == "soft" else reward
-            draft.missing.append(
-                f"rewards.{name}: {reward} reads IFEval's columns (docs/rewards.md), not func_name"
-            )
-        if reward == "judge":
-            keys = {
-                "model": ("judge_model_name", "model_args.model_name_or_path"),
-                "base_url": ("judge_api_url",),
-            }
-            keys |= {
-                "temperature": (f"{_JUDGE}temperature",),
-                "answer_tokens": (f"{_JUDGE}max_new_tokens",),
-            }
-            found = {
-                ours: [take(own + key) for key in there if own + key in values]
-                for ours, there in keys.items()
-            }
-            reward = {
-                "name": "judge",
-                "options": {ours: each[0] for ours, each in found.items() if each and each[0]},
-            }
-            draft.missing += (
-                []
-                if found["base_url"]
-                else [f"rewards.{name}: serve its judge; set base_url in {where}"]
-            )
-        elif reward:
-            take(f"{own}model_args.model_name_or_path")  # a rule takes only its tokenizer
-        domains[name] = {"reward": [reward or "math"], "tags": take(f"{own}tag_included") or [name]}
-        weight = take(f"{_SHARES}.{name}")
-        domains[name] |= {} if weight is None else {"weight": weight}
-        rule = f"{own}query_filter_config."
-        if (type_of := take(f"{rule}type")) == "mean_filter":
-            bounds = (("threshold_down", -1.0), ("threshold_up", 1e9))
-            ranges[name] = [
-                take(f"{rule}filter_args.{bound}", otherwise) for bound, otherwise in bounds
-            ]
-        elif type_of == "std_filter" and not values.get(f"{rule}filter_args.std_threshold"):
-            ranges[name] = None
-            take(f"{rule}filter_args.std_threshold")
-        elif type_of not in (None, "no_filter", "std_filter"):
-            used -= {f"{rule}type"}
-    if ranges:
-        bands = {name: tables.as_override(each) for name, each in ranges.items()}
-        first, band = next(iter(bands.items()))
-        others = ", ".join(f"not {each} of {name}" for name, each in bands.items() if each != band)
-        draft.write(
-            {f"{_FILTER}enable": "true", f"{_FILTER}metric": "score", f"{_FILTER}mean_range": band},
-            True,
-        )
-        for name in domains.keys() - ranges.keys():
-            domains[name]["filter_groups"] = False
-        said = (
-            f"rewards.*.query_filter_config: one mean_range holds for all domains, here {band} of "
-            f"{first}, {others}"
-        )
-        draft.missing += [said] if others else []
-    if domains:
-        draft.write({"data.domains": tables.as_override(domains), "data.tag_key": "tag"}, True)
-    return used
 
 
 def compose(draft: Conversion) -> Loaded:
     """The config; a key that is refused is taken out of the draft, and listed there as missing."""
     while True:
+        overrides = [f"{key}={text}" for key, text in draft.overrides.items()]
         try:
-            return load_config(
-                draft.preset,
-                [f"{key}={text}" for key, text in draft.overrides.items()],
-                complete=False,
-            )
+            return load_config(draft.preset, overrides, complete=False)
         except ConfigError as error:
-            if not _drop_rejected(draft, error):
+            before = len(draft.overrides)
+            for problem in error.problems:
+                _drop_rejected(draft, problem)
+            if len(draft.overrides) == before:
                 raise
 
 
-def _drop_rejected(draft: Conversion, error: ConfigError, unless: Container[str] = ()) -> bool:
-    """Drop a key of each problem, but not of those that name one of the others; whether there was
-    one."""
-    before = len(draft.overrides)
-    for problem in error.problems:
-        places = [(subject.partition(" ")[0], where) for subject, where in problem.places]
-        if any(key in unless for key, _ in places):
-            continue
-        for key, where in places:
-            below = [
-                own
-                for own in draft.overrides
-                if f"{own}.".startswith(f"{key}.") or key.startswith(f"{own}.")
-            ]
-            if where == COMMAND_LINE and below:
-                for own in below:
-                    draft.drop(own, "; ".join(filter(None, (problem.what, problem.advice))))
-                break
-    return len(draft.overrides) < before
+def _drop_rejected(draft: Conversion, problem: Problem) -> None:
+    for subject, where in problem.places:
+        key = subject.partition(" ")[0]
+        below = []
+        for own in draft.overrides:
+            if f"{own}.".startswith(f"{key}.") or key.startswith(f"{own}."):
+                below.append(own)
+        if where == COMMAND_LINE and below:
+            for own in below:
+                draft.drop(own, "; ".join(filter(None, (problem.what, problem.advice))))
+            return
 
 
 def as_file(draft: Conversion, loaded: Loaded) -> dict[str, object]:
@@ -520,18 +340,11 @@ def _without_unread_keys(draft: Conversion, loaded: Loaded) -> Loaded:
             break
         except InertKeys as error:
             for name in [*draft.overrides]:
-                for reason in [
-                    own for key, own in error.keys.items() if f"{name}.".startswith(f"{key}.")
-                ][:1]:
-                    why = f": {reason}" if reason else f" with these settings ({draft.preset})"
-                    draft.drop(name, f"it has no effect{why}")
+                for key, reason in error.keys.items():
+                    if name in draft.overrides and f"{name}.".startswith(f"{key}."):
+                        draft.drop(name, f"it has no effect: {reason or f'with {draft.preset}'}")
             loaded = compose(draft)
         except UserError as error:
-            if isinstance(error, ConfigError) and _drop_rejected(
-                draft, error, {key for key, *_ in elsewhere}
-            ):
-                loaded = compose(draft)
-                continue
             draft.missing.append(f"a run would be rejected: {error}")
             break
     return loaded

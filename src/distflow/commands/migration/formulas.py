@@ -14,21 +14,8 @@ from distflow.commands.migration.settings import ForeignSettings, Unread
 from distflow.config.compose.unknown_keys import is_known
 from distflow.config.keys.schema import schema_keys
 from distflow.config.migration import tables
-from distflow.errors import count_of
 
 _DOT = re.compile(r"(?<=\w)\.(?=[a-z_])")
-
-
-def _domains(names: str, weights: str | list[float]) -> dict[str, object]:
-    """Data sets with their shares: a domain each."""
-    sets = re.split(r",\s*", names)
-    shares = [*map(float, weights.split(",") if isinstance(weights, str) else weights)]
-    if len(sets) != len(shares):
-        raise ValueError(f"{len(sets)} data sets have {len(shares)} shares")
-    pairs = zip(sets, shares, strict=True)
-    return {
-        re.sub(r"\W+", "_", name): {"train_files": [name], "weight": share} for name, share in pairs
-    }
 
 
 def _share(total: object, steps: float | None) -> float | None:
@@ -40,26 +27,6 @@ def _share(total: object, steps: float | None) -> float | None:
             f"{steps:g} is a share of the run, whose number of steps is not in the file"
         )
     return steps * total
-
-
-def _allocation(expression: str, devices: int) -> str | None:
-    """AReaL's expression, which `trainer.allocation` takes too, if each part has its engine: AReaL
-    trains with fsdp by default. None if all engines share the devices."""
-    expression = "+".join(
-        f"fsdp:{part}" if re.match(r"d\d", part) else part for part in expression.split("+")
-    )
-    apart = [re.split(r"[:.]", part.partition("|")[0])[-1] for part in expression.split("+")]
-    wanted = sum(math.prod(map(int, re.findall(r"[a-z](\d+)", sizes))) for sizes in apart)
-    if wanted != devices:
-        raise ValueError(
-            f"{expression} is for {count_of(wanted, 'device')}; the number of devices is {devices}"
-        )
-    if re.search(r"[:.\d][pce]([2-9]|1\d)", expression):
-        raise ValueError(
-            f"{expression} has pipeline, context or expert parallelism, which is not implemented "
-            "yet"
-        )
-    return expression if len(apart) > 1 else None
 
 
 def _product(left: object, right: object) -> float:
@@ -75,12 +42,8 @@ _IN_FORMULAS: dict[str, Any] = {
     "len": len,
     "bool": bool,
     "isinstance": isinstance,
-}
-_IN_FORMULAS |= {
     "list": list,
     "map": map,
-    "domains": _domains,
-    "allocation": _allocation,
     "product": _product,
 }
 
@@ -130,7 +93,7 @@ def compute(
     """Their keys that a step or a key comes from."""
     formulas = entries_for(table.computed, theirs.method)
     names["share"] = partial(_share, values.get("max_steps"))
-    names["devices"] = devices or theirs.devices
+    names["devices"] = devices
     read = set[str]()
     says_devices = any(key.endswith(("n_gpus_per_node", "num_gpus_per_node")) for key in values)
     if not (names["devices"] or says_devices) and (

@@ -30,10 +30,6 @@ _METHODS = {
     "rm": "rm",
 }
 """What trainers are called, and what they train; the settings say it of an empty one."""
-_PROCESSES = re.compile(
-    r"--(?:num_processes|(?P<node>nproc[_-]per[_-]node|num_gpus))[= ](?P<count>\d{1,6})"
-)
-_MACHINES = re.compile(r"--(?:num_machines|nnodes|num_nodes)[= ](\d{1,6})")
 _CODE = (
     "code is not read: write its settings into a file of options, --learning_rate=1e-6, or of "
     "keys, as YAML"
@@ -113,21 +109,7 @@ def _read_commands(text: str, folder: Path) -> ForeignSettings:
     settings = found[-1]
     if len(found) > 1:
         settings.remarks.append(f"{len(found)} of its commands train; the last one is read")
-    for words in commands:
-        if words[0].startswith("--"):
-            settings.remarks.append(f"{words[0]} belongs to no command")
-    _find_lines(settings, text)
     return settings
-
-
-def _find_lines(settings: ForeignSettings, text: str) -> None:
-    """The first line in which each key stands as a word of its own."""
-    for number, line in enumerate(text.split("\n"), 1):
-        for word in re.findall(r"[\w.-]+", line.partition("#")[0]):
-            key = word.lstrip("-")
-            for name in (key, key.replace("-", "_")):
-                if name in settings.values:
-                    settings.lines.setdefault(name, number)
 
 
 def _identify_lines(values: Mapping[str, object]) -> ForeignSettings:
@@ -180,18 +162,7 @@ def _read_command(words: list[str], folder: Path) -> ForeignSettings | None:
         if config is not None and not is_default:
             remarks.append(f"the settings of {config}, which is not in the same folder")
     settings.remarks += remarks
-    _count_devices(settings, " ".join(words[:place]))
     return settings
-
-
-def _count_devices(settings: ForeignSettings, launcher: str) -> None:
-    processes = _PROCESSES.search(launcher)
-    machines = _MACHINES.search(launcher)
-    num_machines = int(machines[1]) if machines else 1
-    if processes:  # `accelerate launch` counts them on all machines, `torchrun` on each
-        settings.devices = int(processes["count"]) * (num_machines if processes["node"] else 1)
-    if settings.system == "TRL" and num_machines > 1:
-        settings.values["num_machines"] = num_machines
 
 
 def _read_options(words: list[str], system: str) -> tuple[dict[str, object], list[str]]:

@@ -41,18 +41,8 @@ class ForeignSettings:
 
     values: dict[str, object] = field(default_factory=dict)
 
-    lines: dict[str, int] = field(default_factory=dict)
-    """The lines of keys, where known."""
-
     remarks: list[str] = field(default_factory=list)
     """What else is to be said of the file."""
-
-    devices: int | None = None
-    """The number that it trains on, if it says so."""
-
-    def add(self, key: str, value: object, line: int) -> None:
-        self.values[key] = value
-        self.lines[key] = line
 
 
 def scalar(text: str) -> object:
