@@ -21,15 +21,30 @@ def test_a_sample_with_its_group(tmp_path: Path, capsys: pytest.CaptureFixture[s
     run_dir = write_run(tmp_path / "run")
     lines = printed(capsys, "why", run_dir, "--sample", "2-1")
     assert lines[0] == f"sample 2-1 of {run_dir}: step 2, train"
-    assert lines[1].startswith("group     row 2 of epoch 0, started ") and lines[1].endswith(
-        "2 attempts, trained"
-    )
-    assert f"score     0.5 (math 1.0, {SHOWN}⏎next no number), advantage None" in lines
+    assert lines[1] == "group     row 2 of epoch 0, 2 attempts, trained"
+    assert any(line.startswith("score     0.5 {'math': 1.0, ") for line in lines)
+    assert not any("\x1b" in line or "\u202e" in line for line in lines)
     assert "group has 2 samples: scores 0.0, 0.5" in lines
     assert lines[lines.index("response") + 1] == f"  {SHOWN}"
     shown = json.loads("\n".join(printed(capsys, "why", run_dir, "--sample", "2-1", "--json")))
     assert (shown["step"], shown["split"], shown["group"]["attempts"]) == (2, "train", 2)
     assert shown["sample"]["response"] == HOSTILE
+
+
+def test_an_episode_is_told_turn_by_turn(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    turns = [
+        {"owner": "prompt", "text": "3 + 4?"},
+        {"owner": "policy", "text": HOSTILE},
+        {"owner": "environment", "text": "so?", "fork": "1.2"},
+        7,
+    ]
+    with RunFolder(tmp_path, 0) as run:
+        run.samples(1, [{"uid": "3-0", "response": "x", "conversation": turns}])
+    lines = printed(capsys, "why", tmp_path, "--sample", "3-0")
+    assert lines[lines.index("policy  (drawn)") + 1] == f"  {SHOWN}"
+    assert lines[lines.index("environment 1.2 (given)") + 1] == "  so?"
 
 
 def test_a_dropped_sample_one_of_a_run_without_a_ledger_and_none(
@@ -41,7 +56,7 @@ def test_a_dropped_sample_one_of_a_run_without_a_ledger_and_none(
         run.samples(2, [{"uid": "4-0", "response": "x", "errors": ["odd"]}], split="dropped")
     assert printed(capsys, "why", run_dir, "--sample", "3-0")[0].endswith("step 1, train")
     lines = printed(capsys, "why", run_dir, "--sample", "4-0")
-    assert lines[0].endswith("step 2, dropped") and "reports   odd" in lines
+    assert lines[0].endswith("step 2, dropped") and "errors    ['odd']" in lines
     assert main(["why", str(run_dir), "--sample", "5-0"]) == 2
     assert "has no sample 5-0" in capsys.readouterr().err
     assert main(["why", str(run_dir), "2", "--sample", "3-0"]) == 2

@@ -108,36 +108,6 @@ def test_groups_retries_drops_and_rewards(
     (dropped,) = table(lines, "dropped meanwhile: 1 \\x1b]0;owned\\x07\\u202egnp⏎next")
     assert (dropped["group"], dropped["row"], dropped["worker"]) == ("3", "3", "rank-0")
     assert dropped["reason"] == "\\x1b]0;owned\\x07\\u202egnp⏎next"
-    (restart,) = lines[lines.index("started more than once") + 1 :]
-    assert restart.startswith("  group 2: ") and "by rank-0 (restart 0), then " in restart
-
-
-def test_an_episode_of_each_group_is_told_turn_by_turn(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """The wrong one of group 0, and one of group 1 that is odd."""
-    said = [
-        {"owner": "prompt", "text": "3 + 4?"},
-        {"owner": "policy", "text": HOSTILE},
-        {"owner": "environment", "text": "so?", "fork": "1.2", "why": "tools"},
-        {"owner": "policy", "text": "x" * 200, "fork": "1.2"},
-    ]
-    run_dir = write_run(tmp_path / "run")
-    with RunFolder(run_dir, 0) as run:
-        right = {**_sample(0, 0), "acc": 1.0}
-        wrong = {**_sample(0, 1), "acc": 0.0, "conversation": said}
-        run.samples(1, [right, wrong, {**_sample(1, 0), "conversation": [7, {}, "x"]}])
-    _, lines, _ = why(capsys, str(run_dir), "1")
-    start = lines.index("an episode of each group") + 1
-    assert [line.split(maxsplit=1)[1] for line in lines[start : start + 3]] == [
-        "given, prompt      3 + 4?",
-        "drawn              \\x1b]0;owned\\x07\\u202egnp⏎next",
-        "given, environment (fork 1.2, tools) so?",
-    ]
-    assert (
-        lines[start + 3].startswith("  0-1 drawn (fork 1.2)   xxx") and len(lines[start + 3]) < 120
-    )
-    assert lines[start + 4].split() == ["1-0", "given,", "None", "None"]
 
 
 def test_columns_that_say_nothing_are_left_out(
@@ -145,7 +115,7 @@ def test_columns_that_say_nothing_are_left_out(
 ) -> None:
     _, lines, _ = why(capsys, str(write_run(tmp_path)), "1")
     assert "attempts" not in lines[lines.index("groups") + 1]
-    assert "dropped meanwhile: none" in lines and "started more than once" not in lines
+    assert "dropped meanwhile: none" in lines
 
 
 def test_the_step_that_a_killed_run_left(

@@ -219,7 +219,7 @@ class Run:
         return Table(
             {"metric": found["metric"], "run": run.folder.name, **found}
             for run in runs
-            for found in compared_metrics([own], [RunRecords(run.folder).steps])
+            for found in compared_metrics(own, RunRecords(run.folder).steps)
             if found["metric"] in shown
         )
 

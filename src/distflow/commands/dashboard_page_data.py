@@ -384,7 +384,7 @@ def _compare(runs: Mapping[str, OpenRun], query: Query) -> dict[str, Any]:
     if len(names) < 2:
         raise UserError("Choose two to eight runs on the page Runs, at /.")
     other = query.get("against") if query.get("against") in names[1:] else names[1]
-    found = differences(*([runs[name].pages()] for name in (names[0], str(other))))
+    found = differences(runs[names[0]].pages(), runs[str(other)].pages())
     shown = headline_names()
     metrics = [each for each in found["metrics"] if each["metric"] in shown]
     return {

@@ -1,7 +1,6 @@
 """One sample of a run, with its group, scores and texts: `distflow why RUN --sample UID`."""
 
-import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -11,7 +10,7 @@ from distflow.errors import UserError, count_of
 from distflow.launch.run_folders.groups_of_step import ledger_groups
 from distflow.observe.crash_safe_files import JSON
 from distflow.observe.ledger_groups import GROUP_COLUMNS, Group
-from distflow.observe.reward_remarks import in_short
+from distflow.observe.reward_remarks import remarks
 from distflow.observe.run_reader import read_samples, read_timeline, sample_splits, sample_steps
 from distflow.observe.sample_files import DROPPED
 from distflow.observe.sanitized_output import escape_control
@@ -60,56 +59,33 @@ def print_sample(run_dir: Path, uid: str, known_step: int | None, is_json: bool)
             )
         )
         return
-    lines = [
-        f"sample {uid} of {run_dir}: step {step}, {split}",
-        *_facts_of(row, group, rows),
-    ]
-    for name in ("prompt", "response", "ground_truth"):
-        lines += ["", name, *(f"  {line}" for line in str(row.get(name, "")).splitlines())]
-    print("\n".join(escape_control(line, one_line=True) for line in lines))
-
-
-def _facts_of(
-    row: Mapping[str, JSON], group: Group | None, rows: Sequence[Mapping[str, JSON]]
-) -> list[str]:
-    versions = (
-        [v for v in found if isinstance(v, int)]
-        if isinstance(found := row.get("versions"), list)
-        else []
-    )
-    lines = []
+    lines = [f"sample {uid} of {run_dir}: step {step}, {split}"]
     if group is not None:
-        started = (
-            ""
-            if group.started is None
-            else time.strftime(", started %H:%M:%S", time.localtime(group.started))
-        )
-        tried = f", {count_of(len(group.attempts), 'attempt')}" if len(group.attempts) > 1 else ""
         reason = f" ({group.reason})" if group.reason else ""
-        lines.append(
-            f"group     row {group.row} of epoch {group.epoch}{started}{tried}, "
-            f"{group.state}{reason}"
-        )
-    lengths = (
-        f"prompt {row.get('prompt_length')}, response {row.get('response_length')}, "
-        f"{row.get('finish_reason')}"
-    )
-    span = f", versions {min(versions)} to {max(versions)}" if versions else ""
-    lines.append(f"tokens    {lengths}{span}")
-    parts = row.get("reward_parts")
-    each = (
-        ", ".join(f"{name} {value}" for name, value in parts.items())
-        if isinstance(parts, Mapping)
-        else ""
-    )
-    lines.append(
-        f"score     {row.get('score')}{f' ({each})' if each else ''}, advantage "
-        f"{row.get('advantage')}"
-    )
-    lines.append(
-        f"group has {count_of(len(rows), 'sample')}: scores "
-        f"{', '.join(str(r.get('score')) for r in rows)}"
-    )
-    if remark := in_short(row):
-        lines.append(f"reports   {remark}")
-    return lines
+        attempts = count_of(len(group.attempts), "attempt")
+        row_of = f"row {group.row} of epoch {group.epoch}"
+        lines.append(f"group     {row_of}, {attempts}, {group.state}{reason}")
+    lengths = f"prompt {row.get('prompt_length')}, response {row.get('response_length')}"
+    versions = f"versions {row.get('versions')}"
+    lines.append(f"tokens    {lengths}, {row.get('finish_reason')}, {versions}")
+    parts = row.get("reward_parts") or ""
+    lines.append(f"score     {row.get('score')} {parts}, advantage {row.get('advantage')}")
+    scores = ", ".join(str(each.get("score")) for each in rows)
+    lines.append(f"group has {count_of(len(rows), 'sample')}: scores {scores}")
+    for part, said in remarks(row).items():
+        lines.append(f"reports   {part}: {said}")
+    if errors := row.get("errors"):
+        lines.append(f"errors    {errors}")
+    texts = {name: row.get(name, "") for name in ("prompt", "response", "ground_truth")}
+    turns = row.get("conversation")
+    for turn in turns if isinstance(turns, list) else ():
+        if isinstance(turn, Mapping):
+            drawn = "drawn" if turn.get("owner") == "policy" else "given"
+            fork = turn.get("fork") or ""
+            lines += ["", f"{turn.get('agent') or ''} {turn.get('owner')} {fork} ({drawn})".strip()]
+            lines += [f"  {line}" for line in str(turn.get("text")).splitlines()]
+            texts["response"] = ""
+    for name, text in texts.items():
+        if text:
+            lines += ["", name, *(f"  {line}" for line in str(text).splitlines())]
+    print("\n".join(escape_control(line, one_line=True) for line in lines))

@@ -21,13 +21,11 @@ from distflow.observe.sanitized_output import escape_control
 
 if TYPE_CHECKING:
     from distflow.observe.crash_safe_files import JSON
-    from distflow.observe.ledger_groups import Attempt
 
     Responses = Sequence[Mapping[str, JSON]]
 
 MAX_TEXT = 80
 _MAX_PARTS = 20
-_MAX_TURNS = 40
 _MAX_SAMPLE_BYTES = 64 * 2**20
 _short = partial(escape_control, limit=MAX_TEXT, one_line=True)
 
@@ -155,9 +153,6 @@ def run_why(arguments: argparse.Namespace) -> int:
             f"aborted when the step was full, and generated again later: groups {group_ids}",
         ]
         lines += [f"  {lineage.aborted_tokens:,} tokens that were generated for them are discarded"]
-    shown = _shown(lineage.groups, responses)
-    lines += _remarks(shown) + _conversations(shown)
-    lines += _restarts([*lineage.groups, *lineage.dropped])
     print("\n".join(lines))
     return 0
 
@@ -258,71 +253,6 @@ def _reward_parts(scored: "Responses") -> str:
 def _mean(values: Iterable[object]) -> str:
     numbers = [number for value in values if (number := to_number(value)) is not None]
     return f"{sum(numbers) / len(numbers):.3f}" if numbers else ""
-
-
-def _restarts(groups: Sequence[Group]) -> list[str]:
-    tried = [group for group in groups if len(group.attempts) > 1]
-    lines = ["", "started more than once"] if tried else []
-    return lines + [
-        f"  group {group.group_id}: {', then '.join(map(_start, group.attempts))}"
-        for group in tried
-    ]
-
-
-def _shown(groups: Sequence[Group], responses: Mapping[int, "Responses"]) -> "Responses":
-    """A response of each group: one with a reward error, else the first wrong one."""
-    from distflow.observe.reward_remarks import failure, is_right
-
-    return [
-        min(own, key=lambda response: (failure(response) is None, is_right(response) is True))
-        for group in groups
-        if (own := responses.get(group.group_id, ()))
-    ]
-
-
-def _remarks(shown: "Responses") -> list[str]:
-    """The remarks of reward functions on them."""
-    from distflow.observe.reward_remarks import failure, in_short, is_right
-
-    lines = []
-    for own in shown:
-        if remark := in_short(own):
-            reward_result = failure(own) or {True: "right", False: "wrong", None: ""}[is_right(own)]
-            lines.append(f"  {_short(str(own.get('uid')))} {reward_result:<7} {remark}")
-    return ["", "reports of reward functions", *lines] if lines else []
-
-
-def _conversations(shown: "Responses") -> list[str]:
-    """The messages of a workflow's conversations: the policy's turns were drawn, the others
-    given."""
-    lines = []
-    for own in shown:
-        uid = _short(str(own.get("uid")))
-        turns = own.get("conversation")
-        for turn in turns[:_MAX_TURNS] if isinstance(turns, list) else ():
-            if isinstance(turn, Mapping):
-                lines.append(f"  {uid} {_who(turn):<18} {_short(str(turn.get('text')))}")
-    return ["", "an episode of each group", *lines] if lines else []
-
-
-def _who(turn: Mapping[str, "JSON"]) -> str:
-    owner = _short(str(turn.get("owner")))
-    who = "drawn" if owner == "policy" else f"given, {owner}"
-    if agent := _short(str(turn.get("agent") or "")):
-        who = f"{agent}: {who}"
-    if fork := _short(str(turn.get("fork") or "")):
-        why = _short(str(turn.get("why") or ""))
-        who += f" (fork {fork}, {why})" if why else f" (fork {fork})"
-    return who
-
-
-def _start(attempt: "Attempt") -> str:
-    worker = f" by {_short(attempt.worker)}" if attempt.worker else ""
-    ended = ", aborted: its step was full" if attempt.aborted else ""
-    return (
-        f"{_moment(attempt.t)} at version {attempt.version}{worker} (restart "
-        f"{attempt.restart}{ended})"
-    )
 
 
 def _by_group(rows: "Responses") -> dict[int, list[Mapping[str, "JSON"]]]:
