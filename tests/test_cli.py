@@ -85,23 +85,6 @@ def test_a_wrong_choice_is_answered_with_the_nearest(
     assert err.endswith(f"; did you mean '{meant}'?\n" if meant else ")\n")
 
 
-@pytest.mark.parametrize(
-    ("arguments", "instead"),
-    [
-        (("sql", "run", "select 1"), "distflow report RUN --views FILE.sql"),
-        (("show", "run", "0-0"), "distflow why RUN --sample UID"),
-        (("watch",), "distflow dashboard RUN"),
-        (("trace", "run", "3"), "distflow report RUN --trace STEPS"),
-        (("list", "runs", "runs"), "distflow runs DIR"),
-    ],
-)
-def test_a_command_that_there_was_is_answered_with_what_to_use(
-    arguments: tuple[str, ...], instead: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    status, _, err = run(capsys, *arguments)
-    assert status == 2 and instead in err and len(err.splitlines()) == 1
-
-
 def test_config_prints_what_loads_as_the_same(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
@@ -160,11 +143,7 @@ def test_explain_of_no_key_names_the_nearest(capsys: pytest.CaptureFixture[str])
 
 def test_graph_draws_the_pipeline_that_is_bound(capsys: pytest.CaptureFixture[str]) -> None:
     status, out, _ = run(capsys, "config", "grpo", *NEEDED, "--graph")
-    assert (
-        status == 0
-        and out.splitlines()[1].startswith("●")
-        and "rollout_actor" in out.splitlines()[1]
-    )
+    assert status == 0 and out.splitlines()[1].startswith("  rollout_actor")
     _, mermaid, _ = run(capsys, "config", "grpo", *NEEDED, "--mermaid")
     assert mermaid.startswith("flowchart")
     for node in (

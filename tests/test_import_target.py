@@ -91,7 +91,6 @@ def test_a_file_that_raised_is_loaded_anew(tmp_path: Path) -> None:
         ("{file}:Judge", "is a class"),
         ("{file}:Judge.jugde", "'Judge' has no 'jugde'; did you mean 'judge'?"),
         ("no/such/file.py:first", "there is no file 'no/such/file.py'"),
-        ("jsn:loads", "there is no module 'jsn'; did you mean 'json'?"),
         ("qqqqqq:loads", "there is no module 'qqqqqq'"),
         ("json:", "names no function"),
         ("loads", "names no function"),

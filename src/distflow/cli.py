@@ -23,8 +23,6 @@ from distflow.runtime.stop_signals import (
 
 USER_FAULT = 2
 OUR_FAULT = 1
-HYDRA_OPTIONS = ("config-path", "config-name", "config-dir", "multirun")
-"""Options of Hydra, which other systems' commands have."""
 
 
 class Command(NamedTuple):
@@ -107,20 +105,6 @@ GROUPS = {
 }
 """The commands as `distflow --help` shows them."""
 
-USE_INSTEAD = {
-    "sql": "`distflow report RUN --views FILE.sql` writes views for DuckDB",
-    "show": "`distflow why RUN --sample UID` shows a sample",
-    "watch": "`distflow dashboard RUN` follows a run",
-    "trace": "`distflow report RUN --trace STEPS` writes a trace",
-    "list runs": "`distflow runs DIR` lists runs",
-    "plan --simulate": "the times are those of a step; benchmarks/plan_scale.py simulates runs",
-    "plan --tool-seconds": "--from RUN takes the times that a run measured",
-    "plan --mtbf-hours": "benchmarks/plan_scale.py simulates failures",
-    "plan --lengths": "--response-tokens sets the mean, and --from RUN takes measured lengths",
-    "plan --html": "--json prints everything",
-}
-"""For each command or option that there was."""
-
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command; returns the exit status: 0, 2 for a user's mistake, 128 + the number of a
@@ -194,9 +178,6 @@ class _Parser(argparse.ArgumentParser):
         from distflow.errors import nearest
 
         if found := re.search(r"invalid choice: '(.*)' \(choose from (.*)\)", message, re.DOTALL):
-            named = f"{self.prog} {found[1]}".removeprefix("distflow ")
-            if named in USE_INSTEAD:
-                self.exit(2, f"distflow: there is no command '{named}': {USE_INSTEAD[named]}\n")
             near = nearest(found[1], re.findall(r"[\w-]+", found[2]))
             message += f"; did you mean '{near}'?" if near else ""
         if message.startswith("argument "):  # the usage, a line for each few options, would hide it
@@ -231,9 +212,8 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     unknown = [word for word in rest if word.startswith("-") or not hasattr(arguments, "overrides")]
     if unknown:
         command = f"{parser.prog} {arguments.command}"
-        parser.exit(
-            2, f"{command}: {_unrecognized(unknown, command, hasattr(arguments, 'overrides'))}\n"
-        )
+        what = _unrecognized(unknown, command, hasattr(arguments, "overrides"))
+        parser.exit(2, f"{command}: {what}\n")
     if rest:
         arguments.overrides += rest
     return arguments
@@ -243,15 +223,8 @@ def _unrecognized(words: list[str], command: str, takes_keys: bool) -> str:
     """The message for unrecognised arguments; keys are written without dashes."""
     message = f"unrecognized arguments: {' '.join(words)}"
     name, _, value = words[0].lstrip("-").partition("=")
-    if instead := USE_INSTEAD.get(f"{command} --{name}".removeprefix("distflow ")):
-        return f"there is no option --{name}: {instead}"
     if not (takes_keys and words[0].startswith("-") and name):
         return f"{message}; see {command} --help"
-    if name in HYDRA_OPTIONS:
-        return (
-            f"{message}\n--{name} is an option of Hydra: remove it, and name the config after the "
-            "command"
-        )
     from distflow.config.compose.unknown_keys import suggest
     from distflow.config.keys.schema import schema_keys
 

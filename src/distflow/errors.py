@@ -138,8 +138,6 @@ def missing_path(path: Path) -> tuple[str, str]:
             "a file does not expand variables of the shell",
             "write the path, or ${oc.env:NAME}/... in its place",
         )
-    if set("“”„‘’") & set(str(path)):
-        return "its name has typographic quotes", "write it without quotes, or with \" or '"
     if re.match(r"\w+:/", str(path)):
         return (
             "is an address, from which nothing is downloaded",

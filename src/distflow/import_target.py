@@ -10,7 +10,6 @@ import importlib
 import importlib.util
 import inspect
 import pickle
-import pkgutil
 import sys
 from collections.abc import Awaitable, Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -18,7 +17,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import TypeGuard
 
-from distflow.errors import UserError, hint, nearest, users_place
+from distflow.errors import UserError, hint, users_place
 from distflow.untrusted_files import MAX_SOURCE_BYTES, read_file
 from distflow.user_files import file_of, module_of
 
@@ -157,16 +156,7 @@ def _load_file(path: Path) -> ModuleType:
 def _not_found(name: str, missing: str) -> str:
     if name != missing and not name.startswith(f"{missing}."):
         return f"'{name}' needs the module '{missing}', which is not installed: install its package"
-    package = missing.rpartition(".")[0]
-    folders = getattr(sys.modules[package], "__path__", []) if package else None
-    beside = [module.name for module in pkgutil.iter_modules(folders)]
-    beside = (
-        [f"{package}.{own}" for own in beside]
-        if package
-        else [own for own in beside if not own.startswith("_")]
-    )
-    guess = nearest(missing, beside)
-    return f"there is no module '{missing}'" + (f"; did you mean '{guess}'?" if guess else "")
+    return f"there is no module '{missing}'"
 
 
 def _bound(owner: object, name: str, found: object, path: str) -> object:

@@ -7,7 +7,6 @@ size. Rejected files raise an OSError whose `strerror` says why, like unreadable
 import errno
 import hashlib
 import os
-import pwd
 import re
 import signal
 import stat
@@ -44,14 +43,6 @@ _POINTER: Final = b"version https://git-lfs.github.com/"
 
 COMPRESSIONS: Final = {".gz": "gzip", ".zst": "zstd"}
 """Compressions of JSON lines, with their names in pyarrow."""
-
-_KINDS: Final = (
-    (stat.S_ISDIR, "a folder"),
-    (stat.S_ISFIFO, "a FIFO"),
-    (stat.S_ISCHR, "a device"),
-    (stat.S_ISBLK, "a device"),
-    (stat.S_ISSOCK, "a socket"),
-)
 
 
 def own_cache() -> Path:
@@ -104,12 +95,9 @@ def open_file(
     folder: must contain it after following links; None if it may be anywhere. max_bytes: its
     largest size.
     """
-    try:
-        # before opening, which alone may block or act on a device
-        _check(path, os.stat(path), folder, max_bytes)
-        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY)
-    except PermissionError as error:
-        raise PermissionError(error.errno, f"{error.strerror}{_owner(path)}", str(path)) from error
+    # before opening, which alone may block or act on a device
+    _check(path, os.stat(path), folder, max_bytes)
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY)
     file = os.fdopen(descriptor, "rb")
     try:
         _check(path, os.fstat(descriptor), folder, max_bytes)
@@ -195,8 +183,7 @@ def _num_values(node: "yaml.Node", known: dict[int, float]) -> float:
 
 def _check(path: Path, found: os.stat_result, folder: Path | None, max_bytes: int | None) -> None:
     if not stat.S_ISREG(found.st_mode):
-        kind = next((name for is_kind, name in _KINDS if is_kind(found.st_mode)), "no regular file")
-        raise OSError(errno.EINVAL, f"it is {kind}, where a file is expected", str(path))
+        raise OSError(errno.EINVAL, "it is no regular file", str(path))
     if folder is not None and not (target := path.resolve()).is_relative_to(folder.resolve()):
         what = f"it points outside {folder}, to {target}"
         raise OSError(errno.EXDEV, what, str(path))
@@ -206,17 +193,6 @@ def _check(path: Path, found: os.stat_result, folder: Path | None, max_bytes: in
             f"it has {found.st_size:,} bytes, but at most {max_bytes:,} are read",
             str(path),
         )
-
-
-def _owner(path: Path) -> str:
-    """The file's owner, if visible and somebody else."""
-    with suppress(OSError):
-        found = os.stat(path)
-        name = str(found.st_uid)
-        with suppress(KeyError):
-            name = pwd.getpwuid(found.st_uid).pw_name
-        return f" (it belongs to {name}, with the mode {stat.S_IMODE(found.st_mode):04o})"
-    return ""
 
 
 def load_image(path: str) -> Any:

@@ -470,7 +470,6 @@ KINDS = {
     ("path", "said"),
     [
         ("$HOME/x.jsonl", "write the path, or ${oc.env:NAME}/..."),
-        ("“x.jsonl”", "its name has typographic quotes"),
     ],
 )
 def test_a_name_that_another_program_would_have_changed_is_told(path, said):

@@ -87,10 +87,9 @@ def test_callables():
 @pytest.mark.parametrize(
     ("path", "said"),
     [
-        ("graph_test_pkg.my_reward:score", "did you mean 'graph_test_pkg.my_rewards'?"),
         (
             "graph_test_pkgs.my_rewards:score",
-            "there is no module 'graph_test_pkgs'; did you mean 'graph_test_pkg'?",
+            "there is no module 'graph_test_pkgs'",
         ),
         ("graph_test_pkg.my_rewards:scor", "did you mean 'score'?"),
         ("graph_test_pkg.my_rewards.scor", "the module has no 'scor'; did you mean 'score'?"),

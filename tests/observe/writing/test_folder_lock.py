@@ -358,9 +358,7 @@ def test_a_report_that_cannot_be_written_or_read(tmp_path: Path) -> None:
         run.write_json("run.json", {"distflow": "0.1.0"})
     (folder / "metrics.jsonl").unlink()
     (folder / "metrics.jsonl").mkdir()
-    with pytest.raises(
-        UserError, match=r"metrics.jsonl' cannot be read: it is a folder, where a file is expected"
-    ):
+    with pytest.raises(UserError, match=r"metrics.jsonl' cannot be read: it is no regular file"):
         write_report(folder)
     (folder / "metrics.jsonl").rmdir()
     lines = [
