@@ -99,7 +99,7 @@ test-processors: $(INSTALLED)
 VERSIONS_TESTS := tests/data tests/config/compose tests/models tests/observe/writing tests/rewards/math \
 	$(patsubst %,tests/rewards/test_%_reward.py,ifeval judge model) tests/rollout/test_hf_engine.py tests/training/test_fsdp.py \
 	tests/runtime/checkpoint/test_sharded.py tests/e2e/test_first_run.py tests/e2e/test_conversations.py \
-	tests/cluster/test_ray_launcher.py tests/test_cli.py tests/test_dependencies.py
+	tests/test_cli.py tests/test_dependencies.py
 
 test-lowest: RESOLUTION := lowest-direct
 test-lowest: BELOW := datasets<5 # uv prefers the newest fsspec, which takes no older datasets

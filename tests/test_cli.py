@@ -246,9 +246,6 @@ def test_output_that_nobody_reads_ends_the_command_with_the_status_of_its_signal
     assert (process.returncode, said) == (128 + signal.SIGPIPE, b"")
 
 
-LOCALES = [{"LC_ALL": "C"}, {"LC_ALL": "C", "PYTHONUTF8": "0"}, {"LC_ALL": "C.UTF-8"}]
-
-
 def start(
     folder: Path, locale: dict[str, str], *arguments: str | bytes
 ) -> "subprocess.CompletedProcess[bytes]":
@@ -259,29 +256,3 @@ def start(
     }
     command = [sys.executable, "-m", "distflow", *arguments]
     return subprocess.run(command, cwd=folder, env=env | locale, capture_output=True)
-
-
-@pytest.mark.parametrize("locale", LOCALES, ids=str)
-def test_names_are_utf8_in_any_locale(locale: dict[str, str], tmp_path: Path) -> None:
-    (tmp_path / "größe").mkdir()
-    done = start(
-        tmp_path / "größe", locale, "config", "quickstart_grpo", "trainer.default_local_dir=läuf/→"
-    )
-    assert "default_local_dir: läuf/→" in done.stdout.decode(), done.stderr.decode()
-
-
-def test_a_name_that_is_no_text_is_refused_before_anything_is_written(tmp_path: Path) -> None:
-    own = os.fsencode(tmp_path) + b"/r\xff"
-    os.mkdir(own)
-    for folder, name in ((tmp_path, b"r\xff/run"), (Path(os.fsdecode(own)), b"run")):
-        done = start(
-            folder,
-            {},
-            "train",
-            "quickstart_grpo",
-            *NEEDED,
-            FRESH,
-            b"trainer.default_local_dir=" + name,
-        )
-        assert done.returncode == 2 and b"xff" in done.stderr and b"Traceback" not in done.stderr
-        assert not os.listdir(own)

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from distflow.algorithms.registry import describe_estimator, find_adv_est
+from distflow.algorithms.registry import find_adv_est
 from distflow.builtin_names import ESTIMATORS
 from tests.algorithms.batches import Drawn, batches, choose, find_reference, parts_of
 from tests.algorithms.two_ranks import Ranks, run_on_ranks
@@ -217,15 +217,3 @@ def test_options_that_cannot_be_are_refused(
     }
     with pytest.raises(ValueError, match=message):
         estimate(name, columns, options)
-
-
-def test_descriptions_show_the_values() -> None:
-    described = describe_estimator("grpo", {"adv_epsilon": 0.01})
-    assert described == "grpo: (reward − mean of its group) / (std of its group + 0.01)"
-    dr = describe_estimator("grpo", {"norm_adv_by_std_in_grpo": False})
-    assert dr == "grpo: reward − mean of its group"
-    assert describe_estimator("rloo") == "rloo: reward − mean of the others of its group"
-    of_gae = describe_estimator("gae", {"gamma": 0.9, "lam": 0.5, "clip_ratio": 1})
-    assert "gamma 0.9, lambda 0.5" in of_gae
-    for name in ESTIMATORS:
-        assert describe_estimator(name).startswith(f"{name}: ")

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from distflow.algorithms.group_filter import drop_reason
-from distflow.algorithms.kl import apply_kl_penalty
 from distflow.algorithms.masked_reductions import masked_whiten
 from distflow.algorithms.normalization import Moments, Normalization
 from distflow.algorithms.registry import find_adv_est
@@ -181,15 +180,6 @@ def test_whitening_and_normalisation(offset: str) -> None:
     )
     check(left_out, others, mask, 1e-6)
     assert Moments().with_values(values, mask).std() == pytest.approx(float(scale), rel=1e-5)
-
-
-def test_the_kl_in_the_reward_takes_nothing_from_the_score() -> None:
-    scores = torch.tensor([[0.0, 1e6 + 0.01], [0.0, 1e6 + 0.02]], dtype=torch.float64)
-    old = torch.tensor([[-1.25, -0.5], [-1.0, -2.0]])
-    ref = torch.tensor([[-1.0, -0.25], [-1.5, -2.0]])
-    found, _ = apply_kl_penalty(scores, old, ref, torch.ones(2, 2), kl_coef=0.1)
-    wanted = scores - 0.1 * (old.double() - ref.double())
-    torch.testing.assert_close(found, wanted, rtol=1e-15, atol=0.0)
 
 
 def test_a_group_whose_scores_differ_by_little_is_kept() -> None:

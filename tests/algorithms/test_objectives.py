@@ -10,7 +10,6 @@ import torch
 from distflow.algorithms import register_policy_loss
 from distflow.algorithms.objectives import PolicyObjective
 from distflow.algorithms.registry import POLICY_LOSSES, read_policy_loss
-from distflow.data.batch import Batch
 from tests.algorithms.toy_policy import (
     gradient,
     outputs,
@@ -20,70 +19,6 @@ from tests.algorithms.toy_policy import (
 )
 
 ROWS = 13
-
-
-UNITS = {
-    "token": [[[0], [1], [2], [3], [5]], [[0], [1], [2]]],
-    "action": [[[0, 1], [2, 3], [5]], [[0, 1], [2]]],
-    "chunk": [[[0, 1, 2, 3], [5]], [[0, 1, 2]]],
-}
-"""Of each sample's tokens; token 4 is given, and of the second chunk one token had no effect."""
-
-
-@pytest.mark.parametrize("mode", ["token-mean", "seq-mean-token-mean"])
-@pytest.mark.parametrize("level", UNITS)
-def test_a_level_sums_the_log_probs_of_an_action_or_a_chunk(level: str, mode: str) -> None:
-    now = [[-1.0, -0.5, -2.0, -0.25, -9.0, -0.75, -9.0], [-0.25, -1.5, -0.875]]
-    # exact in float32
-    old = [[-1.125, -0.625, -2.125, -0.125, -9.0, -0.625, -9.0], [-0.125, -1.375, -1.25]]
-    advantages = (1.5, -2.0)
-    low = 0.85
-    high = 1.15
-    batch = Batch(torch.ones(2, dtype=torch.int64), torch.tensor([7, 3]))
-    batch["turn_index"] = torch.tensor([0, 0, 0, 0, -1, 1, -1, 0, 0, 0])
-    batch["loss_mask"] = torch.tensor([1.0, 1, 1, 1, 0, 1, 0, 1, 1, 1])
-    batch["old_log_probs"] = torch.tensor(sum(old, []), dtype=torch.float64)
-    batch["advantages"] = torch.tensor(
-        [advantages[0]] * 7 + [advantages[1]] * 3, dtype=torch.float64
-    )
-    clip = {"clip_ratio_low": 0.15, "clip_ratio_high": 0.15}
-    objective = PolicyObjective(
-        "vanilla", clip, loss_agg_mode=mode, logprob_level=level, action_dim=2
-    )
-    padded = torch.tensor(
-        [now[0], [*now[1], 0.0, 0.0, 0.0, 0.0]], dtype=torch.float64
-    ).requires_grad_()
-    counts = objective.counts(batch)
-    loss, sums = objective(
-        {"log_probs": padded, "entropy": torch.zeros_like(padded)}, batch, counts
-    )
-    loss.backward()
-
-    units = UNITS[level]
-    wanted = torch.zeros(2, 7, dtype=torch.float64)
-    total = 0.0
-    kls = 0.0
-    clipped = 0
-    for row, own in enumerate(units):
-        for unit in own:
-            weight = 1 / sum(map(len, units)) if mode == "token-mean" else 0.5 / len(own)
-            gap = math.fsum(now[row][t] - old[row][t] for t in unit)
-            plain = -advantages[row] * math.exp(gap)
-            bound = -advantages[row] * min(max(math.exp(gap), low), high)
-            total = total + weight * max(plain, bound)
-            kls = kls - gap
-            clipped = clipped + (bound > plain)
-            wanted[row, unit] = 0.0 if bound > plain else weight * plain
-    assert loss.item() == pytest.approx(total, rel=1e-12)
-    torch.testing.assert_close(padded.grad, wanted, rtol=1e-12, atol=0.0)
-    metrics = objective.finish({name: float(value) for name, value in sums.items()}, counts)
-    assert metrics["ppo_kl"] == pytest.approx(kls / sum(map(len, units)))
-    assert metrics["pg_clipfrac"] == pytest.approx(clipped / sum(map(len, units)))
-
-
-def test_losses_of_tokens_alone_have_no_other_level() -> None:
-    with pytest.raises(ValueError, match="policy loss 'decoupled' is of tokens alone"):
-        PolicyObjective("decoupled", logprob_level="chunk")
 
 
 def test_a_distance_beyond_the_clamp_is_told_and_its_loss_and_gradient_are_finite() -> None:

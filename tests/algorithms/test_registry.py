@@ -2,13 +2,11 @@
 
 import subprocess
 import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from distflow import builtin_names
 from distflow.algorithms import AdvantageEstimator, register_adv_est, register_policy_loss
 from distflow.algorithms.objectives import PolicyObjective
 from distflow.algorithms.registry import (
@@ -19,7 +17,6 @@ from distflow.algorithms.registry import (
     find_policy_loss,
 )
 from distflow.graph import node
-from distflow.graph.node_spec import spec_of
 
 
 def test_built_ins_are_imported_when_they_are_asked_for_and_replace_no_estimator_of_the_users() -> (
@@ -46,35 +43,6 @@ def test_built_ins_are_imported_when_they_are_asked_for_and_replace_no_estimator
         "['critic_free', 'gae', 'group_estimator_base']",
         "mine 1",
     ]
-
-
-def test_who_whitens_or_counts_over_the_batch_is_global() -> None:
-    scopes = {name: find_adv_est(name).scope for name in builtin_names.ESTIMATORS}
-    assert {name for name, scope in scopes.items() if scope == "global"} == {
-        "cpgd",
-        "gae",
-        "gae_marft",
-        "gdpo",
-        "gpg",
-        "grpo",
-        "gspo",
-        "reinforce_plus_plus",
-        "reinforce_plus_plus_baseline",
-    }
-    assert {name for name, scope in scopes.items() if scope == "sample"} == {"reinforce", "remax"}
-
-
-def test_an_estimator_carries_its_contract_to_the_graph() -> None:
-    spec = spec_of(find_adv_est("gae").fn)
-    assert spec.scope == "global"
-    assert spec.writes == ("advantages", "returns")
-    assert find_adv_est("gae").options == {
-        "gamma": 1.0,
-        "lam": 0.95,
-        "bootstrap_truncated": False,
-        "whiten": True,
-        "over_turns": False,
-    }
 
 
 @pytest.mark.parametrize("find", [find_adv_est, find_policy_loss])
@@ -228,16 +196,3 @@ def test_a_loss_of_ones_own_may_choose_tokens_and_check_its_options() -> None:
             PolicyObjective("test_first", {"num_frist": 2})
     finally:
         del POLICY_LOSSES["test_first"]
-
-
-def test_an_estimator_in_a_file_is_shown_as_the_file_and_its_function(tmp_path: Path) -> None:
-    file = tmp_path / "my_adv.py"
-    file.write_text("def batch_mean(token_level_rewards, response_mask, *, scale=2):\n    ...\n")
-    name = f"{file}:batch_mean"
-    try:
-        assert describe_estimator(name) == "my_adv.py:batch_mean(scale=2)"
-    finally:
-        ADV_ESTIMATORS.pop(name, None)
-    file.with_name("my_loss.py").write_text("def wrong(a, /):\n    ...\n")
-    with pytest.raises(ValueError, match=r"\(my_loss\.py:wrong\) cannot be called"):
-        find_policy_loss(f"{tmp_path}/my_loss.py:wrong")

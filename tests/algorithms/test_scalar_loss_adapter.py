@@ -11,7 +11,7 @@ from torch import Tensor
 from distflow.algorithms import agg_loss, masked_mean, register_policy_loss
 from distflow.algorithms.masked_reductions import LOSS_AGG_MODES
 from distflow.algorithms.objectives import PolicyObjective
-from distflow.algorithms.registry import POLICY_LOSSES, read_policy_loss, takes_weights
+from distflow.algorithms.registry import POLICY_LOSSES, takes_weights
 from tests.algorithms.toy_policy import gradient, random_split, scale_of, toy_batch
 
 ROWS = 13
@@ -111,36 +111,6 @@ def test_weights_reach_a_loss_that_takes_them_by_name_or_with_all_else() -> None
         del POLICY_LOSSES["test_without"]
 
 
-def test_its_config_is_read_only_and_names_what_is_missing() -> None:
-    seen = []
-
-    def spy(
-        old_log_prob: Any, log_prob: Any, advantages: Any, response_mask: Any, config: Any
-    ) -> Any:
-        seen.append(config)
-        return agg_loss(-log_prob * advantages, response_mask), *[torch.tensor(0.0)] * 3
-
-    register_policy_loss("test_spy")(spy)
-    try:
-        batch = toy_batch(seed=22, bs=4)
-        objective = PolicyObjective("test_spy", actor=ACTOR)
-        gradient(objective, [batch], objective.counts(batch))
-        with pytest.raises(ValueError, match="rollout_is_weights"):
-            PolicyObjective("test_spy", actor=ACTOR, weights_field="rollout_is_weights")
-        with pytest.raises(
-            ValueError, match="returns a single number.*off_policy_mask_threshold=null"
-        ):
-            PolicyObjective("test_spy", actor=ACTOR, off_policy_mask_threshold=0.5)
-    finally:
-        del POLICY_LOSSES["test_spy"]
-    (config,) = seen
-    assert (config.clip_ratio, config["clip_ratio_c"], config.get("nothing", 7)) == (0.2, 3.0, 7)
-    with pytest.raises(AttributeError, match="read-only"):
-        config.clip_ratio = 0.5
-    with pytest.raises(AttributeError, match="no numeric key 'clip_ration'"):
-        _ = config.clip_ration
-
-
 def test_another_return_value_is_refused() -> None:
     def wrong(old_log_prob: Any, log_prob: Any, advantages: Any, response_mask: Any) -> Any:
         return log_prob.sum()
@@ -153,34 +123,3 @@ def test_another_return_value_is_refused() -> None:
             gradient(objective, [batch], objective.counts(batch))
     finally:
         del POLICY_LOSSES["test_wrong"]
-
-
-def test_outside_of_a_policy_loss_agg_loss_takes_the_batch_as_the_whole() -> None:
-    loss = torch.tensor([[1.0, 2.0], [5.0, float("nan")]])
-    mask = torch.tensor([[1.0, 1.0], [1.0, 0.0]])
-    assert float(agg_loss(loss, mask, "token-mean")) == pytest.approx(8 / 3)
-    assert float(agg_loss(loss, mask, "seq-mean-token-mean")) == pytest.approx((1.5 + 5) / 2)
-    assert float(agg_loss(loss, mask, "seq-mean-token-sum")) == pytest.approx((3 + 5) / 2)
-    assert float(
-        agg_loss(loss, mask, "seq-mean-token-sum-norm", loss_scale_factor=10)
-    ) == pytest.approx(0.4)
-    assert float(agg_loss(loss, mask, "seq-mean-token-sum-norm")) == pytest.approx(2.0)
-    with pytest.raises(ValueError, match="seq-mean-token-sum-norm"):
-        agg_loss(loss, mask, "sum")
-
-
-@pytest.mark.filterwarnings("error")
-def test_statistics_may_carry_the_gradient_or_be_plain_numbers() -> None:
-    def mixed(old_log_prob: Any, log_prob: Any, advantages: Any, response_mask: Any) -> Any:
-        return (
-            agg_loss(-log_prob * advantages, response_mask),
-            0.25,
-            masked_mean(-log_prob, response_mask),
-            0,
-        )
-
-    batch = toy_batch(seed=24, bs=4)
-    objective = PolicyObjective(read_policy_loss("mixed", mixed))
-    counts = objective.counts(batch)
-    _, sums = gradient(objective, [batch], counts)
-    assert objective.finish(sums, counts)["pg_clipfrac"] == pytest.approx(0.25)

@@ -1,6 +1,5 @@
 """Which tokens Clip-Cov and KL-Cov select, on two ranks, against sorted lists."""
 
-import math
 from typing import Any
 
 import pytest
@@ -8,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from distflow.algorithms.losses.covariance import largest, token_covariance, token_draws
+from distflow.algorithms.losses.covariance import token_covariance, token_draws
 from distflow.algorithms.registry import find_policy_loss
 from tests.algorithms.batches import Drawn, batches, parts_of
 from tests.algorithms.two_ranks import run_on_ranks
@@ -90,35 +89,6 @@ def test_clip_cov_draws_within_its_bounds(
     assert found == {tokens[place] for place in ranked[:count]}
 
 
-def test_defaults_and_bounds_that_are_out() -> None:
-    """All of the share but the one token within 1 and 5, and its ends."""
-    selector: Any = find_policy_loss("clip_cov").selects
-    log_probs = torch.tensor([[-1.0, 1.0, -2.0, 2.0]], dtype=torch.float64)
-    advantages = torch.tensor([[-1.0, 1.0, -2.0, 2.0]], dtype=torch.float64)
-    # covariances 1, 1, 4, 4
-    found = selector(advantages, log_probs, torch.ones(1, 4), ["0-0"])
-    assert found.sum() == 1.0 and not found[0, :2].any()
-    everyone = selector(advantages, log_probs, torch.ones(1, 4), ["0-0"], clip_cov_ratio=1.0)
-    assert everyone.tolist() == [[0.0, 0.0, 1.0, 1.0]]
-    low = selector(
-        advantages, log_probs, torch.ones(1, 4), ["0-0"], clip_cov_ratio=1.0, clip_cov_ub=4.0
-    )
-    assert not low.any()
-
-
-@pytest.mark.slow
-def test_every_token_within_the_bounds_is_drawn_alike() -> None:
-    mask = torch.ones(1, 4)
-    flat = torch.zeros(1, 4, dtype=torch.float64)
-    counts = [0, 0, 0, 0]
-    selector: Any = find_policy_loss("clip_cov").selects
-    for step in range(2000):
-        chosen = selector(flat, flat, mask, [f"{step}-0"], clip_cov_ratio=0.25, clip_cov_lb=-1.0)
-        counts[int(chosen.argmax())] += 1
-        assert float(chosen.sum()) == 1.0
-    assert all(abs(count - 500) < 80 for count in counts), counts  # 4 standard deviations
-
-
 def test_equal_covariances_give_no_more_than_the_share() -> None:
     selector: Any = find_policy_loss("kl_cov").selects
     flat = torch.zeros(2, 5, dtype=torch.float64)
@@ -132,21 +102,6 @@ def test_a_draw_depends_on_the_sample_and_the_position_alone() -> None:
     assert torch.equal(one[1, :3], two[0])
     assert not torch.equal(one[0], one[1])
     assert bool(((one >= 0) & (one < 1)).all())
-
-
-def test_largest_orders_signs_zeros_and_infinities() -> None:
-    values = torch.tensor([[-1e300, -0.0, 0.0, 1e-310, 3.0, math.inf]], dtype=torch.float64)
-    ties = torch.tensor([[0.0, 0.9, 0.1, 0.0, 0.0, 0.0]], dtype=torch.float64)
-    everywhere = torch.ones_like(values, dtype=torch.bool)
-    for count, wanted in (
-        (1, {5}),
-        (2, {4, 5}),
-        (4, {1, 3, 4, 5}),
-        (5, {1, 2, 3, 4, 5}),
-        (9, set(range(6))),
-    ):
-        chosen = largest(values, ties, everywhere, count)[0]
-        assert set(chosen.nonzero().flatten().tolist()) == wanted
 
 
 @pytest.mark.parametrize(

@@ -15,8 +15,6 @@ from tests.api.small import ROWS, TINY, small
 from tests.environments.areal_user import (
     GenerationHyperparameters,
     ModelRequest,
-    RLVRWorkflow,
-    reward,
 )
 
 pytestmark = pytest.mark.slow
@@ -72,28 +70,6 @@ def test_a_loop_of_ones_own_gets_episodes(tmp_path: Path) -> None:
         assert given.sum(-1).tolist() == [1] * 4 and batch["finish_reason"] == ["length"] * 4
         rollouts.train(batch)
         rollouts.publish()
-
-
-def test_each_call_may_have_a_workflow_of_its_own_also_an_object_of_areals(tmp_path: Path) -> None:
-    gconfig = GenerationHyperparameters(max_new_tokens=3)
-    with distflow.rollouts(
-        TINY, unscored(tmp_path / "run"), data=ROWS, workflow=game("=")
-    ) as rollouts:
-        rlvr = RLVRWorkflow(reward, gconfig, rollouts.tokenizer)
-        own = rollouts.rollout_batch(ROWS[:1], workflow=rlvr)
-        assert own["scores"].tolist() == [
-            float(sum(ids[:n]) % 3 == 0) for ids, n in _responses(own)
-        ]
-        plain = rollouts.rollout_batch(ROWS[:1])
-        assert all(set(parts) == {"letters", "turns"} for parts in plain["reward_parts"])
-        rollouts.train(plain)
-        rollouts.publish()
-        of_data = rollouts.prepare_batch(workflow=rlvr)
-        assert of_data["reward_parts"] == [{}] * 4 and of_data.lengths("response").max() <= 3
-        with pytest.raises(UserError, match="calls reward functions, and this run has none"):
-            rollouts.prepare_batch(workflow=scores)
-        with pytest.raises(UserError, match="is 7, which cannot be called"):
-            rollouts.submit(ROWS[0], workflow=7)
 
 
 class Pairs:

@@ -9,7 +9,6 @@ import pytest
 from distflow.cluster.ray_launcher import launch_ray
 from distflow.observe.run_reader import read_samples, sample_steps
 from distflow.scheduling import ledger
-from tests.cluster.test_supervisor import DISK
 from tests.e2e.runs import Playground, Run
 from tests.ledger_audit import verify
 from tests.sparse_params import BY_HAND, one_fast_in
@@ -101,15 +100,3 @@ def test_answers_go_on_over_new_weights_within_the_bound(
     ]
     served = {span["version"] for span in spans if span["kind"] == "decode"}
     assert {1, 2, 3} <= served, "engines decoded under the weights of each step"
-
-
-@pytest.mark.by_hand
-def test_answers_that_an_update_cuts_off_are_begun_again_and_a_stream_is_resumed(
-    ground: Playground,
-) -> None:
-    abort = "actor_rollout_ref.rollout.kv_on_update=abort"
-    run(ground, *APART, abort, steps=3, name="resumed")
-    found = run(ground, *APART, abort, DISK, steps=6, name="resumed")
-    check_stream(found, {"0", "1"}, 6)
-    assert {len(of_sample) for of_sample in versions(found)} == {1}
-    assert any("resumed from step-000003" in note for note in found.notes("info"))

@@ -2,20 +2,16 @@
 no worker is left."""
 
 import os
-import re
 import shutil
 import subprocess
 import sys
-import types
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from ray.util.placement_group import placement_group, remove_placement_group
 
-from distflow import __version__
-from distflow.cluster import ray_cluster, worker_actor
+from distflow.cluster import ray_cluster
 from distflow.cluster.ray_launcher import launch_ray
 from distflow.cluster.remote_calls import WorkerFailed
 from distflow.errors import UserError
@@ -73,31 +69,6 @@ def test_engines_that_cannot_be_built_are_told_with_the_workers_traceback(
     ) as told:
         launch_ray(spec)
     assert "encoded_rows_file.py" in str(told.value.__cause__), "where it was"
-
-
-@pytest.mark.by_hand
-def test_another_distflow_on_a_worker_is_told(
-    ground: Playground, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(worker_actor, "__version__", worker_actor.__version__)  # back again, here
-    monkeypatch.syspath_prepend(ground.folder)
-    (ground.folder / "older.py").write_text(
-        "from distflow.cluster import worker_actor\nworker_actor.__version__ = '0.0.9'"
-    )
-    _, spec = ground.spec("grpo", *TWO, "trainer.n_gpus_per_node=1", "trainer.imports=[older]")
-    with pytest.raises(
-        UserError,
-        match=rf"worker 0 has distflow 0\.0\.9, and this process {re.escape(__version__)}",
-    ):
-        launch_ray(spec)
-    newer = types.ModuleType("newer")
-    exec("class Fact: pass", newer.__dict__)
-    monkeypatch.setitem(sys.modules, "newer", newer)
-    with pytest.raises(
-        UserError,
-        match="worker 0 of 1 .*'newer'\nIt lacks .* install the same distflow on every machine",
-    ):
-        launch_ray(replace(spec, facts={**spec.facts, "newer": newer.Fact()}))
 
 
 def test_a_reward_that_only_the_driver_can_import_is_told(

@@ -1,17 +1,14 @@
 """Runs side by side, over a real Ray and in processes of this machine: where each is, that it ends
 where it ends alone, also killed and resumed, and what one's end means for the others."""
 
-import json
 import os
 import random
 import signal
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import pytest
-from ray.cluster_utils import Cluster
 
 from tests.e2e.cli_runs import CliRun, Left, children_of, same_run
 from tests.e2e.runs import Playground
@@ -90,71 +87,10 @@ def grounds(tmp_path: Path) -> dict[str, Playground]:
     return grounds
 
 
-@pytest.fixture
-def cluster() -> Iterator[Any]:
-    """Two nodes with two CPUs each."""
-    node = {"num_cpus": 2, "object_store_memory": 200_000_000, "include_dashboard": False}
-    made = Cluster(initialize_head=True, head_node_args=node)
-    made.add_node(num_cpus=2, object_store_memory=200_000_000)
-    made.wait_for_nodes()
-    yield made
-    made.shutdown()
-
-
 def start(log: Path, grounds: Mapping[str, Playground], *words: str, address: str = "") -> CliRun:
     files = [f"{ground.folder}/{ground.folder.name}.yaml" for ground in grounds.values()]
     keys = [*KEYS, "trainer.launcher=ray", "trainer.device=cpu", *words]
     return CliRun(log, ["train", *files, *keys], {"RAY_ADDRESS": address} if address else {})
-
-
-@pytest.mark.by_hand
-def test_two_on_two_nodes_are_asked_to_end_and_resume_and_end_as_each_does_alone(
-    cluster: Any, grounds: dict[str, Playground], tmp_path: Path
-) -> None:
-    own = [f"{name}:dag.pipeline={grounds[name].folder}/looking.py:looking" for name in NAMES]
-    shared = ("trainer.nnodes=2", "trainer.n_gpus_per_node=2", "dag.apportion_strategy=even", *own)
-    for ground in grounds.values():
-        (ground.folder / "wait").touch()
-    first = start(tmp_path / "first.log", grounds, *shared, address=cluster.address)
-    first.wait_for(lambda: all((ground.folder / "asked").exists() for ground in grounds.values()))
-    first.send(signal.SIGTERM)
-    first.wait_for(lambda: first.said().count("SIGTERM: finishing this step") == 2)
-    for ground in grounds.values():
-        (ground.folder / "wait").unlink()
-    assert first.status() == 128 + signal.SIGTERM, first.said()
-    assert first.said().count("ended, as asked; the same command resumes it") == 2
-    again = start(tmp_path / "again.log", grounds, *shared, address=cluster.address)
-    assert again.status() == 0, again.said()
-    for name in NAMES:
-        assert f"{name} | " in again.said() and f"{name}: done" in again.said()
-    nodes = {
-        name: [(ground.folder / "run" / f"worker-{rank}").read_text() for rank in range(2)]
-        for name, ground in grounds.items()
-    }
-    assert all(len(set(found)) == 1 for found in nodes.values()), "each is on one node"
-    assert {found[0] for found in nodes.values()} == {
-        node.node_id for node in cluster.list_all_nodes()
-    }
-    alone = {
-        name: CliRun(
-            tmp_path / f"{name}.log",
-            [
-                *("train", f"{ground.folder}/{name}.yaml", *KEYS, "trainer.launcher=ray"),
-                *("trainer.n_gpus_per_node=2", "trainer.device=cpu"),
-                *(f"trainer.default_local_dir={ground.folder}/alone",),
-                *(f"dag.pipeline={ground.folder}/looking.py:looking",),
-            ],
-            {"RAY_ADDRESS": cluster.address},
-        )
-        for name, ground in grounds.items()
-    }
-    for name, run in alone.items():
-        assert run.status() == 0, run.said()
-        folder = grounds[name].folder
-        same_run(Left(folder / "run"), Left(folder / "alone"))
-        assert verify(folder / "run" / "ledger.jsonl").consumed == 4 * STEPS
-        plan = json.loads((folder / "run" / "plan.json").read_text())
-        assert {rank["node"] for rank in plan["ranks"]} == {0 if name == "large" else 1}
 
 
 @pytest.mark.by_hand

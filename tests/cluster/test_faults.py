@@ -16,18 +16,16 @@ from pathlib import Path
 import pytest
 
 from distflow import cli
-from distflow.cluster import remote_calls
 from distflow.cluster.ray_launcher import launch_ray
 from distflow.cluster.remote_calls import WorkerDied
 from distflow.runtime.fault_injection import Fault
 from distflow.scheduling import ledger
 from tests.cluster import leftovers
 from tests.cluster.leftovers import Held
-from tests.cluster.test_supervisor import CONSTANT, distance
-from tests.e2e.runs import Playground, Run, notes
+from tests.cluster.test_supervisor import CONSTANT
+from tests.e2e.runs import Playground, notes
 from tests.ledger_audit import verify
 from tests.patience import wait_until
-from tests.sparse_params import BY_HAND, one_fast_in
 
 pytestmark = pytest.mark.faults
 
@@ -68,41 +66,6 @@ def struck(folder: Path, strike: Callable[[], None]) -> Iterator[list[float]]:
     yield when
     thread.join(WITHIN_S)
     assert when, "the fault did not fire"
-
-
-@pytest.mark.by_hand
-@pytest.mark.slow
-@pytest.mark.parametrize("victim", one_fast_in(2, [0, 1], others=BY_HAND))
-def test_a_worker_that_is_killed_ends_the_run_and_the_same_command_goes_on(
-    ground: Playground, victim: int
-) -> None:
-    folder = ground.folder / "run"
-    config, spec = ground.spec("grpo", *ENDLESS)
-    with (
-        struck(folder, lambda: os.kill(workers()[victim], signal.SIGKILL)) as when,
-        pytest.raises(WorkerDied) as told,
-    ):
-        launch_ray(spec)
-    assert time.monotonic() - when[0] < remote_calls.REPLIES_WITHIN_S
-    assert f"worker {victim} of 2" in str(told.value) and "resumes from step-" in str(told.value)
-    assert notes(folder, "end") == ["the run failed"] and notes(folder, "error")
-    assert all(
-        '"release of step 2"' in (folder / "spans" / f"training{part}.jsonl").read_text()
-        for part in ("", "-1")
-    )
-    wait_until(
-        lambda: not workers() and not processes("ray::CoordinatorActor"), "no process is left"
-    )
-    steps = (
-        f"trainer.total_training_steps={8 + 2 * len(list((folder / 'checkpoints').glob('step-*')))}"
-    )
-    config, spec = ground.spec("grpo", *TWO, steps)
-    resumed = Run(folder, config, launch_ray(spec))
-    verify(folder / "ledger.jsonl")
-    whole = ground.run("grpo", "trainer.save_freq=2", CONSTANT, steps, name="whole")
-    assert (
-        distance(resumed.weights(resumed.outcome.steps), whole.weights(whole.outcome.steps)) < 1e-5
-    )
 
 
 @pytest.mark.slow
@@ -217,29 +180,3 @@ def test_a_signal_saves_the_step_under_way_and_ends_with_its_status(tmp_path: Pa
         if record["kind"] == "consumed"
     ]
     assert (folder / "checkpoints" / f"step-{consumed[-1]:06d}" / "manifest.json").exists()
-
-
-@pytest.mark.by_hand
-@pytest.mark.slow
-def test_ctrl_c_and_a_run_that_cannot_go_on_leave_nothing(tmp_path: Path) -> None:
-    """Ctrl-C goes to all processes of the group, as a terminal sends it."""
-    ground = Playground(tmp_path)
-    held = list[Held]()
-    with command(ground, *ENDLESS) as driver:
-
-        def interrupt() -> None:
-            held.append(Held.below(driver.pid))
-            os.killpg(driver.pid, signal.SIGINT)
-
-        with struck(ground.folder / "run", interrupt):
-            out, _ = driver.communicate(timeout=10 * WITHIN_S)
-    assert driver.returncode == 128 + signal.SIGINT, out
-    assert held[0] and not held[0].left()
-    assert notes(ground.folder / "run", "end") == ["the run stopped"]
-    ground.write_reward("def compute_score(solution_str):\n    raise ValueError('as it should')\n")
-    with command(
-        ground, *TWO, "trainer.total_training_steps=100", "trainer.resume_mode=never"
-    ) as driver:
-        whole, out = held_until_the_end(driver)
-    assert driver.returncode == 2 and "as it should" in out, out
-    assert len(whole.pids) > 4 and whole.listening and not whole.left()

@@ -4,9 +4,7 @@ gradient norms."""
 import json
 
 import pytest
-import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from distflow.cluster.ray_launcher import launch_ray
 from distflow.data.batch import Batch
@@ -14,7 +12,6 @@ from distflow.observe.run_reader import read_samples
 from distflow.runtime.checkpoint.checkpoint_store import CheckpointStore
 from distflow.runtime.spec import LaunchOptions
 from tests.cluster.distance import distance
-from tests.cluster.free_runs import first_difference
 from tests.cluster.replay import ANSWERS, SAMPLED
 from tests.e2e.runs import Playground, Run
 from tests.sparse_params import BY_HAND, one_fast_in
@@ -151,42 +148,3 @@ def test_what_is_recorded_is_uneven(free: Run) -> None:
     lengths = [groups(free, step).lengths("response").tolist() for step in range(1, STEPS + 1)]
     assert len({length for step in lengths for length in step}) > 5
     assert all(per_token_loss(free, step) > 0.1 for step in range(1, STEPS + 1))
-
-
-@pytest.mark.by_hand
-@pytest.mark.parametrize("strategy", one_fast_in(2, ["fsdp", "torch"], others=BY_HAND))
-def test_free_runs_are_the_same_up_to_the_first_token_that_rounding_changes(
-    ground: Playground, free: Run, strategy: str
-) -> None:
-    found = on_workers(ground, 2, f"{ACTOR}.strategy={strategy}", name=f"free-{strategy}")
-    difference = first_difference(free, found)
-    print(f"{strategy}, first difference: {difference}")
-    assert difference is None or difference.is_rounding, str(difference)
-    same = STEPS if difference is None else difference.step - 1
-    check_updates(found, free, free, same)
-    assert same == 0 or distance(trained(found, same), trained(free, same)) <= 1e-5
-
-
-def test_a_difference_is_found_and_told_from_one_that_rounding_does_not_make(
-    ground: Playground, free: Run
-) -> None:
-    model = AutoModelForCausalLM.from_pretrained(ground.folder / "model")
-    with torch.no_grad():
-        for number, weight in enumerate(model.parameters()):
-            generator = torch.Generator().manual_seed(number)
-            weight *= 1 + 1e-3 * torch.randn(weight.shape, generator=generator)
-    model.save_pretrained(ground.folder / "other-model")
-    AutoTokenizer.from_pretrained(ground.folder / "model").save_pretrained(
-        ground.folder / "other-model"
-    )
-    nudged = ground.run(
-        "grpo", *KEYS, f"actor_rollout_ref.model.path={ground.folder}/other-model", name="nudged"
-    )
-    found = first_difference(free, nudged)
-    print(f"weights off by 1e-3: {found}")
-    assert found is not None and found.is_rounding and found.here != found.there
-    seeded = ground.run(
-        "grpo", *KEYS, "trainer.seed=2", "trainer.total_training_steps=1", name="seeded"
-    )
-    other = first_difference(free, seeded)
-    assert other is not None and not other.is_rounding

@@ -4,8 +4,6 @@ still starting."""
 import os
 import subprocess
 import sys
-import time
-from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -14,7 +12,7 @@ from tests.cluster.leftovers import Held
 from tests.e2e.cli_runs import DEADLINE_S, Left, same_run
 from tests.e2e.runs import Playground, notes
 from tests.ledger_audit import verify
-from tests.one_winner import KEYS, let_end, names_in, one_wins, playground
+from tests.one_winner import KEYS, let_end, playground
 from tests.patience import wait_until
 
 pytestmark = [pytest.mark.slow, pytest.mark.faults]
@@ -61,23 +59,6 @@ class Command:
 
     def said(self) -> str:
         return self._log.read_text()
-
-
-@pytest.mark.by_hand
-def test_starts_at_every_half_second_of_another_are_refused_and_leave_nothing(
-    tmp_path: Path,
-) -> None:
-    ground = playground(tmp_path)
-    with ExitStack() as stack:
-        runs = []
-        for number in range(20):
-            runs.append(stack.enter_context(Command(ground, f"log-{number}")))
-            time.sleep(0.5)
-        one_wins(ground, runs, tmp_path / "run")
-    with Command(ground, "log", name="alone") as alone:
-        assert alone.status() == 0, alone.said()
-    same_run(Left(tmp_path / "alone"), Left(tmp_path / "run"))
-    assert names_in(tmp_path / "run") == names_in(tmp_path / "alone")
 
 
 @pytest.mark.by_hand

@@ -3,8 +3,6 @@ left behind."""
 
 import asyncio
 import runpy
-import threading
-import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
@@ -20,14 +18,10 @@ from distflow.observe.run_reader import read_metrics
 from distflow.runtime.checkpoint.checkpoint_store import CheckpointStore
 from distflow.runtime.fault_injection import Fault
 from distflow.runtime.sample_queue.protocol import NothingToWaitFor
-from tests.api.small import ROWS
-from tests.api.test_own_training_loop import OWN, interrupt_once_it_waits, learn, opened, prompts
+from tests.api.test_own_training_loop import OWN, learn, opened, prompts
 from tests.cluster.distance import distance
-from tests.cluster.test_async import ages
-from tests.cluster.test_faults import workers
 from tests.cluster.test_supervisor import TIMES
 from tests.ledger_audit import verify
-from tests.patience import wait_until
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("on_ray")]
 
@@ -38,11 +32,6 @@ APART = {
     "trainer__allocation": "embedded[rollout]:d1+torch[actor]:d1",
     "trainer__device": "cpu",
 }
-
-
-def asleep(solution_str: str) -> float:
-    time.sleep(600)
-    return 1.0
 
 
 class ReadsNothing(PolicyObjective):
@@ -156,29 +145,6 @@ def test_a_batch_stays_with_the_ranks_and_their_engines_answer_in_turn(tmp_path:
         rollouts.publish()
 
 
-@pytest.mark.by_hand
-def test_ahead_of_the_loop_nothing_is_staler_than_the_bound(tmp_path: Path) -> None:
-    """Groups of three steps start with the first weights, on a worker of their own."""
-    oldest = []
-    with opened(
-        tmp_path / "run", async__max_staleness=2, trainer__total_training_steps=5, **APART
-    ) as rollouts:
-        while batch := rollouts.prepare_batch():
-            versions = batch.flat("versions")
-            oldest.append(rollouts.version - int(versions[versions >= 0].min()))
-            rollouts.train(batch)
-            rollouts.publish()
-        assert (rollouts.stats.submitted, rollouts.stats.accepted, rollouts.stats.rejected) == (
-            10,
-            10,
-            0,
-        )
-    assert len(oldest) == 5 and max(oldest) <= 2
-    assert max(ages(rollouts.run)) == 2
-    assert verify(tmp_path / "run" / "ledger.jsonl").consumed == 10
-
-
-@pytest.mark.by_hand
 def test_submitted_prompts_come_back_in_their_order_if_their_function_accepts_them(
     tmp_path: Path,
 ) -> None:
@@ -215,48 +181,6 @@ def test_submitted_prompts_come_back_in_their_order_if_their_function_accepts_th
             "the loop goes on after an error of the loss"
         )
     assert dict(verify(tmp_path / "run" / "ledger.jsonl").dropped) == {"unwanted": 1}
-
-
-@pytest.mark.by_hand
-def test_an_error_of_the_loop_ends_all_processes_and_the_same_call_goes_on(tmp_path: Path) -> None:
-    seen = []
-    with opened(tmp_path / "run", **TWO) as rollouts:
-        seen += prompts(rollouts.prepare_batch())
-        rollouts.publish()
-    wait_until(lambda: not workers(), "the workers have ended", within_s=30)
-    assert rollouts.run.status == "finished", "leaving early is no failure"
-    with pytest.raises(ZeroDivisionError), opened(tmp_path / "run", **TWO) as rollouts:
-        seen += prompts(rollouts.prepare_batch())
-        rollouts.publish()
-        raise ZeroDivisionError("of the user's")
-    wait_until(lambda: not workers(), "the workers have ended", within_s=30)
-    assert rollouts.run.status == "failed"
-    assert "ZeroDivisionError: of the user's" in [
-        row["message"] for row in rollouts.run.events("error")
-    ]
-    with opened(tmp_path / "run", trainer__launcher="local") as rollouts:
-        assert rollouts.version == 2
-        while batch := rollouts.prepare_batch():
-            seen += prompts(batch)
-            rollouts.publish()
-    assert sorted(seen) == sorted(row["prompt"] for row in ROWS), (
-        "one process goes on where two workers ended"
-    )
-    verify(tmp_path / "run" / "ledger.jsonl")
-
-
-@pytest.mark.by_hand
-def test_ctrl_c_while_it_waits_interrupts_at_once(tmp_path: Path) -> None:
-    interrupt = threading.Thread(target=interrupt_once_it_waits)
-    with (
-        pytest.raises(KeyboardInterrupt),
-        opened(tmp_path / "run", None, reward=asleep, **APART) as rollouts,
-    ):
-        rollouts.submit(OWN[0])
-        interrupt.start()
-        rollouts.wait(1)
-    wait_until(lambda: not workers(), "the workers have ended", within_s=30)
-    assert rollouts.run.status == "failed"
 
 
 @pytest.mark.by_hand

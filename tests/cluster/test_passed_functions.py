@@ -13,7 +13,7 @@ from tests.api.passed_functions import CELLS, REGISTERED, cells
 from tests.api.reward_results import lengths
 from tests.api.small import ROWS, TINY, small
 from tests.api.test_passed_functions import advantages
-from tests.api.test_workflows import game, scored, unscored
+from tests.api.test_workflows import unscored
 from tests.sparse_params import BY_HAND, one_fast_in
 from tests.user_code import forgotten
 
@@ -36,31 +36,6 @@ def test_two_workers_run_what_a_cell_passes_and_registers(tmp_path: Path, launch
         run = distflow.train(TINY, settings, data=ROWS, reward=lengths, **passed)
     assert run.status == "finished" and advantages(run) == pytest.approx([0.25])
     assert [row["rollout/rows"] for row in run.metrics("train")] == [2.0]
-
-
-@pytest.mark.by_hand
-def test_two_workers_generate_episodes_ahead_of_training(tmp_path: Path) -> None:
-    folder = tmp_path / "run"
-    settings = unscored(
-        folder,
-        data={"train_batch_size": 2, "max_response_length": 8},
-        trainer__launcher="ray",
-        trainer__n_gpus_per_node=2,
-        trainer__device="cpu",
-        trainer__total_training_steps=4,
-        async__max_staleness=1,
-        trust__check_freq=1,
-    )
-    run = distflow.train(TINY, settings, data=ROWS, workflow=game("?"))
-    assert (
-        run.status == "finished"
-        and [row["episodes/turns"] for row in run.metrics("train")] == [2.0] * 4
-    )
-    scored(folder)
-    checks = [event.fields for event in read_events(folder) if event.kind == "checks"]
-    assert {"turns", "masks", "versions", "loss"} <= {
-        name for own in checks for name in own["passed"]
-    }
 
 
 def test_two_workers_train_episodes_that_branch(tmp_path: Path) -> None:

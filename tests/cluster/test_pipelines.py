@@ -2,20 +2,17 @@
 process does."""
 
 import json
-from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from distflow.cluster.ray_launcher import launch_ray
 from distflow.observe.run_reader import read_samples
-from distflow.planning.plan import Plan, rank_plan
+from distflow.planning.plan import Plan
 from distflow.runtime.checkpoint.checkpoint_store import CheckpointStore
 from distflow.runtime.spec import Spec
 from tests.cluster.test_supervisor import check_same, distance
 from tests.e2e.runs import Playground, Run
-from tests.planning.valid_plan import check_plan
 
 pytestmark = pytest.mark.slow
 
@@ -136,35 +133,6 @@ def test_two_independent_parts_run_on_the_workers_that_the_scheduler_gave_them(
     assert found.outcome.steps == 4
     assert [ran(found.folder, part) for part in range(3)] == [OF_ANSWERS, OF_LENGTHS, OF_LENGTHS]
     check_as_one_process(found, alone)
-
-
-@pytest.mark.by_hand
-def test_another_plan_of_a_rank_is_what_that_worker_runs(ground: Playground, alone: Run) -> None:
-    spec = with_nodes(spec_of(ground, name="changed"), 1, ANSWERS)
-    assert nodes_of(spec.plan) == [LENGTHS, ANSWERS, ANSWERS]
-    found = Run(ground.folder / "changed", spec.config, launch_ray(spec))
-    assert [ran(found.folder, part) for part in range(3)] == [OF_ANSWERS, OF_ANSWERS, OF_LENGTHS]
-    check_as_one_process(found, alone)
-
-
-def with_nodes(spec: Spec, rank: int, training_nodes: Sequence[str]) -> Spec:
-    pipeline = spec.pipeline()
-    ranks = list(spec.plan.ranks)
-    ranks[rank] = rank_plan(pipeline, rank, "cpu", ranks[rank].rollout_nodes, training_nodes)
-    holders = {
-        role: tuple(r.rank for r in ranks if role in r.engines) for role in ("actor", "critic")
-    }
-    layouts = tuple(
-        replace(
-            layout,
-            ranks=holders[layout.role],
-            sizes=replace(layout.sizes, data=len(holders[layout.role])),
-        )
-        for layout in spec.plan.layouts
-    )
-    plan = replace(spec.plan, ranks=tuple(ranks), layouts=layouts)
-    check_plan(plan, pipeline)
-    return replace(spec, plan=plan)
 
 
 def check_as_one_process(found: Run, alone: Run) -> None:

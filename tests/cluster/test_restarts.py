@@ -13,9 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from distflow.cluster import worker_replacements
 from distflow.cluster.ray_launcher import launch_ray
-from distflow.cluster.remote_calls import WorkerDied
 from distflow.runtime import fault_injection
 from distflow.runtime.fault_injection import Fault
 from distflow.scheduling import ledger
@@ -149,31 +147,6 @@ def is_stopped(pid: int) -> bool:
 
 
 @pytest.mark.by_hand
-def test_a_worker_that_dies_again_and_again_ends_the_run_by_name(
-    ground: Playground, plan: Callable[..., None]
-) -> None:
-    plan(Fault("rollout.generate", rank=0, again=True))
-    with pytest.raises(
-        WorkerDied, match=r"worker 0 has died 4 times .* resumes from the beginning"
-    ):
-        run(ground, *ONE_GENERATES, *STEPS, name="again")
-    assert "the run failed" in [*Run(ground.folder / "again", None, None).notes("end")]
-
-
-@pytest.mark.by_hand
-def test_the_only_one_that_generates_and_cannot_be_started_again_ends_the_run_by_name(
-    ground: Playground, plan: Callable[..., None], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """No process of torch is ready within a second."""
-    plan(Fault("queue.put", rank=0, call=7))
-    # for those that come later
-    monkeypatch.setattr(worker_replacements, "STARTS_WITHIN_S", 1.0)
-    told = "no other process could be started as worker 0 within 1 s: .*no rollout worker is left"
-    with pytest.raises(WorkerDied, match=told):
-        run(ground, *ONE_GENERATES, *STEPS, name="without")
-
-
-@pytest.mark.by_hand
 def test_a_worker_that_is_stopped_is_killed_and_replaced_and_streams_stay_within_their_staleness(
     ground: Playground, plan: Callable[..., None]
 ) -> None:
@@ -249,21 +222,3 @@ def test_a_receiver_killed_in_a_weight_update_is_replaced_and_nobody_serves_a_mi
         ".distflow-run",
         ".writer",
     }
-
-
-@pytest.mark.by_hand
-def test_with_extra_prompts_a_worker_that_dies_costs_no_place_of_the_step(
-    ground: Playground, plan: Callable[..., None]
-) -> None:
-    plan(Fault("queue.put", rank=1, call=2))
-    found = run(
-        ground, *TWO_GENERATE, *STEPS, "algorithm.filter_groups.oversampling=1", name="more"
-    )
-    account = verify(found.folder / "ledger.jsonl")
-    assert (
-        found.outcome.steps == 4
-        and account.consumed == 16
-        and account.aborted > 4
-        and not account.dropped
-    )
-    assert any("and a replacement is started" in note for note in found.notes("warning"))

@@ -42,14 +42,6 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None):
         time.sleep(0.05)
     return {{"score": sum(map(ord, solution_str)) % 7 / 6, "judge": ACTOR}}
 """
-HANGS = """
-import time
-
-def compute_score(data_source, solution_str, ground_truth, extra_info=None):
-    while extra_info["hangs"]:
-        time.sleep(1)
-    return sum(map(ord, solution_str)) % 7 / 6
-"""
 
 
 @pytest.fixture
@@ -86,22 +78,6 @@ def test_a_run_ends_where_one_process_does_also_if_an_actor_dies(ground: Playgro
     assert sum(step.get("reward/retried_calls", 0) for step in ours.metrics()) >= 1
     (told,) = [message for message in ours.notes("warning") if "of the reward actors" in message]
     assert re.match(r"actor [01] of the reward actors has died \(.+\) and is restarted", told)
-
-
-@pytest.mark.by_hand
-def test_a_hang_costs_its_own_score_and_no_other(ground: Playground) -> None:
-    ground.write_reward(HANGS)
-    ground.write_rows([{"prompt": f"{i}=", "answer": "7", "hangs": i == 3} for i in range(12)])
-    keys = (
-        *TWO[:-1],
-        "reward.timeout_s=4",
-        "trainer.total_training_steps=1",
-        "data.train_batch_size=12",
-    )
-    ours = run(ground, *keys, name="hangs")
-    (step,) = ours.metrics()
-    # Of 12 groups one has a reward error, and is replaced.
-    assert (step["reward/timeouts"], step["reward/errors"], step["reward/calls"]) == (4, 0, 52)
 
 
 def test_a_cluster_without_room_for_them_is_told(

@@ -64,7 +64,7 @@ def test_pairs_stay_together_on_ranks_that_share_a_sharded_model(ground: Playgro
     assert losses[3] < losses[0] and found.notes("warning") == []
 
 
-@pytest.mark.parametrize("engine", one_fast_in(2, ["fsdp", "torch"], others=BY_HAND))
+@pytest.mark.parametrize("engine", one_fast_in(2, ["torch", "fsdp"], others=BY_HAND))
 def test_a_reward_model_on_devices_of_its_own_scores_as_beside_the_policy(
     ground: Playground, engine: str
 ) -> None:

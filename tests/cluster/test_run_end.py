@@ -31,7 +31,7 @@ def ground(tmp_path_factory: pytest.TempPathFactory, on_ray: None) -> Playground
 @pytest.mark.parametrize(
     "layout",
     [
-        pytest.param(("trainer.n_gpus_per_node=2",), marks=pytest.mark.by_hand),
+        ("trainer.n_gpus_per_node=2",),
         pytest.param(
             (
                 "trainer.allocation='embedded[rollout]:d1+fsdp[actor]:d2'",

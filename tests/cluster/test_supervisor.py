@@ -3,27 +3,15 @@ does what."""
 
 import json
 import os
-from collections import Counter
-from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 
-from distflow.cli import main
-from distflow.cluster import supervisor
-from distflow.cluster.local_processes_launcher import launch_processes
 from distflow.cluster.ray_launcher import launch_ray
-from distflow.errors import TrustError, UserError
+from distflow.errors import UserError
 from distflow.observe.run_reader import read_events, read_metrics, read_samples
-from distflow.runtime.fault_injection import Fault
-from distflow.runtime.rollout_loop.user_calls import Callbacks
 from distflow.runtime.spec import LaunchOptions
-from distflow.scheduling import ledger
 from tests.cluster.distance import distance
-from tests.cluster.unordered_actors import UnorderedCoordinator
-from tests.e2e import three_domains
 from tests.e2e.runs import Playground, Run
-from tests.ledger_audit import verify
 from tests.sparse_params import BY_HAND, one_fast_in
 
 pytestmark = pytest.mark.slow
@@ -98,31 +86,6 @@ def test_two_workers_end_where_one_process_does(two: Run, alone: Run) -> None:
 
 
 @pytest.mark.by_hand
-def test_as_many_processes_without_ray_end_with_the_same_bits(ground: Playground, two: Run) -> None:
-    keys = (*STEPS, *validating(ground), "trainer.n_gpus_per_node=2")
-    config, spec = ground.spec("grpo", *keys, name="without_ray")
-    found = Run(ground.folder / "without_ray", config, launch_processes(spec))
-    assert distance(found.weights(4), two.weights(4)) == 0
-
-
-@pytest.mark.by_hand
-@pytest.mark.parametrize("num_workers", [1, 4])
-def test_any_number_of_workers_ends_where_one_process_does(
-    ground: Playground, alone: Run, num_workers: int
-) -> None:
-    found = run(
-        ground,
-        *STEPS,
-        *validating(ground),
-        f"trainer.n_gpus_per_node={num_workers}",
-        name=f"w{num_workers}",
-    )
-    check_whole(found, alone)
-    if num_workers == 1:
-        assert distance(found.weights(4), alone.weights(4)) == 0
-
-
-@pytest.mark.by_hand
 def test_workers_that_read_their_own_rows_end_where_one_process_does_that_reads_all(
     ground: Playground, alone: Run
 ) -> None:
@@ -171,99 +134,8 @@ def test_figures_of_other_pipelines_are_those_of_one_process(
         assert dict(here) == pytest.approx(dict(there), rel=1e-4, abs=1e-5)
 
 
-@pytest.mark.by_hand
-def test_domains_have_their_shares_and_figures_over_two_workers(ground: Playground) -> None:
-    files = f"train_files: {ground.folder}/rows.jsonl, val_files: {ground.folder}/rows.jsonl"
-    domains = (
-        f"data.domains={{a: {{{files}, weight: 3}}, b: {{{files}, top_k: 20, max_response_length: "
-        f"5}}}}"
-    )
-    settings = ("data.train_files=[]", domains, *STEPS, "trainer.test_freq=2")
-    alone = ground.run("grpo", *settings, name="domains_alone")
-    found = run(ground, *settings, "trainer.n_gpus_per_node=2", name="domains_w2")
-    check_same(found, alone)
-    group_counts = verify(found.folder / "ledger.jsonl")
-    assert {name: each.consumed for name, each in group_counts.domains.items()} == {"a": 12, "b": 4}
-    assert [step["domains/b/groups"] for step in found.metrics()] == [1, 1, 1, 1]
-
-
-@pytest.mark.by_hand
-@pytest.mark.faults
-def test_three_domains_ahead_of_training_over_two_workers_killed_and_resumed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, on_ray: None, plan: Callable[..., None]
-) -> None:
-    """All reward processes live, by the command; the leading worker is killed in the third step."""
-    three_domains.write(tmp_path)
-    monkeypatch.chdir(tmp_path)
-    more = (
-        RAY,
-        "trainer.n_gpus_per_node=2",
-        "async.max_staleness=1",
-        "trainer.total_training_steps=4",
-    )
-    command = [
-        "train",
-        "examples/rlvr_three.yaml",
-        *three_domains.small(tmp_path / "run", *more, "trainer.save_freq=1"),
-    ]
-    plan(Fault("train.backward", rank=1, call=3))
-    assert main(command) != 0
-    assert main(command) == 0
-    assert three_domains.shares(tmp_path / "run") == [Counter(math=2, code=1, instructions=1)] * 4
-    group_counts = verify(tmp_path / "run" / "ledger.jsonl")
-    assert {name: each.consumed for name, each in group_counts.domains.items()} == {
-        "math": 8,
-        "code": 4,
-        "instructions": 4,
-    }
-    trained = [record.values for record in read_metrics(tmp_path / "run") if record.kind == "train"]
-    assert len(trained) == 4 and all(step["domains/code/groups"] == 1 for step in trained)
-    assert max(step["async/version_diff/max"] for step in trained) == 1
-
-
 def test_generation_and_training_on_workers_of_their_own(ground: Playground, alone: Run) -> None:
     check_same(run(ground, *STEPS, *validating(ground), SPLIT, name="split"), alone)
-
-
-@pytest.mark.by_hand
-def test_in_which_order_the_coordinator_takes_calls_changes_nothing(
-    ground: Playground, alone: Run, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Ray promises none for an actor with many threads."""
-    monkeypatch.setattr(supervisor, "CoordinatorActor", UnorderedCoordinator)
-    told = list[tuple[str, int]]()
-    callbacks = Callbacks(
-        on_step=lambda step, metrics: told.append(("step", step)),
-        on_validation=lambda step, metrics: told.append(("validation", step)),
-        on_save=lambda step, path: told.append(("save", step)),
-    )
-    config, spec = ground.spec("grpo", RAY, *STEPS, *validating(ground), SPLIT, name="unordered")
-    found = Run(
-        ground.folder / "unordered", config, launch_ray(spec, LaunchOptions(callbacks=callbacks))
-    )
-    check_same(found, alone)
-    both = [f"{what} {step}" for what, step in told if what != "save"]
-    assert both == [
-        *("validation 0", "step 1"),
-        *("validation 2", "step 2"),
-        "step 3",
-        *("validation 4", "step 4"),
-    ]
-    assert [step for what, step in told if what == "save"] == [2, 4]
-
-
-@pytest.mark.by_hand
-def test_streams_stay_within_their_staleness_and_every_group_is_accounted_for(
-    ground: Playground,
-) -> None:
-    found = run(ground, *STEPS, SPLIT, "async.max_staleness=1", name="stream")
-    journal = found.folder / "ledger.jsonl"
-    verify(journal)
-    ages = [step["async/version_diff/max"] for step in found.metrics()]
-    assert max(ages) == 1 and found.outcome.steps == 4
-    assert {
-        record["worker"] for _, record in ledger.timeline(journal) if record["kind"] == "assigned"
-    } == {"0"}
 
 
 @pytest.mark.by_hand
@@ -279,23 +151,6 @@ def test_a_run_of_two_workers_goes_on_with_one_and_with_four(
         found = run(ground, *STEPS, f"trainer.n_gpus_per_node={number}", name=name, said=said)
         assert found.outcome.steps == 4
         assert distance(found.weights(4), alone.weights(4)) < 1e-6
-
-
-@pytest.mark.by_hand
-def test_a_reward_that_fails_is_told_as_in_one_process(ground: Playground) -> None:
-    (ground.folder / "broken.py").write_text(
-        "def compute_score(**kwargs):\n    raise KeyError('mine')\n"
-    )
-    broken = f"custom_reward_function.path={ground.folder}/broken.py"
-    more = ("trust.check_rewards=false", "trainer.n_gpus_per_node=2", "trainer.max_restarts=2")
-    with pytest.raises(UserError, match="broken.py"):
-        run(ground, *STEPS, broken, *more, name="broken")
-    check_started_once(ground.folder / "broken")
-
-
-def check_started_once(folder: Path) -> None:
-    """What is no loss of a process is no cause to start again."""
-    assert [event.restart for event in read_events(folder) if event.kind == "start"] == [0]
 
 
 def test_a_plan_that_the_cluster_cannot_hold_is_refused_at_once(ground: Playground) -> None:
@@ -356,28 +211,6 @@ def test_a_run_goes_on_where_ranks_compute_layers_together(ground: Playground, a
 
 
 @pytest.mark.by_hand
-def test_weights_spread_over_two_workers_end_where_one_process_does(
-    ground: Playground, alone: Run
-) -> None:
-    found = run(ground, *STEPS, *SHARDED, name="sharded")
-    longer = (*STEPS, "trainer.total_training_steps=6", "trust.check_freq=1")
-    resumed = ground.run("grpo", *longer, name="sharded")
-    whole = ground.run("grpo", *longer, name="six")
-    assert found.outcome.steps == 4 and resumed.outcome.steps == 6
-    assert distance(resumed.weights(6), whole.weights(6)) < 1e-6
-    found_checks = [event.fields for event in read_events(resumed.folder) if event.kind == "checks"]
-    unproven = [set(dict(step["not_checked"])) for step in found_checks]
-    of_others = {"draws", "reward_results", "responses"}  # of a group that another worker made
-    assert not any(names - of_others for names in unproven[:4])
-    assert unproven[4:] == [{"resume"}, set()], (
-        "the memory of a resume in another layout is not compared"
-    )
-    proven = {"weights", "log_probs", "reference", "gradients", "optimizer", "groups"}
-    assert proven <= set(found_checks[0]["passed"])
-    assert resumed.notes("warning") == []
-
-
-@pytest.mark.by_hand
 def test_engines_that_free_their_memory_while_training_change_no_number_over_two_workers(
     ground: Playground,
 ) -> None:
@@ -394,29 +227,6 @@ def test_engines_that_free_their_memory_while_training_change_no_number_over_two
     )
     assert len(ours) == 4 and ours == theirs
     assert freed.notes("warning") == plain.notes("warning")
-
-
-SILENT = """
-import sys
-
-from distflow.pipelines.grpo import grpo_pipeline as silent
-from distflow.runtime.weight_sync.sender import WeightSender
-
-if "pytest" not in sys.modules and not hasattr(WeightSender, "speaks"):  # in the workers, once
-    WeightSender.speaks = sync = WeightSender.sync
-    WeightSender.sync = lambda self, version, *at, **how: sync(self, version, *at, **how) if version.step < 2 else {}
-"""  # noqa: E501
-
-
-@pytest.mark.by_hand
-def test_weights_that_are_not_sent_to_an_engine_elsewhere_are_named(ground: Playground) -> None:
-    (ground.folder / "silent.py").write_text(SILENT)
-    pipeline = (f"dag.pipeline={ground.folder}/silent.py:silent",)
-    with pytest.raises(
-        TrustError, match="version 2 was sent, but an engine has 1: weights did not reach it"
-    ):
-        run(ground, *STEPS, SPLIT, *pipeline, "trainer.max_restarts=2", name="silent")
-    check_started_once(ground.folder / "silent")
 
 
 @pytest.mark.parametrize("mode", one_fast_in(2, [DISK, COLLECTIVE], others=BY_HAND))

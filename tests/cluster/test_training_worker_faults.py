@@ -14,7 +14,6 @@ import pytest
 from distflow.cluster.ray_launcher import launch_ray
 from distflow.cluster.remote_calls import WorkerDied, WorkerHangs
 from distflow.observe.run_reader import read_events
-from distflow.runtime.checkpoint.files import CheckpointError
 from distflow.runtime.fault_injection import Fault
 from distflow.runtime.rollout_loop.user_calls import Callbacks
 from distflow.runtime.spec import LaunchOptions
@@ -89,23 +88,6 @@ def check_resumed(resumed: Run, whole: Run) -> None:
 
 
 @pytest.mark.by_hand
-def test_a_disk_that_is_full_for_one_of_two_is_told_and_what_was_saved_before_is_gone_on_from(
-    ground: Playground, whole: Run, plan: Callable[..., None]
-) -> None:
-    plan(Fault("checkpoint.part rank_1", rank=1, call=2, action="full"))
-    with pytest.raises(
-        CheckpointError,
-        match=r"step 2 could not be written .* the disk is full\. Earlier checkpoints",
-    ):
-        start(ground, TOGETHER, "full")
-    wait_until(lambda: not workers(), "no worker is left")
-    assert [path.name for path in (ground.folder / "full" / "checkpoints").glob("step-*")] == [
-        "step-000001"
-    ]
-    check_resumed(start(ground, TOGETHER, "full"), whole)
-
-
-@pytest.mark.by_hand
 def test_a_worker_that_does_not_come_is_named_with_its_step_and_phase(
     ground: Playground, plan: Callable[..., None]
 ) -> None:
@@ -161,21 +143,6 @@ def test_a_lost_training_worker_starts_the_run_again_in_place_and_it_ends_with_t
     )
     assert notes(folder, "end") == ["the run failed", "the run finished"]
     assert (folder / ".writer").read_text().endswith(", restart 1")
-
-
-@pytest.mark.by_hand
-def test_a_run_that_fails_again_ends_as_one_without_restarts(
-    ground: Playground, plan: Callable[..., None]
-) -> None:
-    plan(Fault("train.backward", rank=1, call=1, again=True))
-    _, spec = ground.spec("grpo", *AGAIN, name="fails_again")
-    with pytest.raises(
-        WorkerDied,
-        match="worker 1 of 2, .* has died .* resumes from the beginning: there is no checkpoint",
-    ):
-        launch_ray(spec)
-    assert starts(ground.folder / "fails_again") == [0, 1]
-    wait_until(lambda: not workers(), "no worker is left")
 
 
 @pytest.mark.by_hand

@@ -22,19 +22,11 @@ def doubling(first: str, line: str) -> str:
 
 YAML = {
     "aliases": doubling("a: &a [x, x]\n", "{this}: &{this} [*{last}, *{last}]\n"),
-    "merges": doubling("a: &a {k: 1}\n", "{this}: &{this} {{<<: [*{last}, *{last}]}}\n"),
-    "holds itself": "a: &a [*a]\n",
     "references": doubling(
         "a: xxxxxxxxxxxxxxxx\n", "{this}: '${{{last}}}${{{last}}}${{{last}}}'\n"
     ),
-    "groups of references": doubling(
-        "a: {x: 1}\n", "{this}: {{x: '${{{last}}}', y: '${{{last}}}'}}\n"
-    ),
     "deep": "{a: " * 50_000,
     "NUL": "trainer: {seed: 1}\n\0\n",
-    "not UTF-8": b"trainer: {seed: 1}\n\xff\xfe\n",
-    "keys": "".join(f"k{i}: 1\n" for i in range(1000)),
-    "digits": "trainer: {seed: " + "9" * 5000 + "}\n",
     "escapes": 'trainer: {experiment_name: "\\e[2J\\u202e"}\n"\\e]0;x": 3\n',
 }
 
@@ -113,23 +105,10 @@ _EXTREMES = (
 
 JOURNALS: dict[str, tuple[str, bytes]] = {
     "100,000 names": ("metrics.jsonl", measured(1, {f"timing_s/{i}": 1.5 for i in range(100_000)})),
-    "long names": (
-        "metrics.jsonl",
-        measured(1, {f"val_correct/{'x' * 150}{i}/mean": 0.5 for i in range(1000)}) * 4,
-    ),
     "extreme numbers": ("metrics.jsonl", _EXTREMES),
     "deep": ("metrics.jsonl", b'{"a":' * 100_000 + b"1" + b"}" * 100_000 + b"\n"),
-    "bytes": ("metrics.jsonl", bytes(range(256)) * 1000),
     "a long line": ("metrics.jsonl", b'{"step": 1, "m": "' + b"y" * 20_000_000 + b'"}\n'),
     "millions of lines": ("metrics.jsonl", b"{}\n" * 1_000_000),
-    "many steps": (
-        "metrics.jsonl",
-        b"".join(b'{"step":%d,"m":{"a":1}}\n' % i for i in range(20_000)),
-    ),
-    "long warnings": (
-        "events.jsonl",
-        b"".join(line(kind="warning", message=f"{i}" + "<" * 50_000) for i in range(250)),
-    ),
     "a long failure": (
         "events.jsonl",
         line(
@@ -137,49 +116,9 @@ JOURNALS: dict[str, tuple[str, bytes]] = {
         )
         + line(kind="end", message="\x1b]0;x\x07", status="failed"),
     ),
-    "late events": (
-        "events.jsonl",
-        line(kind="start", message="m", step=HUGE, resumed_at=HUGE, t=1e300),
-    ),
-    "extreme spans": (
-        "spans/training.jsonl",
-        b'{"t0":0,"t1":1e300,"kind":"wait","what":"step 99999999999999999999"}\n',
-    ),
     "responses": (
         "samples/000001.parquet",
         b"".join(line(uid=f"1-{i}", prompt="<", response="<") for i in range(10_000)),
-    ),
-    "parts": (
-        "samples/000001.parquet",
-        line(
-            uid="9" * 5000 + "-1", reward_parts={f"p{i}": 1e308 for i in range(20_000)}, errors=HUGE
-        )
-        + line(
-            uid="1-2",
-            extra={f"q{i}/a": 1 for i in range(20_000)},
-            response_length=HUGE,
-            versions=[HUGE, -HUGE],
-        ),
-    ),
-    "nodes": (
-        "plan.json",
-        json.dumps(
-            {
-                "nodes": [
-                    {"name": f"{i}" + "<" * 20_000, "reads": ["<" * 100] * 200} for i in range(100)
-                ]
-            }
-        ).encode(),
-    ),
-    "groups that no step takes": (
-        "ledger.jsonl",
-        b"".join(
-            line(kind="issued", group_id=i + 9, epoch=0, row=0, version=0) for i in range(20_000)
-        ),
-    ),
-    "an extreme group": (
-        "ledger.jsonl",
-        line(kind="issued", group_id=7, epoch=0, row=0, version=HUGE),
     ),
 }
 """By name: which file of a run's folder, and what is appended to it (a .json file is written

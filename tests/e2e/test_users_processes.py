@@ -459,13 +459,3 @@ def test_episodes_of_a_killed_server_are_issued_again(tmp_path: Path, place: str
         )
     finally:
         run.close()
-
-
-def test_a_server_that_is_killed_again_and_again_ends_the_run_with_advice(tmp_path: Path) -> None:
-    run = UsersRun(tmp_path, "popen", "agent", steps=3, strike="always")
-    try:
-        assert run.status() == 2, run.said()[-3000:]
-        assert "dmesg" in run.said().rpartition("distflow: ")[2]
-        wait_until(lambda: not run.left(), "nothing of it is left", within_s=20.0)
-    finally:
-        run.close()

@@ -19,7 +19,6 @@ from tests.incidents.served import (
     serve_old_kv,
     serve_old_prefixes,
 )
-from tests.rollout.servers.test_sglang import server_of
 from tests.sparse_params import BY_HAND
 
 Patch = pytest.MonkeyPatch
@@ -97,44 +96,6 @@ def test_the_same_run_without_a_fault(playground: Playground, mode: str) -> None
     found = run(playground, MODES[mode])
     assert found.notes("warning") == found.notes("finding") == found.notes("error") == []
     assert all("loss" in checks["passed"] for checks in found.checks())
-
-
-SERVED_OTHERWISE: dict[str, tuple[str, tuple[str, ...]]] = {
-    "": ("", ADAPTER),
-    # verl-project/verl#7495
-    "the adapter that never reached the engine": ("keeps its weights", ADAPTER),
-    # unslothai/unsloth-zoo#941
-    "one projection's adapter never loaded": ("keeps up_proj", ADAPTER),
-    # NVIDIA-NeMo/RL#4018
-    "KV of old weights after a weight sync": ("keeps its keys", ADAPTER),
-    "an update that is accepted and not served": ("keeps its weights", ()),
-}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("by_url", [True, pytest.param(False, marks=BY_HAND)])
-@pytest.mark.parametrize("fault", SERVED_OTHERWISE)
-def test_a_server_of_sglang_that_serves_otherwise(
-    playground: Playground, monkeypatch: Patch, fault: str, by_url: bool
-) -> None:
-    """Its hashes and its version are right. It is found at the first weight sync after an update;
-    without a fault the same run is silent."""
-    (lie, policy), late = SERVED_OTHERWISE[fault], Late(monkeypatch)
-    with server_of(playground.folder, lie, by_url) as server:
-        keys = (
-            *LEARNING,
-            *policy,
-            f"{ROLLOUT}.name=sglang",
-            server,
-            "trainer.total_training_steps=3",
-        )
-        if not fault:
-            found = playground.run("grpo", *keys)
-            assert found.notes("warning") == found.notes("finding") == found.notes("error") == []
-            return
-        with pytest.raises(TrustError, match=r"canary: .*weights that did not arrive, KV kept"):
-            playground.run("grpo", *keys)
-    assert late.taken == 0, "the step of the first update"
 
 
 TURNS = """

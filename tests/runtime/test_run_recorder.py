@@ -1,8 +1,6 @@
 """What a run reports: kept groups, how it ended, and that reporting never hides what went wrong."""
 
-import errno
 import json
-import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,7 +15,6 @@ from distflow.observe.findings.summary import describe_checks
 from distflow.observe.report.build import report_data
 from distflow.observe.run_reader import read_events, read_samples, sample_splits, sample_steps
 from distflow.observe.writing.run_folder import RunFolder
-from distflow.observe.writing.timing import COLLECTIVE, DATA, RANKS, Wait
 from distflow.runtime.run_recorder import TOKEN_TEXTS, Recorder, ReportingProcess, reported
 from distflow.runtime.spec import Spec
 from tests.e2e.runs import Playground
@@ -124,20 +121,6 @@ def test_how_a_run_ended_is_the_last_event(spec: Spec, tmp_path: Path) -> None:
     assert end.fields["status"] == "failed"
 
 
-def test_a_disk_that_fails_at_the_end_does_not_hide_the_first_error(
-    spec: Spec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def full(*arguments: object) -> int:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    with pytest.raises(KeyError, match="the first"), record(spec, tmp_path / "run"):
-        monkeypatch.setattr(os, "write", full)
-        raise KeyError("the first")
-    monkeypatch.undo()
-    with pytest.raises(OSError, match="No space"), record(spec, tmp_path / "other"):
-        monkeypatch.setattr(os, "write", full)
-
-
 def test_every_wait_is_a_span_that_names_who_is_waited_for(spec: Spec, tmp_path: Path) -> None:
     with (
         record(spec, tmp_path / "run") as recorder,
@@ -146,18 +129,6 @@ def test_every_wait_is_a_span_that_names_who_is_waited_for(spec: Spec, tmp_path:
         pass
     span = json.loads((tmp_path / "run" / "spans" / "training.jsonl").read_text())
     assert (span["kind"], span["what"], span["on"]) == ("wait", "step 3", "rollout")
-
-
-def test_waits_for_rows_and_collectives_are_spans_if_they_last(spec: Spec, tmp_path: Path) -> None:
-    with record(spec, tmp_path / "run") as recorder:
-        for what, on in (("rows", DATA), (COLLECTIVE, RANKS)):
-            for seconds in (0.0005, 0.25):
-                recorder._waited(Wait("training", what, on, 5.0), 5.0 + seconds)
-    lines = (tmp_path / "run" / "spans" / "training.jsonl").read_text().splitlines()
-    assert [(span["what"], span["t1"]) for span in map(json.loads, lines)] == [
-        ("rows", 5.25),
-        (COLLECTIVE, 5.25),
-    ]
 
 
 @pytest.mark.parametrize(
@@ -190,18 +161,6 @@ def test_a_run_that_fails_leaves_a_report_with_its_error(
         "A check stopped" if type(error) is TrustError else "It failed"
     )
     assert (tmp_path / "run" / "report.html").is_file()
-
-
-def test_a_report_that_cannot_be_written_hides_no_error(spec: Spec, tmp_path: Path) -> None:
-    said: list[str] = []
-    with (
-        pytest.raises(KeyError, match="first"),
-        reported(tmp_path / "run", said.append),
-        record(spec, tmp_path / "run"),
-    ):
-        (tmp_path / "run" / "report.html").mkdir()
-        raise KeyError("first")
-    assert len(said) == 1 and said[0].startswith("the report cannot be written")
 
 
 def test_responses_of_groups_that_a_node_drops_are_kept_with_the_reason(

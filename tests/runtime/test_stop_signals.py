@@ -3,8 +3,6 @@
 import multiprocessing
 import os
 import signal
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -13,32 +11,6 @@ import pytest
 
 from distflow.runtime.metric_stop import MetricStop
 from distflow.runtime.stop_signals import SIGNALS, Interrupted, StopRequest, interruptible
-
-# Has a terminal of its own. SIGHUP is blocked until the terminal is gone and output to it has
-# failed.
-WRITES_BEFORE_THE_SIGNAL = """
-import os, signal, sys, time
-from distflow.observe.sanitized_output import sanitized_output
-from distflow.observe.writing.terminal_lines import TerminalLines
-from distflow.runtime.stop_signals import StopRequest, exit_status
-os.close(os.open(os.ttyname(0), os.O_RDWR))  # makes it the terminal of the session
-signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGHUP])
-with sanitized_output(), StopRequest(lambda name: print("stopping", flush=True)) as stop:
-    view = TerminalLines(9)
-    view.note("info", "ready")
-    while os.isatty(0):
-        time.sleep(0.01)
-    for step in (1, 2, 3):
-        view.log(step, {"reward/mean_score": 0.5})
-        view.note("warning", "written too late")
-        print("printed too late", flush=True)
-        print("so is this", file=sys.stderr)
-    assert not stop.wanted
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGHUP])
-    view.note("info", "saved")
-    view.close()
-sys.exit(exit_status(stop.signal))
-"""
 
 
 @pytest.fixture(autouse=True)
@@ -103,16 +75,6 @@ def test_a_hang_up_insists_on_nothing(first: signal.Signals) -> None:
         assert stop.signal == signal.SIGHUP
 
 
-def test_nohup_is_respected() -> None:
-    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    try:
-        with StopRequest(lambda name: None) as stop, interruptible():
-            os.kill(os.getpid(), signal.SIGHUP)
-            assert not stop.wanted
-    finally:
-        signal.signal(signal.SIGHUP, before)
-
-
 def test_another_thread_sets_no_handler() -> None:
     ran = []
 
@@ -124,21 +86,6 @@ def test_another_thread_sets_no_handler() -> None:
     thread.start()
     thread.join()
     assert ran
-
-
-def test_output_that_fails_before_the_hang_up_arrives_leaves_its_status() -> None:
-    """The kernel may fail the writes to a closed terminal before its signal is delivered."""
-    ours, theirs = os.openpty()
-    streams = {"stdin": theirs, "stdout": theirs, "stderr": theirs}
-    run = subprocess.Popen(
-        [sys.executable, "-c", WRITES_BEFORE_THE_SIGNAL], **streams, start_new_session=True
-    )
-    os.close(theirs)
-    shown = b""
-    while b"ready" not in shown:
-        shown += os.read(ours, 65536)
-    os.close(ours)
-    assert run.wait(60) == 129
 
 
 @pytest.mark.parametrize(

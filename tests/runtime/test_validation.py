@@ -2,7 +2,6 @@
 score."""
 
 import asyncio
-import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
@@ -21,7 +20,7 @@ from distflow.runtime.resources import Resources
 from distflow.runtime.rollout_loop.group import Group
 from distflow.runtime.rollout_loop.group_tasks import GroupEvents, RolloutLoop
 from distflow.runtime.spec import ValidationSet
-from distflow.runtime.step_metrics import ValidationResults, pass_at_k
+from distflow.runtime.step_metrics import ValidationResults
 from distflow.runtime.validation import Validator, validation_loss
 from distflow.scheduling.group_states import PromptGroup
 from tests.runtime.groups import bound, group, samples, waiting_group
@@ -37,13 +36,6 @@ class Row:
 
 def rows(*domains: str) -> list[Row]:
     return [Row(domain) for domain in domains]
-
-
-@pytest.mark.parametrize("n", range(1, 7))
-def test_pass_at_k_is_the_share_of_draws_with_a_right_response(n: int) -> None:
-    for right, k in itertools.product(range(n + 1), range(1, n + 1)):
-        draws = list(itertools.combinations([True] * right + [False] * (n - right), k))
-        assert pass_at_k(n, right, k) == pytest.approx(sum(map(any, draws)) / len(draws), abs=1e-12)
 
 
 def answers(score: Callable[[PromptGroup, int], float | None]) -> Callable[..., object]:
@@ -78,33 +70,6 @@ def run(
     return whole.metrics(), whole.rows
 
 
-def test_greedy_and_sampled_responses_by_domain() -> None:
-    right = {"val/val/greedy": {(0, 0), (2, 0)}, "val/val/sampled": {(0, 0), (0, 1), (2, 3)}}
-    chosen = ValidationSet("val", rows("a", "a", "b"), GREEDY, SAMPLED, 4)  # type: ignore[arg-type]
-    metrics, samples = run(chosen, answers(lambda t, i: float((t.group_id, i) in right[t.stream])))
-    assert metrics == {
-        "val_correct/all/mean": pytest.approx(2 / 3),
-        "val_correct/a/mean": 0.5,
-        "val_correct/b/mean": 1.0,
-        "val_correct/all/mean@4": 0.25,
-        "val_correct/all/pass@1": 0.25,
-        "val_correct/all/pass@2": pytest.approx((5 / 6 + 0 + 3 / 6) / 3),
-        "val_correct/all/pass@4": pytest.approx(2 / 3),
-        "val_correct/a/mean@4": 0.25,
-        "val_correct/a/pass@1": 0.25,
-        "val_correct/a/pass@2": pytest.approx((5 / 6 + 0) / 2),
-        "val_correct/a/pass@4": 0.5,
-        "val_correct/b/mean@4": 0.25,
-        "val_correct/b/pass@1": 0.25,
-        "val_correct/b/pass@2": 0.5,
-        "val_correct/b/pass@4": 1.0,
-        "val/errors": 0.0,
-    }
-    assert [(s["set"], s["kind"]) for s in samples] == [("val", "greedy")] * 3 + [
-        ("val", "sampled")
-    ] * 12
-
-
 def test_sampled_responses_stand_in_where_none_is_greedy_and_powers_of_two_end_at_n() -> None:
     chosen = ValidationSet("val", rows("default"), None, SAMPLED, 3)  # type: ignore[arg-type]
     metrics, _ = run(chosen, answers(lambda t, i: float(i == 0)))
@@ -113,19 +78,6 @@ def test_sampled_responses_stand_in_where_none_is_greedy_and_powers_of_two_end_a
         f"val_correct/all/pass@{k}" for k in (1, 2, 3)
     ]
     assert "val_correct/default/mean" not in metrics
-
-
-def test_a_response_without_a_score_is_not_right_and_is_counted() -> None:
-    chosen = ValidationSet("val", rows("a", "a"), GREEDY)  # type: ignore[arg-type]
-    metrics, samples = run(chosen, answers(lambda t, i: None if t.group_id else 1.0))
-    assert metrics["val_correct/all/mean"] == 0.5 and metrics["val/errors"] == 1.0
-    assert len(samples) == 2
-
-    async def dropped(*arguments: object) -> Drop:
-        return Drop("error")
-
-    metrics, samples = run(chosen, dropped)
-    assert metrics["val_correct/all/mean"] == 0.0 and metrics["val/errors"] == 2.0 and samples == []
 
 
 def test_validation_prompts_are_run_as_they_are_to_be_by_the_nodes_that_validate() -> None:

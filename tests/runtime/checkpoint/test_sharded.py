@@ -231,17 +231,3 @@ def test_a_kill_after_the_parts_of_all_leaves_what_latest_says(
     checkpoint.load("actor")
     CheckpointStore(copy_of_two).remove_leftovers()
     assert not list(copy_of_two.glob("*.*"))
-
-
-def test_a_full_disk_on_one_rank_ends_all_and_the_one_before_is_whole(
-    copy_of_two: Path, spec: Path, tmp_path: Path
-) -> None:
-    folder = run_task("fill_the_disk", 2, tmp_path, spec, copy_of_two)
-    assert "step 4" in str(told(folder, 1)) and "the disk is full" in str(told(folder, 1))
-    assert "step 4" in str(told(folder, 0)) and "another" in str(told(folder, 0))
-    assert CheckpointStore(copy_of_two).load().step == 2
-    assert sorted(path.name for path in copy_of_two.iterdir()) == [
-        "latest",
-        "step-000001",
-        "step-000002",
-    ]

@@ -2,13 +2,10 @@
 engines live on."""
 
 import asyncio
-import os
-import signal
 import threading
 import time
 from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass, field
-from multiprocessing.connection import Connection
 from pathlib import Path
 
 import pytest
@@ -20,7 +17,6 @@ from distflow.runtime.resources import Resources
 from distflow.runtime.rollout_loop.engine_watch import Deadline, EngineHangs
 from distflow.runtime.rollout_loop.rollout_services import RolloutServices
 from distflow.scheduling.group_states import Version
-from tests.forks import forks
 
 REQUEST = GenerateRequest((1, 2, 3), (0, 1), SamplingParams(5), Stream(0, "train", 2, 7))
 FIRST = Version(0, 0)
@@ -148,17 +144,6 @@ def test_a_thread_that_hangs_shows_its_own_line(tmp_path: Path) -> None:
     )
 
 
-def test_others_that_wait_are_counted() -> None:
-    engine = Engine({"generate": for_ever})
-    with (
-        pytest.raises(EngineHangs, match="and 2 more requests"),
-        session_of(engine, 0.2) as session,
-    ):
-        asked = [session.start(session.resources.rollout.generate(REQUEST)) for _ in range(3)]  # type: ignore[union-attr]
-        asked[1].result(20)
-    assert all(isinstance(future.exception(), EngineHangs) for future in asked)
-
-
 def test_an_engine_that_is_slow_and_draws_tokens_lives() -> None:
     engine = Engine()
 
@@ -219,41 +204,3 @@ def test_giving_requests_up_is_no_sign_of_life() -> None:
 
     with pytest.raises(EngineHangs), session_of(Engine({"generate": for_ever}), 0.3) as session:
         session.call(asyncio.wait_for(impatient(session), 20))
-
-
-def _answer(say: Connection) -> None:
-    async def works() -> None:
-        say.send("asked")
-        for _ in range(8):
-            await asyncio.sleep(0.05)
-
-    with session_of(Engine({"generate": works}), 1.0) as session:
-        use(session, "generate")
-    say.send("answered")
-
-
-def test_a_process_that_is_stopped_for_longer_than_the_deadline_goes_on() -> None:
-    said, say = forks.Pipe(duplex=False)
-    process = forks.Process(target=_answer, args=(say,))
-    process.start()
-    assert process.pid is not None and said.poll(60) and said.recv() == "asked"
-    os.kill(process.pid, signal.SIGSTOP)
-    time.sleep(1.5)
-    os.kill(process.pid, signal.SIGCONT)
-    assert said.poll(60) and said.recv() == "answered"
-    process.join(60)
-    assert process.exitcode == 0
-
-
-def test_a_debugger_may_take_its_time() -> None:
-    """As pdb at its prompt: a frame of bdb on the stack of the thread that works."""
-    release = threading.Event()
-    at_the_prompt = {"__name__": "bdb", "release": release}
-    exec("def interaction():\n    release.wait()", at_the_prompt)
-
-    async def stopped() -> None:
-        await asyncio.get_running_loop().run_in_executor(None, at_the_prompt["interaction"])  # type: ignore[arg-type]
-
-    with session_of(Engine({"generate": stopped}), 0.2) as session:
-        threading.Timer(1.0, release.set).start()
-        use(session, "generate")

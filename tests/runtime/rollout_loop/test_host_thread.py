@@ -3,15 +3,11 @@ interrupts it."""
 
 import os
 import signal
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from queue import SimpleQueue
-from typing import Any
 
 import pytest
 
@@ -133,29 +129,6 @@ def test_an_interrupt_while_it_waits_or_computes_leaves_nobody_waiting(computes:
         assert sorted(one.result(WITHIN_S) for one in asked) == [False, False, True][: len(asked)]
 
 
-class InterruptsOnce(SimpleQueue):  # type: ignore[type-arg]
-    """As Ctrl-C does that comes between a loan's way out of the queue and the next line."""
-
-    interrupted = False
-
-    def get(self, block: bool = True, timeout: float | None = None) -> Any:
-        loan = super().get(block, timeout)
-        if loan is not None and not self.interrupted:
-            self.interrupted = True
-            raise KeyboardInterrupt
-        return loan
-
-
-def test_an_interrupt_that_loses_what_was_asked_leaves_nobody_waiting() -> None:
-    host = HostThread()
-    host._loans = InterruptsOnce()
-    with other_threads() as pool:
-        asked = pool.submit(asks_later, host, until)
-        with pytest.raises(KeyboardInterrupt):
-            host.wait(Future[int])
-        assert asked.result(WITHIN_S) is False
-
-
 def test_what_does_not_end_is_abandoned_and_the_waiter_is_told() -> None:
     host, waited = HostThread(), Future[int]()
 
@@ -174,28 +147,6 @@ def test_what_does_not_end_is_abandoned_and_the_waiter_is_told() -> None:
         with pytest.raises(TimeoutError, match="it hangs"):
             host.wait(lambda: waited)
         assert asked.result(WITHIN_S) and given_up.result(WITHIN_S)
-
-
-def test_what_cannot_be_interrupted_is_said_to_go_on() -> None:
-    host, waited, release = HostThread(), Future[int](), threading.Event()
-
-    def hangs(back: Callable[[], bool]) -> None:
-        release.wait()
-
-    def gives_up() -> bool:
-        until_it_computes(host)
-        try:
-            return host.abandon(0.1)
-        finally:
-            release.set()
-            waited.set_result(5)
-
-    with other_threads() as pool:
-        asked = pool.submit(asks_later, host, hangs)
-        given_up = pool.submit(gives_up)
-        assert host.wait(lambda: waited) == 5
-        assert asked.result(WITHIN_S) and given_up.result(WITHIN_S) is False
-    assert host.abandon(0.0)  # nothing is computed: nothing to interrupt
 
 
 def test_a_storm_of_stretches_and_short_waits_loses_none() -> None:
@@ -218,35 +169,3 @@ def test_a_storm_of_stretches_and_short_waits_loses_none() -> None:
             one.result(WITHIN_S)
     computed = sum(1 for entry in done if entry == threading.get_ident())
     assert computed == len(done) - computed > 0 and refused
-
-
-@pytest.mark.slow
-@pytest.mark.by_hand
-def test_a_debugger_gets_through_what_comes_after() -> None:
-    """An exception of another thread that is taken back where there is none makes CPython 3.11 look
-    for it for ever."""
-    code = """
-import sys
-from concurrent.futures import Future
-from threading import Thread
-from distflow.runtime.rollout_loop.rollout_services import HostThread
-
-host, waited, lines = HostThread(), Future(), []
-
-def asks():
-    while not host.waits:
-        pass
-    host.compute(lambda back: None)
-    waited.set_result(None)
-
-def traced():
-    return [number for number in range(3)]
-
-Thread(target=asks).start()
-host.wait(lambda: waited)
-sys.settrace(lambda frame, event, _: lines.append(frame.f_code.co_name))
-traced()
-sys.settrace(None)
-assert "traced" in lines, lines
-"""
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=WITHIN_S)

@@ -16,8 +16,7 @@ import torch
 from distflow.data.sample import Segment
 from distflow.rollout.embedded import EmbeddedEngine
 from distflow.runtime.resources import Resources
-from distflow.runtime.rollout_loop.engine_watch import Deadline, EngineHangs
-from distflow.runtime.rollout_loop.loop_thread import LoopBlocked
+from distflow.runtime.rollout_loop.engine_watch import Deadline
 from distflow.runtime.rollout_loop.rollout_services import RolloutServices
 from distflow.scheduling.group_states import Version
 from tests.rollout.drive import (
@@ -220,36 +219,6 @@ def test_an_interrupt_in_a_step_ends_the_session(entered_by: str) -> None:
             future = session.start(generate_all(watched.engine, LONG))
             session.wait_for(future.result)
     assert watched.engine.num_generated_tokens - struck[0] in (0, 1)
-
-
-def test_a_step_that_hangs_is_told_to_whoever_waits_though_it_hangs_here() -> None:
-    watched = Watched(timeout_s=0.4)
-
-    def hang() -> None:
-        while watched.engine.num_generated_tokens > 10:
-            time.sleep(0.01)
-
-    watched.does = hang
-    with pytest.raises(EngineHangs, match="neither replied"), watched.session as session:
-        session.wait_for(session.start(generate_all(session.resources.rollout, LONG)).result)
-    watched.does = lambda: None
-
-
-def test_a_coroutine_that_blocks_its_thread_is_told_while_it_computes_here() -> None:
-    def explode() -> None:
-        raise ArithmeticError("planted")
-
-    watched = Watched()
-    watched.does = watched.slowly
-    space: dict[str, Any] = {"time": time, "over": threading.Event()}
-    exec(compile("async def blocks():\n    over.wait(30)", "/home/user/mine.py", "exec"), space)
-    with pytest.raises(LoopBlocked, match="mine.py"), watched.session as session:
-        future = session.start(generate_all(watched.engine, LONG))
-        session.call(asyncio.sleep(0.02))
-        session.start(space["blocks"]())
-        session.wait_for(future.result)
-    space["over"].set()
-    watched.does = explode  # it was left behind, at work
 
 
 def test_leaving_while_it_decodes_and_while_work_is_queued() -> None:

@@ -139,39 +139,6 @@ def test_each_call_draws_its_own_whatever_runs_beside_it_and_leaves_no_trace() -
     assert len({repr(drawn) for drawn in beside}) == 8, "each has numbers of its own"
 
 
-def test_calls_that_begin_beside_a_plain_one_leave_its_draws_alone() -> None:
-    def draws_long() -> list[Any]:
-        return [draw() for _ in range(5000)]
-
-    async def run(num_beside: int) -> list[Any]:
-        calls = PlainCalls()
-        plain = asyncio.create_task(calls.run(draws_long, 10, "plain"))
-        await asyncio.sleep(0.001)
-        await asyncio.gather(
-            *(run_async(child, 10, calls.turn, "async", i) for i in range(num_beside))
-        )
-        return await plain
-
-    async def child() -> None: ...
-
-    assert asyncio.run(run(400)) == asyncio.run(run(0))
-
-
-def test_a_hang_in_a_thread_gives_the_generators_back() -> None:
-    release = threading.Event()
-
-    async def run() -> None:
-        with pytest.raises(DeadlinePassed):
-            await PlainCalls().run(release.wait, 0.05, "hangs")
-
-    global_random_states.seed("before")
-    expected = draw()
-    global_random_states.seed("before")
-    asyncio.run(run())
-    release.set()
-    assert draw() == expected
-
-
 def test_results_errors_and_the_caller_s_context() -> None:
     name = contextvars.ContextVar("name", default="none")
 

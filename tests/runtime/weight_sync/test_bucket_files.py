@@ -1,7 +1,6 @@
 """Files of weights on their way: whole or not there, for their owner alone, and removed without
 touching others."""
 
-import os
 from pathlib import Path
 
 import pytest
@@ -20,7 +19,6 @@ from distflow.runtime.weight_sync.bucket_files import (
     _sum_of,
     hash_of,
     pack,
-    remove_weights,
     write_bucket,
 )
 from distflow.scheduling.group_states import Version
@@ -115,23 +113,6 @@ def test_the_next_start_removes_what_a_kill_left_and_nothing_else(tmp_path: Path
     (left.path.parent / aside).write_text("half")
     with starting(spec, ()):
         assert not (run / WEIGHTS).exists()
-
-
-def test_files_of_somebody_else_stay(tmp_path: Path) -> None:
-    sent = write(tmp_path)
-    other = tmp_path / "other"
-    kept = other / "0-000001" / "bucket-00000.safetensors"
-    kept.parent.mkdir(parents=True)
-    kept.write_text("mine")
-    (sent.path.parent / "notes.txt").write_text("mine")
-    os.symlink(kept.parent, tmp_path / WEIGHTS / "0-000002")
-    remove_weights(tmp_path)
-    assert not sent.path.exists() and kept.exists() and (sent.path.parent / "notes.txt").exists()
-    linked = tmp_path / "linked"
-    linked.mkdir()
-    os.symlink(other, linked / WEIGHTS)
-    remove_weights(linked)
-    assert kept.exists()
 
 
 @pytest.mark.parametrize("change", ["name", "dtype", "shape", "a bit"])

@@ -143,11 +143,6 @@ class EmbeddedEngine:
             RequestLane(*parts) if self._tile_size is None else TiledLane(*parts, self._tile_size)
         )
 
-    @property
-    def num_graphs(self) -> int:
-        """The number of CUDA graphs recorded since the start."""
-        return 0 if self._steps is None else self._steps.graphs.num_recorded
-
     async def __aenter__(self) -> "EmbeddedEngine":
         self._loop.start(self.host)
         return self
