@@ -92,22 +92,10 @@ def test_what_a_run_does_not_have_is_no_empty_table(
         ask(distflow.load_run(folder))
 
 
-def test_a_table_as_pandas_and_as_html(folder: Path) -> None:
+def test_a_table_as_pandas(folder: Path) -> None:
     run = distflow.load_run(folder)
     frame = run.metrics().to_pandas()
     assert list(frame["step"]) == [0, 1, 2, 3] and math.isnan(frame["reward/mean_score"][0])
-    shown = run.samples()._repr_html_()
-    assert (
-        "&lt;b&gt;1+1=" in shown
-        and "<b>" not in shown
-        and "\x1b" not in shown
-        and "3 rows" in shown
-    )
-    assert Table([])._repr_html_().endswith("<p>0 rows × 0 columns</p>")
-    many = Table({"i": i} for i in range(100))._repr_html_()
-    assert (
-        "<td>9</td>" in many and "<td>90</td>" in many and "<td>50</td>" not in many and "⋮" in many
-    )
 
 
 def test_views_as_tables_and_a_comparison(folder: Path, tmp_path: Path) -> None:
@@ -145,7 +133,7 @@ def test_reading_a_run_loads_no_torch(folder: Path) -> None:
     code = (
         f"import sys, distflow; run = distflow.load_run({str(folder)!r}); run.metrics(), "
         "run.samples(), run.events()\n"
-        "run._repr_html_(); print([name for name in ('torch', 'transformers', 'pandas') if name in "
+        "repr(run); print([name for name in ('torch', 'transformers', 'pandas') if name in "
         "sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

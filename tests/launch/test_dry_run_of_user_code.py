@@ -125,7 +125,6 @@ def sound(token_level_scores, response_mask):
 
 rows, in_place, misspelt = with_node("rows", first), with_node("in_place", doubles, ()), with_node("x", no_such_name)
 infinite, dropping = with_node("x", divides), with_node("x", drops)
-unread = with_node("x", sound, {"unread": "response"})
 replaces = with_node("x", sound, "token_level_scores")
 """  # noqa: E501
 LOSS = "actor_rollout_ref.actor.policy_loss"
@@ -200,21 +199,15 @@ def test_what_a_run_could_not_use_is_refused(
         ),
         ("infinite", None),
         ("dropping", None),
-        ("unread", None),
     ],
 )
 def test_nodes_are_tried_before_a_model_is_loaded(
     tmp_path: Path, pipeline: str, message: str | None
 ) -> None:
     (tmp_path / "own.py").write_text(NODES)
-    lines = list[str]()
     keys = Playground(tmp_path).overrides("run", f"dag.pipeline={tmp_path}/own.py:{pipeline}")
     with pytest.raises(UserError, match=f"dag.pipeline: {message}") if message else nullcontext():
-        make_spec(load_config("grpo", keys), say=lines.append)
-    unread = "note: no node reads the column 'unread' that node 'x' writes"
-    assert [line for line in lines if line.startswith("note: no node")] == [unread] * (
-        pipeline == "unread"
-    )
+        make_spec(load_config("grpo", keys), say=lambda line: None)
 
 
 @pytest.mark.parametrize(

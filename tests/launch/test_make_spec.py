@@ -554,10 +554,6 @@ FREE = "actor_rollout_ref.rollout.free_cache_engine=true"
             ),
         ),
         (
-            ("trainer.worker_roles={rollout: {worker_cpus: 2}}",),
-            "trainer.worker_roles.*set trainer.launcher=ray",
-        ),
-        (
             (
                 "trainer.worker_roles={rollout: {worker_cpus: 2}}",
                 "trainer.launcher=ray",

@@ -1,13 +1,15 @@
 """The code that a config names: to look at its pipeline runs none of it."""
 
+import json
 from pathlib import Path
 
 import pytest
 
 from distflow import cli
-from distflow.config import load_config
+from distflow.config import Config, load_config, to_dict
 from distflow.config.derived_settings import code_of_workflow
-from distflow.launch.user_code import named_code, pipeline_code
+from distflow.config.keys.schema import with_values
+from distflow.launch.user_code import is_own_run, named_code, pipeline_code, remember_own_run
 
 CODE = """
 from pathlib import Path
@@ -74,3 +76,19 @@ def test_the_code_of_a_workflow_is_named_once() -> None:
     ]
     assert pipeline_code(config) == tools and named_code(config) == tools
     assert [name for _, name in code_of_workflow(config)] == ["my_tools:weather", "my_tools:time"]
+
+
+def test_a_run_of_this_user_is_remembered_by_its_config(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    config = with_values(Config(), {"custom_reward_function.path": "mine.py"})
+    values = json.loads(json.dumps(to_dict(config)))
+    assert not is_own_run(values)
+    remember_own_run(config)
+    assert is_own_run(values)
+    assert not is_own_run({**values, "trainer": {**values["trainer"], "seed": 7}})
+    monkeypatch.chdir(tmp_path)
+    assert not is_own_run(values)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "another machine"))
+    assert not is_own_run(values)

@@ -1,10 +1,8 @@
-"""`distflow.load_run`: a run's folder as tables, during the run and afterwards, and as HTML in a
-notebook. It only reads files."""
+"""`distflow.load_run`: a run's folder as tables, during the run and afterwards. It only reads
+files."""
 
-import html
-import math
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
@@ -13,22 +11,15 @@ from yaml import YAMLError
 from distflow.errors import UserError, count_of
 from distflow.observe import run_reader
 from distflow.observe.crash_safe_files import JSON, read_object
-from distflow.observe.findings.finding import REWARD
 from distflow.observe.findings.summary import accuracies, status
-from distflow.observe.metrics import headline_names, headlines
+from distflow.observe.metrics import headline_names
 from distflow.observe.sample_files import DROPPED
-from distflow.observe.sanitized_output import escape_control
 from distflow.untrusted_files import MAX_YAML_BYTES, load_yaml, read_file
 
 if TYPE_CHECKING:
     import pandas
 
 SPLITS = ("train", "val")
-_SHOWN_ROWS = 20
-_SHOWN_COLUMNS = 12
-_SHOWN_CHARACTERS = 200
-_WIDTH = 240
-_HEIGHT = 40
 
 
 class Table(list[dict[str, object]]):
@@ -44,46 +35,6 @@ class Table(list[dict[str, object]]):
         import pandas
 
         return pandas.DataFrame(list(self), columns=self.columns)
-
-    def _repr_html_(self) -> str:
-        columns = self.columns[:_SHOWN_COLUMNS]
-        shown = (
-            [*self[: _SHOWN_ROWS // 2], None, *self[-_SHOWN_ROWS // 2 :]]
-            if len(self) > _SHOWN_ROWS
-            else list(self)
-        )
-        head = "".join(f"<th>{_value(name)}</th>" for name in columns)
-        body = "".join(f"<tr>{_cells(row, columns)}</tr>" for row in shown)
-        size = f"{len(self):,} rows × {len(self.columns)} columns"
-        return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table><p>{size}</p>"
-
-
-def _cells(row: Mapping[str, object] | None, columns: list[str]) -> str:
-    """The cells of a row; None is the ellipsis for omitted rows."""
-    if row is None:
-        return f'<td colspan="{len(columns)}">⋮</td>'
-    return "".join(f"<td>{_value(row[name]) if name in row else ''}</td>" for name in columns)
-
-
-def _value(value: object) -> str:
-    return f"{value:.4g}" if isinstance(value, float) else _text(str(value)[:_SHOWN_CHARACTERS])
-
-
-def _text(text: str) -> str:
-    return html.escape(escape_control(text, one_line=True))
-
-
-def _curve(values: Sequence[float]) -> str:
-    low = min(values)
-    high = max(values)
-    height = (high - low) or 1.0
-    points = " ".join(
-        f"{i * _WIDTH / (len(values) - 1):.1f},{_HEIGHT - (value - low) / height * _HEIGHT:.1f}"
-        for i, value in enumerate(values)
-    )
-    line = f'<polyline points="{points}" fill="none" stroke="currentColor" stroke-width="1.5"/>'
-    size = f'width="{_WIDTH}" height="{_HEIGHT}" viewBox="0 -2 {_WIDTH} {_HEIGHT + 4}"'
-    return f"{low:.3g} <svg {size}>{line}</svg> {high:.3g}"
 
 
 class Run:
@@ -278,42 +229,6 @@ class Run:
 
     def __repr__(self) -> str:
         return f"<Run {self.folder}: {self.status}, {count_of(self.num_steps, 'step')}>"
-
-    def _repr_html_(self) -> str:
-        """A short table and the reward curve, with all text escaped."""
-        before = self.accuracy_before
-        after = self.accuracy_after
-        trained = self.metrics("train")
-        rows = {"status": f"{self.status}, {count_of(self.num_steps, 'step')}"}
-        if after is not None:
-            rows["accuracy"] = (
-                f"{before:.3f} before, " if before is not None else ""
-            ) + f"{after:.3f} now"
-        if trained:
-            numbers = {
-                name: value for name, value in trained[-1].items() if isinstance(value, float)
-            }
-            rows |= {
-                line.label: line.text(value).strip() for line, value in headlines(numbers).items()
-            }
-        rows["folder"] = str(self.folder)
-        if (report := self.folder / "report.html").is_file():  # a run in progress has none yet
-            rows["report"] = str(report)
-        cells = "".join(
-            f"<tr><th>{_text(name)}</th><td>{_text(value)}</td></tr>"
-            for name, value in rows.items()
-        )
-        rewards = [
-            value
-            for row in trained
-            if isinstance(value := row.get(REWARD), float) and math.isfinite(value)
-        ]
-        curve = (
-            f"<tr><th>reward by step</th><td>{_curve(rewards)}</td></tr>"
-            if len(rewards) > 1
-            else ""
-        )
-        return f"<table><tbody>{cells}{curve}</tbody></table>"
 
 
 load_run = Run  # the name that users call

@@ -28,16 +28,6 @@ def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
         "--from", dest="measured", metavar="RUN", help="a run whose times and lengths the plan uses"
     )
     parser.add_argument(
-        "--what-if",
-        action="append",
-        default=[],
-        metavar="CHANGE",
-        help=(
-            "rollout+1, rollout-1, staleness+1, rewards*2, response/2, or key=value; may be "
-            "repeated"
-        ),
-    )
-    parser.add_argument(
         "--device", metavar="NAME", help="h100, a100, cpu, ...; default: this machine's device"
     )
     parser.add_argument(
@@ -69,7 +59,6 @@ def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
 def run_plan(arguments: argparse.Namespace) -> int:
     """Print the plan. Raises UserError if it does not fit."""
     from distflow.launch.plans.run_planner import RunPlanner
-    from distflow.launch.plans.what_if import outcomes
 
     preset, overrides = _preset_of(arguments)
     planner = RunPlanner(
@@ -84,21 +73,11 @@ def run_plan(arguments: argparse.Namespace) -> int:
         runs_code=not arguments.no_code,
     )
     run = planner.run
-    if arguments.what_if and run.why_untimed:
-        raise UserError(
-            f"the times of this run cannot be predicted: {run.why_untimed}; {_CALIBRATE}"
-        )
-    changed = outcomes(planner, arguments.what_if) if arguments.what_if else []
     if arguments.json:
-        what_if = [asdict(each) for each in changed]
-        print(json.dumps({**as_json(planner), "what_if": what_if}, indent=1))
+        print(json.dumps(as_json(planner), indent=1))
     else:
         for line in (*planner.loaded.notes, *lines(planner)):
             print(line)
-        if changed:
-            print("\nwhat if")
-        for each in changed:
-            print(f"  {each.line(changed[0])}")
     if not (arguments.measured or arguments.device or arguments.devices):
         _check(planner)
     if not run.fits:

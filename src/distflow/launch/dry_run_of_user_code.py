@@ -55,7 +55,7 @@ def try_algorithms(config: Config, pipeline: BoundPipeline) -> list[str]:
             note for each in parts for key, own in each.items() if (note := _try_loss(own, key))
         ]
         _try_nodes(config, pipeline)
-    return found + _unread(pipeline.nodes)
+    return found
 
 
 def try_users_code(spec: Spec, say: Callable[[str], None]) -> Spec:
@@ -183,24 +183,6 @@ def _check_scores(nodes: Sequence[BoundNode]) -> None:
                 'functions: declare @node(writes="token_level_rewards"), from which advantages are '
                 "computed"
             )
-
-
-def _unread(nodes: Sequence[BoundNode]) -> list[str]:
-    """Notes on columns that the user's nodes write and no node reads; none if a node takes all
-    columns."""
-    own = [node for node in nodes if not is_ours(node.fn)]
-    if any({"batch", "samples", "group"} & {*node.contract.reserved} for node in own):
-        return []
-    read = {
-        *STANDARD_FIELDS,
-        *(name for node in nodes for name in (*node.contract.reads, *node.contract.optional)),
-    }
-    written = [
-        (name, node.node_id) for node in own for name in node.contract.writes if name not in read
-    ]
-    return [
-        f"no node reads the column '{name}' that node '{node}' writes" for name, node in written
-    ]
 
 
 def made_up(names: Iterable[str]) -> Batch | None:

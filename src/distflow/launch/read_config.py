@@ -108,7 +108,7 @@ def read_config(loaded: Loaded) -> Reading:
     train = train_sources(config, scored)
     validation = validation_sources(config, scored)
     settings = settle_run(config, pipeline, {source.domain: 1 for source in train})
-    taken = TakenKeys(config, pipeline, [*train, *validation], settings.plan, settings.data)
+    taken = TakenKeys(config, pipeline, settings.plan, settings.data)
     unused = refuse_inert_keys(loaded, taken, pipeline)
     check_importable(config)
     return Reading(pipeline, unused, train, validation, config.data.lazy)

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 
 from distflow import __version__
 from distflow.launch.check_disk import check_disk
-from distflow.launch.run_folders.run_seal import SEAL, seal_run
+from distflow.launch.user_code import remember_own_run
 from distflow.observe.crash_safe_files import remove_asides, sync
 from distflow.observe.run_reader import VALIDATION_ROWS, read_damage
 from distflow.observe.writing.run_folder import claimed, finish_moving, join, set_aside
@@ -166,9 +166,9 @@ def write_facts(
         **spec.description,
         **spec.facts,
         **model_facts,
-        **({SEAL: seal} if (seal := seal_run(spec.config)) else {}),
     }
     recorder.folder.write_json("run.json", facts)
+    remember_own_run(spec.config)
     rows = spec.facts.get(VALIDATION_ROWS)
     recorder.folder.event(
         VALIDATION_ROWS, f"validation rows: {rows or 'none'}", **{VALIDATION_ROWS: rows}

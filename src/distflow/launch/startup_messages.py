@@ -1,36 +1,27 @@
 """The messages of a run before it starts: its data and settings, and notes on probable mistakes."""
 
-from collections import Counter
 from collections.abc import Collection, Iterator
 
 from distflow.algorithms.registry import describe_estimator
 from distflow.builtin_names import PROMPT_CHAT
 from distflow.config import Loaded, load_config
-from distflow.config.derived_settings import algorithms, domain_of_tag, is_rl, reward_functions
-from distflow.config.extension_registries import find_unregistered
+from distflow.config.derived_settings import algorithms, is_rl, reward_functions
 from distflow.config.keys.trainer import StopCondition
-from distflow.data.dataset_columns import TEMPLATE_KWARGS_COLUMN, listed
+from distflow.data.dataset_columns import listed
 from distflow.data.encoded_prompts import PromptRow
 from distflow.errors import UserError, count_of, hint
 from distflow.graph import NodeRole
 from distflow.launch.configured_models import tokenizer_loader
 from distflow.launch.data_sets import num_rows_of
-from distflow.launch.devices import choose_device
 from distflow.launch.read_config import Data, Reading
-from distflow.launch.threads import find_thread_faults, own_cores, threads_of
 from distflow.models.loading import end_token_ids
 from distflow.pipelines.nodes.settings_by_domain import options_of
 from distflow.pipelines.nodes.workflow_dry_run import describe_turns
 from distflow.rewards.router import check_domains
 from distflow.runtime.step_metrics import validation_names
 
-_MEDIA = ("image", "images", "video", "videos")
-"""Columns that data sets for models of images have."""
-_NUM_ROWS_CHECKED = 100  # rows
-_LEAST_DISTINCT = 0.9
+_NUM_ROWS_CHECKED = 100
 _ACCURACY = "val_correct/"
-_LONG_S = 3600
-_HIGHEST_LR = 0.02  # the highest in use with any optimizer here
 _TOOLS = "actor_rollout_ref.rollout.workflow_kwargs.tools"
 
 
@@ -126,196 +117,71 @@ def _is_chat(row: PromptRow) -> bool:
 
 
 def _notes(loaded: Loaded, reading: Reading, data: Data) -> Iterator[str]:
-    """Notes on settings that are valid but probably mistakes, and on built-in parts that lack
-    features."""
+    """Notes on settings and rows that are valid but probably mistakes."""
     config = loaded.config
-    cores = own_cores()
-    yield from (f"note: {lacking}" for lacking in find_unregistered())
-    trainer, rollout = threads_of(config)
-    if (trainer or 0) + (rollout or 0) > cores:
-        beside = f" beside actor_rollout_ref.rollout.num_threads={rollout}" if rollout else ""
-        yield (
-            f"note: trainer.num_threads={trainer}{beside}, but this process has {cores} cores: "
-            "threads will compete"
-        )
-    if choose_device(config).type == "cpu" and config.actor_rollout_ref.model.dtype == "bfloat16":
-        yield (
-            "note: most CPUs are much slower in bfloat16; actor_rollout_ref.model.dtype=auto uses "
-            "float32 here"
-        )
-    staleness = config.async_.max_staleness if is_rl(config) else 0
+    if not is_rl(config):
+        return
     algorithm = config.algorithm
-    loss = config.actor_rollout_ref.actor.policy_loss
+    actor = config.actor_rollout_ref.actor
     corrects = (
-        algorithm.rollout_correction.rollout_is or algorithm.recompute_old_log_probs == "false"
+        algorithm.rollout_correction.rollout_is
+        or algorithm.recompute_old_log_probs == "false"
+        or actor.policy_loss == "decoupled"
     )
-    if staleness and not corrects and loss != "decoupled":  # the loss ignores the sampling policy
+    staleness = config.async_.max_staleness
+    if staleness and not corrects:  # the loss ignores the sampling policy
         yield (
             f"note: responses are up to {count_of(staleness, 'step')} off-policy, and are trained "
-            "on as if the current "
-            "policy had generated them; actor_rollout_ref.actor.policy_loss=decoupled corrects for "
-            "this"
+            "on as if the current policy had generated them; "
+            "actor_rollout_ref.actor.policy_loss=decoupled corrects for this"
+        )
+    if (actor.clip_ratio_high or 0.0) >= 1:
+        yield (
+            f"note: actor_rollout_ref.actor.clip_ratio_high={actor.clip_ratio_high:g} is unusually "
+            "high: it is counted from 1"
         )
     is_default = loaded.origin("data.prompt_format") == "default"
     has_template = bool(getattr(data.tokenizer, "chat_template", None))
-    if is_default and has_template and is_rl(config) and not data.looked_at.has_messages:
+    if is_default and has_template and not data.looked_at.has_messages:
         yield (
             "note: the model has a chat template, but prompts are plain text: an instruction-tuned "
-            "model needs "
-            "data.prompt_format=chat"
+            "model needs data.prompt_format=chat"
         )
-    is_text = config.data.prompt_format == "text" and not data.looked_at.has_messages
-    for name in (config.data.tools_key, TEMPLATE_KWARGS_COLUMN) if is_text else ():
-        if any(name in (row.extra_info or {}) for row in data.looked_at[:_NUM_ROWS_CHECKED]):
-            yield (
-                f"note: rows have the column '{name}', which only a chat template uses, but "
-                "prompts are plain text: "
-                "see data.prompt_format"
-            )
-    known = {
-        domain for found in (data.looked_at, *data.validation.values()) for domain in found.domains
-    }
+    known = set(data.looked_at.domains)
+    for found in data.validation.values():
+        known |= set(found.domains)
     for key, named in _by_domain(loaded):
         for name in sorted(set(named) - known):
-            yield (
-                f"note: {key} has settings of '{name}', but no row is in that "
-                f"domain{hint(name, known)}"
-            )
-    tags = {row.tag for found in (data.looked_at, *data.validation.values()) for row in found}
-    for tag, domain in domain_of_tag(config).items():
-        if tag not in tags:
-            yield (
-                f"note: data.domains.{domain}.tags has '{tag}', but no used row has that "
-                f"tag{hint(tag, tags)}"
-            )
-    yield from (f"note: {fault}" for fault in find_thread_faults())
-    yield from _notes_on_rows(loaded, reading, data)
-    actor = config.actor_rollout_ref.actor
-    timeout_s = config.reward.timeout_s
-    if actor.optim.lr > _HIGHEST_LR:
-        yield f"note: actor_rollout_ref.actor.optim.lr={actor.optim.lr:g} is unusually high"
-    if is_rl(config) and (actor.clip_ratio_high or 0.0) >= 1:
-        above = (
-            "clip_ratio_high is counted from 1, so ratios up to "
-            f"{1 + (actor.clip_ratio_high or 0.0):g} are allowed"
-        )
-        yield (
-            f"note: actor_rollout_ref.actor.clip_ratio_high={actor.clip_ratio_high:g} is unusually "
-            f"high: {above}"
-        )
-    if is_rl(config) and timeout_s >= _LONG_S:
-        yield (
-            f"note: reward.timeout_s={timeout_s:g} lets a call of a reward function take "
-            f"{timeout_s / 3600:.3g} hours"
-        )
-    if "\\n" in (config.data.prompt_template or ""):
-        yield (
-            "note: data.prompt_template has a backslash and an n, not a line break: write "
-            "$'...\\n...' in the shell"
-        )
-    workers = config.trainer.n_gpus_per_node
-    if (
-        choose_device(config).type == "cpu"
-        and workers > cores
-        and config.trainer.launcher == "local"
-    ):
-        yield (
-            f"note: {workers} processes share {count_of(cores, 'core')} of this machine "
-            "(trainer.n_gpus_per_node)"
-        )
+            meant = hint(name, known)
+            yield f"note: {key} has settings of '{name}', but no row is in that domain{meant}"
+    if "reward_fn" in reading.pipeline.services:
+        yield from _notes_on_answers(loaded, data)
 
 
 def _by_domain(loaded: Loaded) -> Iterator[tuple[str, Collection[str]]]:
     """Keys with settings of domains, and the names of these."""
     config = loaded.config
-    yield from (
-        ("reward.domains", config.reward.domains),
-        ("algorithm.domains", config.algorithm.domains),
-    )
-    yield from (
-        (f"reward_model.models.{name}", model.domains)
-        for name, model in config.reward_model.models.items()
-    )
+    yield "reward.domains", config.reward.domains
+    yield "algorithm.domains", config.algorithm.domains
+    for name, model in config.reward_model.models.items():
+        yield f"reward_model.models.{name}", model.domains
     if not loaded.origin("reward.functions").startswith(("default", "presets/")):
         yield "reward.functions", config.reward.functions.keys() - {"default"}
 
 
-def _oddities(row: PromptRow, unknown: int | None) -> Iterator[str]:
-    """What is probably wrong with a row, as the end of a sentence. unknown: the tokenizer's unknown
-    token."""
-    if isinstance(row.ground_truth, str) and row.ground_truth != row.ground_truth.strip():
-        yield "have an answer that begins or ends in white space"
-    if unknown is not None and unknown in row.prompt_ids:
-        yield "have a prompt with characters that the tokenizer does not know"
-    if row.prompt_text.lstrip().startswith('[{"role"'):
-        yield (
-            "have chat messages as JSON text in the prompt, which is taken as it is: write them as "
-            "a list"
-        )
-    if (
-        row.response_ids
-        and row.prompt_ids
-        and row.response_ids[: len(row.prompt_ids)] == row.prompt_ids
-    ):
-        yield "have a response that begins with the prompt"
-    if any((row.extra_info or {}).get(name) for name in _MEDIA):
-        yield "have images or videos, which the model will not see: it reads only text"
-
-
-def _notes_on_rows(loaded: Loaded, reading: Reading, data: Data) -> Iterator[str]:
-    """Raises UserError if no row has the answers whose column was set."""
+def _notes_on_answers(loaded: Loaded, data: Data) -> Iterator[str]:
+    """Raises UserError if no row has the column of answers that the user named."""
     key = loaded.config.data.answer_key
-    kinds = Counter[str]()
-    seen = set[int]()
     rows = data.looked_at
-    first = dict[str | frozenset[str], str]()
-    odd = Counter[str]()
-    names_of = Counter[frozenset[str]]()
-    for row in rows:
-        kind = type(row.ground_truth).__name__
-        kinds[kind] += 1
-        names = frozenset(row.extra_info or ())
-        names_of[names] += 1
-        oddities = [*_oddities(row, data.tokenizer.unk_token_id)]
-        odd.update(oddities)
-        keys: list[str | frozenset[str]] = [kind, names, *oddities]
-        for what in keys:
-            first.setdefault(what, row.origin)
-        # a game's rows may differ by their seed alone
-        told = repr((row.ground_truth, row.extra_info))
-        seen.add(hash((*row.content, told, row.rejected_ids)))
-    if "reward_fn" in reading.pipeline.services and [*kinds] == ["NoneType"]:
-        columns = sorted(
-            {name for row in rows[:_NUM_ROWS_CHECKED] for name in row.extra_info or ()}
-            - {PROMPT_CHAT}
-        )
-        absent = f"no row has the column '{key}' (data.answer_key)"
-        if not loaded.origin("data.answer_key").startswith(("default", "presets/")):
-            raise UserError(f"{absent}{hint(key, columns)}")
-        yield f"note: {absent}: the reward is called with ground_truth=None"
-    elif "reward_fn" in reading.pipeline.services and len(kinds) > 1:
-        counts = ", ".join(f"{kind} {number:,}" for kind, number in kinds.most_common())
-        rare = first[kinds.most_common()[-1][0]]
-        types = f"several types ({counts}; see {rare})"
-        yield (
-            f"note: the reward is called with ground truths of {types}, from data.answer_key={key}"
-        )
-        if "NoneType" in kinds:
-            yield (
-                f"note: {kinds['NoneType']:,} of {len(rows):,} rows have no answer (the first: "
-                f"{first['NoneType']})"
-            )
-    for name in sorted(frozenset[str]().union(*names_of)):
-        without = [names for names in names_of if name not in names]
-        if 0 < 10 * (lacking := sum(names_of[names] for names in without)) <= len(rows):
-            yield (
-                f"note: {lacking:,} of {len(rows):,} rows lack the column '{name}' (the first: "
-                f"{first[without[0]]})"
-            )
-    for oddity, number in odd.items():
-        yield f"note: {number:,} of {len(rows):,} rows {oddity} (the first: {first[oddity]})"
-    if len(seen) < _LEAST_DISTINCT * len(rows):
-        yield (
-            f"note: {len(rows) - len(seen):,} of {len(rows):,} rows are duplicates: see `distflow "
-            "data check`"
-        )
+    without = [row.origin for row in rows if row.ground_truth is None]
+    if not without:
+        return
+    if len(without) < len(rows):
+        number = f"{len(without):,} of {len(rows):,} rows"
+        yield f"note: {number} have no answer (data.answer_key={key}), the first: {without[0]}"
+        return
+    absent = f"no row has the column '{key}' (data.answer_key)"
+    if not loaded.origin("data.answer_key").startswith(("default", "presets/")):
+        columns = {name for row in rows[:_NUM_ROWS_CHECKED] for name in row.extra_info or ()}
+        raise UserError(f"{absent}{hint(key, columns - {PROMPT_CHAT})}")
+    yield f"note: {absent}: the reward is called with ground_truth=None"

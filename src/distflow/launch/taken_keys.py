@@ -2,14 +2,15 @@
 take it (`taken_by` in `config/keys`); here are the parts that a run has."""
 
 import inspect
+import re
 import tomllib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import fields
 from pathlib import Path
-from types import CodeType, FunctionType
 
 from distflow.algorithms.registry import find_adv_est, find_policy_loss, is_decoupled
-from distflow.builtin_names import ESTIMATORS, ROLLOUT_ENGINES
+from distflow.builtin_names import ROLLOUT_ENGINES
 from distflow.config import Config, Loaded, flatten
 from distflow.config.compose.load_config import is_verls
 from distflow.config.compose.setting_origins import is_preset
@@ -17,7 +18,6 @@ from distflow.config.compose.unknown_keys import parents
 from distflow.config.derived_settings import (
     CUSTOM,
     algorithms,
-    chooses_by_tags,
     config_of,
     find_pipeline,
     is_one_process,
@@ -39,7 +39,6 @@ from distflow.graph import BoundPipeline, NodeRole
 from distflow.graph.node_spec import is_factory
 from distflow.hub_id_or_local_path import is_local_model
 from distflow.import_target import innermost, is_ours, load_function
-from distflow.launch.data_sets import DataSource
 from distflow.launch.rollout_engines import AT_ONCE, engine_parameters, shares_weights
 from distflow.planning.independent_parts import pipeline_parts
 from distflow.planning.plan import Plan
@@ -102,14 +101,12 @@ class TakenKeys:
         self,
         config: Config,
         pipeline: BoundPipeline,
-        sources: list[DataSource],
         plan: Plan,
         data: DataPlan,
     ) -> None:
         self._config = config
         self._plan = plan
         self._pipeline = pipeline
-        self._sources = sources
         self._saves = bool(data.saves)
         self._engines = pipeline.engines
         ours = [innermost(node.given) for node in pipeline.nodes if is_ours(node.given)]
@@ -145,6 +142,7 @@ class TakenKeys:
             pipeline_name(config): True,
             "builtin_pipeline": pipeline_name(config) != CUSTOM,
             "rl": is_rl(config),
+            "responses_of_rows": not is_rl(config) and not reads_pairs(config),
             "preference_pairs": reads_pairs(config),
             "validation": validates(config),
             "rl_validation": validates(config) and is_rl(config),
@@ -155,7 +153,6 @@ class TakenKeys:
             REWARD_MODEL: REWARD_MODEL in self._engines and REWARD_MODEL in scoring,
             "judge": any(model.judge for model in scoring.values()),
             "oversampling": is_rl(config) and not has_own_factor,
-            "skipped_rows": any(self._skips()),
             **self._facts_of_losses(),
             **self._facts_of_placement(),
         }
@@ -178,7 +175,6 @@ class TakenKeys:
             "decoupled_loss": (updates or scores) and decouples,
             "coupled_loss": (updates or scores) and not decouples,
             "summed_loss": any(sums),
-            "group_of_one": any(self._groups_of_one()),
         }
 
     def _facts_of_placement(self) -> dict[str, bool]:
@@ -196,8 +192,8 @@ class TakenKeys:
         has_adapter = config.actor_rollout_ref.model.lora_rank > 0
         return {
             "several_processes": several,
-            "several_parts": several and (len(parts) > 1 or bool(config.trainer.devices)),
-            "allocation": several and bool(config.trainer.allocation),
+            "several_parts": by_others and (len(parts) > 1 or bool(config.trainer.devices)),
+            "allocation": by_others and bool(config.trainer.allocation),
             "launched_elsewhere": by_others,
             "remote_rollout": goes_elsewhere,
             "rollout_in_turns": has_engine and not goes_elsewhere and is_sync,
@@ -210,23 +206,6 @@ class TakenKeys:
             "sharded_ref": is_sharded(config) and not has_adapter,
         }
 
-    def _groups_of_one(self) -> Iterator[bool]:
-        """Whether a group of each domain has one sample, which its estimator compares with
-        others."""
-        if "compute_advantage" not in self._functions:
-            return
-        for domain, algorithm in algorithms(self._config):
-            known = ESTIMATORS.get(algorithm.adv_estimator)
-            size = config_of(self._config, domain).actor_rollout_ref.rollout.n
-            yield known is not None and known.needs_group and size == 1
-
-    def _skips(self) -> Iterator[bool]:
-        data = self._config.data
-        for source in self._sources:
-            own = data.domains.get(source.domain)
-            band = data.skip_outside if own is None else own.skip_outside or data.skip_outside
-            yield is_rl(self._config) and band is not None
-
     def _keys_by_name(self) -> Iterator[str]:
         """The keys, and whole groups, that parts take because they have a parameter or setting of
         that name."""
@@ -235,8 +214,6 @@ class TakenKeys:
         yield from self._keys_of_estimators()
         yield from self._keys_of_losses()
         yield from self._keys_of_rollout_engine()
-        for source in self._sources:
-            yield from (f"data.{name}" for name in self._keys_of_rows(source))
         config = self._config
         if validates(config) or config.trainer.test_freq <= 0:
             yield "trainer.test_freq"
@@ -284,33 +261,6 @@ class TakenKeys:
         if ROLLOUT_ENGINES[name].in_server:
             yield f"{_ROLLOUT}.data_parallel_size"
 
-    def _keys_of_rows(self, source: DataSource) -> Iterator[str]:
-        """The keys of `data` that the source takes, since its domain has no such setting of its
-        own."""
-        data = self._config.data
-        own = data.domains.get(source.domain)
-        trains = source.key.endswith("train_files")
-        split = "train" if trains else "val"
-        if own is None:
-            yield from ("train_files", "domain_key", f"{split}_max_samples")
-        elif chooses_by_tags(self._config, source.domain, f"{split}_files"):
-            yield from ("train_files", "tag_key")
-        if not trains:
-            yield "tag_key"
-        names = ["prompt_key", "answer_key", "tools_key", "enable_thinking"]
-        names += ["prompt_format", "prompt_template", "system_prompt"]
-        if not is_rl(self._config) and not reads_pairs(self._config):
-            names += ["response_key", "messages_key"]
-        if trains:
-            names.append("pass_rate")
-        if source.options.pass_rate is not None:
-            names.append("pass_rate_key")
-        if is_rl(self._config):
-            names.append("skip_outside")
-        if self._config.trust.check_rewards and "reward_fn" in self._pipeline.services:
-            names.append("solution_key")
-        yield from (name for name in names if getattr(own, name, None) is None)
-
     def _groups_of_users(self) -> Iterator[str]:
         """The groups that a user's function is handed whole, and those that users registered: it
         may read any of their keys while the run runs. For a key of another group it should have an
@@ -323,38 +273,16 @@ class TakenKeys:
                 yield node.config_key
 
     def _mentioned_by_users(self) -> Iterator[set[str]]:
-        """The names in each function of the user's that is called with the config to build the
-        pipeline or a node."""
+        """The words of each function of the user's that is called with the config to build
+        the pipeline or a node, without the underscore of `async_`."""
         own = self._config.dag.pipeline
         functions = [node.given for node in self._pipeline.nodes if is_factory(node.given)]
         if pipeline_name(self._config) == CUSTOM and isinstance(own, str):
             functions.append(load_function(own))
         for function in functions:
-            if not is_ours(function):
-                yield names_in(function)
-
-
-def names_in(function: Callable[..., object]) -> set[str]:
-    """The names that a user's function and the user's functions that it names read, without the
-    underscore of `async_`."""
-    names = set[str]()
-    seen = set[object]()
-    waiting: list[object] = [inspect.unwrap(innermost(function))]
-    while waiting:
-        each = waiting.pop()
-        if not isinstance(each, FunctionType) or each in seen or is_ours(each):
-            continue
-        seen.add(each)
-        waiting += [cell.cell_contents for cell in each.__closure__ or ()]
-        for code in _codes(each.__code__):
-            names |= {name.removesuffix("_") for name in code.co_names}
-            waiting += [each.__globals__.get(name) for name in code.co_names]
-    return names
-
-
-def _codes(code: CodeType) -> Iterator[CodeType]:
-    """The code of a function, and of the functions inside it."""
-    yield code
-    for constant in code.co_consts:
-        if isinstance(constant, CodeType):
-            yield from _codes(constant)
+            if is_ours(function):
+                continue
+            plain = inspect.unwrap(innermost(function))
+            with suppress(OSError, TypeError):
+                words = re.findall(r"\w+", inspect.getsource(plain))
+                yield {word.removesuffix("_") for word in words}

@@ -1,7 +1,12 @@
 """The user's code that a run would execute: of a config by somebody else only with consent."""
 
-from collections.abc import Callable
+import hashlib
+import json
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 from distflow.config import Config
 from distflow.config.derived_settings import (
@@ -12,9 +17,12 @@ from distflow.config.derived_settings import (
     named_algorithms,
     named_rewards,
 )
+from distflow.config.keys.schema import to_dict
 from distflow.data.sources import is_function
 from distflow.errors import UserError
 from distflow.models.model_folder import code_of
+from distflow.observe.crash_safe_files import to_json
+from distflow.untrusted_files import own_cache
 
 TRUST_CODE = "--trust-code"
 
@@ -130,3 +138,24 @@ def without_model_code(config: Config) -> Config:
     settings = config.actor_rollout_ref
     model = replace(settings.model, trust_remote_code=False)
     return replace(config, actor_rollout_ref=replace(settings, model=model))
+
+
+def remember_own_run(config: Config) -> None:
+    """Let commands run the code of this config again without asking, for this user, on this machine
+    and from this folder, to which its code may be relative."""
+    if code_of_run(config, generates_only=False):
+        with suppress(OSError):  # without a folder that only this user can write to, they ask
+            _own_run(to_dict(config)).touch()
+
+
+def is_own_run(values: Mapping[str, Any]) -> bool:
+    """Whether this user started a run with this config. values: the config of a checkpoint."""
+    with suppress(OSError):
+        return _own_run(values).is_file()
+    return False
+
+
+def _own_run(values: Mapping[str, Any]) -> Path:
+    """A file in this user's cache that is there if a run with this config was started."""
+    content = json.dumps([str(Path.cwd()), to_json(values)], sort_keys=True)
+    return own_cache() / f"own-run-{hashlib.sha256(content.encode()).hexdigest()}"

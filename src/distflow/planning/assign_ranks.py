@@ -343,7 +343,7 @@ def _shard(role: str, engine: str, sizes: Sizes, config: Config) -> int | None:
     size = config.actor_rollout_ref.actor.fsdp_config.fsdp_size
     if size in (-1, sizes.data):
         return None
-    if sizes.data % size:
+    if not size or sizes.data % size:
         raise UserError(
             f"actor_rollout_ref.actor.fsdp_config.fsdp_size={size} does not divide the "
             f"{sizes.data} data parallel ranks of the {role}: set it to a divisor, or to -1 for "

@@ -22,8 +22,6 @@ class Rates:
     """Seconds of a step, for each sample, outside of the other parts."""
     libraries: float | None = None
     """Bytes of a process without its models; None as usual."""
-    spread: tuple[float, float] = (1.0, 1.0)
-    """The quartiles of a step's seconds over their median."""
     source: str = ""
     """The run; empty if nothing was measured."""
 
@@ -56,8 +54,6 @@ class MeasuredSteps:
     """As in `Rates`."""
     samples: int
     """Of a step."""
-    spread: tuple[float, float] = (1.0, 1.0)
-    """As in `Rates`."""
     peak: float | None = None
     """Bytes of the fullest process; None if unknown."""
 
@@ -90,6 +86,5 @@ def fit(
         scores=measured.scores,
         rest=rest / max(1, measured.samples),
         libraries=beside,
-        spread=measured.spread,
         source=source,
     )

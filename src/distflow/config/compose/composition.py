@@ -11,9 +11,7 @@ from omegaconf.errors import InterpolationResolutionError, OmegaConfBaseExceptio
 from yaml import YAMLError
 
 from distflow.config.compose.override_grammar import (
-    NamedTwice,
     Override,
-    SeveralRuns,
     Unreadable,
     parse_override,
 )
@@ -35,13 +33,14 @@ from distflow.config.compose.setting_origins import (
 from distflow.config.compose.typed_values import did_you_mean, nested
 from distflow.config.compose.unknown_keys import is_known
 from distflow.config.keys.schema import schema_keys
-from distflow.errors import ConfigError, Problem, nearest
+from distflow.errors import ConfigError, Problem
 
 _MAX_TEXT = 1_000_000
 _CONFIG_OF_A_RUN = "config.yaml"  # relative to the run's folder
 
-_CLOSE = (
-    "close each bracket, and quote the argument for the shell: 'key=[a, b]', 'key={a: 1, b: [c]}'"
+_WRITTEN = (
+    "write key=value, without dashes and without spaces around =, and quote lists, mappings and "
+    "texts with spaces or commas for the shell: 'key=[a, b]', 'key={a: 1}', 'key=\"a, b\"'"
 )
 
 
@@ -69,30 +68,15 @@ def find_source(preset_or_file: str) -> Path:
     if path.is_file() and path.suffix == ".yaml":
         return path.resolve()
     names = ", ".join(preset_names())
+    what = "is neither a preset nor a file"
     if "=" in preset_or_file:
         what = "is no preset"
-        advice = f"name one first, or a .yaml file; the presets are {names}"
-    elif path.is_file():
-        advice = f"name one, or a preset ({names}); set data by data.train_files={preset_or_file}"
-        what = "is not a .yaml file"
-        advice = f"rename it to {path.stem}.yaml" if path.suffix == ".yml" else advice
-    elif (path / _CONFIG_OF_A_RUN).is_file():
-        what = "is a folder with a config"
-        advice = f"name its config: {Path(preset_or_file) / _CONFIG_OF_A_RUN}"
-    elif path.is_dir() and "/" in preset_or_file:
-        what = "is a folder"
-        advice = f"name a .yaml file, or a preset: {names}"
-    elif path.suffix in (".yaml", ".yml") or "/" in preset_or_file:
-        run = Path("runs", preset_or_file, _CONFIG_OF_A_RUN)
-        near = nearest(path.stem, (each.stem for each in path.parent.glob("*.yaml")))
-        meant = f"did you mean {path.with_name(near)}.yaml? " if near else ""
-        meant = f"did you mean {run}? " if run.is_file() else meant
-        what = "there is no such file"
-        advice = f"{meant}check its path, or use a preset: {names}"
-    else:
-        meant = did_you_mean(preset_or_file, preset_names())
-        what = "is neither a preset nor a file"
-        advice = f"{meant}the presets are {names}"
+    elif path.exists():
+        what = "is no .yaml file"
+    meant = did_you_mean(preset_or_file, preset_names())
+    if (path / _CONFIG_OF_A_RUN).is_file():
+        meant = f"did you mean {path / _CONFIG_OF_A_RUN}? "
+    advice = f"{meant}name a .yaml file, or one of the presets {names}"
     raise ConfigError([Problem(((f"'{preset_or_file}'", COMMAND_LINE),), what, advice)])
 
 
@@ -110,10 +94,6 @@ def compose_values(source: Path, overrides: Sequence[str], base: str | None = No
             result.settings += read_settings(path, package)
     except ConfigError as error:
         raise ConfigError([*result.problems, *error.problems]) from None
-    except _NoBase as error:
-        result.failure = error.problem
-        result.settings += read_settings(source, "")
-        return result
     applied = [*_applied(parsed, result)]
     try:
         composed = OmegaConf.create(_plain_defaults())
@@ -136,34 +116,25 @@ def compose_values(source: Path, overrides: Sequence[str], base: str | None = No
     return result
 
 
-class _NoBase(Exception):
-    """A file's `defaults` cannot be followed."""
-
-    def __init__(self, source: Path, what: str, advice: str) -> None:
-        super().__init__(what)
-        self.problem = Problem(((display(source), "defaults"),), what, advice)
-
-
 def _files_below(source: Path, base: str | None) -> Iterator[tuple[Path, str]]:
     """Each YAML file with its package, the prefix of its keys, in the order in which they take
     effect. A name in `defaults` is a file next to the source, or a preset; one in a folder below
-    has the folder's name as its prefix. Raises _NoBase."""
+    has the folder's name as its prefix. Raises ConfigError."""
     names = ", ".join(preset_names())
-    advice = (
-        f"name presets ({names}) or files next to this one, without .yaml, in a list: "
-        "defaults: [grpo, _self_]"
-    )
+
+    def wrong(what: str) -> ConfigError:
+        advice = (
+            f"name presets ({names}) or files next to this one, without .yaml, in a list: "
+            "defaults: [grpo, _self_]"
+        )
+        return ConfigError([Problem(((display(source), "defaults"),), what, advice)])
 
     def follow(path: Path, package: str, above: tuple[Path, ...]) -> Iterator[tuple[Path, str]]:
         if path in above:
-            cycle = (
-                "break the cycle; a file with the name of a preset cannot build on that preset: "
-                "rename it"
-            )
-            raise _NoBase(source, "builds on itself", cycle)
+            raise wrong("builds on itself")
         found = names_in_defaults(read_node(path))
         if not all(found):
-            raise _NoBase(source, "are no list of names", advice)
+            raise wrong("are no list of names")
         for name in found if "_self_" in found else [*found, "_self_"]:
             if name == "_self_":
                 yield path, package
@@ -172,7 +143,7 @@ def _files_below(source: Path, base: str | None) -> Iterator[tuple[Path, str]]:
             places = [parent / f"{within}.yaml" for parent in (source.parent, PRESETS)]
             file = next((place for place in places if place.is_file()), None)
             if file is None:
-                raise _NoBase(source, f"name '{name}', which is no preset and no file", advice)
+                raise wrong(f"name '{name}', which is no preset and no file")
             yield from follow(file, within.rpartition("/")[0].replace("/", "."), (*above, path))
 
     if base is not None:
@@ -222,9 +193,7 @@ def _unresolved(error: InterpolationResolutionError, settings: Sequence[Setting]
         .removeprefix("KeyError raised while resolving interpolation: ")
     )
     subject = str(error.full_key or "${...}")
-    advice = "name an existing key, e.g. ${trainer.seed}"
-    if what.strip('"').startswith("Environment variable"):
-        advice = "export it, or give another value: ${oc.env:NAME,value}"
+    advice = "name an existing key, e.g. ${trainer.seed}, or a variable: ${oc.env:NAME,value}"
     places = ["default", *(setting.where for setting in settings if setting.key == subject)]
     return Problem(((subject, places[-1]),), what, advice)
 
@@ -252,83 +221,25 @@ def find_base(source: Path, composed: Composition, otherwise: str) -> str | None
 
 def _read_overrides(lines: Sequence[str], result: Composition) -> list[Override]:
     parsed = []
-    for line in _without_loose_signs(lines, result):
+    for line in lines:
         try:
             override = parse_override(line)
         except Unreadable as error:
             if _takes_text(line):
                 parsed.append(Override(_key_of(line), line.partition("=")[2]))
             else:
-                _refuse(result, line, *_unreadable(line, error))
-        except SeveralRuns:
-            _refuse(result, line, "asks for several runs", _advice_for_commas(line))
-        except NamedTwice as error:
-            _refuse(result, line, f"names {error} twice", "keep one of the two")
+                _refuse(result, line, f"cannot be read: {error}", _WRITTEN)
+            continue
+        if re.search("[@/:]", override.key):
+            advice = "write key=value; a file names its base under defaults:"
+            _refuse(result, line, "names a file, not a key", advice)
         else:
-            if re.search("[@/:]", override.key):
-                advice = "write key=value; a file names its base under defaults:"
-                _refuse(result, line, "names a file, not a key", advice)
-            else:
-                parsed.append(override)
+            parsed.append(override)
     return parsed
 
 
 def _key_of(line: str) -> str:
     return line.partition("=")[0].lstrip("+~")
-
-
-def _without_loose_signs(lines: Sequence[str], result: Composition) -> list[str]:
-    """The lines but for `key = value`, which a shell hands over as three: a problem for each."""
-    kept = list[str]()
-    words = iter(lines)
-    for word in words:
-        if word.startswith("=") and kept:
-            key = kept.pop()
-            value = word[1:] or next(words, "VALUE")
-            _refuse(result, f"{key} = {value}", "has spaces around =", f"write {key}={value}")
-        else:
-            kept.append(word)
-    return kept
-
-
-def _unreadable(line: str, error: Unreadable) -> tuple[str, str]:
-    """The problem of a line that the grammar does not allow, and advice."""
-    key, equals, value = line.partition("=")
-    if key.startswith("-"):
-        return "is an option", f"keys are written key=value, without dashes: {line.lstrip('-')}"
-    if not equals:
-        found = re.fullmatch(r"([\w.]+):\s*(.+)", line)
-        written = (
-            f"{found[1]}={found[2]}"
-            if found
-            else f"{line}=VALUE"
-            if line in schema_keys()
-            else "key=value"
-        )
-        return "sets nothing", f"write {written}"
-    if key != key.strip() or value[:1] in (" ", "="):
-        what = "has more than one =" if value[:1] == "=" else "has spaces around its ="
-        return what, f"write {key.strip()}={value.strip(' =')}"
-    if value[:1] in ("[", "{"):
-        return f"is not a list or mapping ({error})", _CLOSE
-    return (
-        f"cannot be read ({error})",
-        "put a value with spaces, commas or braces in quotes: 'key=\"a, b\"'",
-    )
-
-
-def _advice_for_commas(line: str) -> str:
-    key, _, value = line.partition("=")
-    info = schema_keys().get(key.lstrip("+"))
-    takes_list = info is not None and any(get_origin(arm) is tuple for arm in info.arms)
-    if takes_list and re.fullmatch(r"[^\[\]{}()'\"]+", value):
-        return f"for a list write '{key}=[{value}]'"
-    if info is not None and float in info.arms and re.fullmatch(r"\d+,\d+([eE][-+]?\d+)?", value):
-        return (
-            f"write a decimal point, {key}={value.replace(',', '.')}, or start one run for each "
-            "value"
-        )
-    return "start one run for each value, or put a str with commas in quotes: 'key=\"a,b\"'"
 
 
 def _takes_text(line: str) -> bool:

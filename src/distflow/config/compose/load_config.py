@@ -3,7 +3,7 @@
 A value that cannot be read is replaced by the default and reported with all other problems at once.
 """
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import TYPE_CHECKING
@@ -22,7 +22,6 @@ from distflow.config.compose.setting_origins import (
     Setting,
     display,
     is_preset,
-    overriding_defaults,
     settings_of_value,
 )
 from distflow.config.compose.typed_values import Mismatch, flat, parse_value
@@ -39,7 +38,6 @@ from distflow.config.derived_settings import (
     may_have_critic,
     pipeline_name,
 )
-from distflow.config.extension_registries import find_unregistered
 from distflow.config.keys.schema import (
     Config,
     flatten,
@@ -57,7 +55,7 @@ from distflow.config.rules.check_config import (
     within_bounds,
 )
 from distflow.config.rules.sizes import Change
-from distflow.errors import ConfigError, Problem, UserError, hint, joined
+from distflow.errors import ConfigError, Problem, UserError, hint
 from distflow.import_target import LoadError, load_modules
 
 if TYPE_CHECKING:
@@ -157,47 +155,13 @@ def load_config(
             needed=needed,
         )
         notes = [f"{display(source)} has no defaults: it builds on {unnamed}"] if unnamed else []
-        if behind := overriding_defaults(source):
-            which = (
-                ", ".join(_overridden(composed.settings, display(source))) or "no key of the file"
-            )
-            notes.append(
-                f"{display(source)}: {joined(behind)}, which follows _self_ in its defaults, "
-                f"overrides {which}; to "
-                f"override it, write defaults: [{', '.join(behind)}, _self_]"
-            )
         notes += [*renamed, *accepted.values(), *_differences_from_verl(loaded, accepted)]
         return replace(loaded, notes=tuple(notes))
-    except ConfigError as error:
-        # A built-in name may be unknown because its file is missing from a table.
-        unregistered = [part for part in find_unregistered() if f"'{part.name}'" in str(error)]
-        if not unregistered:
-            raise
-        problems = [
-            Problem(((part.file, "a file of the package"),), str(part)) for part in unregistered
-        ]
-        raise ConfigError([*error.problems, *problems]) from error
     # of this file: those of files that keys name are problems of the keys
     except (RecursionError, OSError) as error:
         what = "its keys, or those of an override, are nested too deeply"
         what = f"cannot be read: {error.strerror}" if isinstance(error, OSError) else what
         raise ConfigError([Problem(((f"'{preset_or_file}'", COMMAND_LINE),), what)]) from error
-
-
-def _overridden(settings: Sequence[Setting], file: str) -> Iterator[str]:
-    """The keys of the file that its defaults set to another value, with both values."""
-    given = dict[str, Setting]()
-    for setting in settings:
-        own = given.get(setting.key)
-        if setting.where.startswith(f"{file}:"):
-            given[setting.key] = setting
-        elif (
-            own is not None
-            and setting.where != COMMAND_LINE
-            and not own.is_group
-            and own.value != setting.value
-        ):
-            yield f"{setting.key} ({own.value} → {setting.value})"
 
 
 def check_named_files(loaded: Loaded) -> None:

@@ -21,19 +21,12 @@ _WORDS = {"null": None, "true": True, "false": False}
 _SWEEP = re.compile(r"(choice|range|interval|glob|shuffle|sort|tag)\(.*\)", re.S)
 # Characters that a text without quotes may have at the top where its commas separate runs.
 _SIMPLE = re.compile(r"[\w\s/\-\\+.$%*@?|:,]*", re.ASCII)
+_SEVERAL = "it asks for a run for each of several values: start each, or write a list as [a, b]"
 _ESCAPABLE = "\\()[]{}:=, \t"
 
 
 class Unreadable(ValueError):
     """A line that the grammar does not allow, with the reason."""
-
-
-class SeveralRuns(ValueError):
-    """A value that asks for a run for each of several values."""
-
-
-class NamedTwice(ValueError):
-    """A mapping that has the name, which is the argument, twice."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +39,7 @@ class Override:
 
 
 def parse_override(line: str) -> Override:
-    """Raises Unreadable, SeveralRuns or NamedTwice."""
+    """Raises Unreadable."""
     head, equals, text = line.partition("=")
     found = _KEY.fullmatch(head)
     if found is None:
@@ -79,19 +72,19 @@ class _Reader:
     def whole(self) -> object:
         text = self._text
         if _SWEEP.fullmatch(text.strip()):
-            raise SeveralRuns
+            raise Unreadable(_SEVERAL)
         if text.startswith("="):
             raise Unreadable("it begins with =")
         if text[:1] not in ("'", '"', "[", "{"):
             if "," not in re.sub(r"\\.", "", text):
                 return self._plain("")
             if _SIMPLE.fullmatch(text):
-                raise SeveralRuns
+                raise Unreadable(_SEVERAL)
             return text
         value = self._value("")
         self._skip_spaces()
         if self._next() == ",":
-            raise SeveralRuns
+            raise Unreadable(_SEVERAL)
         if self._next():
             raise Unreadable(f"'{text[self._at :]}' follows its end")
         return value
@@ -121,7 +114,7 @@ class _Reader:
         while not self._is_closed("}", bool(entries)):
             name = self._value(":,}")
             if name in entries:
-                raise NamedTwice(str(name))
+                raise Unreadable(f"it names {name} twice")
             self._skip_spaces()
             if self._next() != ":":
                 self._fail(":")

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from itertools import islice
 from pathlib import Path
 
 import yaml
@@ -63,12 +62,6 @@ def pipeline_of_type(workflow_type: str) -> str | None:
         if entry.workflow_type and entry.workflow_type == workflow_type:
             return name
     return None
-
-
-def overriding_defaults(path: Path) -> list[str]:
-    """The names after `_self_` in the `defaults` of a YAML file, which override its own keys."""
-    names = names_in_defaults(read_node(path))
-    return names[names.index("_self_") + 1 :] if "_self_" in names else []
 
 
 def names_in_defaults(root: yaml.Node | None) -> list[str]:
@@ -149,18 +142,12 @@ def yaml_problem(error: yaml.YAMLError | UnicodeDecodeError, path: Path) -> Prob
             ((display(path), "the file"),), f"cannot be read: {error}", "save it as UTF-8 text"
         )
     mark = error.problem_mark or error.context_mark
-    where = f"line {mark.line + 1}, column {mark.column + 1}" if mark else "somewhere"
-    advice = "check that line and the one above: keys of one group start in the same column"
-    named = Path(mark.name) if mark and Path(mark.name).is_file() else path
-    if mark and "${" in next(islice(named.read_text("utf-8").splitlines(), mark.line, None), ""):
-        advice = 'quote it: "${trainer.seed}"; a variable of the environment is "${oc.env:NAME}"'
-    if "\\t" in str(error.problem):
-        advice = "indent with spaces: YAML does not allow tabs"
-    if isinstance(error, yaml.composer.ComposerError):
-        advice = "check its aliases (*name): each counts with everything that it repeats"
-    if isinstance(error, yaml.constructor.ConstructorError):
-        advice = "write the value itself: tags (!...) are not supported"
-    return Problem(((display(named), where),), f"is not valid YAML: {error.problem}", advice)
+    where = f"line {mark.line + 1}, column {mark.column + 1}" if mark else "the file"
+    advice = (
+        "check that line and the one above: keys of one group start in the same column, after "
+        'spaces and not tabs; "${...}" is in quotes; tags (!...) are not supported'
+    )
+    return Problem(((display(path), where),), f"is not valid YAML: {error.problem}", advice)
 
 
 def read_node(path: Path) -> yaml.Node | None:

@@ -1,7 +1,6 @@
 """Finds unknown keys.
 
 Settings of another system that need no counterpart are accepted; other unknown ones get advice.
-Only a typing error counts as a misspelling, never a different word.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -15,7 +14,6 @@ from distflow.config.migration.tables import (
     Name,
     all_tables,
     as_override,
-    find_by_last_word,
     find_names,
     split_overrides,
 )
@@ -57,7 +55,6 @@ def _similarity(name: str, other: str) -> float:
 _SAME_KEYS = {"verl", "siiRL"}  # systems whose commands need few changes to run here
 _MOST_PROBLEMS = 30  # each unknown key is compared with all keys
 _LISTED = 2  # keys of the same name in other groups; more would not help
-_TELLING = 5  # minimum letters of a word that is compared without its group
 
 
 def parents(key: str) -> list[str]:
@@ -111,22 +108,23 @@ def judge_settings(
 
 
 def suggest(key: str, known: Collection[str], value: object = NOT_GIVEN) -> str:
-    """Advice for an unknown key: its name here, else the keys of `known` that it resembles."""
+    """Advice for an unknown key: its name here if another system has it, else keys of `known` that
+    it resembles."""
     if found := find_names(key):
         return _answer(found, value)
-    if guesses := _resembling(key, known):
+    word = key.rpartition(".")[2]
+    by_end = [name for name in known if name.endswith(f".{key}")]
+    same = [name for name in known if name.rpartition(".")[2] == word]
+    is_telling = "_" in word or key.partition(".")[0] in _groups()
+    if len(same) > _LISTED or not is_telling:
+        same = []
+    last_words = dict[str, str]()
+    for name in known:
+        last_words.setdefault(name.rpartition(".")[2], name)
+    near = most_similar(key, {name: name for name in known}) or most_similar(key, last_words)
+    guesses = by_end[:1] or same or near
+    if guesses:
         return f"did you mean {' or '.join(guesses)}?"
-    if found := find_by_last_word(key):
-        return f"{joined(list(found))} {_has_it(found)} it elsewhere: {_answer(found, value)}"
-    if guesses := _elsewhere(key, known):
-        return f"did you mean {' or '.join(guesses)}?"
-    theirs = {}
-    for table in all_tables().values():
-        for name in table.names:
-            if name[:1] == key[:1]:
-                theirs[name] = name
-    if guesses := most_similar(key, theirs):
-        return f"did you mean {guesses[0]}? Then {_answer(find_names(guesses[0]), value)}"
     return "see docs/config.md for all keys, docs/migrating.md for those of other systems"
 
 
@@ -166,8 +164,8 @@ def _judge(
         theirs = f"; {joined(list(found))} {_has_it(found)} it" if found else ""
         refers = isinstance(setting.value, str) and "${" in setting.value
         value = look_up(values, key) if refers else setting.value
-        meant = _misplaced(key) if setting.is_group else _GONE.get(key, "")
-        return Problem(places, f"there is no such key{theirs}", meant or suggest(key, keys, value))
+        advice = _GONE.get(key) or suggest(key, [*_groups()] if setting.is_group else keys, value)
+        return Problem(places, f"there is no such key{theirs}", advice)
     if setting.has_dots and (key in keys or key in _groups()):
         advice = (
             "write one level a line: " + ": {".join(key.split(".")) + ": ..." + "}" * key.count(".")
@@ -180,18 +178,6 @@ def _judge(
             places, "is a group of keys, not a value", f"write keys below it, e.g. {written}"
         )
     return None
-
-
-def _misplaced(key: str) -> str:
-    """Advice for a group that exists below another one; else empty."""
-    name = key.rpartition(".")[2]
-    if name in _groups():
-        return f"did you mean {name}? It is a top-level key: start its line in the first column"
-    same = [group for group in _groups() if group.endswith(f".{name}")]
-    near = [group for group in same if group.partition(".")[0] == key.partition(".")[0]] or same
-    return (
-        f"did you mean {' or '.join(sorted(near)[:2])}? It is below another group" if near else ""
-    )
 
 
 def _acceptance(setting: Setting, found: dict[str, Name], values: Mapping[str, object]) -> str:
@@ -242,35 +228,6 @@ def _groups() -> frozenset[str]:
 @cache
 def _groups_above(keys: tuple[str, ...]) -> frozenset[str]:
     return frozenset(group for key in keys for group in parents(key))
-
-
-def _resembling(key: str, known: Collection[str]) -> list[str]:
-    """The key that ends with this one (`actor.clip_ratio`), the key above it, or a similar spelling
-    in its group."""
-    by_end = [name for name in known if name.endswith(f".{key}")]
-    above = [parent for parent in parents(key) if parent in known]
-    if by_end or above:
-        return (by_end or above)[:1]
-    group, _, word = key.rpartition(".")
-    return most_similar(
-        word, {name.rpartition(".")[2]: name for name in known if name.rpartition(".")[0] == group}
-    )
-
-
-def _elsewhere(key: str, known: Collection[str]) -> list[str]:
-    """Keys in other groups with the same last word, unless it is common; else a key with a similar
-    spelling."""
-    words: dict[str, list[str]] = {}
-    for name in known:
-        words.setdefault(name.rpartition(".")[2], []).append(name)
-    words = {word: names for word, names in words.items() if len(names) <= _LISTED}
-    word = key.rpartition(".")[2]
-    if word in words and ("_" in word or key.partition(".")[0] in _groups()):
-        return words[word]
-    telling = {word: word for word in words if len(word) >= _TELLING}
-    if guesses := most_similar(key, {name: name for name in known}) or most_similar(key, telling):
-        return words.get(guesses[0], guesses)
-    return []
 
 
 def _has_it(found: Mapping[str, Name]) -> str:

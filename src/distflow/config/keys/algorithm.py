@@ -91,14 +91,23 @@ class KLControlConfig:
     kl_coef: float = key(
         0.001, "coefficient of the penalty; its initial value if adaptive", minimum=0
     )
-    target_kl: float | None = key(None, "target KL per token of the adaptive controller", above=0)
+    target_kl: float | None = key(
+        None,
+        "target KL per token of the adaptive controller",
+        above=0,
+        taken_if=lambda own: own.type == "adaptive",
+    )
     horizon: int | None = key(
-        None, "samples over which the adaptive controller reaches the target", minimum=1
+        None,
+        "samples over which the adaptive controller reaches the target",
+        minimum=1,
+        taken_if=lambda own: own.type == "adaptive",
     )
     mean: str = key(
         "token",
         "KL that is controlled: mean over tokens, or mean of the sequences' means (verl)",
         choices=("token", "sequence"),
+        taken_if=lambda own: own.type == "adaptive",
     )
 
 
@@ -110,14 +119,30 @@ class NormConfig:
     mean_level: str | None = key(
         None, "level of the subtracted mean; null subtracts none", choices=LEVELS
     )
-    mean_leave1out: bool = key(False, "exclude a value from the mean that is subtracted from it")
+    mean_leave1out: bool = key(
+        False,
+        "exclude a value from the mean that is subtracted from it",
+        taken_if=lambda own: own.mean_level is not None,
+    )
     std_level: str | None = key(
         None, "level of the standard deviation; null does not divide", choices=LEVELS
     )
-    std_unbiased: bool = key(True, "use the unbiased standard deviation")
-    eps: float = key(1e-5, "added to the standard deviation", above=0)
+    std_unbiased: bool = key(
+        True,
+        "use the unbiased standard deviation",
+        taken_if=lambda own: own.std_level is not None,
+    )
+    eps: float = key(
+        1e-5,
+        "added to the standard deviation",
+        above=0,
+        taken_if=lambda own: own.std_level is not None,
+    )
     group_size: int | None = key(
-        None, "number of samples normalised together; null is rollout.n", minimum=2
+        None,
+        "number of samples normalised together; null is rollout.n",
+        minimum=2,
+        taken_if=lambda own: "group" in (own.mean_level, own.std_level),
     )
 
 
@@ -151,6 +176,7 @@ class RolloutCorrectionConfig:
         False,
         "divide the weights by their mean over the step, after rollout_is_threshold",
         taken_by="correct_mismatch",
+        taken_if=lambda own: own.rollout_is is not None,
     )
     rollout_rs: tuple[str, ...] = key(
         (),
@@ -435,7 +461,7 @@ class AlgorithmConfig:
     allow_group_of_one: bool = key(
         False,
         "accept rollout.n=1 with an estimator that compares the samples of a group",
-        taken_by="group_of_one",
+        taken_by="compute_advantage",
     )
     agent_rewards: str = key(
         "shared",

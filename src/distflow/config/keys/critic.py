@@ -29,7 +29,11 @@ class CriticConfig:
         taken_by="train_critic",
     )
     huber_delta: float = key(
-        10.0, "error above which the Huber loss is linear", above=0, taken_by="train_critic"
+        10.0,
+        "error above which the Huber loss is linear",
+        above=0,
+        taken_by="train_critic",
+        taken_if=lambda own: own.value_loss == "huber",
     )
     cliprange_value: float = key(
         0.5, "maximum distance of a value from the old value", above=0, taken_by="train_critic"

@@ -11,7 +11,7 @@ from distflow.config.compose.typed_values import (
     parse_share_band,
 )
 from distflow.config.keys.algorithm import DIFFERING, DIFFERING_LOSS
-from distflow.config.keys.declare import BY_NAME, collect, key, plain_settings
+from distflow.config.keys.declare import collect, key, plain_settings
 from distflow.config.keys.reward import JUDGED_BY_DOMAIN, RewardPart, parse_parts, plain_parts
 
 _FORM = (
@@ -111,7 +111,6 @@ class DataConfig:
             "training data: paths, data set ids, builtin:NAME or other forms of docs/data.md; one "
             "or a list"
         ),
-        taken_by=BY_NAME,
     )
     val_files: tuple[str, ...] = key((), "validation data, in the same forms; null: no validation")
     domains: dict[str, DomainConfig] = key(
@@ -124,18 +123,20 @@ class DataConfig:
         plain=plain_settings,
     )
     prompt_key: str = key(
-        "prompt", "column of the prompt: str or a list of chat messages", taken_by=BY_NAME
+        "prompt",
+        "column of the prompt: str or a list of chat messages",
     )
     answer_key: str = key(
-        "answer", "column of the ground truth for the reward function", taken_by=BY_NAME
+        "answer",
+        "column of the ground truth for the reward function",
     )
     response_key: str = key(
-        "response", "column of the response to train on (sft)", taken_by=BY_NAME
+        "response", "column of the response to train on (sft)", taken_by="responses_of_rows"
     )
     messages_key: str = key(
         "messages",
         "column of a conversation whose assistant turns are trained on (sft)",
-        taken_by=BY_NAME,
+        taken_by="responses_of_rows",
     )
     chosen_key: str = key(
         "chosen",
@@ -152,7 +153,8 @@ class DataConfig:
         "column of a row's image or list of images, for a model that reads images; null: none",
     )
     tools_key: str = key(
-        "tools", "column of the functions for the chat template, as JSON schemas", taken_by=BY_NAME
+        "tools",
+        "column of the functions for the chat template, as JSON schemas",
     )
     solution_key: str | None = key(
         None,
@@ -160,32 +162,36 @@ class DataConfig:
             "column of reference solutions to score before the start; null: that of the reward "
             "function, '': none"
         ),
-        taken_by=BY_NAME,
+        taken_by="reward_fn",
     )
-    domain_key: str = key("data_source", "column of a row's domain", taken_by=BY_NAME)
+    domain_key: str = key(
+        "data_source",
+        "column of a row's domain",
+    )
     tag_key: str | None = key(
         None,
         (
             "column of a row's tag, by which domains select rows and accuracy is also reported; "
             "null: no tags"
         ),
-        taken_by=BY_NAME,
     )
     prompt_format: str = key(
         "text",
         "chat: a str prompt becomes one user message of the chat template",
         choices=("text", "chat"),
-        taken_by=BY_NAME,
     )
     prompt_template: str | None = key(
         None,
         "template of a str prompt, with {prompt}; {{ and }} are literal braces",
-        taken_by=BY_NAME,
     )
     system_prompt: str | None = key(
-        None, "system message before each prompt (chat)", taken_by=BY_NAME
+        None,
+        "system message before each prompt (chat)",
     )
-    enable_thinking: bool = key(False, "passed to the chat template", taken_by=BY_NAME)
+    enable_thinking: bool = key(
+        False,
+        "passed to the chat template",
+    )
     apply_chat_template_kwargs: dict[str, object] = key(
         {}, "additional arguments of the chat template, by name"
     )
@@ -197,6 +203,7 @@ class DataConfig:
         "error",
         "how to truncate an overlong prompt that is not filtered",
         choices=("error", "left", "right", "middle"),
+        taken_if=lambda own: not own.filter_overlong_prompts,
     )
     lazy: bool = key(False, "read each training row when its group starts, on its worker")
     bad_rows: str = key("error", "action for an unusable row", choices=("error", "skip"))
@@ -204,24 +211,24 @@ class DataConfig:
         None,
         "[low, high]: train only on rows with a pass rate in this range; null is all",
         parse=parse_band,
-        taken_by=BY_NAME,
     )
     pass_rate_key: str = key(
         "pass_rate",
         "column of the pass rate, or of another measure of difficulty",
-        taken_by=BY_NAME,
+        taken_if=lambda own: own.pass_rate or any(d.pass_rate for d in own.domains.values()),
     )
     skip_outside: tuple[float, float] | None = key(
         None,
         "[low, high]: skip a row whose share of correct responses was outside",
         parse=parse_share_band,
-        taken_by=BY_NAME,
+        taken_by="rl",
     )
     skip_epochs: int = key(
         1,
         "epochs for which skip_outside skips a row before it is used again",
         minimum=1,
-        taken_by="skipped_rows",
+        taken_by="rl",
+        taken_if=lambda own: own.skip_outside or any(d.skip_outside for d in own.domains.values()),
     )
     broken_tests: str = key(
         "skip",
@@ -230,10 +237,14 @@ class DataConfig:
         taken_by="reward_fn",
     )
     train_max_samples: int = key(
-        -1, "use only the first rows of train_files; -1 is all", minimum=-1, taken_by=BY_NAME
+        -1,
+        "use only the first rows of train_files; -1 is all",
+        minimum=-1,
     )
     val_max_samples: int = key(
-        -1, "use only the first rows of val_files; -1 is all", minimum=-1, taken_by=BY_NAME
+        -1,
+        "use only the first rows of val_files; -1 is all",
+        minimum=-1,
     )
     allow_overlap: bool = key(
         False, "do not warn about validation prompts that are trained on", taken_by="validation"

@@ -22,8 +22,7 @@ if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
 BY_NAME = "a parameter of that name"
-"""As `taken_by`: only what names the key takes it. That is an option of a node, estimator, loss or
-engine, or a source of rows whose domain has no such setting of its own
+"""As `taken_by`: only what names the key takes it, an option of a node, estimator, loss or engine
 (`launch/taken_keys.py`)."""
 
 T = TypeVar("T")

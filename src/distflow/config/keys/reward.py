@@ -143,7 +143,9 @@ class OverlongConfig:
     buffer_tokens: int = key(
         0, "tokens before data.max_response_length that are penalised; 0 is off", minimum=0
     )
-    factor: float = key(1.0, "penalty at the limit", minimum=0)
+    factor: float = key(
+        1.0, "penalty at the limit", minimum=0, taken_if=lambda own: own.buffer_tokens > 0
+    )
 
 
 @dataclass(frozen=True)
@@ -193,11 +195,21 @@ class RewardConfig:
         taken_by="reward_actors",
     )
     actor_cpus: int = key(
-        1, "CPUs that each reward actor reserves", minimum=1, taken_by="reward_actors"
+        1,
+        "CPUs that each reward actor reserves",
+        minimum=1,
+        taken_by="reward_actors",
+        taken_if=lambda own: own.num_actors > 0,
     )
     retries: int = key(0, "retries of a failed call", minimum=0, taken_by="reward_fn")
     backoff_s: float = key(
-        1.0, "seconds before the first retry, doubled each time", above=0, taken_by="reward_fn"
+        1.0,
+        "seconds before the first retry, doubled each time",
+        above=0,
+        taken_by="reward_fn",
+        taken_if=lambda own: (
+            own.retries > 0 or any("retries" in each for each in own.domains.values())
+        ),
     )
     on_error: OnError = key(
         "mask",

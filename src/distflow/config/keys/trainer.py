@@ -102,7 +102,7 @@ class TrainerConfig:
         None, "condition that ends the run, e.g. val_correct/all/mean >= 0.9", parse=parse_stop_when
     )
     critic_warmup: int = key(
-        0, "number of initial steps that train only the critic", minimum=0, taken_by="actor"
+        0, "number of initial steps that train only the critic", minimum=0, taken_by="critic"
     )
     val_before_train: bool = key(False, "validate before the first step")
     test_freq: int = key(5, "steps between validations; 0 or less for none", taken_by=BY_NAME)
@@ -145,7 +145,12 @@ class TrainerConfig:
         "dump all columns of steps to tokens/, as safetensors",
         choices=("none", "last_k", "all"),
     )
-    save_groups_last: int = key(5, "number of steps that last_k keeps", minimum=1)
+    save_groups_last: int = key(
+        5,
+        "number of steps that last_k keeps",
+        minimum=1,
+        taken_if=lambda own: own.save_groups == "last_k",
+    )
     logger: tuple[str, ...] = key(
         ("console",),
         "trackers: one or a list (metrics.jsonl is always written)",
@@ -191,7 +196,7 @@ class TrainerConfig:
             "devices of each part, by number (launcher=ray); [] is all. A command with several "
             "configs sets it for each"
         ),
-        taken_by="several_processes",
+        taken_by="launched_elsewhere",
     )
     worker_cpus: int = key(
         1, "CPUs that each worker reserves (launcher=ray)", minimum=1, taken_by="launched_elsewhere"

@@ -132,20 +132,6 @@ def find_names(key: str) -> dict[str, Name]:
     return {system: name for system, name in found.items() if name is not None}
 
 
-def find_by_last_word(key: str) -> dict[str, Name]:
-    """The same for a key that is in another group there, or in none: `trainer.num_generations`,
-    `eps_clip_higher`."""
-    word = key.rpartition(".")[2]
-    if "_" not in word and word == key:
-        return {}
-    found = {}
-    for system, table in all_tables().items():
-        same = [name for other, name in table.names.items() if other.rpartition(".")[2] == word]
-        if same and all(name == same[0] for name in same) and ("_" in word or word in table.names):
-            found[system] = same[0]
-    return found
-
-
 def find_value(key: str, value: object) -> str | None:
     """The name here of verl's value for a key that both have, if it differs."""
     return all_tables()["verl"].values.get(key, {}).get(value)

@@ -8,7 +8,6 @@ from distflow.config.derived_settings import data_files, validates
 from distflow.config.keys.schema import Config
 from distflow.config.keys.trainer import StopCondition
 from distflow.config.rules import Finding, Findings
-from distflow.config.rules.idle_options import find_idle
 from distflow.errors import missing_path, nearest
 
 _RESUME = "trainer.resume_mode"
@@ -58,8 +57,6 @@ def best_checkpoint(config: Config) -> Findings:
     """The best checkpoint needs checkpoints and validation, and its metric needs it."""
     trainer = config.trainer
     if not trainer.keep_best:
-        why = "no best checkpoint is kept"
-        yield from find_idle(config, _BEST, "true", why, "trainer.keep_best_metric")
         return
     files = _val_files(config)
     if not validates(config):
@@ -70,13 +67,6 @@ def best_checkpoint(config: Config) -> Findings:
             key = f"trainer.{name}"
             what = f"{getattr(trainer, name)} disables it, so there is no best checkpoint"
             yield Finding((key, _BEST), what, f"set {key}=10, or trainer.keep_best=false")
-
-
-def saved_groups(config: Config) -> Findings:
-    """Only the last steps are counted."""
-    if config.trainer.save_groups != "last_k":
-        keys = ("trainer.save_groups", "last_k", "other values do not count steps")
-        yield from find_idle(config, *keys, "trainer.save_groups_last")
 
 
 def restarted_run(config: Config) -> Findings:
@@ -111,4 +101,4 @@ def resumed_folder(config: Config) -> Findings:
     yield Finding((_RESUME,), what, f"{advice}; it takes {ways}")
 
 
-RULES = (validation, stop_when, best_checkpoint, saved_groups, restarted_run, resumed_folder)
+RULES = (validation, stop_when, best_checkpoint, restarted_run, resumed_folder)

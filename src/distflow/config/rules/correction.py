@@ -1,10 +1,9 @@
 """Rules of the rollout correction: the mismatch between rollout engine and trainer is measured
 where there is one, and corrected once."""
 
-from distflow.config.keys.algorithm import Bounds, spread
+from distflow.config.keys.algorithm import spread
 from distflow.config.keys.schema import Config
 from distflow.config.rules import ACTOR, CORRECTION, Finding, Findings
-from distflow.config.rules.idle_options import find_idle
 
 _IS = f"{CORRECTION}.rollout_is"
 _IS_THRESHOLD = f"{CORRECTION}.rollout_is_threshold"
@@ -12,13 +11,6 @@ _IS_NORMALIZE = f"{CORRECTION}.rollout_is_batch_normalize"
 _RS = f"{CORRECTION}.rollout_rs"
 _RS_THRESHOLD = f"{CORRECTION}.rollout_rs_threshold"
 _OF_LOSS = {"behav_imp_weight_cap", "behav_imp_weight_mode", "rejection_sampling"}
-
-
-def idle_options(config: Config) -> Findings:
-    """Options of the importance weights need these weights."""
-    if not config.algorithm.rollout_correction.rollout_is:
-        names = (_IS_THRESHOLD, _IS_NORMALIZE)
-        yield from find_idle(config, _IS, "token", "the correction is off", *names)
 
 
 def band(config: Config) -> Findings:
@@ -49,7 +41,7 @@ def weighted_twice(config: Config) -> Findings:
 
 
 def counted_bounds(config: Config) -> Findings:
-    """Every rejection statistic has a bound, and is named once."""
+    """Every rejection statistic has a bound that excludes something, and not everything."""
     names = config.algorithm.rollout_correction.rollout_rs
     bounds = config.algorithm.rollout_correction.rollout_rs_threshold
     keys = (_RS_THRESHOLD, _RS)
@@ -59,35 +51,17 @@ def counted_bounds(config: Config) -> Findings:
         advice = f"set {_RS}=token_k1 and {_RS_THRESHOLD}=[[0.5, 2.0]], or remove both"
         yield Finding(keys, what, advice)
         return
-    if len(set(names)) < len(names):
-        yield Finding((_RS,), "a statistic is named twice", "name it once")
     if names and len(bounds) not in (1, len(names)):
         what = f"{len(bounds)} bounds for {len(names)} statistics"
         yield Finding(keys, what, "set one for each, or one for all")
-
-
-def possible_bounds(config: Config) -> Findings:
-    """The bounds of each rejection statistic exclude something, and not everything."""
-    names = config.algorithm.rollout_correction.rollout_rs
-    bounds = config.algorithm.rollout_correction.rollout_rs_threshold
-    if bounds and len(bounds) in (1, len(names)):
-        for name, bound in zip(names, spread(bounds, len(names)), strict=True):
-            yield from _possible_bound(name, bound)
-
-
-def _possible_bound(name: str, bound: Bounds) -> Findings:
-    keys = (_RS_THRESHOLD, _RS)
-    lower, upper = bound
-    is_ratio = name.endswith("k1")
-    if lower is not None and not is_ratio:
-        what = f"{name} is never negative and has no lower bound"
-        yield Finding(keys, what, f"write {upper:g} alone for it")
-    elif upper <= 0 or (lower is not None and not 0 < lower <= upper):
-        what = f"the bounds of {name} exclude everything"
-        yield Finding(keys, what, "write e.g. [0.5, 2.0], both above 0")
-    elif is_ratio and lower is None and upper < 1:
-        what = f"nothing lies between 1/{upper:g} and {upper:g}, the bounds of {name}"
-        yield Finding(keys, what, "set 1 or more")
+        return
+    for name, (lower, upper) in zip(names, spread(bounds, len(names)), strict=True):
+        is_ratio = name.endswith("k1")
+        least = lower or (1 / upper if is_ratio and upper > 0 else 0.0)
+        if upper <= least or (lower is not None and not (is_ratio and lower > 0)):
+            what = f"the bounds of {name} are no band of its values, or exclude everything"
+            advice = "write e.g. [0.5, 2.0] for k1, and an upper bound above 0 alone for the others"
+            yield Finding(keys, what, advice)
 
 
 def interpolated_policy(config: Config) -> Findings:
@@ -110,18 +84,6 @@ def interpolated_policy(config: Config) -> Findings:
             f"set {prox}=recompute, or {ACTOR}.policy_loss_kwargs.rejection_sampling, e.g. "
             "{level: token, metric: kl_k3, upper: 0.1}",
         )
-
-
-def no_mismatch(config: Config) -> Findings:
-    """There is a mismatch to correct."""
-    key = "algorithm.recompute_old_log_probs"
-    if config.algorithm.recompute_old_log_probs != "false":
-        return
-    correction = config.algorithm.rollout_correction
-    for own, value in ((_IS, correction.rollout_is), (_RS, correction.rollout_rs)):
-        if value:
-            what = "the old log-probs are the rollout engine's, so there is no mismatch to correct"
-            yield Finding((key, own), what, f"set {key}=true, or remove {own}")
 
 
 def ratios_of_tokens(config: Config) -> Findings:
@@ -154,14 +116,24 @@ def samples_of_decisions(config: Config) -> Findings:
             yield Finding((key, level), what, f"use a statistic of tokens, or set {level}=episode")
 
 
+def no_mismatch(config: Config) -> Findings:
+    """There is a mismatch to correct."""
+    key = "algorithm.recompute_old_log_probs"
+    if config.algorithm.recompute_old_log_probs != "false":
+        return
+    correction = config.algorithm.rollout_correction
+    for own, value in ((_IS, correction.rollout_is), (_RS, correction.rollout_rs)):
+        if value:
+            what = "the old log-probs are the rollout engine's, so there is no mismatch to correct"
+            yield Finding((key, own), what, f"set {key}=true, or remove {own}")
+
+
 RULES = (
-    idle_options,
+    no_mismatch,
     band,
     weighted_twice,
     counted_bounds,
-    possible_bounds,
     interpolated_policy,
-    no_mismatch,
     ratios_of_tokens,
     samples_of_decisions,
 )

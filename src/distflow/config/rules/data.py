@@ -4,7 +4,6 @@ from collections.abc import Iterator
 from string import Formatter
 
 from distflow.builtin_names import TEMPLATE_PARAMETERS
-from distflow.config.derived_settings import is_rl, reads_pairs
 from distflow.config.keys.data import DataConfig, DomainConfig
 from distflow.config.keys.schema import Config
 from distflow.config.rules import Finding, Findings
@@ -30,15 +29,6 @@ def has_data(config: Config) -> Findings:
         )
 
 
-def named_files(config: Config) -> Findings:
-    """Files have names."""
-    for key, source in sources(config):
-        for split, names in (("train", source.train_files), ("val", source.val_files)):
-            if any(not name.strip() for name in names):
-                what = "one of the files has an empty name"
-                yield Finding((f"{key}.{split}_files",), what, "remove it from the list")
-
-
 def limits(config: Config) -> Findings:
     """The limits leave some rows of data."""
     for key, source in sources(config):
@@ -56,19 +46,6 @@ def limits(config: Config) -> Findings:
             if limit > 0 and not has_files and files != "data.train_files":
                 what = "it limits data, but there is no data"
                 yield Finding((limit_key, files), what, f"set {files}, or remove the limit")
-
-
-def columns(config: Config) -> Findings:
-    """The prompt and its companion columns are different columns."""
-    other = "answer_key" if is_rl(config) else "response_key"
-    for key, source in sources(config):
-        prompt = source.prompt_key or config.data.prompt_key
-        if not reads_pairs(config) and prompt == (
-            getattr(source, other) or getattr(config.data, other)
-        ):
-            what = f"both are read from the column '{prompt}'"
-            advice = f"set {key}.{other} to the other column"
-            yield Finding((f"{key}.prompt_key", f"{key}.{other}"), what, advice)
 
 
 def templates(config: Config) -> Findings:
@@ -110,16 +87,6 @@ def template_options(config: Config) -> Findings:
         yield Finding(keys, what, "set data.enable_thinking alone")
 
 
-def truncation(config: Config) -> Findings:
-    """There are long prompts left to truncate."""
-    if config.data.truncation != "error" and config.data.filter_overlong_prompts:
-        yield Finding(
-            ("data.truncation", "data.filter_overlong_prompts"),
-            "prompts that are too long are filtered out before they could be truncated",
-            "set data.filter_overlong_prompts=false, or leave data.truncation at error",
-        )
-
-
 def _takes_prompt(template: str) -> bool:
     """Whether `{prompt}` is its only field."""
     try:
@@ -131,11 +98,8 @@ def _takes_prompt(template: str) -> bool:
 
 RULES = (
     has_data,
-    named_files,
     limits,
-    columns,
     templates,
     system_prompts,
     template_options,
-    truncation,
 )

@@ -4,17 +4,13 @@ apply too."""
 from collections.abc import Mapping
 from dataclasses import replace
 
-from distflow.builtin_names import POLICY_LOSSES
 from distflow.config.compose.typed_values import did_you_mean
 from distflow.config.derived_settings import (
     chooses_by_tags,
     config_of,
     find_pipeline,
     is_rl,
-    own_losses,
     reward_functions,
-    unfiltered_domains,
-    validates,
 )
 from distflow.config.keys.algorithm import DIFFERING_LOSS
 from distflow.config.keys.data import DomainConfig
@@ -69,16 +65,12 @@ def one_form(config: Config) -> Findings:
 
 
 def tags(config: Config) -> Findings:
-    """Tags come from a column, and select rows of a file."""
+    """Tags come from a column."""
     for name, domain in config.data.domains.items():
         key = f"data.domains.{name}.tags"
         if domain.tags and config.data.tag_key is None:
             what = "the column with the tags is not set"
             yield Finding(("data.tag_key", key), what, "set data.tag_key=tag")
-        splits = ("train_files", "val_files")
-        if domain.tags and not any(chooses_by_tags(config, name, split) for split in splits):
-            what = "they select rows of data.train_files, which is not set"
-            yield Finding((key, "data.train_files"), what, "set it, or remove the tags")
 
 
 def tag_of_one_domain(config: Config) -> Findings:
@@ -90,14 +82,6 @@ def tag_of_one_domain(config: Config) -> Findings:
             if first != name or domain.tags.count(tag) > 1:
                 keys = (f"data.domains.{first}.tags", f"data.domains.{name}.tags")
                 yield Finding(keys, f"the tag '{tag}' is named twice", "give it to one domain")
-
-
-def tag_column(config: Config) -> Findings:
-    """A column of tags is used by a domain, or to report validation."""
-    has_tags = any(domain.tags for domain in config.data.domains.values())
-    if config.data.tag_key and not has_tags and not (is_rl(config) and validates(config)):
-        advice = "set data.val_files or data.domains.NAME.tags, or remove it"
-        yield Finding(("data.tag_key",), "no domain has tags, and there is no validation", advice)
 
 
 def training_data(config: Config) -> Findings:
@@ -115,7 +99,7 @@ def training_data(config: Config) -> Findings:
 
 
 def weights(config: Config) -> Findings:
-    """Some domain is trained on, and each other one is validated on."""
+    """Some domain is trained on."""
     domains = config.data.domains
     if domains and not any(domain.weight for domain in domains.values()):
         yield Finding(
@@ -123,16 +107,6 @@ def weights(config: Config) -> Findings:
             "all weights are 0: nothing would be trained on",
             "give a domain a weight above 0; weights are relative and need not add up to 1",
         )
-        return
-    for name, domain in domains.items():
-        key = f"data.domains.{name}"
-        is_validated = domain.val_files or chooses_by_tags(config, name, "val_files")
-        if domain.weight == 0 and not is_validated:
-            yield Finding(
-                (f"{key}.weight", f"{key}.val_files"),
-                f"the domain '{name}' is used neither for training nor for validation",
-                f"give it a weight or {key}.val_files, or remove it",
-            )
 
 
 def rewards(config: Config) -> Findings:
@@ -168,20 +142,14 @@ def scored_domains(config: Config) -> Findings:
 
 
 def lengths(config: Config) -> Findings:
-    """A domain's response limit is at most the run's, and longer than the penalty zone."""
+    """A domain's response limit is at most the run's."""
     longest = config.data.max_response_length
-    zone = config.reward.overlong.buffer_tokens
     for name, domain in config.data.domains.items():
         key = f"data.domains.{name}.max_response_length"
         own = domain.max_response_length
         if own is not None and own > longest:
             what = f"a response may have at most {longest} tokens"
             yield Finding((key, "data.max_response_length"), what, "raise the latter")
-        if own is not None and 0 < own <= zone:
-            what = f"the penalty's buffer of {zone} tokens covers the whole response of this domain"
-            yield Finding(
-                (key, "reward.overlong.buffer_tokens"), what, f"raise {key}, or shorten the buffer"
-            )
 
 
 def used(config: Config) -> Findings:
@@ -195,30 +163,6 @@ def used(config: Config) -> Findings:
         for setting in settings:
             if getattr(domain, setting) != getattr(DomainConfig, setting):
                 yield Finding((f"data.domains.{name}.{setting}",), what, "remove it")
-
-
-def pass_rates(config: Config) -> Findings:
-    """A column of pass rates is read if they are bounded."""
-    for name, domain in config.data.domains.items():
-        if domain.pass_rate_key and not (domain.pass_rate or config.data.pass_rate):
-            key = f"data.domains.{name}.pass_rate"
-            advice = f"set {key}=[0.1,0.9]"
-            yield Finding((f"{key}_key",), "no pass rate is required", advice)
-
-
-def filtered_groups(config: Config) -> Findings:
-    """A filtered group of a domain has several samples."""
-    common = config.actor_rollout_ref.rollout.n
-    for name, domain in config.data.domains.items():
-        key = f"data.domains.{name}"
-        size = domain.n or (domain.filter_groups and common)
-        if size == 1 and name not in unfiltered_domains(config):
-            size_key = f"{key}.n" if domain.n else f"{ROLLOUT}.n"
-            yield Finding(
-                (f"{key}.filter_groups", size_key),
-                "a group has only one sample, so every group would be dropped",
-                f"set {size_key}=8, or {key}.filter_groups=false",
-            )
 
 
 _RULES_OF_DOMAINS = (
@@ -258,19 +202,6 @@ def _renamed(finding: Finding, named: Mapping[str, str]) -> Finding:
     return replace(finding, keys=tuple(named.get(key, key) for key in finding.keys), advice=advice)
 
 
-def clips(config: Config) -> Findings:
-    """A domain sets the clip of a loss that has one."""
-    for domain in own_losses(config):
-        loss = POLICY_LOSSES.get(config_of(config, domain).actor_rollout_ref.actor.policy_loss)
-        for name in config.algorithm.domains[domain] if loss is not None and not loss.clips else ():
-            if name.startswith("clip_ratio"):
-                keys = (
-                    f"algorithm.domains.{domain}.{name}",
-                    f"algorithm.domains.{domain}.policy_loss",
-                )
-                yield Finding(keys, "the loss of the domain has no clip", f"remove {keys[0]}")
-
-
 def known(config: Config) -> Findings:
     """`algorithm.domains` and reward models name domains of `data.domains`, if there are any."""
     domains = config.data.domains
@@ -287,16 +218,12 @@ RULES = (
     one_form,
     tags,
     tag_of_one_domain,
-    tag_column,
     training_data,
     weights,
     rewards,
     scored_domains,
     lengths,
     used,
-    pass_rates,
-    filtered_groups,
     of_each,
-    clips,
     known,
 )

@@ -50,35 +50,13 @@ def weight_sync(config: Config) -> Findings:
         )
 
 
-def no_server(config: Config) -> Findings:
-    """Server options are set only for an engine with a server."""
-    if server_of(config) or allocation_decides(config):
-        return
-    entries = ROLLOUT_ENGINES.items()
-    able = " or ".join(name for name, entry in entries if entry.in_server and entry.target)
-    for key in server_keys(config):
-        why = f"the engine '{config.actor_rollout_ref.rollout.name}' has no server"
-        yield Finding((key, _NAME), why, f"set {_NAME}={able}, or remove it")
-
-
-def batch_invariant(config: Config) -> Findings:
-    """The rounding of a server is not ours."""
-    if config.actor_rollout_ref.rollout.batch_invariant and server_of(config):
-        what = "the rounding of a server depends on its batch"
-        yield Finding((f"{ROLLOUT}.batch_invariant",), what, "remove it")
-
-
 def running_servers(config: Config) -> Findings:
-    """A server that runs already has its own options, and is listed once."""
+    """A server that runs already has its own options."""
     url = config.actor_rollout_ref.rollout.url
     keys = server_keys(config)
-    if not server_of(config):
-        return
-    if url and len(keys) > 1:
+    if server_of(config) and url and len(keys) > 1:
         what = "the server at that address was started with options of its own"
         yield Finding(keys, what, "remove the others")
-    if len({*url}) < len(url):
-        yield Finding((f"{ROLLOUT}.url",), "the same address is listed twice", "name each once")
 
 
 def engine_options(config: Config) -> Findings:
@@ -117,19 +95,11 @@ def tensor_parallel(config: Config) -> Findings:
         own = f"set {option}={size}" if entry.size_option else "keep the default 1"
         why = f"the engine '{rollout.name}' has one device"
         yield Finding((key, _NAME), why, f"set {_NAME}={able}, or {own}")
-    elif rollout.url:
-        why = "the server at that address has devices of its own"
-        yield Finding((key, f"{ROLLOUT}.url"), why, "remove the size, and start the server with it")
-    elif rollout.data_parallel_size > 1:
-        why = "a worker that shares a server has no second one"
-        other = f"{ROLLOUT}.data_parallel_size"
-        yield Finding((key, other), why, f"remove {other}")
-    else:
-        yield from _devices_of_engine(config, key, size)
-
-
-def _devices_of_engine(config: Config, key: str, size: int) -> Findings:
-    """The devices of a machine divide into engines."""
+        return
+    if rollout.url or rollout.data_parallel_size > 1:
+        other = f"{ROLLOUT}.{'url' if rollout.url else 'data_parallel_size'}"
+        why = "several devices are for one server that the run starts"
+        yield Finding((key, other), why, "remove one of them")
     devices = config.trainer.n_gpus_per_node
     if not config.trainer.allocation and devices % size:
         yield Finding(
@@ -142,8 +112,6 @@ def _devices_of_engine(config: Config, key: str, size: int) -> Findings:
 
 RULES = (
     weight_sync,
-    no_server,
-    batch_invariant,
     running_servers,
     engine_options,
     judges,

@@ -4,11 +4,9 @@ from distflow.builtin_names import ESTIMATORS, WORKFLOWS, Estimator
 from distflow.config.derived_settings import (
     ADV_ESTIMATOR,
     WORKFLOW,
-    find_pipeline,
     is_rl,
     may_have_critic,
     pipeline_name,
-    reward_functions,
 )
 from distflow.config.keys.algorithm import AlgorithmConfig
 from distflow.config.keys.schema import Config, schema_keys
@@ -118,22 +116,6 @@ def needs_critic(config: Config) -> Findings:
         )
 
 
-def single_part(config: Config) -> Findings:
-    """An estimator that normalises each part of the reward has several."""
-    estimator = config.algorithm.adv_estimator
-    parts = max(map(len, reward_functions(config).values()), default=0)
-    parts += config.reward.overlong.buffer_tokens > 0
-    # the rewards of a user's own pipeline are not known
-    is_known = find_pipeline(config) is not None
-    if estimator_of(config).reads_parts and is_known and parts < 2:
-        yield Finding(
-            (ADV_ESTIMATOR, "reward.functions"),
-            f"{estimator} normalises each part of the reward, but there is only one",
-            "set algorithm.adv_estimator=grpo, or a second reward function, e.g. "
-            "reward.functions={default: [math, {name: format, weight: 0.2}]}",
-        )
-
-
 def changed_sum(config: Config) -> Findings:
     """What changes the sum of the reward has no effect on an estimator that reads its parts."""
     algorithm = config.algorithm
@@ -177,7 +159,6 @@ RULES = (
     remax_in_workflow,
     remax_and_models,
     needs_critic,
-    single_part,
     changed_sum,
     rewards_within_episodes,
 )

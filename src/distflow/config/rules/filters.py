@@ -22,13 +22,20 @@ def filters(config: Config) -> bool:
 
 def single_samples(config: Config) -> Findings:
     """A filtered group has several samples."""
-    is_on = config.algorithm.filter_groups.enable and filters(config)
-    if is_on and config.actor_rollout_ref.rollout.n == 1:
-        yield Finding(
-            ("algorithm.filter_groups.enable", f"{ROLLOUT}.n"),
-            "a group has only one sample, so every group would be dropped",
-            f"set {ROLLOUT}.n=8, or algorithm.filter_groups.enable=false",
-        )
+    if not filters(config):
+        return
+    common = config.actor_rollout_ref.rollout.n
+    sizes = {f"{ROLLOUT}.n": common if not config.data.domains else 0}
+    for name, domain in config.data.domains.items():
+        if name not in unfiltered_domains(config):
+            sizes[f"data.domains.{name}.n" if domain.n else f"{ROLLOUT}.n"] = domain.n or common
+    for key, size in sizes.items():
+        if size == 1:
+            yield Finding(
+                (key, "algorithm.filter_groups.enable"),
+                "a group has only one sample, so every group would be dropped",
+                f"set {key}=8, or filter no groups",
+            )
 
 
 def several_rewards(config: Config) -> Findings:
@@ -49,21 +56,6 @@ def several_rewards(config: Config) -> Findings:
         )
 
 
-def mean_range(config: Config) -> Findings:
-    """A share of correct responses lies strictly between 0 and 1 if the group has a signal."""
-    settings = config.algorithm.filter_groups
-    if not filters(config) or settings.metric != "acc" or not settings.mean_range:
-        return
-    low, high = settings.mean_range
-    if low >= 1 or high <= 0:
-        what = "no share of correct responses other than 0 or 1 is between them"
-        yield Finding(
-            ("algorithm.filter_groups.mean_range", "algorithm.filter_groups.metric"),
-            what,
-            "set [0.1, 0.9]",
-        )
-
-
 def known_metric(config: Config) -> Findings:
     """The filter compares a score that exists."""
     metric = config.algorithm.filter_groups.metric
@@ -76,4 +68,4 @@ def known_metric(config: Config) -> Findings:
         )
 
 
-RULES = (single_samples, several_rewards, mean_range, known_metric)
+RULES = (single_samples, several_rewards, known_metric)

@@ -3,7 +3,6 @@
 from distflow.builtin_names import POLICY_LOSSES
 from distflow.config.keys.schema import Config
 from distflow.config.rules import ACTOR, Finding, Findings
-from distflow.config.rules.idle_options import find_idle
 
 
 def clip_ratio(config: Config) -> Findings:
@@ -19,19 +18,4 @@ def clip_ratio(config: Config) -> Findings:
         )
 
 
-def scale_factor(config: Config) -> Findings:
-    """Only one mode of aggregation divides by the scale factor."""
-    mode = "seq-mean-token-sum-norm"
-    if config.actor_rollout_ref.actor.loss_agg_mode != mode:
-        keys = (f"{ACTOR}.loss_agg_mode", mode, "no other mode uses it")
-        yield from find_idle(config, *keys, f"{ACTOR}.loss_scale_factor")
-
-
-def huber_delta(config: Config) -> Findings:
-    """Only the Huber loss has a bound of the squared error."""
-    if config.critic.value_loss != "huber":
-        why = "the squared error has no bound"
-        yield from find_idle(config, "critic.value_loss", "huber", why, "critic.huber_delta")
-
-
-RULES = (clip_ratio, scale_factor, huber_delta)
+RULES = (clip_ratio,)

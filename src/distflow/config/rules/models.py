@@ -7,7 +7,6 @@ from distflow.builtin_names import MODELS, ROLLOUT_ENGINES
 from distflow.config.derived_settings import reads_pairs
 from distflow.config.keys.schema import Config
 from distflow.config.rules import MODEL, ROLLOUT, Finding, Findings
-from distflow.config.rules.idle_options import find_idle
 
 _COMMIT = re.compile(r"[0-9a-f]{7,40}")
 _PATH = f"{MODEL}.path"
@@ -75,8 +74,6 @@ def adapters(config: Config) -> Findings:
         advice = "name modules, or all-linear"
         yield Finding((modules,), "no module would get an adapter", advice)
     if not model.lora_rank:
-        names = (f"{MODEL}.lora_alpha", modules, f"{MODEL}.lora_merge")
-        yield from find_idle(config, _RANK, "16", "there are no adapters", *names)
         return
     if model.init == "random":
         what = "the base weights below the adapters would stay random"

@@ -5,7 +5,6 @@ from distflow.config.keys.algorithm import NormConfig
 from distflow.config.keys.schema import Config
 from distflow.config.rules import ROLLOUT, Finding, Findings
 from distflow.config.rules.estimator import compares_rewards, estimator_of
-from distflow.config.rules.idle_options import find_idle
 
 _REWARD_NORM = "algorithm.reward_norm"
 _ADV_NORM = "algorithm.adv_norm"
@@ -25,28 +24,11 @@ def level_key(key: str, norm: NormConfig, *levels: str) -> str | None:
     return None
 
 
-def idle_options(config: Config) -> Findings:
-    """The options of a mean and of a deviation have an effect."""
-    for key, norm in norms(config).items():
-        level = f"{key}.mean_level"
-        if norm.mean_level is None:
-            why = "no mean is subtracted"
-            yield from find_idle(config, level, "group", why, f"{key}.mean_leave1out")
-        level = f"{key}.std_level"
-        if norm.std_level is None:
-            why = "it does not divide by a deviation"
-            yield from find_idle(config, level, "group", why, f"{key}.std_unbiased", f"{key}.eps")
-
-
 def group_sizes(config: Config) -> Findings:
-    """Something is normalised within groups, into which the samples of a prompt divide."""
+    """The samples of a prompt divide into the groups."""
     samples = config.actor_rollout_ref.rollout.n
     for key, norm in norms(config).items():
         size = norm.group_size
-        if size is not None and "group" not in (norm.mean_level, norm.std_level):
-            advice = f"set {key}.mean_level=group, or remove it"
-            what = "nothing is normalised within groups"
-            yield Finding((f"{key}.group_size", f"{key}.mean_level"), what, advice)
         if size is not None and samples % size:
             what = f"{samples} samples of a prompt do not divide into groups of {size}"
             advice = "remove it: a group is then all samples of a prompt"
@@ -76,21 +58,6 @@ def running_advantages(config: Config) -> Findings:
             )
 
 
-def deviations(config: Config) -> Findings:
-    """Two keys agree on whether GRPO divides by a standard deviation."""
-    algorithm = config.algorithm
-    scale = algorithm.scale_rewards
-    if scale in ("group", "batch") and not algorithm.norm_adv_by_std_in_grpo:
-        yield Finding(
-            (_SCALE, "algorithm.norm_adv_by_std_in_grpo"),
-            f"one divides by the standard deviation of the {scale}, the other does not divide",
-            "keep one of them and remove the other",
-        )
-    if scale == "batch" and config.actor_rollout_ref.rollout.n == 1:
-        what = "the only sample of a group is its own mean: every advantage would be 0"
-        yield Finding((_SCALE, f"{ROLLOUT}.n"), what, f"set {ROLLOUT}.n=8, or remove it")
-
-
 def raw_rewards(config: Config) -> Findings:
     """An estimator that compares raw rewards gets them."""
     algorithm = config.algorithm
@@ -118,24 +85,10 @@ def whitened_tokens(config: Config) -> Findings:
         )
 
 
-def whitened_twice(config: Config) -> Findings:
-    """Advantages that the estimator whitens are not normalised again."""
-    key = level_key(_ADV_NORM, config.algorithm.adv_norm)
-    if key and estimator_of(config).whitens:
-        yield Finding(
-            (key, ADV_ESTIMATOR),
-            f"{config.algorithm.adv_estimator} already whitens its advantages over the batch",
-            "set algorithm.adv_estimator=reinforce, or remove algorithm.adv_norm",
-        )
-
-
 RULES = (
-    idle_options,
     group_sizes,
     reward_groups_of_one,
     running_advantages,
-    deviations,
     raw_rewards,
     whitened_tokens,
-    whitened_twice,
 )

@@ -8,7 +8,6 @@ from distflow.config.derived_settings import (
     CUSTOM,
     POLICY_LOSS,
     find_pipeline,
-    may_have_critic,
     named_rewards,
     pipeline_name,
 )
@@ -84,17 +83,6 @@ def unread_critic(config: Config) -> Findings:
         )
 
 
-def critic_warmup(config: Config) -> Findings:
-    """There is a critic to warm up."""
-    if config.trainer.critic_warmup and not may_have_critic(config):
-        yield Finding(
-            ("trainer.critic_warmup", "dag.pipeline"),
-            f"the pipeline {pipeline_name(config)} has no critic: nothing would be trained during "
-            "the warm-up",
-            "set trainer.critic_warmup=0",
-        )
-
-
 def _is_reference(text: str) -> bool:
     if text.endswith(".py") or is_pickled(text):
         return is_pickled(text)
@@ -103,4 +91,9 @@ def _is_reference(text: str) -> bool:
     return is_module and all(part.isidentifier() for part in attribute.split("."))
 
 
-RULES = (named_pipeline, known_names, selected_once, unread_critic, critic_warmup)
+RULES = (
+    named_pipeline,
+    known_names,
+    selected_once,
+    unread_critic,
+)

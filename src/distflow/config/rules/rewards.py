@@ -3,14 +3,12 @@
 from distflow.config.derived_settings import (
     is_rl,
     named_rewards,
-    reward_functions,
     uses_custom_reward,
 )
-from distflow.config.keys.reward import RewardConfig, on_error_of, patience_of, scoring_models
+from distflow.config.keys.reward import on_error_of, scoring_models
 from distflow.config.keys.schema import Config
 from distflow.config.rules import ROLLOUT, Finding, Findings
 from distflow.config.rules.estimator import scoring_key
-from distflow.config.rules.idle_options import find_idle
 
 _FUNCTIONS = "reward.functions"
 _CUSTOM = "custom_reward_function.path"
@@ -57,63 +55,6 @@ def errors_of_judges(config: Config) -> Findings:
         yield Finding((scoring_key(config), "reward.on_error"), what, advice)
 
 
-def weights(config: Config) -> Findings:
-    """The weights of reward functions are not all 0, unless a reward model scores too."""
-    for key, domain, parts in named_rewards(config):
-        is_zero = parts and all(part.weight == 0 for part in parts)
-        if is_zero and not scoring_models(config.reward_model, domain):
-            what = f"all weights of the domain '{domain}' are 0, so its score is always 0"
-            yield Finding((key,), what, "give a reward function a weight")
-
-
-def judges(config: Config) -> Findings:
-    """A judge that is a reward function has a model."""
-    advice = (
-        "write {name: judge, options: {model: NAME, base_url: URL}}; without a URL it is one of "
-        "OpenAI's"
-    )
-    for key, _, parts in named_rewards(config):
-        if any(part.name == "judge" and not part.options.get("model") for part in parts):
-            yield Finding((key,), "the judge has no model", advice)
-
-
-def retries(config: Config) -> Findings:
-    """A backoff needs retries."""
-    own = {"reward": patience_of(config.reward, "")}
-    for name in config.reward.domains:
-        own[f"reward.domains.{name}"] = patience_of(config.reward, name)
-    if any(settings["retries"] for settings in own.values()):
-        return
-    for key, settings in own.items():
-        if settings["backoff_s"] != RewardConfig.backoff_s:
-            advice = "set reward.retries=3, or remove it"
-            yield Finding((f"{key}.backoff_s", "reward.retries"), "no call is retried", advice)
-
-
-def judged_domains(config: Config) -> Findings:
-    """Domains with their own settings have reward functions."""
-    functions = reward_functions(config)
-    for name in config.reward.domains if functions and "default" not in functions else ():
-        if name not in functions:
-            yield Finding(
-                (f"reward.domains.{name}", _FUNCTIONS),
-                f"the domain '{name}' has no reward function",
-                f"set reward.functions.{name} (data.domains.{name} if data.domains is set), or "
-                "remove it",
-            )
-
-
-def overlong_penalty(config: Config) -> Findings:
-    """The penalty of long responses has a zone and a weight."""
-    overlong = config.reward.overlong
-    keys = ("reward.overlong.factor", "reward.overlong.buffer_tokens")
-    if not overlong.buffer_tokens:
-        yield from find_idle(config, keys[1], "1024", "the penalty has no zone", keys[0])
-    elif overlong.factor == 0:
-        advice = f"set it to 1.0, or {keys[1]}=0"
-        yield Finding(keys, "the term is on but has the weight 0", advice)
-
-
 def limit_penalty(config: Config) -> Findings:
     """The penalty of limits is of an episode with one score."""
     has_workflow = config.actor_rollout_ref.rollout.workflow is not None
@@ -133,23 +74,22 @@ def limit_penalty(config: Config) -> Findings:
             yield Finding((key, "algorithm.agent_rewards"), what, advice)
 
 
-def reward_actors(config: Config) -> Findings:
-    """CPUs of reward actors need these actors."""
-    if not config.reward.num_actors:
-        why = "there are no reward actors"
-        yield from find_idle(config, "reward.num_actors", "1", why, "reward.actor_cpus")
+def judges(config: Config) -> Findings:
+    """A judge that is a reward function has a model."""
+    advice = (
+        "write {name: judge, options: {model: NAME, base_url: URL}}; without a URL it is one of "
+        "OpenAI's"
+    )
+    for key, _, parts in named_rewards(config):
+        if any(part.name == "judge" and not part.options.get("model") for part in parts):
+            yield Finding((key,), "the judge has no model", advice)
 
 
 RULES = (
+    judges,
     has_functions,
     custom_function,
     names_of_models,
     errors_of_judges,
-    weights,
-    judges,
-    retries,
-    judged_domains,
-    overlong_penalty,
     limit_penalty,
-    reward_actors,
 )

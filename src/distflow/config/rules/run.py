@@ -1,7 +1,5 @@
 """Rules of the run as a whole: its folder, the user's modules, profiled steps."""
 
-from pathlib import Path
-
 from distflow.config.keys.schema import Config
 from distflow.config.rules import Finding, Findings
 from distflow.errors import count_of
@@ -24,14 +22,6 @@ def run_folder(config: Config) -> Findings:
             )
 
 
-def user_modules(config: Config) -> Findings:
-    """`trainer.imports` names modules, not files."""
-    for module in config.trainer.imports:
-        if module.endswith(".py") or not all(part.isidentifier() for part in module.split(".")):
-            advice = f"write {Path(module).stem}, and make sure that Python finds it (PYTHONPATH)"
-            yield Finding(("trainer.imports",), f"'{module}' is not a module name", advice)
-
-
 def profiled_steps(config: Config) -> Findings:
     """At least one of the steps to profile exists."""
     total = config.trainer.total_training_steps
@@ -47,4 +37,4 @@ def profiled_steps(config: Config) -> Findings:
         )
 
 
-RULES = (run_folder, user_modules, profiled_steps)
+RULES = (run_folder, profiled_steps)

@@ -1,11 +1,11 @@
 """Rules of sharded and offloaded weights."""
 
 import re
+from operator import attrgetter
 
 from distflow.config.derived_settings import is_one_process, is_sharded
-from distflow.config.keys.schema import Config
+from distflow.config.keys.schema import Config, schema_keys
 from distflow.config.rules import ACTOR, Finding, Findings
-from distflow.config.rules.idle_options import find_idle
 
 _STRATEGY = f"{ACTOR}.strategy"
 _FSDP = f"{ACTOR}.fsdp_config"
@@ -14,17 +14,16 @@ _CRITIC_FSDP = "critic.fsdp_config"
 
 def idle_options(config: Config) -> Findings:
     """Options of sharding need sharded weights."""
-    if not is_sharded(config):
-        yield from find_idle(
-            config,
-            _STRATEGY,
-            "fsdp",
-            "each rank has whole weights",
-            f"{_FSDP}.offload_policy",
-            "critic.fsdp_config.offload_policy",
-            f"{_FSDP}.fsdp_size",
-            "actor_rollout_ref.ref.fsdp_config.param_offload",
-        )
+    keys = (
+        f"{_FSDP}.offload_policy",
+        f"{_CRITIC_FSDP}.offload_policy",
+        f"{_FSDP}.fsdp_size",
+        "actor_rollout_ref.ref.fsdp_config.param_offload",
+    )
+    for key in keys if not is_sharded(config) else ():
+        if attrgetter(key)(config) != schema_keys()[key].default:
+            advice = f"set {_STRATEGY}=fsdp, or remove it"
+            yield Finding((key, _STRATEGY), "each rank has whole weights", advice)
 
 
 def several_ranks(config: Config) -> Findings:
@@ -35,11 +34,14 @@ def several_ranks(config: Config) -> Findings:
         yield Finding((_STRATEGY, "trainer.n_gpus_per_node"), what, advice)
 
 
-def size_of_copies(config: Config) -> Findings:
-    """A copy of the weights is on some ranks."""
-    if is_sharded(config) and config.actor_rollout_ref.actor.fsdp_config.fsdp_size == 0:
-        advice = "set it to -1 for all training ranks, or to a divisor of their number"
-        yield Finding((f"{_FSDP}.fsdp_size",), "no rank would have the weights", advice)
+def sharded_judges(config: Config) -> Findings:
+    """A judge is sharded by an engine that shards."""
+    is_allocated = re.search(r"\bfsdp\b", config.trainer.allocation or "")
+    for name, model in config.reward_model.models.items():
+        if model.sharded and not is_sharded(config) and not is_allocated:
+            key = f"reward_model.models.{name}.sharded"
+            advice = f"set {_STRATEGY}=fsdp, or remove sharded"
+            yield Finding((key, _STRATEGY), "only fsdp shards weights", advice)
 
 
 def offloaded_twice(config: Config) -> Findings:
@@ -58,14 +60,4 @@ def offloaded_twice(config: Config) -> Findings:
                 )
 
 
-def sharded_judges(config: Config) -> Findings:
-    """A judge is sharded by an engine that shards."""
-    is_allocated = re.search(r"\bfsdp\b", config.trainer.allocation or "")
-    for name, model in config.reward_model.models.items():
-        if model.sharded and not is_sharded(config) and not is_allocated:
-            key = f"reward_model.models.{name}.sharded"
-            advice = f"set {_STRATEGY}=fsdp, or remove sharded"
-            yield Finding((key, _STRATEGY), "only fsdp shards weights", advice)
-
-
-RULES = (idle_options, several_ranks, size_of_copies, offloaded_twice, sharded_judges)
+RULES = (idle_options, offloaded_twice, several_ranks, sharded_judges)

@@ -1,7 +1,6 @@
 """Calibrates plans by a run: the rates that the run's folder shows, read without torch and without
 running code that its config names."""
 
-import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
@@ -264,7 +263,6 @@ class _TimedSteps:
             seconds["generate"] = median(decoded)
             waits = waits if times.overlaps else seconds["generate"]
         seconds["rest"] = max(0.0, rest - waits)
-        low, _, high = statistics.quantiles(own, n=4, method="inclusive")
         peak = 0.0
         if times.device.is_cpu:
             for step in self.steps:
@@ -273,7 +271,6 @@ class _TimedSteps:
             seconds,
             times.rates.scores,
             samples=times.samples // sizes_of(times.plan, "actor").data,
-            spread=(low / median(own), high / median(own)),
             peak=peak or None,
         )
 

@@ -29,13 +29,17 @@ from distflow.config.keys.schema import with_values
 from distflow.errors import UserError
 from distflow.launch.configured_models import copy_weights, load_policy, tokenizer_loader
 from distflow.launch.run_facts import PROMPT_FORMAT
-from distflow.launch.run_folders.run_seal import is_own_run
-from distflow.launch.user_code import code_of_run, model_code, only_if_trusted, without_model_code
+from distflow.launch.user_code import (
+    code_of_run,
+    is_own_run,
+    model_code,
+    only_if_trusted,
+    without_model_code,
+)
 from distflow.models.image_inputs import images_of
 from distflow.models.loading import quiet_transformers
 from distflow.models.lora import has_adapter, named_weights, unwrapped
 from distflow.observe.crash_safe_files import empty_folder, read_object
-from distflow.runtime.checkpoint.checkpoint_store import Checkpoint
 from distflow.runtime.checkpoint.files import MANIFEST, by_age, checkpoints_in
 from distflow.runtime.checkpoint.find_checkpoint import (
     CHECKPOINTS,
@@ -93,7 +97,7 @@ def export_checkpoint(
             f"{source} has no adapter, because the run trained all weights: remove --adapter"
         )
     code = model_code(config)
-    _allow_code(code, checkpoint, saved["config"], trust_code, say)
+    _allow_code(code, saved["config"], trust_code, say)
     if not code:
         config = without_model_code(config)
     policies = trained_policies(config)
@@ -231,7 +235,7 @@ def write_config_of(
         stored = re.sub(r"((?:\\\\)*)\$\{", r"\1\1\\\\${", json.dumps(saved["config"]))
         values = json.loads(stored)
         code = code_of_run(config_of_run(values), generates_only)
-        _allow_code(code, checkpoint, saved["config"], trust_code, say)
+        _allow_code(code, saved["config"], trust_code, say)
         begun = {
             "path": str(run),
             "tokenizer_path": None,
@@ -248,12 +252,10 @@ def write_config_of(
     return file
 
 
-def _allow_code(
-    code: list[str], checkpoint: Checkpoint, values: Any, trust_code: bool, say: Say
-) -> None:
+def _allow_code(code: list[str], values: Any, trust_code: bool, say: Say) -> None:
     """Raises UserError for code that is neither trusted nor that of a run which this user started
     here."""
-    is_own = bool(code) and not trust_code and is_own_run(checkpoint.path.parent.parent, values)
+    is_own = bool(code) and not trust_code and is_own_run(values)
     only_if_trusted(code, trust_code or is_own, say)
     if is_own and "" not in sys.path:
         sys.path.insert(0, "")  # where the run's start found modules first

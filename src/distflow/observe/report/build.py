@@ -35,7 +35,7 @@ MOST_BYTES = 5_000_000
 it fits."""
 
 HEAD = ("model", "data", "batch", "preset", "workers", "machine", "sandbox")
-HIDDEN = ("experiment", "title", "changed", "config", "seal")
+HIDDEN = ("experiment", "title", "changed", "config")
 _LEAST_SAMPLES_BYTES = 200_000
 _MAX_CONFIG = 100_000
 _MAX_LOG = 300
