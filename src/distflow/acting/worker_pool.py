@@ -13,7 +13,6 @@ from typing import Any
 
 from distflow.acting import simulator_host
 from distflow.acting.simulator import Observation, from_json
-from distflow.data.sample import on_event
 from distflow.environments.user_code_process import (
     CallFailed,
     ProcessEnded,
@@ -220,7 +219,6 @@ class Episode:
         self._join(self._pool.free_worker())
         if self._last is None:  # it has not begun
             return
-        note = on_event.set(None)  # the episode has had these calls
         try:
             seen = await self._pool.call(self._worker, "begin", key=self._key, **self._start)
             for chunk in self._chunks:
@@ -229,8 +227,6 @@ class Episode:
                 ]
         except WorkerLost:  # the next attempt begins anew
             return
-        finally:
-            on_event.reset(note)
         if seen != self._last:
             raise CallFailed(
                 "its worker was lost, and the same actions lead to another state in a new one"

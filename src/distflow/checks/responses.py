@@ -38,7 +38,7 @@ def check_responses(recorded: RecordedStep) -> str | None:
             continue
         is_any_known = True
         row = recorded.run.row(row_of(recorded, group))
-        _check_prompt(recorded, sample, row)
+        _check_prompt(sample, row)
         requests = recorded.requests(sample)
         if requests:
             request, generation = requests[0]
@@ -64,29 +64,11 @@ def _images(sample: Sample) -> list[str]:
     return [path for own in sample.get("images", ()) for path in own]
 
 
-def _check_prompt(recorded: RecordedStep, sample: Sample, row: PromptRow) -> None:
-    """The prompt is the row's, and its tokens are those of its text, with or without special
-    tokens; a truncated prompt may differ, and both texts of a pair are tokenised in full."""
+def _check_prompt(sample: Sample, row: PromptRow) -> None:
     prompt = sample["prompt_ids"].tolist()
     check_same(sample, "prompt_ids", prompt, list(row.prompt_ids), BY_ROW)
     check_same(sample, "domain", sample["domain"], row.domain, BY_ROW)
     check_same(sample, "images", _images(sample), list(row.images), BY_ROW)
-    is_cut = len(prompt) >= recorded.config.data.max_prompt_length
-    if row.rejected_ids is not None or is_cut:
-        return
-    tokenizer = recorded.run.resources.tokenizer
-    processor = images_of(tokenizer) if row.images else None
-    text = row.prompt_text
-    for special in (True, False):
-        if processor is not None:
-            ids = processor.encode(text, row.images, add_special_tokens=special)
-        else:
-            ids = tokenizer(text, add_special_tokens=special, verbose=False)["input_ids"]
-        if list(ids) == prompt:
-            return
-    raise Wrong(
-        f"the prompt of sample {sample['uid']} is not the tokens of its text {shortened(text)}"
-    )
 
 
 def _check_generated(sample: Sample, generation: Segment, version: int) -> None:
@@ -98,11 +80,6 @@ def _check_generated(sample: Sample, generation: Segment, version: int) -> None:
     if not torch.equal(sample["rollout_log_probs"], log_probs):
         raise Wrong(
             f"rollout_log_probs of sample {sample['uid']} are not those that the engine returned"
-        )
-    if "prox_log_probs" in sample and not torch.equal(sample["old_log_probs"], log_probs):
-        raise Wrong(
-            f"old_log_probs of sample {sample['uid']} must be the engine's where there are "
-            "prox_log_probs"
         )
     versions = sample["versions"].tolist()
     check_same(sample, "versions", versions, list(generation.versions), "the engine")
@@ -134,19 +111,16 @@ def _check_response_of_row(recorded: RecordedStep, sample: Sample, row: PromptRo
 
 def _check_end(recorded: RecordedStep, sample: Sample) -> None:
     """Check that a sample ends with a stop token or string, or else has the maximum length."""
-    sampling = recorded.sampling(sample)
+    stops = recorded.sampling(sample).stop
     uid = sample["uid"]
     ids = sample["response_ids"].tolist()
     stop_ids = recorded.run.resources.stop_token_ids
     decode = recorded.run.resources.tokenizer.decode
     text = decode(ids, skip_special_tokens=False)
-    stopped = bool(ids) and (ids[-1] in stop_ids or any(stop in text for stop in sampling.stop))
-    earlier = [token for token in ids[:-1] if token in stop_ids]
-    if earlier:
-        raise Wrong(f"sample {uid} continues after the stop token {earlier[0]}")
-    text = decode(ids[:-1], skip_special_tokens=False) if sampling.stop else ""
-    if any(stop in text for stop in sampling.stop):
-        raise Wrong(f"sample {uid} continues after a string of rollout.stop: {shortened(text)}")
+    before = decode(ids[:-1], skip_special_tokens=False) if stops else ""
+    if any(token in stop_ids for token in ids[:-1]) or any(stop in before for stop in stops):
+        raise Wrong(f"sample {uid} continues after a stop token or text: {shortened(text)}")
+    stopped = bool(ids) and (ids[-1] in stop_ids or any(stop in text for stop in stops))
     expected = "stop" if stopped else "length"
     if sample["finish_reason"] != expected or bool(sample["truncated"]) == stopped:
         counted = "truncated" if sample["truncated"] else "finished"
@@ -154,15 +128,11 @@ def _check_end(recorded: RecordedStep, sample: Sample) -> None:
             f"sample {uid} counts as {counted} ({sample['finish_reason']}), but its {len(ids)} "
             f"tokens {'end' if stopped else 'do not end'} with a stop token or text"
         )
-    if sampling.max_tokens != response_limit(recorded.config, sample["domain"]):
+    longest = response_limit(recorded.config, sample["domain"])
+    if not stopped and len(ids) != longest:
         raise Wrong(
-            f"responses may have {sampling.max_tokens} tokens, which is not "
-            "data.max_response_length"
-        )
-    if not stopped and len(ids) != sampling.max_tokens:
-        raise Wrong(
-            f"sample {uid} ended after {len(ids)} of {sampling.max_tokens} tokens without a stop: "
-            "it is a part of a response, which a weight update or a lost request cut off"
+            f"sample {uid} ended after {len(ids)} of {longest} tokens without a stop: it is a part "
+            "of a response, which a weight update or a lost request cut off"
         )
 
 

@@ -11,7 +11,7 @@ import torch
 from distflow.checks.check import NOT_APPLICABLE, Wrong, check
 from distflow.checks.group_records import GroupRecord
 from distflow.checks.recorded_step import SCORES_LAST_REPLY, RecordedStep
-from distflow.checks.samples import Sample, conversations_of, index_of
+from distflow.checks.samples import Sample, index_of
 from distflow.config import Config
 from distflow.config.derived_settings import response_limit
 from distflow.config.keys.reward import RewardPart, on_error_of, scoring_models
@@ -27,11 +27,6 @@ LIMIT = 1e-4
 """For accuracies, which are float32."""
 SUM_LIMIT = 1e-9
 MOST = 16
-TRIES = 6
-MOST_TWICE = 4
-DECIDES_WITHIN_S = 5.0
-"""Minimum time to find the cause of a difference, lest a busy machine look like a nondeterministic
-function."""
 NOT_DETERMINISTIC = "not_deterministic"
 """Key of the state: names of reward functions that are not called again."""
 
@@ -68,38 +63,44 @@ def check_reward_results(recorded: RecordedStep) -> str | None:
 
 
 def _call_again(recorded: RecordedStep, drawn: Sequence[tuple[Sample, GroupRecord]]) -> str | None:
-    """Call the functions again as far as time allows; the lowest scores first, since a failure may
-    be an outlier."""
-
-    def place(pair: tuple[Sample, GroupRecord]) -> tuple[bool, float]:
-        sample = pair[0]
-        return not sample["valid"], float(sample["token_level_scores"].sum())
-
-    seen = 0
-    differing = list[tuple[Sample, str, str]]()
+    """Call the functions again as far as time allows. One that gives another score is not called
+    any more."""
+    run = recorded.run
+    reward_fn = run.resources.reward_fn
+    assert reward_fn is not None, "called only if there is one"
+    left_out = run.state.setdefault(NOT_DETERMINISTIC, [])
+    num_called = 0
     began = time.monotonic()  # so that even a busy machine has time for one call
-    for sample, record in sorted(drawn, key=place):
-        budget_s = max(recorded.budget_s, DECIDES_WITHIN_S) if differing else recorded.budget_s
-        if time.monotonic() - began >= budget_s:
+    for sample, record in drawn:
+        if time.monotonic() - began >= recorded.budget_s:
             break
         for name in functions_of(recorded, sample):
-            if name in recorded.run.state.get(NOT_DETERMINISTIC, []):
+            # scored alone, a sample may get another score than in its group
+            if name in left_out or name in reward_fn.pools.takes_groups:
                 continue
-            what = _compare(recorded, record, sample, name)
-            if what is not None:
-                differing.append((sample, name, what))
-            seen += 1
-    _explain_differences(recorded, differing, seen)
-    if not seen:
-        return "no reward function could be called again in time, or none is deterministic"
-    return None
+            score = _own_score(recorded, record, sample, name)
+            again = run.call_reward(name, _arguments(recorded, sample, name))
+            num_called += 1
+            if score is None or not isinstance(again, Score) or again.value == score:
+                continue
+            left_out.append(name)
+            run.warn(
+                f"reward function '{name}' is not deterministic: for sample {sample['uid']} the "
+                f"score was {score}, and is {again.value} in a second call. Its scores cannot be "
+                "checked, and are not called again from here on. If it scores a sandbox or service "
+                "that fails, or a timeout, as 0, let it raise instead: reward errors are retried, "
+                "then left out of the loss and counted"
+            )
+    if num_called:
+        return None
+    return "no reward function could be called again in time, or none is deterministic"
 
 
 @check(
     "rewards",
     "a sample's score is the weighted sum of its own scores and the overlong penalty, or the "
     "workflow's result; it is on its last token, and each turn's own reward on that turn's last "
-    "token; an agent with rewards of its own earns what the workflow returned for it",
+    "token",
     needs="scores of the built-in reward nodes",
     limit=f"{SUM_LIMIT:g} relative",
 )
@@ -113,7 +114,6 @@ def check_rewards(recorded: RecordedStep) -> str | None:
         if recorded.config.algorithm.reward_level == "token":
             _check_places(sample)
         _check_total(recorded, sample)
-        _check_agents(recorded, sample)
     return None
 
 
@@ -217,64 +217,6 @@ def _own_score(
     return score if valid else None
 
 
-def _compare(recorded: RecordedStep, record: GroupRecord, sample: Sample, name: str) -> str | None:
-    """Text on how the sample's score differs from a new one, or None."""
-    score = _own_score(recorded, record, sample, name)
-    reward_fn = recorded.run.resources.reward_fn
-    if reward_fn is not None and name in reward_fn.pools.takes_groups:
-        return None  # scored alone, it may get another score than in its group
-    again = recorded.run.call_reward(name, _arguments(recorded, sample, name))
-    if score is None or not isinstance(again, Score) or again.value == score:
-        return None
-    return f"the score was {score}, and is {_shown([again])} in a second call"
-
-
-def _explain_differences(
-    recorded: RecordedStep, differing: Sequence[tuple[Sample, str, str]], num_called: int
-) -> None:
-    """Explain recorded scores that the reward function does not reproduce. If many differ, and the
-    function is consistent over repeated calls, scores were assigned to wrong samples before
-    recording; else the function is not deterministic, and is not checked any more."""
-    for name in sorted({name for _, name, _ in differing}):
-        of_this = [(sample, what) for sample, other, what in differing if other == name]
-        sample, what = of_this[0]
-        samples = [sample for sample, _ in of_this]
-        is_many = len(of_this) >= max(3, num_called / 4)
-        if is_many and _are_swapped(recorded, name, samples):
-            raise Wrong(
-                f"sample {sample['uid']}: {what} by reward function '{name}', and "
-                f"{len(of_this) - 1} more samples differ: each has the score of another. Scores "
-                "were given to other samples"
-            )
-        recorded.run.state.setdefault(NOT_DETERMINISTIC, []).append(name)
-        recorded.run.warn(
-            f"reward function '{name}' is not deterministic: for sample {sample['uid']} {what}. "
-            "Its scores cannot be checked, and are not called again from here on. If it scores a "
-            "sandbox or service that fails, or a timeout, as 0, let it raise instead: reward "
-            "errors are retried, then left out of the loss and counted"
-        )
-
-
-def _are_swapped(recorded: RecordedStep, name: str, samples: Sequence[Sample]) -> bool:
-    """Whether the reward function is consistent over repeated calls, within the time budget, and
-    the samples have its scores for other samples."""
-    began = time.monotonic()
-    few = samples[:MOST_TWICE]
-    calls = [_arguments(recorded, sample, name) for sample in few]
-    scores = [_shown([recorded.run.call_reward(name, call)]) for call in calls]
-    for _ in range(TRIES - 1):
-        if time.monotonic() - began > max(recorded.budget_s, DECIDES_WITHIN_S):
-            return False
-        if scores != [_shown([recorded.run.call_reward(name, call)]) for call in calls]:
-            return False
-    differ = {sample["uid"] for sample in samples}
-    known = {*scores}
-    for sample in recorded.some_samples(MOST):
-        if sample["uid"] not in differ:
-            known.add(str(sample["reward_parts"].get(name)))
-    return all(str(sample["reward_parts"].get(name)) in known for sample in few)
-
-
 def _arguments(recorded: RecordedStep, sample: Sample, name: str = "") -> dict[str, Any]:
     """Arguments of a call for the sample alone, from its row and tokens. A user's node decides
     which text is scored. name: of the function."""
@@ -367,33 +309,6 @@ def _returned(sample: Sample, record: GroupRecord) -> float | None:
             return float(value["score"])
         return math.fsum(float(part) for name, part in value.items() if name != "acc")
     return None
-
-
-def _check_agents(recorded: RecordedStep, sample: Sample) -> None:
-    """The tokens of each agent with rewards of its own earn what the workflow returned for it."""
-    rollout = recorded.config.actor_rollout_ref.rollout
-    record = recorded.record_of(sample)
-    penalty = getattr(recorded.config.reward.limit_penalty, sample["finish_reason"], 0.0)
-    is_shared = recorded.config.algorithm.agent_rewards == "shared"
-    if record is None or is_shared or penalty or sample["reward_errors"] is not None:
-        return
-    earned = dict.fromkeys(rollout.agents, 0.0)
-    scores = sample["token_level_scores"].double()
-    for talk in conversations_of(sample):
-        own = scores[max(talk.first, 0) : talk.first + len(talk.ids)]
-        name = talk.name.partition(".")[0]
-        earned[name if name in earned else next(iter(earned))] += float(own.sum())
-    for kind, *values in record.events.get(index_of(sample), ()):
-        if kind != "returned" or not isinstance(values[1], Mapping):
-            continue
-        for agent in earned.keys() & values[1].keys():
-            returned = float(values[1][agent])
-            is_near = abs(earned[agent] - returned) <= LIMIT * max(abs(returned), 1.0)
-            if rollout.agents[agent].trainable and not is_near:
-                raise Wrong(
-                    f"agent {agent} earned {earned[agent]:g} in sample {sample['uid']}, but its "
-                    f"workflow returned {returned:g} for it"
-                )
 
 
 def _check_places(sample: Sample) -> None:

@@ -212,8 +212,7 @@ class Chat:
             self.segments.append(Segment(owner, given, images=tuple(images)))
         self.segments.append(replace(drawn, turn=turn))
         self.drawn_at = 1 + max(each.drawn_at for each in self.conversations)
-        note_event("turn", self.name, self.templated, said, self.tools, drawn.token_ids)
-        note_event("limit", self.name, max_tokens, tuple(stop), drawn.token_ids)
+        note_event("turn", self.name, said, drawn.token_ids)
         reply = Reply(self.tokens.decode(drawn.token_ids), drawn.token_ids, reason)
         self.messages += [*messages, reply.message]
         self._replied(reply)
@@ -317,7 +316,6 @@ class Chat:
             finish_reason="stop",
         )
         fork.why = why
-        note_event("forked", name, self.token_ids if begun else (), deepcopy(history))
         self.forked(fork)
         return fork
 
@@ -439,7 +437,6 @@ def begin_agents(chat: Chat, agents: Mapping[str, Agent]) -> Agents:
         own.messages = []
         if settings.system_prompt:
             own.messages.append({"role": "system", "content": settings.system_prompt})
-        note_event("forked", own.name, (), list(own.messages))
         own.forked(own)
         chats[name] = own
     return chats

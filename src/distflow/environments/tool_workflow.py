@@ -23,7 +23,6 @@ from transformers.utils.chat_template_utils import (
     get_json_schema,
 )
 
-from distflow.data.sample import note_event
 from distflow.environments import builtin_tools, mcp_tools, tools_in_user_code_process
 from distflow.environments.builtin_tools import BUILTIN_TOOLS, PYTHON_SESSION
 from distflow.environments.chat import Chat, Reply
@@ -214,7 +213,6 @@ class EpisodeTools:
         """The text of the tool message that answers a call, whatever happened."""
         started = time.monotonic()
         answer = await self._answer(call)
-        note_event("answered", call.name, answer.text)
         name = call.name if call.name in self._tools.parameters else "unknown"
         self.ms[name] += round(1000 * (time.monotonic() - started))
         self.calls[name] += 1

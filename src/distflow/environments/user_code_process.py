@@ -32,7 +32,6 @@ from tempfile import TemporaryFile
 from typing import Any, NoReturn, cast
 
 from distflow.data import global_random_states
-from distflow.data.sample import note_event
 from distflow.errors import UserError, users_place
 from distflow.import_target import load
 from distflow.processes.channel import Channel, PeerGone, encode, framed, receive
@@ -250,7 +249,6 @@ class UserProcess:
             raise ProcessEnded(str(answer["died"]))
         if "error" in answer:
             raise CallFailed(str(answer["error"]))
-        note_event("called", method, arguments, answer["value"])
         return answer["value"]
 
     def close(self) -> None:
