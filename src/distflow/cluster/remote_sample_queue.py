@@ -131,6 +131,9 @@ class RemoteSampleQueue:
         self._read = read or _read_here
         self._by_ray = not isinstance(coordinator, Peer)
         self._reward_counts = RewardCounts()  # sent with the groups that end next
+        self._stored: tuple[GroupRef, int] = (None, 0)
+        """The batch that was stored last, until its groups are put, and its size."""
+        self._stored_batch: Batch | None = None
 
     async def prompt_groups(
         self, engine_version: Callable[[], int | None]
@@ -155,9 +158,17 @@ class RemoteSampleQueue:
         )
         self._end(stored)
 
+    def store_ahead(self, batch: Batch) -> None:
+        self._stored = to_group(batch, self._by_ray)
+        self._stored_batch = batch
+
     def put_loaded(self, loaded: LoadedGroups[Batch]) -> None:
         fault_injection.reach("queue.put")
-        reference, num_bytes = to_group(loaded.data, self._by_ray)
+        if loaded.data is not self._stored_batch:
+            self.store_ahead(loaded.data)
+        reference, num_bytes = self._stored
+        self._stored_batch = None
+        self._stored = (None, 0)
         self._end(LoadedGroups(loaded.prompt_groups, reference, loaded.num_tokens, num_bytes))
 
     def drop(self, dropped: DroppedGroup) -> None:
@@ -205,6 +216,9 @@ class RemoteSampleQueue:
             )
         self._stop.wanted = released.stopping
         return released
+
+    def note_training(self, step: int) -> None:
+        """The coordinator has learned it from `read`."""
 
     def end_run(self, why: str) -> None:
         reply(self._coordinator.end_run.remote(shortened(why)))

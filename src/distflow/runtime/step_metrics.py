@@ -2,7 +2,7 @@
 validation."""
 
 import math
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import reduce
@@ -21,6 +21,7 @@ from distflow.observe.metrics import Measured, find_metric
 from distflow.rewards.reward_results import is_right
 from distflow.scheduling.group_states import GroupCounts
 from distflow.training.engine import Collective
+from distflow.user_values import LARGEST_NUMBER
 
 DECODED = "rollout/decoded_tokens"
 DECODED_S = "rollout/decode_s"
@@ -30,8 +31,10 @@ DECODED_S = "rollout/decode_s"
 class Figures:
     """The inputs of a step's metrics: one value for each sample, of one rank or of several joined.
 
-    scores, valid: None if nothing scores. parts: of the reward. versions: the number of the
-    policy's tokens by version. num_tokens: including prompts.
+    scores, valid: None if nothing scores. parts: of the reward. advantages: of the last token of
+    the policy (NaN without one), and the largest absolute advantage (or return, if a critic learns
+    it) of all tokens, `(bs, 2)`. versions: the number of the policy's tokens by version.
+    num_tokens: including prompts.
     """
 
     prompt_lengths: Tensor
@@ -43,6 +46,7 @@ class Figures:
     valid: Tensor | None
     acc: Tensor | None
     parts: list[Mapping[str, float]] | None
+    advantages: Tensor | None
     versions: Counter[int]
     num_tokens: int
 
@@ -60,6 +64,7 @@ class Figures:
             batch["valid"] if is_scored else None,
             batch["acc"] if is_scored and "acc" in batch else None,
             batch["reward_parts"] if "reward_parts" in batch else None,  # noqa: SIM401  no dict
+            _advantages(batch) if "advantages" in batch else None,
             Counter(versions[versions >= 0].tolist()),
             int(batch.lengths("sequence").sum()),
         )
@@ -86,6 +91,20 @@ def _longest_responses(batch: Batch) -> Tensor:
     return lengths
 
 
+def _advantages(batch: Batch) -> Tensor:
+    is_drawn = batch.flat("response_mask").cpu() > 0
+    rows = batch.rows()[is_drawn]
+    values = batch.flat("advantages").cpu().double()[is_drawn]
+    places = torch.full((len(batch),), -1).scatter_reduce(0, rows, torch.arange(len(rows)), "amax")
+    last = torch.full((len(batch),), torch.nan, dtype=torch.float64)
+    last[places >= 0] = values[places[places >= 0]]
+    largest = torch.zeros(len(batch), dtype=torch.float64)
+    for name in ("advantages", "returns") if "values" in batch else ("advantages",):
+        sizes = batch.flat(name).cpu().double()[is_drawn].abs()
+        largest = largest.scatter_reduce(0, rows, sizes, "amax")
+    return torch.stack([last, largest], dim=1)
+
+
 def _joined_values(values: list[Any]) -> Any:
     """Tensors and lists are concatenated, numbers and counts added. None if the first rank has
     none, as its samples lack the column; otherwise ranks without values are skipped."""
@@ -110,6 +129,7 @@ def batch_metrics(figures: Figures) -> dict[str, float]:
         if figures.acc is not None and bool(figures.valid.any()):
             right = [is_right(accuracy) for accuracy in figures.acc[figures.valid].tolist()]
             metrics["reward/accuracy"] = sum(right) / len(right)
+        metrics |= differences_lost(figures)
     if figures.parts is not None:
         means = part_means(figures.parts)
         metrics = _joined(metrics, {f"reward/{name}/mean": value for name, value in means.items()})
@@ -185,6 +205,65 @@ def equal_groups(values: Tensor, valid: Tensor, groups: Tensor) -> dict[str, flo
         if valid_scores.numel() > 1:
             equal.append(bool(valid_scores.max() == valid_scores.min()))
     return {"reward/frac_reward_zero_std": sum(equal) / len(equal)} if equal else {}
+
+
+STEPS_OF_FLOAT = 1000
+"""Fewer steps of float64 between the lowest and the highest score of a group hold no three digits
+of a difference."""
+_LARGE = 2.0**30
+"""Smaller scores differ by so little only by the rounding of sums."""
+
+
+def differences_lost(figures: Figures) -> dict[str, float]:
+    """`reward/lost_in_float64_frac`: the share of groups whose scores are too large for float64 to
+    hold their differences. `reward/lost_in_float32_frac`: the share of samples whose advantage
+    float32 does not hold: its square is beyond the range, so that gradients and value losses are,
+    or it equals that of a sample of the group with another score. Each only if it is not 0."""
+    assert figures.scores is not None and figures.valid is not None
+    scores = figures.scores.tolist()
+    groups = defaultdict[int, list[int]](list)
+    found = dict[str, float]()
+    for row, (group, is_valid) in enumerate(
+        zip(figures.groups.tolist(), figures.valid.tolist(), strict=True)
+    ):
+        if is_valid:
+            groups[group].append(row)
+    parts = figures.parts or [{}] * len(scores)
+    lost = [
+        _lose_differences([scores[row] for row in own], [parts[row] for row in own])
+        for own in groups.values()
+    ]
+    if any(lost):
+        found["reward/lost_in_float64_frac"] = sum(lost) / len(lost)
+    if figures.advantages is not None:
+        last, largest = figures.advantages.unbind(dim=1)
+        rounded = last.float().tolist()
+        exact = last.tolist()
+        is_beyond = (largest.square() > LARGEST_NUMBER).tolist()
+        number = 0
+        for own in groups.values():
+            first = dict[float, int]()
+            for row in own:
+                same = first.setdefault(rounded[row], row)
+                is_same = scores[same] != scores[row] and exact[same] != exact[row]
+                number += is_same or is_beyond[row]
+        if number:
+            found["reward/lost_in_float32_frac"] = number / sum(map(len, groups.values()))
+    return found
+
+
+def _lose_differences(scores: Sequence[float], parts: Sequence[Mapping[str, float]]) -> bool:
+    """Whether the scores of a group, or parts that they are sums of, differ by less than float64
+    holds beside their size. From 2^53 on, where it has no odd numbers, equal ones may have differed
+    before they were floats."""
+    size = max(map(abs, scores))
+    spread = max(scores) - min(scores)
+    if len(scores) < 2 or size < _LARGE:
+        return False
+    for name in parts[0] if not spread else ():
+        values = [part[name] for part in parts if name in part]
+        spread = max(spread, max(values) - min(values))
+    return spread < STEPS_OF_FLOAT * math.ulp(size) if spread else size >= 2.0**53
 
 
 def part_means(parts: Sequence[Mapping[str, float]]) -> dict[str, float]:

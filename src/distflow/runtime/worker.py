@@ -152,6 +152,8 @@ class Worker:
             raise
         if step is not None:
             self.check_taken(step.group_ids, step.batch, step.queued)
+            # not before: it would keep this thread from its step
+            self._ports.queue.note_training(self.step)
         return step
 
     def check_taken(

@@ -194,6 +194,15 @@ class Admission:
             bounds.append(num_left)
         return self._by_slot([queue.num_live for queue in domain_queues], room, min(bounds))
 
+    def sources_after_next(self) -> list[int]:
+        """Sources of the slots of the step after the next one."""
+        quotas = self._queue.quotas
+        sources = range(len(self._plan.sources))
+        before = [quotas.up_to(source, quotas.next_step) for source in sources]
+        after = [quotas.up_to(source, quotas.next_step + 1) for source in sources]
+        room = [end - start for start, end in zip(before, after, strict=True)]
+        return self._by_slot(before, room, self._plan.consumer_batch)
+
     def issued(self, source: int, engine_version: int) -> None:
         """Count a group in its step's generation budget: a new one, or an aborted one that now runs
         for another step."""

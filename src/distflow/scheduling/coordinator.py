@@ -96,6 +96,9 @@ class Coordinator:
             plan.shares,
             [Fraction(before[source.name]["lag"]) for source in plan.sources] if before else None,
         )
+        self._foreseen: list[PromptGroup] = []
+        """The groups of the next step, as far as they are known."""
+        self._foreseen_version = -1
         self._skips = Skips(plan.skips, start.get("skips"))
         self.queue = SampleQueue(
             plan.consumer_batch,
@@ -168,17 +171,33 @@ class Coordinator:
             else self._admission.rollout_capacity(engine_version)
         )
         sources = self._admission.new(engine_version, num_open, self.prompt_groups.num_left)
-        for source in sources:
-            if (new := self._issue_next(source, engine_version)) is None:
-                break
-            prompt_groups.append(new)
-            self._admission.issued(source, engine_version)
-        if self.plan.loads_rows:
-            self._journal_all("issued", [group.issued_fields() for group in prompt_groups])
+        if self._is_in_order:
+            prompt_groups += self._issue_in_order(sources, engine_version)
+        else:
+            for source in sources:
+                if (new := self._issue_next(source, engine_version)) is None:
+                    break
+                prompt_groups.append(new)
+                self._admission.issued(source, engine_version)
         self._close_at_end()
         if self.plan.oversampling:
             self.queue.give_places([group.group_id for group in prompt_groups])
         return [self.queue.prompt_group(group.group_id) for group in prompt_groups]
+
+    def foresee(self) -> list[PromptGroup]:
+        """The groups of the next step, if the current one is released as it stands now; empty if
+        that is not known. Nothing is issued."""
+        plan = self.plan
+        queue = self.queue
+        is_known = self._is_in_order and not (plan.max_staleness or plan.oversampling)
+        is_whole = queue.num_complete == queue.num_live == plan.consumer_batch
+        if not (is_known and is_whole and self.step + 1 < plan.total_steps):
+            return []
+        if self._foreseen_version != self.step + 1:
+            self._foreseen_version = self.step + 1
+            sources = self._admission.sources_after_next()
+            self._foreseen = self.prompt_groups.next(sources, self._foreseen_version)
+        return self._foreseen
 
     def assign(self, worker_of: Mapping[int, str]) -> None:
         """Record in the ledger which worker works on each of these groups from now on."""
@@ -200,7 +219,7 @@ class Coordinator:
 
     def complete_all(self, num_tokens: Mapping[int, int]) -> None:
         """`complete` for groups that were loaded together. num_tokens: of each, by its number."""
-        groups = [self.queue.complete(number, tokens) for number, tokens in num_tokens.items()]
+        groups = self.queue.complete_all(num_tokens)
         self._journal_all("complete", [_complete_fields(group) for group in groups])
 
     def weigh(self, number: int, num_bytes: int) -> None:
@@ -350,6 +369,20 @@ class Coordinator:
     def _close_at_end(self) -> None:
         self.queue.closed |= self.prompt_groups.data_open and self.prompt_groups.num_left == 0
 
+    @property
+    def _is_in_order(self) -> bool:
+        """Whether the next groups follow from how many were issued."""
+        return not (self.plan.skips or self.prompt_groups.offered)
+
+    def _issue_in_order(self, sources: Sequence[int], engine_version: int) -> list[PromptGroup]:
+        groups = self.prompt_groups.next(sources, engine_version)
+        self.queue.issue_all(groups)
+        for group, source in zip(groups, sources, strict=False):  # the data may end first
+            self._admission.issued(source, engine_version)
+            self._counts[group.domain].issued += 1
+        self._journal_all("issued", [group.issued_fields() for group in groups])
+        return groups
+
     def _issue_next(self, source: int, engine_version: int) -> PromptGroup | None:
         """The source's next group that is not skipped; None if the data end first. If all rows of
         an epoch would be skipped, the row after them is taken, so that no source runs empty."""
@@ -358,8 +391,6 @@ class Coordinator:
             prompt_group = self.prompt_groups.make(source, engine_version)
             self.queue.issue(prompt_group)
             self._counts[prompt_group.domain].issued += 1
-            if self.plan.loads_rows:  # they have one record
-                return prompt_group
             self._journal("issued", **prompt_group.issued_fields())
             reason = self._skips.pass_over(prompt_group.row)
             if reason is None or not num_left:
@@ -372,8 +403,7 @@ class Coordinator:
         if self.queue.prompt_group(number).num_aborts:
             self._admission.issued(self.queue.queue_of(number).domain, engine_version)
         prompt_group = self.queue.reissue(number, engine_version)
-        if not self.plan.loads_rows:
-            self._journal("issued", **prompt_group.issued_fields())
+        self._journal("issued", **prompt_group.issued_fields())
         return prompt_group
 
     def _restore(self, groups: list[PromptGroup]) -> None:

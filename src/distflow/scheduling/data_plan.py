@@ -284,16 +284,39 @@ class NextGroups:
 
     def make(self, source: int, engine_version: int) -> PromptGroup:
         """The next new group of the source, with this version."""
-        plan = self._plan
         number = self._num_issued
         if self.offered:
             self.num_offered += 1
-            return PromptGroup(number, 0, self.offered.popleft(), plan.group_size, engine_version)
+            row = self.offered.popleft()
+            return PromptGroup(number, 0, row, self._plan.group_size, engine_version)
+        return self._from_data(number, source, 0, engine_version)
+
+    def next(self, sources: Sequence[int], engine_version: int) -> list[PromptGroup]:
+        """The groups that `make` will return for these sources in turn, without offered rows; fewer
+        if the data end."""
+        assert not self.offered
+        number = self._num_issued
+        num_before = [0] * len(self._plan.sources)
+        groups = list[PromptGroup]()
+        for source in sources[: self.num_left]:
+            group = self._from_data(
+                number + len(groups), source, num_before[source], engine_version
+            )
+            groups.append(group)
+            num_before[source] += 1
+        return groups
+
+    def _from_data(
+        self, number: int, source: int, place_ahead: int, engine_version: int
+    ) -> PromptGroup:
+        """A group of the data set. place_ahead: how many of the source come before it."""
+        plan = self._plan
         if not plan.domains:
-            epoch, row = place(self._num_drawn, plan.num_rows, plan.seed, plan.shuffle)
+            drawn = self._num_drawn + place_ahead
+            epoch, row = place(drawn, plan.num_rows, plan.seed, plan.shuffle)
             return PromptGroup(number, epoch, row, plan.group_size, engine_version)
         domain = plan.domains[source]
-        position = self._counts[domain.name].issued
+        position = self._counts[domain.name].issued + place_ahead
         epoch, row = place(position, domain.num_rows, plan.seed, plan.shuffle, domain.name)
         row += sum(other.num_rows for other in plan.domains[:source])
         size = domain.group_size or plan.group_size

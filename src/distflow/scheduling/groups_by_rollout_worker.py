@@ -22,6 +22,8 @@ class RolloutWorker:
     running: dict[int, int] = field(default_factory=dict)
     stored: set[int] = field(default_factory=set)
     ended: list[PromptGroup] = field(default_factory=list)
+    foresaw: int = -1
+    """The last step during which it was told the groups of the next one."""
     takes: bool = True
     gone: bool = False
 
@@ -63,6 +65,18 @@ class GroupsByWorker:
         chosen.running[group_id] = attempt
         self._working_on[group_id] = chosen
         return chosen.name
+
+    def foresee(
+        self, number: int, step: int, groups: Sequence[PromptGroup]
+    ) -> Sequence[PromptGroup]:
+        """Which of these groups the worker will get if no worker has one when they are assigned;
+        none if it was told during this step already."""
+        worker = self._all[number]
+        if worker.foresaw == step or not worker.takes:
+            return ()
+        worker.foresaw = step
+        takers = [each.number for each in self._all if each.takes]
+        return groups[takers.index(number) :: len(takers)]
 
     def fetch(self, number: int) -> list[int]:
         """Ids of the groups assigned to a worker since the last call."""

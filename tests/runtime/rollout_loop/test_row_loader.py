@@ -6,10 +6,15 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import pytest
+import torch
+
+from distflow.data.batch import Batch
 from distflow.data.encoded_prompts import PromptRow, UnusableRow
 from distflow.launch.run_folders.groups_of_step import step_lineage
-from distflow.pipelines.nodes.rollout_reward_filter import response_of_row
+from distflow.pipelines.nodes.rollout_reward_filter import pair_of_row, response_of_row
 from distflow.runtime.rollout_loop.row_loader import RowLoader
+from distflow.runtime.sample_queue.protocol import LoadedGroups
 from distflow.scheduling.group_states import PromptGroup
 from distflow.scheduling.ledger import timeline
 from tests.e2e.runs import Playground
@@ -26,8 +31,34 @@ def groups(*rows: int, version: int = 2, size: int = 1) -> list[PromptGroup]:
     return [PromptGroup(100 + place, 0, row, size, version) for place, row in enumerate(rows)]
 
 
-def loader(rows: Sequence[PromptRow]) -> RowLoader:
-    return RowLoader(rows, response_of_row, tiny_tokenizer())
+def loader(rows: Sequence[PromptRow] = ROWS, load: Any = response_of_row) -> RowLoader:
+    return RowLoader(rows, load, tiny_tokenizer())
+
+
+def columns(loaded: LoadedGroups[Batch]) -> dict[str, Any]:
+    stored = loaded.data.to_tensors()
+    return {name: tensor.tolist() for name, tensor in stored.items()}
+
+
+@pytest.mark.parametrize(("load", "size"), [(response_of_row, 1), (pair_of_row, 2)])
+def test_groups_loaded_ahead_are_those_loaded_when_they_start(load: Any, size: int) -> None:
+    ahead = loader(load=load)
+    wanted = groups(4, 0, 7, size=size)
+    ahead.load_ahead(groups(4, 0, 7, size=size))
+    at_start = loader(load=load).load(wanted).groups
+    ahead.rows = []  # nothing is read again
+    assert columns(ahead.load(wanted).groups) == columns(at_start)
+    assert [len(each.rows or ()) for each in at_start.finished] == [size] * 3
+    part = ahead.load(wanted[1:]).groups
+    last = at_start.data.select(range(size, 3 * size))
+    assert columns(part) == columns(LoadedGroups.of(part.prompt_groups, last))
+
+
+def test_groups_that_others_start_in_place_of_are_not_those_loaded_ahead() -> None:
+    ahead = loader()
+    ahead.load_ahead(groups(4, 0, version=1))
+    later = ahead.load(groups(4, 0, version=2)).groups
+    assert torch.equal(later.data.flat("versions").unique(), torch.tensor([2]))
 
 
 def test_an_unusable_row_is_left_out_alone() -> None:

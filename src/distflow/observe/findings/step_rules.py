@@ -332,6 +332,27 @@ def _skipped(h: History) -> str | None:
 
 
 @register_doctor_rule(
+    "differences-lost",
+    ("reward/mean_score",),
+    advice=(
+        "Scores are too large for their differences: subtract what all of a prompt's scores share, "
+        "or divide them."
+    ),
+    enough=1,
+    opens=1,
+)
+def _lost(h: History) -> str | None:
+    groups = h.now("reward/lost_in_float64_frac", 0.0)
+    samples = h.now("reward/lost_in_float32_frac", 0.0)
+    if groups <= 0 and samples <= 0:
+        return None
+    return (
+        f"In {groups:.0%} of the groups float64 does not hold the differences of the scores, and "
+        f"of {samples:.0%} of the samples float32 does not hold the advantage."
+    )
+
+
+@register_doctor_rule(
     "update-too-large",
     ("actor/pg_clipfrac", "actor/ppo_kl"),
     advice=(

@@ -47,6 +47,7 @@ from distflow.runtime.run_errors import Failure, NodeError
 from distflow.runtime.sample_queue.protocol import (
     AbortedGroups,
     DroppedGroup,
+    ForeseenGroups,
     RolloutQueue,
     SampleQueuePort,
 )
@@ -222,6 +223,12 @@ class RolloutLoop:
                 async for prompt_groups in queue.prompt_groups(
                     lambda: client.version.step if client is not None else None
                 ):
+                    if isinstance(prompt_groups, ForeseenGroups):
+                        if self.row_loader is not None:
+                            self.row_loader.load_ahead(prompt_groups)
+                            if self.row_loader.batch_ahead is not None:
+                                queue.store_ahead(self.row_loader.batch_ahead)
+                        continue
                     for group in prompt_groups:
                         if group.state is GroupState.WAITING and group.group_id in running:
                             self.surplus.add(running[group.group_id])

@@ -43,6 +43,7 @@ from distflow.runtime.rollout_loop.loop_thread import (
     on_a_thread,
 )
 from distflow.runtime.rollout_loop.rollout_client import RolloutClient
+from distflow.runtime.shared_cores import SharedCores
 from distflow.runtime.spec import Spec
 from distflow.runtime.stop_signals import leave_at_once
 
@@ -187,6 +188,7 @@ class RolloutServices:
         computes there if it can.
         """
         self._thread = LoopThread("rollout", blocked_after_s)
+        self._shared_cores = SharedCores()
         engine = resources.rollout
         self._host: HostThread | None = None
         if takes_turns and isinstance(engine, Hosted):
@@ -231,6 +233,7 @@ class RolloutServices:
         # Python does not call `__exit__` then, and services may already run
         with ExitStack() as if_it_fails:
             if_it_fails.push(self.__exit__)
+            self._shared_cores.__enter__()
             self.call(self._enter())
             if_it_fails.pop_all()
         return self
@@ -251,6 +254,7 @@ class RolloutServices:
                 raise
         finally:
             self._thread.__exit__()
+            self._shared_cores.__exit__()
 
     def call(self, work: Coroutine[object, object, T]) -> T:
         return self._wait(lambda: self._thread.start(work))

@@ -1,7 +1,9 @@
 """Groups that are rows of the data set (fine-tuning, reward models): those that start together are
-loaded as one batch, without a task for each."""
+loaded as one batch, without a task for each, and those of the next step while the current one
+trains."""
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,6 +38,7 @@ class RowLoader:
     rows: Sequence[PromptRow]
     samples_of_row: SamplesOfRow
     tokenizer: PreTrainedTokenizerBase
+    _ahead: _Loaded | None = None
 
     @staticmethod
     def of(
@@ -47,6 +50,8 @@ class RowLoader:
 
     def load(self, prompt_groups: Sequence[PromptGroup]) -> _Loaded:
         """The samples of these groups."""
+        if found := self._found_ahead(prompt_groups):
+            return found
         if isinstance(self.rows, PromptRows):
             self.rows.prepare([group.row for group in prompt_groups])
         usable = list[PromptGroup]()
@@ -61,3 +66,30 @@ class RowLoader:
             usable.append(group)
             samples += self.samples_of_row(group, row, self.tokenizer)
         return _Loaded(LoadedGroups.of(usable, Batch.from_samples(samples)), unusable)
+
+    def load_ahead(self, prompt_groups: Sequence[PromptGroup]) -> None:
+        """Load groups that will probably start next."""
+        self._ahead = None
+        if prompt_groups:
+            with suppress(Exception):  # it is raised again when they start
+                self._ahead = self.load(prompt_groups)
+                _ = self._ahead.groups.finished  # computed now, and kept
+
+    @property
+    def batch_ahead(self) -> Batch | None:
+        """The samples that were loaded ahead."""
+        return None if self._ahead is None else self._ahead.groups.data
+
+    def _found_ahead(self, prompt_groups: Sequence[PromptGroup]) -> _Loaded | None:
+        """These groups as they were loaded ahead; None if one of them was not."""
+        if self._ahead is None:
+            return None
+        loaded = self._ahead.groups
+        if loaded.prompt_groups == prompt_groups:
+            return self._ahead
+        places = {group: place for place, group in enumerate(loaded.prompt_groups)}
+        if any(group not in places for group in prompt_groups):
+            return None
+        size = loaded.group_size
+        rows = [places[group] * size + index for group in prompt_groups for index in range(size)]
+        return _Loaded(LoadedGroups.of(prompt_groups, loaded.data.select(rows)))

@@ -69,6 +69,15 @@ class LocalSampleQueue(SharedSampleQueue[Batch]):
         first, *others = taken.batch
         return joined(taken, Batch.concat([first, *others]) if others else first.copy())
 
+    def store_ahead(self, batch: Batch) -> None:
+        """Batches are stored as they are."""
+
+    def note_training(self, step: int) -> None:
+        with self._lock:
+            self._taken_step = step
+            if self._coordinator.plan.loads_rows:
+                self._wake()
+
     def _data_of(self, groups: Sequence[FinishedGroup[Batch]]) -> Sequence[Batch]:
         """The groups' samples; those of neighbours that were loaded together in one batch."""
         found = []

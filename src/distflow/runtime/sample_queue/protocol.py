@@ -91,6 +91,11 @@ class LoadedGroups(Generic[T]):
         return found
 
 
+class ForeseenGroups(list[PromptGroup]):
+    """Groups that will probably start next, so that their rows may be loaded now. They are not
+    issued yet."""
+
+
 @dataclass(frozen=True)
 class DroppedGroup:
     """A group that has left the rollout loop without being trained on."""
@@ -185,13 +190,17 @@ class RolloutQueue(Protocol):
         """consumes capacity · waits for released steps and dropped groups · produces groups to
         start together
 
-        Groups waiting to be issued again come first, if any; this worker is to end them.
+        Groups waiting to be issued again come first, if any; this worker is to end them. If groups
+        are only loaded, `ForeseenGroups` come while a step trains.
 
         engine_version: the lowest weight version of this worker's engines; None if it has none.
         """
 
     def put(self, finished: FinishedGroup[Batch]) -> None:
         """A group has completed the rollout loop."""
+
+    def store_ahead(self, batch: Batch) -> None:
+        """Store the batch of groups that will probably be put as `LoadedGroups` next."""
 
     def put_loaded(self, loaded: LoadedGroups[Batch]) -> None:
         """Groups that were loaded together have completed the rollout loop."""
@@ -221,6 +230,10 @@ class TrainingQueue(Protocol):
         data. Raises NoProgress, Exhausted, TimeoutError (which takes nothing), NothingToWaitFor for
         a part that could never come, and the error that ended the rollout loop.
         """
+
+    def note_training(self, step: int) -> None:
+        """This rank trains on its part of the step from now on, so that rows of the next one may be
+        loaded."""
 
     def release(self, step: int, rank: int, sent_weights: bool) -> Released:
         """Report that this rank has trained on its part, and wait until all ranks have.

@@ -109,6 +109,8 @@ class SharedSampleQueue(Generic[T]):
         self._new_workers_wait = False  # for weights
         self._uninformed_ranks = set[int]()  # ranks still to be informed of them
         self._divided_step = -1
+        self._taken_step = -1
+        """The last step that all ranks have, with the samples of their parts."""
         self._num_waiting = 0  # trainers inside `take_step`
         self._num_wakes = 0
         self._reward_counts = RewardCounts()
@@ -408,7 +410,12 @@ class SharedSampleQueue(Generic[T]):
         fetched = self._workers.fetch(worker)
         prompt_groups = [self._coordinator.queue.prompt_group(group_id) for group_id in fetched]
         self._lock.notify_all()
-        return [*self._workers.fetch_ended(worker), *prompt_groups]
+        handed_out = [*self._workers.fetch_ended(worker), *prompt_groups]
+        loads_rows = self._coordinator.plan.loads_rows
+        if handed_out or not loads_rows or self._taken_step != self._coordinator.step:
+            return handed_out
+        foreseen = self._coordinator.foresee()
+        return protocol.ForeseenGroups(self._workers.foresee(worker, self._taken_step, foreseen))
 
     def _wake_asker(self) -> None:
         """After a group has ended: one waiting worker starts what may start, and then wakes the
@@ -457,7 +464,9 @@ class SharedSampleQueue(Generic[T]):
 
     def _take_back(self, reading: "_Reading[T]", step: int) -> None:
         """Return lost groups after all ranks have reported. Inside the lock."""
-        if not reading.whole:
+        if reading.whole:
+            self._taken_step = step
+        else:
             self._coordinator.queue.untake(reading.groups)
             self._divided_step = step - 1
             self._reward_counts = RewardCounts.joined([reading.reward_counts, self._reward_counts])
