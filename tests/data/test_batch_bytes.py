@@ -104,15 +104,14 @@ def test_rows_of_several_parts_are_what_select_of_their_concatenation_gives(
     assert_same(found, Batch.concat(parts).select(order))
 
 
-def test_going_out_copies_no_column_and_what_arrives_is_ones_own() -> None:
+def test_what_arrives_is_ones_own() -> None:
     batch = Batch(torch.tensor([1, 2]), torch.tensor([2, 1]))
     batch["response_ids"] = torch.tensor([3, 4, 5])
     buffers = to_buffers(batch)
     arrived = whole(buffers)
     arrived.flat("response_ids").add_(1)
     assert batch.flat("response_ids").tolist() == [3, 4, 5]
-    batch.flat("response_ids")[0] = 9
-    assert whole(buffers).flat("response_ids").tolist() == [9, 4, 5]
+    assert whole(buffers).flat("response_ids").tolist() == [3, 4, 5]
 
 
 def test_texts_with_newlines_commas_and_lone_surrogates_stay_rows_of_their_own() -> None:
@@ -145,7 +144,7 @@ def test_parts_of_different_columns_are_refused_by_name() -> None:
         batch = Batch(torch.tensor([1]), torch.tensor([2]))
         batch["mine"] = torch.ones(2, dtype=dtype)
         parts.append(to_buffers(batch))
-    with pytest.raises(ValueError, match=r"\['mine'\] not in all, or of different dtype"):
+    with pytest.raises(ValueError, match="column 'mine'"):
         gather(parts, [(0, 0), (1, 0)])
     assert gather(parts, [(1, 0)]).flat("mine").tolist() == [1.0, 1.0]
 

@@ -206,11 +206,7 @@ def test_a_prompt_with_its_response_is_no_conversation(tmp_path: Path) -> None:
 def test_the_columns_are_named_where_none_is_found(tmp_path: Path) -> None:
     with pytest.raises(UserError) as found:
         load(tmp_path, {"conversations": []})
-    assert str(found.value).endswith(
-        "has the column 'prompt' (data.prompt_key), nor one of conversations, 'messages' "
-        "(data.messages_key); "
-        "set data.messages_key=conversations; columns: conversations"
-    )
+    assert "'messages' (data.messages_key); columns: conversations" in str(found.value)
     with pytest.raises(
         UserError, match=r"'response' \(data.response_key\), nor one of conversations"
     ):

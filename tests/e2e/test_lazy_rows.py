@@ -1,13 +1,10 @@
 """Runs that read a row when its group starts: the same run as with all rows read at the start."""
 
-import gzip
 import json
 
-import numpy as np
 import pytest
 import torch
 
-from distflow.errors import UserError
 from distflow.scheduling.ledger import timeline
 from tests.e2e.runs import Playground, Run
 from tests.e2e.test_domains import go_back
@@ -25,16 +22,6 @@ def ground(tmp_path_factory: pytest.TempPathFactory) -> Playground:
         good + json.dumps({"prompt": "x" * 40, "answer": "7"}) + "\n"
     )
     more = [json.dumps({"prompt": f"{i}=", "answer": "7", "response": "7"}) for i in range(256)]
-    lines = [
-        json.dumps({"prompt": f"{'ab' * (i % 4 + 1)}{i}=", "answer": "7"}) + "\n" for i in range(9)
-    ]
-    for name, part in (("1.jsonl", lines[:4]), ("2.jsonl.gz", lines[4:6]), ("3.jsonl", lines[6:])):
-        (ground.folder / "parts").mkdir(exist_ok=True)
-        opened = gzip.open if name.endswith(".gz") else open
-        with opened(ground.folder / "parts" / name, "wt") as file:
-            file.write("".join(part))
-    (ground.folder / "folder").mkdir()
-    (ground.folder / "folder" / "rows.jsonl").write_text("".join(lines))
     (ground.folder / "broken.jsonl").write_text("\n".join([*more, *["{ no JSON"] * 100]))
     return ground
 
@@ -72,58 +59,3 @@ def test_a_row_that_is_left_out_is_replaced_and_a_killed_run_goes_on_as_if_it_wa
     killed = ground.run("grpo", *settings, name="killed")
     same_weights(whole, killed)
     assert verify(whole.folder / "ledger.jsonl") == verify(killed.folder / "ledger.jsonl")
-
-
-def test_rows_of_unknown_number_are_the_same_in_any_form_and_after_a_kill(
-    ground: Playground,
-) -> None:
-    """Nine rows, of which 16 groups are made, drawn from the first window of a stream by its own
-    definition."""
-    settings = (*STEPS, "data.lazy=true")
-    whole = ground.run(
-        "grpo", *settings, f"data.train_files={ground.folder}/parts/*", name="stream"
-    )
-    assert len(whole.notes("checks")) >= 4 and not whole.notes("warning")
-    issued = [
-        record
-        for _, record in timeline(whole.folder / "ledger.jsonl")
-        if record["kind"] == "issued"
-    ]
-    order = np.argsort(
-        np.random.Philox(key=[1, 0], counter=[0, 0, 0, 0]).random_raw(1024), kind="stable"
-    )
-    assert [record["row"] for record in issued] == order[:16].tolist()
-    assert {record["epoch"] for record in issued} == {0}
-    as_folder = ground.run(
-        "grpo", *settings, f"data.train_files={ground.folder}/folder", name="as_folder"
-    )
-    same_weights(whole, as_folder)
-    go_back(whole, 2, "killed_stream")
-    killed = ground.run(
-        "grpo", *settings, f"data.train_files={ground.folder}/parts/*", name="killed_stream"
-    )
-    same_weights(whole, killed)
-    assert verify(whole.folder / "ledger.jsonl") == verify(killed.folder / "ledger.jsonl")
-
-
-@pytest.mark.parametrize(
-    ("changes", "said"),
-    [
-        (
-            ("trainer.total_training_steps=null",),
-            "trainer.total_epochs: .* set trainer.total_training_steps",
-        ),
-        (
-            ("trainer.save_freq_epochs=1",),
-            "trainer.save_freq_epochs: .* set trainer.save_freq, in steps",
-        ),
-        (("data.skip_outside=[0.1, 0.9]",), "data.skip_outside: .* remove it"),
-    ],
-)
-def test_what_counts_epochs_is_refused_where_their_length_is_unknown(
-    ground: Playground, changes: tuple[str, ...], said: str
-) -> None:
-    with pytest.raises(UserError, match=said):
-        ground.spec(
-            "grpo", *STEPS, "data.lazy=true", f"data.train_files={ground.folder}/parts/*", *changes
-        )

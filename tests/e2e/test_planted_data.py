@@ -90,7 +90,6 @@ def setup(ground: Playground, name: str) -> tuple[str, ...]:
         ),
         "talks": ("sft", *SFT, f"{file}/talks.jsonl"),
         "lazy": ("grpo", f"{file}/one.jsonl", "data.lazy=true", ONE),
-        "streamed": ("grpo", f"data.train_files='{ground.folder}/o*.jsonl'", "data.lazy=true", ONE),
     }[name]
 
 
@@ -147,7 +146,6 @@ HEALTHY = (
     "cut",
     "talks",
     "lazy",
-    "streamed",
 )
 
 

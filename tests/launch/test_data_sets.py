@@ -143,16 +143,6 @@ def test_what_is_wrong_with_all_rows_is_found_before_the_start(ground: Playgroun
         spec_of(ground, [LONG] * 270, "data.lazy=true")
     tags = ("data.tag_key=level", "data.domains={one: {tags: ['1']}}")
     tagged = [{**row, "level": "1"} for row in good(300)]
-    with pytest.raises(
-        UserError, match="data.lazy cannot select rows of a stream by tags: name .jsonl or"
-    ):
-        spec_of(
-            ground,
-            tagged,
-            "data.lazy=true",
-            *tags,
-            f"data.train_files=['{ground.folder}/own*.jsonl']",
-        )
     with pytest.raises(UserError, match=r"own.jsonl:301: no domain has the tag '2' .*put it into"):
         spec_of(ground, [*tagged, {**good(1)[0], "level": "2"}], "data.lazy=true", *tags)
     with pytest.raises(

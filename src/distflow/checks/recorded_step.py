@@ -41,7 +41,6 @@ from distflow.runtime.resources import Resources
 from distflow.runtime.rollout_loop.rollout_services import RolloutServices
 from distflow.runtime.spec import Spec
 from distflow.runtime.worker_inputs import WorkerInputs
-from distflow.scheduling.data_plan import UNKNOWN_ROWS, WINDOW
 from distflow.scheduling.group_states import PromptGroup
 from distflow.training.engine import Collective
 
@@ -327,11 +326,6 @@ class RecordedStep:
                 if domain.name == name:
                     break
                 first += num_rows
-        if num_rows == UNKNOWN_ROWS:
-            window, position = divmod(position, WINDOW)
-            if data.shuffle:
-                position = int(shuffled(WINDOW, (data.seed, 0), (window, word))[position])
-            return 0, first + window * WINDOW + position
         epoch, position = divmod(position, num_rows)
         if not data.shuffle:
             return epoch, first + position

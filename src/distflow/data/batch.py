@@ -383,14 +383,17 @@ class Batch:
 
     @staticmethod
     def from_tensors(tensors: Mapping[str, Tensor]) -> "Batch":
-        """The batch from the result of `to_tensors`."""
+        """The batch from the result of `to_tensors`, or from the bytes of its tensors."""
         columns: list[tuple[Field, Column]] = []
         for name, dtype, axis in _from_json_bytes(tensors["fields"]):
-            column: Column = tensors[f"column.{name}"]
-            if axis == Axis.OBJECT.value:
-                column = _from_json_bytes(tensors[f"column.{name}"])
+            stored = tensors[f"column.{name}"]
+            is_object = axis == Axis.OBJECT.value
+            column = _from_json_bytes(stored) if is_object else stored.view(getattr(torch, dtype))
             columns.append((Field(name, dtype, Axis(axis)), column))
-        return Batch.from_columns(tensors["lengths.prompt"], tensors["lengths.response"], columns)
+        prompts, responses = (
+            tensors[f"lengths.{axis}"].view(torch.int64) for axis in ("prompt", "response")
+        )
+        return Batch.from_columns(prompts, responses, columns)
 
     @staticmethod
     def from_columns(

@@ -30,7 +30,6 @@ _USUAL_NAMES = {
     ),
     "data.response_key": ("completion", "output", "answer", "target", "chosen"),
     "data.pass_rate_key": ("pass_rate", "difficulty", "solve_rate", "accuracy", "success_rate"),
-    "data.messages_key": ("conversations", "conversation", "dialog", "chat"),
     "data.tag_key": ("tag", "tags", "data_source", "source", "subset", "category"),
 }
 """Usual names of these columns in data sets."""
@@ -145,12 +144,10 @@ def read_rows(
     seen: set[str] = set()
     missing = _required(columns)
     num_read = 0
-    last: Values = {}
     for origin, found in rows:
         try:
             values = _readable(found)
             seen.update(values)
-            last = values
             if columns.tag is not None and find(values, columns.tag) is not None:
                 missing.pop("data.tag_key", None)
             tag = _tag(values, columns)
@@ -172,8 +169,6 @@ def read_rows(
     else:
         return
     message = _missing_column(key, missing[key], columns, source, seen)
-    if num_read == 1 and all(_is_list_of_rows(value) for value in last.values()):
-        message += "; its only row holds lists: save each list of rows as a file of its own"
     group = "data" if key == "data.tag_key" else columns.group
     raise UserError(message.replace(key, key.replace("data.", f"{group}.", 1)))
 
@@ -194,10 +189,6 @@ def _strike_found(missing: dict[str, str], values: Values, columns: Columns) -> 
         stands_for = is_conversation and name in (columns.prompt, columns.response)
         if stands_for or find(values, name) is not None:
             del missing[key]
-
-
-def _is_list_of_rows(value: object) -> bool:
-    return isinstance(value, list) and bool(value) and isinstance(value[0], dict)
 
 
 def rows_of_domain(rows: Iterable[FileRow], columns: Columns, bad: BadRows) -> Iterator[int]:
@@ -251,42 +242,18 @@ def _missing_column(key: str, name: str, columns: Columns, source: str, seen: se
     """The message: what the source has instead, and what to set."""
     if name in seen:
         return f"the column '{name}' ({key}) of {source} is empty in every row"
-    if len(seen) == 1 and (found := re.search(r"[;\t|]", next(iter(seen)))):
-        return (
-            f"{source} has one column, {next(iter(seen))!r}: separate columns with commas, not "
-            f"with {found[0]!r}"
-        )
-    meant = _meant(key, name, seen)
+    also = ""
     if columns.messages is not None and name in (columns.prompt, columns.response):
-        if not meant and (conversation := _usual_name("data.messages_key", seen)):
-            meant = f"; set data.messages_key={conversation}"
-        meant = f", nor one of conversations, '{columns.messages}' (data.messages_key){meant}"
+        also = f", nor one of conversations, '{columns.messages}' (data.messages_key)"
     shown = ", ".join(sorted(seen)[:100]) or "none"
-    message = f"no row of {source} has the column '{name}' ({key}){meant}; columns: {shown}"
-    if seen and not meant:
-        message += f"; set {key} to one of them"
-    if key == "data.answer_key" and not meant:
-        message += (
-            "; without answers, use your own reward function: "
-            "custom_reward_function.path=my_reward.py"
-        )
-    return message
-
-
-def _meant(key: str, name: str, seen: set[str]) -> str:
-    """The column that was probably meant; empty if none is near."""
-    if near := nearest(name, seen):
-        return f"; did you mean '{near}'? Set {key}={near}"
-    usual = _usual_name(key, seen)
-    return f"; set {key}={usual}" if usual else ""
-
-
-def _usual_name(key: str, seen: set[str]) -> str:
-    """The first usual name of the column that the source has; empty if it has none."""
-    for name in _USUAL_NAMES.get(key, ()):
-        if name.partition(".")[0] in seen:
-            return name
-    return ""
+    message = f"no row of {source} has the column '{name}' ({key}){also}; columns: {shown}"
+    usual = [each for each in _USUAL_NAMES.get(key, ()) if each.partition(".")[0] in seen]
+    near = nearest(name, seen) or next(iter(usual), "")
+    if near:
+        return f"{message}; did you mean {key}={near}?"
+    if key == "data.answer_key":
+        message += "; without answers, set custom_reward_function.path to a reward of your own"
+    return f"{message}; set {key} to one of them"
 
 
 def _tag(values: Values, columns: Columns) -> str:

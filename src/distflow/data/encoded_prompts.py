@@ -7,7 +7,7 @@ from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, fields, replace
-from itertools import accumulate, chain
+from itertools import chain
 from pathlib import Path
 from typing import overload
 
@@ -299,25 +299,15 @@ class PromptSet(PromptRows):
         """A hash of what affects a run in the rows: tokens, texts, ground truths, domains, extra
         info (without the messages, which are added for some reward functions), tags."""
         digest = hashlib.sha256()
-        digest.update(_flat(self._prompts))
-        if self.has_responses:
-            digest.update(_flat([ids or () for ids in self._responses]))
-        else:
-            digest.update(b"no responses")
-        for row in self._rows:
+        for row in self:
+            for ids in (row.prompt_ids, row.response_ids or (), row.rejected_ids or ()):
+                digest.update(array("i", (len(ids), *ids)).tobytes())
             extra = dict(row.extra_info or {})
             extra.pop(PROMPT_CHAT, None)
             extra.pop(PROMPT_MESSAGES, None)
-            values = [row.prompt_text, row.ground_truth, row.domain, extra]
-            digest.update(json.dumps(values, sort_keys=True).encode())
-        # what most runs do not have came later, and does not change their hashes
-        if any(row.turns for row in self._rows):
-            digest.update(json.dumps([row.turns for row in self._rows]).encode())
-        if any(row.tag for row in self._rows):
-            digest.update(json.dumps([row.tag for row in self._rows]).encode())
-        if self.has_images:
-            names = [[Path(path).stem for path in row.images] for row in self._rows]
-            digest.update(json.dumps(names).encode())
+            names = [Path(path).stem for path in row.images]
+            values = [row.prompt_text, row.ground_truth, row.domain, row.turns, row.tag, names]
+            digest.update(json.dumps([*values, extra], sort_keys=True).encode())
         return digest.hexdigest()
 
 
@@ -327,9 +317,3 @@ def _packed(ids: tuple[int, ...] | None) -> "array[int] | None":
 
 def _unpacked(ids: "array[int] | None") -> tuple[int, ...] | None:
     return None if ids is None else tuple(ids)
-
-
-def _flat(lists: Sequence[Sequence[int]]) -> bytes:
-    """The ends of the lists in one flat list (int64), then their ids (int32)."""
-    ends = array("q", accumulate(map(len, lists), initial=0))
-    return ends.tobytes() + b"".join(array("i", ids).tobytes() for ids in lists)

@@ -1,33 +1,25 @@
-"""Rows that are read on demand. Those of a large file are read individually, with an index of their
-positions (lines of JSONL, row groups of Parquet). Those of many files, compressed JSON lines and
-streamed data sets can only be read forward, so their number is unknown."""
+"""Rows of a large file that are read individually, on demand, with an index of their positions
+(lines of JSONL, row groups of Parquet)."""
 
 import hashlib
-import json
 from array import array
 from bisect import bisect_right
 from codecs import BOM_UTF8
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from itertools import accumulate, chain, islice
+from itertools import accumulate
 from pathlib import Path
-from threading import Lock
 from typing import Any
 
 import numpy as np
 import pyarrow
 
-from distflow.data.dataset_columns import FileRow, plain
-from distflow.data.sources import MAX_LIST_BYTES, is_data_set, read_line, rows_of
+from distflow.data.dataset_columns import FileRow
+from distflow.data.sources import MAX_LIST_BYTES, read_line
 from distflow.errors import UserError
-from distflow.observe.crash_safe_files import JSON, replacing
-from distflow.untrusted_files import check_file, is_compressed, lines_of, matching_files, open_file
-
-NUM_FIRST = 256
-NUM_HELD = 8192
-"""Rows of a stream kept in memory: the first ones of each pass, and the last ones read."""
-
+from distflow.observe.crash_safe_files import replacing
+from distflow.untrusted_files import check_file, lines_of, open_file
 
 _LINES = (".jsonl", ".ndjson")
 
@@ -103,17 +95,13 @@ def index_file(path: Path, folder: Path, key: str) -> IndexedFile:
     folder: where the positions of lines are written. key: the config key that names the file, for
     messages. Raises UserError for a file that has no such index.
     """
+    check_by_row(str(path), key)
     try:
         if path.suffix.lower() == ".parquet":
             return _index_parquet(path)
-        if path.suffix.lower() in _LINES:
-            return _index_lines(path, folder)
+        return _index_lines(path, folder)
     except (OSError, pyarrow.ArrowException, ValueError) as error:
         raise UserError(f"{key}: '{path}' cannot be read: {error}") from error
-    raise UserError(
-        f"{key}: data.lazy reads .jsonl and .parquet files, and '{path}' is neither: set "
-        "data.lazy=false"
-    )
 
 
 def _index_lines(path: Path, folder: Path) -> IndexedFile:
@@ -152,78 +140,16 @@ def _row_group(path: Path, number: int, fingerprint: str) -> pyarrow.Table:
 
 
 def reads_by_row(source: str) -> bool:
-    """Whether `data.lazy` reads the source: a file with an index of its rows, or a stream."""
-    return Path(source).suffix.lower() in (*_LINES, ".parquet") or is_streamed(source)
+    """Whether `data.lazy` reads the source: files with an index of their rows, or a pattern of
+    such."""
+    return Path(source).suffix.lower() in (*_LINES, ".parquet")
 
 
-def is_streamed(source: str) -> bool:
-    """Whether the source can only be read forward: a pattern, compressed lines, a folder or a data
-    set of the hub."""
-    return bool(matching_files(source)) or is_compressed(Path(source)) or is_data_set(source)
-
-
-class RowStream:
-    """The rows of some sources, reread from the start when they end; row numbers continue from one
-    pass to the next. It can be pickled, and reads anew in another process."""
-
-    def __init__(self, sources: Sequence[str], key: str, most: int) -> None:
-        """key: of the config, for messages. most: rows of a pass, -1 for all."""
-        self._sources = tuple(sources)
-        self._key = key
-        self._most = most
-        self._lock = Lock()  # rollout loop and checks both read
-        self._pass: Iterator[FileRow] | None = None
-        self._held = dict[int, FileRow]()
-        self._next = 0
-        self._began = 0
-        self._num_rows: int | None = None  # known after the first pass
-
-    def __reduce__(self) -> tuple[object, ...]:
-        return RowStream, (self._sources, self._key, self._most)
-
-    @property
-    def fingerprint(self) -> str:
-        """A hash of the first rows, since no more are read before the run."""
-        first: list[JSON] = []
-        for _, found in islice(self._one_pass(), NUM_FIRST):
-            first.append([{}, found] if isinstance(found, str) else [plain(found), None])
-        return hashlib.sha256(json.dumps(first, sort_keys=True).encode()).hexdigest()
-
-    def row(self, index: int) -> FileRow:
-        """The row, from 0. One that is neither held nor ahead costs a pass from the start. Raises
-        UserError if the sources cannot be read."""
-        with self._lock:
-            if index not in self._held and index < self._next:
-                self._pass = None
-            while index not in self._held:
-                self._read_next(index)
-            return self._held[index]
-
-    def _read_next(self, wanted: int) -> None:
-        if self._pass is None:
-            self._pass = self._one_pass()
-            first = wanted - wanted % self._num_rows if self._num_rows else 0
-            self._began = first
-            self._next = first
-        # an error ends this pass, but not the stream
-        rows = self._pass
-        self._pass = None
-        row = next(rows, None)
-        self._pass = rows
-        if row is not None:
-            self._held[self._next] = row
-            self._next += 1
-            if len(self._held) > NUM_FIRST + NUM_HELD:
-                del self._held[next(each for each in self._held if each >= NUM_FIRST)]
-            return
-        self._num_rows = self._next - self._began
-        if not self._num_rows:
-            raise UserError(f"{self._key}: no rows in {', '.join(self._sources)}")
-        self._pass = self._one_pass()
-        self._began = self._next
-
-    def _one_pass(self) -> Iterator[FileRow]:
-        rows = chain.from_iterable(
-            rows_of(source, self._key, streaming=True) for source in self._sources
+def check_by_row(source: str, key: str) -> None:
+    """Raises UserError for a source that `data.lazy` does not read. key: of the config, which names
+    it."""
+    if not reads_by_row(source):
+        raise UserError(
+            f"{key}: data.lazy reads .jsonl and .parquet files, and '{source}' is neither: set "
+            "data.lazy=false"
         )
-        return rows if self._most < 0 else islice(rows, self._most)

@@ -2,7 +2,7 @@
 functions. Writes those that are passed from Python to the run's folder, as JSON lines.
 
 Each row of a JSONL, JSON, CSV or Parquet file has its file and line; a problem of a whole file
-is a UserError. A function's rows are written once to an Arrow file in the run's folder, so that a
+is a UserError. A function's rows are written once to a file in the run's folder, so that a
 resumed run reads the same.
 """
 
@@ -10,7 +10,7 @@ import csv
 import hashlib
 import json
 import re
-from codecs import BOM_UTF8, BOM_UTF16_BE, BOM_UTF16_LE, iterdecode
+from codecs import BOM_UTF8, iterdecode
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from errno import EFBIG
 from io import BufferedReader
@@ -30,7 +30,6 @@ from distflow.data.dataset_columns import (
     plain,
     read_rows,
 )
-from distflow.data.encoded_rows_file import CHUNK_ROWS, metadata_of, write_arrow
 from distflow.data.task_folders import has_tasks, read_task_folders
 from distflow.data.task_packages import read_package_rows
 from distflow.errors import UserError, blaming, missing_path
@@ -66,7 +65,6 @@ def load_rows(
     bad_rows: str = "error",
     max_samples: int = -1,
     run_folder: Path | None = None,
-    streaming: bool = False,
 ) -> tuple[list[RawRow], BadRows]:
     """All good rows, in the order of the sources, and the bad ones.
 
@@ -81,10 +79,9 @@ def load_rows(
         of that package;
       - "module:function" or "file.py:function" that returns mappings.
     key: the config key that named them, for messages. bad_rows: "error" or "skip". max_samples:
-    total number of rows,
-    -1 for all. run_folder: stores the rows of functions, which require it. streaming: read only
-    these rows of a data set of `datasets`. Raises UserError for unreadable sources, for bad rows
-    unless skipped, and if there are no rows, unless they are chosen by tags.
+    total number of rows, -1 for all. run_folder: stores the rows of functions, which require it.
+    Raises UserError for unreadable sources, for bad rows unless skipped, and if there are no rows,
+    unless they are chosen by tags.
     """
     bad = BadRows(bad_rows)
     rows: list[RawRow] = []
@@ -95,13 +92,13 @@ def load_rows(
         wanted = -1 if max_samples < 0 else max_samples - len(rows)
         if wanted == 0:
             break
-        file = run_folder / "data" / f"{name}-{number}.arrow" if run_folder is not None else None
+        file = run_folder / "data" / f"{name}-{number}.rows" if run_folder is not None else None
         text = str(source)
         most = -1 if columns.domain_of_tag else wanted
         if is_function(text) or text.startswith(("reasoning-gym:", "verifiers:")):
             file_rows = _made_rows(text, key, file, most)
         else:
-            file_rows = rows_of(text, key, streaming=streaming)
+            file_rows = rows_of(text, key)
         found = read_rows(file_rows, columns, bad, f"'{source}'")
         rows.extend(found if wanted < 0 else islice(found, wanted))
     bad.check()
@@ -116,7 +113,7 @@ def load_rows(
 
 def forget_rows(run_folder: Path) -> None:
     """Remove the rows of functions that `load_rows` stored: a new run calls the functions again."""
-    for file in (run_folder / "data").glob("*_files-*.arrow"):
+    for file in (run_folder / "data").glob("*_files-*.rows"):
         file.unlink()
 
 
@@ -132,8 +129,8 @@ def is_function(source: str) -> bool:
 
 def _rows_of_function(target: str, file: Path, key: str, wanted: int) -> Iterator[FileRow]:
     """The rows of the function "module:function" or "file.py:function", read from `file`, which is
-    written first unless it already has them: one column of JSON texts, with their origin and
-    fingerprint in the schema's metadata.
+    written first unless it already has them: lines of JSON, of which the first has their origin and
+    fingerprint.
 
     wanted: as in `json_lines`. Raises UserError if there is no such function, and for values that
     are not rows.
@@ -142,20 +139,16 @@ def _rows_of_function(target: str, file: Path, key: str, wanted: int) -> Iterato
     identity = source if wanted < 0 else f"{source}, first {wanted}"
     with blaming(key):
         function = cast(Callable[[], object], load_function(target))
-    if metadata_of(file).get(b"source") != identity.encode():
+    lines = file.read_text("utf-8").splitlines() if file.is_file() else []
+    begins = f"{json.dumps(identity)} "
+    if not lines or not lines[0].startswith(begins):
         with users_code(f"{key}: {source} raised", passes=UserError):
             texts = json_lines(function(), source=source, key=key, wanted=wanted, max_rows=MAX_ROWS)
-        table = pyarrow.table({"row": pyarrow.array(texts, pyarrow.string())})
-        table = table.replace_schema_metadata(
-            {"source": identity, "fingerprint": _fingerprint(texts)}
-        )
-        write_arrow(file, table.schema, table.to_batches(max_chunksize=CHUNK_ROWS))
-    with pyarrow.memory_map(str(file)) as memory:
-        reader = pyarrow.ipc.open_file(memory)
-        batches = [reader.get_batch(number) for number in range(reader.num_record_batches)]
-        texts = [text for batch in batches for text in batch["row"].to_pylist()]
-        expected = reader.schema.metadata[b"fingerprint"].decode()
-    if _fingerprint(texts) != expected:
+        lines = [begins + _fingerprint(texts), *texts]
+        file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        write_atomically(file, "\n".join(lines).encode())
+    header, *texts = lines
+    if header != begins + _fingerprint(texts):
         raise UserError(f"{key}: '{file}' is damaged: delete it to read {source} again")
     for number, text in enumerate(texts, 1):
         yield f"{source}, row {number}", json.loads(text)
@@ -196,9 +189,8 @@ def is_data_set(text: str) -> bool:
     return bool(is_hub_id) or Path(text.partition(":")[0]).expanduser().is_dir()
 
 
-def rows_of(text: str, key: str, streaming: bool = False) -> Iterator[FileRow]:
-    """The rows of a file, of a pattern's files, of a built-in data set or one of `datasets`.
-    streaming: of the latter, load only what is read."""
+def rows_of(text: str, key: str) -> Iterator[FileRow]:
+    """The rows of a file, of a pattern's files, of a built-in data set or one of `datasets`."""
     if text.startswith("builtin:"):
         name = text.removeprefix("builtin:")
         file = BUILTIN_FOLDER / f"{name}.jsonl"
@@ -216,12 +208,12 @@ def rows_of(text: str, key: str, streaming: bool = False) -> Iterator[FileRow]:
     if path.is_dir() and has_tasks(path):
         return read_task_folders(path)
     if is_data_set(text):
-        return _hub_rows(text, key, streaming)
+        return _hub_rows(text, key)
     what, advice = missing_path(path)
     raise UserError(f"{key}: '{path}': {what}; {advice}")
 
 
-def _hub_rows(name: str, key: str, streaming: bool) -> Iterator[FileRow]:
+def _hub_rows(name: str, key: str) -> Iterator[FileRow]:
     """A folder that `datasets` saved or can read, or an id on the hub, as
     `id:configuration:split`."""
     path, configuration, split = (*name.split(":"), "", "")[:3]
@@ -237,7 +229,7 @@ def _hub_rows(name: str, key: str, streaming: bool) -> Iterator[FileRow]:
                 # only those of downloads are useful, not those of reading files
                 datasets.disable_progress_bars()
             where = str(folder) if folder.is_dir() else path
-            found = datasets.load_dataset(where, configuration or None, streaming=streaming)
+            found = datasets.load_dataset(where, configuration or None)
         rows = _split_of(found, path, split, key)
         for number, values in enumerate(rows, 1):
             yield f"{name}, row {number}", values
@@ -282,27 +274,8 @@ def _read_jsonl(path: Path) -> Iterator[FileRow]:
                 line = line.removeprefix(BOM_UTF8)
             if (left := left - len(line)) < 0 and file is not raw:
                 raise OSError(EFBIG, "it expands to more than 1,000 times its size")
-            if not line.strip():
-                continue
-            yield f"{path}:{number}", read_line(line) if number > 1 else _read_first(line, path)
-
-
-def _read_first(line: bytes, path: Path) -> Values | str:
-    """As `read_line`, for the first line of a file, which may be of another kind. Raises UserError
-    if it has no lines of text."""
-    if line.startswith(b"\x1f\x8b"):
-        raise UserError(f"'{path}' is compressed by gzip: name it {path.name}.gz")
-    if line.startswith((BOM_UTF16_LE, BOM_UTF16_BE)):
-        raise UserError(f"'{path}' is UTF-16: save it as UTF-8")
-    found = read_line(line)
-    if not isinstance(found, str):
-        return found
-    text = line.strip()
-    if text == b"[" or text.startswith(b"[{"):
-        return f"{found}; if the file is one JSON list, name it {path.stem}.json"
-    if b"," in text and not text.startswith((b"{", b"[")):
-        return f"{found}; if the file is CSV, name it {path.stem}.csv"
-    return found
+            if line.strip():
+                yield f"{path}:{number}", read_line(line)
 
 
 def _decompressed(raw: BinaryIO, path: Path) -> BinaryIO:
@@ -320,12 +293,7 @@ def read_line(line: bytes) -> Values | str:
     except UnicodeDecodeError as error:
         return f"not UTF-8 (byte {error.start + 1} of the line)"
     except ValueError as error:
-        if line.strip() != b"{":
-            return f"not JSON ({error})"
-        return (
-            f"not JSON ({error}); an object that spans several lines: write each row on one line, "
-            "or all as one list in a .json file"
-        )
+        return f"not JSON, one object on each line ({error})"
     except RecursionError:
         return "nested too deeply"
     if not isinstance(values, dict):
@@ -368,12 +336,6 @@ def _read_csv(path: Path) -> Iterator[FileRow]:
     with path.open("rb") as file:
         reader = csv.DictReader(iterdecode(lines_of(file), "utf-8-sig"), strict=True)
         try:
-            (name, *others) = reader.fieldnames or [""]
-            if not others and (used := next((each for each in ";\t|" if each in name), "")):
-                raise UserError(
-                    f"'{path}' has one column, {name!r}: separate columns by commas instead of "
-                    f"{used!r}"
-                )
             for values in reader:
                 yield f"{path}:{reader.line_num}", _read_fields(values)
         except UnicodeDecodeError as error:

@@ -4,7 +4,7 @@ and prompts that a user submits."""
 import hashlib
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from fractions import Fraction
@@ -50,13 +50,7 @@ from distflow.data.encoded_prompts import (
     PromptSet,
     UnusableRow,
 )
-from distflow.data.rows_on_demand import (
-    IndexedFile,
-    RowStream,
-    choose_rows,
-    index_file,
-    is_streamed,
-)
+from distflow.data.rows_on_demand import IndexedFile, choose_rows, index_file
 from distflow.data.sources import load_rows, read_file
 from distflow.errors import UserError
 from distflow.graph import BoundPipeline
@@ -64,8 +58,9 @@ from distflow.models.loading import end_token_ids, has_image_processor
 from distflow.models.model_paths import resolve_path
 from distflow.rewards.router import check_domains
 from distflow.rewards.startup_checks import find_broken
-from distflow.scheduling.data_plan import UNKNOWN_ROWS, DataPlan, DomainPlan, Frequency, total_steps
+from distflow.scheduling.data_plan import DataPlan, DomainPlan, Frequency, total_steps
 from distflow.scheduling.difficulty_filter import SkipPlan
+from distflow.untrusted_files import matching_files
 
 
 def data_plan(config: Config, rows: Mapping[str, int]) -> DataPlan:
@@ -79,8 +74,6 @@ def data_plan(config: Config, rows: Mapping[str, int]) -> DataPlan:
     steps = trainer.total_training_steps
     epochs = trainer.total_epochs
     num_rows = sum(rows.values())
-    if UNKNOWN_ROWS in rows.values():
-        _check_in_steps(config, rows)
     plan = DataPlan(
         num_rows=num_rows,
         consumer_batch=data.train_batch_size,
@@ -123,29 +116,6 @@ def _oversampling(config: Config) -> Fraction:
     return Fraction(str(config.algorithm.filter_groups.oversampling))
 
 
-def _check_in_steps(config: Config, rows: Mapping[str, int]) -> None:
-    """Raises UserError for a setting in epochs if the number of rows is unknown."""
-    data = config.data
-    trainer = config.trainer
-    wrong = [
-        f"{name}_epochs"
-        for name in ("save_freq", "test_freq")
-        if getattr(trainer, f"{name}_epochs") is not None
-    ]
-    found = {
-        f"trainer.{name}": f"set trainer.{name.removesuffix('_epochs')}, in steps" for name in wrong
-    }
-    if trainer.total_training_steps is None:
-        found["trainer.total_epochs"] = "set trainer.total_training_steps"
-    if any(own_setting(config, name, data, "skip_outside") for name in rows):
-        found["data.skip_outside"] = "remove it"
-    for key, advice in found.items():
-        raise UserError(
-            f"{key}: the rows of the training data are read forward, and their number is unknown: "
-            f"{advice}"
-        )
-
-
 def _validates(config: Config) -> Frequency:
     """When to validate. Off is always accepted; a frequency only makes sense with validation
     data."""
@@ -171,8 +141,7 @@ Rows = tuple[list[RawRow], BadRows]
 class DataSource:
     """A source of rows, and how they become prompts. key: of the config, which names the files.
     domain: "" if rows name their own. rewards: by domain; rows that these cannot score are left
-    out, or are an error, according to `broken_tests`. None keeps them. streaming: read only the
-    needed part of a data set."""
+    out, or are an error, according to `broken_tests`. None keeps them."""
 
     key: str
     files: tuple[str, ...]
@@ -183,7 +152,6 @@ class DataSource:
     domain: str = ""
     rewards: Mapping[str, tuple[RewardPart, ...]] | None = None
     broken_tests: str = "skip"
-    streaming: bool = False
 
     def read(self, run_dir: Path) -> Rows:
         """The rows. Raises UserError for unreadable data, or if most rows are broken."""
@@ -194,7 +162,6 @@ class DataSource:
             bad_rows=self.bad_rows,
             max_samples=self.max_samples,
             run_folder=run_dir,
-            streaming=self.streaming,
         )
         return self._without_broken_tests(rows, bad), bad
 
@@ -229,9 +196,7 @@ class DataSource:
     def first(self) -> "DataSource":
         """The source with only a few rows, which are checked before a run with `data.lazy`."""
         has_fewer = 0 <= self.max_samples < NUM_LOOKED_AT
-        return replace(
-            self, streaming=True, max_samples=self.max_samples if has_fewer else NUM_LOOKED_AT
-        )
+        return replace(self, max_samples=self.max_samples if has_fewer else NUM_LOOKED_AT)
 
     def prompts(
         self, file_rows: Sequence[FileRow], tokenizer: PreTrainedTokenizerBase
@@ -269,23 +234,13 @@ class LazyRows(PromptRows):
         row."""
         self.first = first
         self._load_tokenizer = load_tokenizer
-        self._files = list[tuple[DataSource, IndexedFile | RowStream, int]]()
+        self._files = list[tuple[DataSource, IndexedFile, int]]()
         self.num_by_domain = dict[str, int]()
         self._held = dict[int, PromptRow]()
         for source in sources:
-            if any(map(is_streamed, source.files)):
-                if source.columns.domain_of_tag:
-                    advice = "name .jsonl or .parquet files, or set data.lazy=false"
-                    raise UserError(
-                        f"{source.key}: data.lazy cannot select rows of a stream by tags: {advice}"
-                    )
-                stream = RowStream(source.files, source.key, source.max_samples)
-                self._files.append((source, stream, UNKNOWN_ROWS))
-                self.num_by_domain[source.domain] = UNKNOWN_ROWS
-                continue
             num_rows = 0
-            for file in source.files:
-                found = index_file(Path(file).expanduser().absolute(), folder, source.key)
+            for path in _files_of(source.files):
+                found = index_file(path, folder, source.key)
                 if source.columns.domain_of_tag:
                     bad = BadRows(source.bad_rows)
                     rows = rows_of_domain(read_file(found.path, source.key), source.columns, bad)
@@ -308,8 +263,7 @@ class LazyRows(PromptRows):
         return self._load_tokenizer()
 
     def fingerprint(self) -> str:
-        """A hash of the files' content; for a source that is only read forward, of its first
-        rows."""
+        """A hash of the files' content."""
         files = [(found.fingerprint, num_rows) for _, found, num_rows in self._files]
         return hashlib.sha256(repr(files).encode()).hexdigest()
 
@@ -340,6 +294,13 @@ class LazyRows(PromptRows):
         return {
             index: replace(row, index=index) for row in rows for index in [index_of[row.origin]]
         }
+
+
+def _files_of(sources: Sequence[str]) -> Iterator[Path]:
+    """The files that are meant, of which some are named by patterns."""
+    for source in sources:
+        for path in matching_files(source) or [Path(source)]:
+            yield path.expanduser().absolute()
 
 
 Read = list[tuple[DataSource, Rows]]

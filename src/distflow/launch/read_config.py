@@ -8,7 +8,7 @@ from distflow.config import Config, Loaded, RunLimits, fit_to, with_changes
 from distflow.config.compose.load_config import with_named
 from distflow.config.derived_settings import CUSTOM, is_sharded, pipeline_name
 from distflow.data.encoded_prompts import PromptSet
-from distflow.data.rows_on_demand import reads_by_row
+from distflow.data.rows_on_demand import check_by_row, reads_by_row
 from distflow.errors import MissingColumn, UserError
 from distflow.graph import BoundPipeline
 from distflow.launch.check_extensions import check_extensions, explain_missing_column
@@ -34,7 +34,6 @@ from distflow.launch.select_pipeline import (
 from distflow.launch.taken_keys import TakenKeys, refuse_inert_keys
 from distflow.launch.threads import make_process_ready
 from distflow.planning.allocation_expression import follow_allocation
-from distflow.scheduling.data_plan import UNKNOWN_ROWS, WINDOW
 
 
 @dataclass(frozen=True)
@@ -68,11 +67,6 @@ class Data:
     @property
     def how_many(self) -> str:
         """The training rows in words."""
-        if isinstance(self.train, LazyRows) and UNKNOWN_ROWS in self.train.num_by_domain.values():
-            return (
-                "an unknown number of prompts (the run has steps, no epochs; shuffled among "
-                f"{WINDOW:,})"
-            )
         return f"{len(self.train):,} prompts"
 
     def overlap(self) -> str:
@@ -111,6 +105,9 @@ def read_config(loaded: Loaded) -> Reading:
     taken = TakenKeys(config, pipeline, settings.plan, settings.data)
     unused = refuse_inert_keys(loaded, taken, pipeline)
     check_importable(config)
+    for source in train if config.data.lazy else ():
+        for file in source.files:
+            check_by_row(file, source.key)
     return Reading(pipeline, unused, train, validation, config.data.lazy)
 
 

@@ -24,10 +24,6 @@ MINI_BATCHES = 1
 orders."""
 
 _WORD = (1 << 64) - 1
-UNKNOWN_ROWS = 1 << 40
-WINDOW = 1024
-"""The assumed number of rows of a source that is only read forward, and the window in which its
-rows are shuffled."""
 
 
 def keyed_permutation(num_items: int, seed: int, stream: int, *words: int) -> NDArray[np.int64]:
@@ -71,12 +67,8 @@ def place(
     number: int, num_rows: int, seed: int, shuffle: bool, domain: str = ""
 ) -> tuple[int, int]:
     """Epoch and row of group `number`, for a data set of `num_rows` rows. For a domain, number and
-    row are counted within it. A source of unknown length is one endless pass, shuffled window by
-    window."""
+    row are counted within it."""
     assert number >= 0 and num_rows > 0
-    if num_rows == UNKNOWN_ROWS:
-        window, row = place(number, WINDOW, seed, shuffle, domain)
-        return 0, window * WINDOW + row
     epoch, position = divmod(number, num_rows)
     return epoch, int(epoch_order(num_rows, seed, epoch, shuffle, domain)[position])
 
