@@ -1,5 +1,5 @@
-"""Nothing large reaches the driver or the coordinator, however long prompts, answers and messages
-are; and no more of it waits in shared memory than may."""
+"""Nothing large reaches the driver or the coordinator, however long prompts and answers are; and no
+more of it waits in shared memory than may."""
 
 import json
 from pathlib import Path
@@ -23,7 +23,7 @@ REWARD = """
 def compute_score(data_source, solution_str, ground_truth, extra_info=None):
     number = sum(map(ord, solution_str))
     if number % 3 == 0:
-        raise ValueError("why not " * 50_000)
+        raise ValueError("why not")
     return number % 7 / 6
 """
 

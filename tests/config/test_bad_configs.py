@@ -944,19 +944,7 @@ BAD: dict[str, tuple[str, list[str], str, tuple[str, ...]]] = {
                 (),
             ),
             ("has 'template' of 'a', which is a reward model", "a: {path: x, template: t}", ()),
-            ("has 'store' of 'a', which is a reward model", "a: {path: x, store: s}", ()),
             ("has 'sharded' of 'a', which is a reward model", "a: {path: x, sharded: true}", ()),
-            ("a budget of 'a' without a file", "a: {path: x, judge: true, max_calls: 3}", ()),
-            (
-                "choices of 'a' that are not at least two",
-                "a: {path: x, judge: true, choices: [1]}",
-                (),
-            ),
-            (
-                "choices of 'a' that are not at least two",
-                "a: {path: x, judge: true, choices: [0, 2]}",
-                (),
-            ),
             (
                 "'math' is a reward function too",
                 "math: {path: builtin:tiny}",

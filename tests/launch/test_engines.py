@@ -22,7 +22,6 @@ from distflow.models.sharding import Sharding
 from distflow.planning.plan import RankPlan
 from distflow.rollout.embedded.engine import EmbeddedEngine
 from distflow.rollout.hf_engine import HFEngine
-from distflow.runtime.judge_engine import Judge
 from distflow.runtime.resources import Resources, build_resources
 from distflow.runtime.spec import Get
 from distflow.training.torch_engine import TorchScorer, TorchTrainEngine
@@ -348,7 +347,3 @@ def test_a_judge_whose_reply_leaves_no_room_for_a_question_is_refused(tmp_path: 
         UserError, match=r"critique.path: a reply of 512 tokens .* reads at most 512 tokens"
     ):
         build(config("grpo", models), "critique")
-    chosen = models.replace("answer_tokens: 512", "answer_tokens: 512, choices: [0, 0.5, 1]")
-    judge = build(config("grpo", chosen), "critique").scoring_models["critique"]
-    assert isinstance(judge, Judge)
-    assert judge.params.max_tokens < 20, "a judge with choices writes at most the longest of them"

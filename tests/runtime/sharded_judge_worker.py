@@ -12,7 +12,7 @@ from distflow.data.sample import Sample, Segment
 from distflow.models.loading import load_model, load_tokenizer
 from distflow.models.sharding import Sharding
 from distflow.rollout.engine import SamplingParams
-from distflow.runtime.judge_engine import Judge, ReplyStore
+from distflow.runtime.judge_engine import Judge
 from distflow.training.engine import Collective, OneRank
 
 QUESTIONS = [[5, 6, 7], [9] * 30, [11], list(range(4, 24)), [8, 3]]
@@ -25,25 +25,21 @@ SHARES = {
 JUDGES = ("random", "judge")
 
 
-def judge_of(
-    model: nn.Module, folder: Path, group: Collective, choices: tuple[float, ...] = ()
-) -> Judge:
+def judge_of(model: nn.Module, folder: Path, group: Collective) -> Judge:
     params = SamplingParams(12, greedy=True, stop_token_ids=(2,))
-    return Judge(
-        model, load_tokenizer(folder), None, "{response}", params, 128, ReplyStore(), choices, group
-    )
+    return Judge(model, load_tokenizer(folder), None, "{response}", params, 128, group)
 
 
 def said_by(
     model: nn.Module, folder: Path, group: Collective, questions: list[list[int]], texts: list[str]
 ) -> list:
-    """Tokens written after the questions, scores of the texts, and scores chosen for them."""
+    """Tokens written after the questions, and scores of the texts."""
     prompt = [Segment("prompt", (7,))]
     batch = Batch.from_samples(
         [Sample(f"0-{i}", 0, prompt, prompt="Q", response=t) for i, t in enumerate(texts)]
     )
-    writes, chooses = (judge_of(model, folder, group, choices) for choices in ((), (0.0, 0.5, 1.0)))
-    return [writes._write_together(questions), writes.score(batch), chooses.score(batch)]
+    judge = judge_of(model, folder, group)
+    return [judge._write_together(questions), judge.score(batch)]
 
 
 def main(rank: int, folder: Path) -> None:

@@ -9,7 +9,6 @@ from collections.abc import Iterator
 
 import pytest
 
-from distflow.runtime.metric_stop import MetricStop
 from distflow.runtime.stop_signals import SIGNALS, Interrupted, StopRequest, interruptible
 
 
@@ -86,35 +85,6 @@ def test_another_thread_sets_no_handler() -> None:
     thread.start()
     thread.join()
     assert ran
-
-
-@pytest.mark.parametrize(
-    ("metric", "step"),
-    [
-        ("rewrd/mean_score", 1),
-        ("critic/vf_loss", 1),
-        ("reward/errors", 5),
-        ("val_correct/al/mean", 3),
-    ],
-)
-def test_a_condition_on_a_metric_that_is_missing_is_told_as_soon_as_it_could_be_there(
-    metric: str, step: int
-) -> None:
-    told: list[str] = []
-    stop = MetricStop(f"{metric} >= 0.9", told.append)
-    steps = []
-    for number in range(1, 5):
-        validation = {"val_correct/all/mean": 0.5} if number == 3 else {}
-        assert not stop.reason(
-            number, {"reward/mean_score": 1.0, **validation}, was_validated=bool(validation)
-        )
-        steps.append(len(told))
-    assert steps == [int(number >= step) for number in range(1, 5)]
-    near = {
-        "rewrd/mean_score": "reward/mean_score",
-        "val_correct/al/mean": "val_correct/all/mean",
-    }.get(metric, "")
-    assert all("no metric of that name so far" in each and near in each for each in told)
 
 
 def test_a_process_that_is_forked_inside_delays_no_end_and_has_no_handler_of_ours() -> None:

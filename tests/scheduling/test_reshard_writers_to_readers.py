@@ -1,4 +1,4 @@
-"""The exchange: nothing lost or doubled whatever the sizes, and a bound that never wedges."""
+"""The exchange: nothing lost or doubled whatever the sizes."""
 
 from collections.abc import Sequence
 
@@ -14,10 +14,9 @@ Object = tuple[str, ...]  # what a reference stands for: its uids
 
 def exchange_with(parts: Sequence[Sequence[str]], key: Key = STEP) -> Reshard[Object]:
     """A step that each of the writers has put its part of."""
-    exchange: Reshard[Object] = Reshard(limit_bytes=100)
+    exchange: Reshard[Object] = Reshard()
     for writer, uids in enumerate(parts):
-        assert exchange.reserve(key, writer, len(parts), len(uids))
-        exchange.put(key, writer, uids, tuple(uids))
+        exchange.put(key, writer, len(parts), uids, tuple(uids))
     return exchange
 
 
@@ -41,7 +40,7 @@ def test_each_rank_picks_its_own_rows_in_its_own_order(uids, widths, random):
             assert [share.refs[part][row] for part, row in share.rows.tolist()] == mine
             assert [tuple(parts[writer]) for writer in share.writers] == list(share.refs)
             exchange.release(STEP, rank)
-        assert exchange.held_bytes == 0
+        assert not exchange.is_complete(STEP)
         parts = wanted
 
 
@@ -65,66 +64,38 @@ def test_a_sample_that_nobody_put_is_named():
 
 
 def test_a_step_that_was_read_is_forgotten_and_may_come_again():
-    exchange: Reshard[str] = Reshard(100)
+    exchange: Reshard[str] = Reshard()
     for ref in ("first", "second"):
         assert not exchange.is_complete(STEP)
-        assert exchange.reserve(STEP, 0, 1, 7)
-        exchange.put(STEP, 0, ("a",), ref)
+        exchange.put(STEP, 0, 1, ("a",), ref)
         for _ in range(2):
             assert exchange.pick(STEP, 1, ["a"]).refs == (ref,), "the same until it is released"
         exchange.release(STEP, 0)
-        assert exchange.held_bytes == 0
 
 
 def test_a_step_is_complete_once_each_of_its_writers_has_put():
-    exchange: Reshard[str] = Reshard(100)
+    exchange: Reshard[str] = Reshard()
     assert not exchange.is_complete(STEP)
     for writer in (2, 0):
-        exchange.reserve(STEP, writer, 3, 1)
-        exchange.put(STEP, writer, (), "")
-    exchange.reserve(STEP, 1, 3, 1)
+        exchange.put(STEP, writer, 3, (), "")
     assert not exchange.is_complete(STEP)
-    exchange.put(STEP, 1, (), "")
+    exchange.put(STEP, 1, 3, (), "")
     assert exchange.is_complete(STEP)
 
 
 def test_edges_steps_and_versions_are_kept_apart():
-    exchange: Reshard[str] = Reshard(100)
+    exchange: Reshard[str] = Reshard()
     keys = [Key(queue, step, version) for queue in "ab" for step in (1, 2) for version in (0, 1)]
     for key in keys:
-        assert exchange.reserve(key, 0, 1, 1)
-        exchange.put(key, 0, ("a",), str(key))
+        exchange.put(key, 0, 1, ("a",), str(key))
     assert [exchange.pick(key, 1, ["a"]).refs for key in keys] == [(str(key),) for key in keys]
     exchange.release(keys[3], 0)
-    assert exchange.held_bytes == len(keys) - 1
     assert not exchange.is_complete(keys[3]) and exchange.is_complete(keys[2])
 
 
-def test_a_full_exchange_admits_the_oldest_step_of_each_edge_alone():
-    exchange: Reshard[str] = Reshard(limit_bytes=10)
-    first = Key("a", 0, 0)
-    second = Key("a", 1, 0)
-    other = Key("b", 0, 0)
-    assert exchange.reserve(first, 0, 2, 8)
-    assert not exchange.reserve(second, 0, 2, 3) and exchange.reserve(second, 1, 2, 2)
-    assert exchange.reserve(first, 1, 2, 8), "it could never be read without"
-    assert exchange.reserve(other, 0, 1, 50), "its readers may be those that release the first"
-    for writer in range(2):
-        exchange.put(first, writer, (), "")
-    for _ in range(2):
-        exchange.pick(first, 2, [])
-    exchange.release(first, 1)
-    assert exchange.held_bytes == 68 and not exchange.reserve(second, 0, 2, 3)
-    exchange.release(first, 0)
-    assert exchange.held_bytes == 52 and exchange.reserve(second, 0, 2, 3), "it is the oldest now"
-
-
 def test_writers_who_disagree_are_named():
-    exchange: Reshard[str] = Reshard(100)
-    exchange.reserve(STEP, 0, 1, 1)
-    with pytest.raises(
-        ReshardError, match=r"writer 0 puts step 3 of queue 'rollout to actor' \(version 2\) twice"
-    ):
-        exchange.reserve(STEP, 0, 1, 1)
-    with pytest.raises(ReshardError, match="has 1 writers, but 1 of 2 writes to it"):
-        exchange.reserve(STEP, 1, 2, 1)
+    exchange: Reshard[str] = Reshard()
+    exchange.put(STEP, 0, 2, (), "")
+    for writer, num_writers in ((0, 2), (1, 3)):
+        with pytest.raises(ReshardError, match=f"writer {writer} of {num_writers} puts step 3"):
+            exchange.put(STEP, writer, num_writers, (), "")

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from torch import Tensor
 
-from distflow.cluster.remote_calls import reply, shorten
+from distflow.cluster.remote_calls import reply
 from distflow.cluster.remote_sample_queue import GroupRef, read_groups
 from distflow.data.batch import Batch, Column, RemoteColumn
 from distflow.data.batch_bytes import Buffers, gather, to_buffers
@@ -126,7 +126,6 @@ class _Errors(AbstractContextManager[None]):
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> bool:
         if isinstance(error, Exception):
-            shorten(error)
             self._result.set_exception(error)
         return isinstance(error, Exception)
 

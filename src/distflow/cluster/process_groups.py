@@ -1,7 +1,6 @@
 """The `torch.distributed` process groups of a training worker, created once and in the same order
 on every rank, and the collectives over them."""
 
-import hashlib
 import os
 import secrets
 import shutil
@@ -132,35 +131,14 @@ class TorchCollective:
             return self._all_reduce(value.detach().clone(), op)
         if not isinstance(value, dict):
             return self._all_reduce(self._numbers([value]), op).item()
-        names = sorted(value)
-        self._check_names(names)
-        reduced = self._all_reduce(self._numbers([value[name] for name in names]), op).tolist()
-        by_name = dict(zip(names, reduced, strict=True))
-        return {name: by_name[name] for name in value}
-
-    def _check_names(self, names: list[str]) -> None:
-        """Check by a hash that all ranks have the same names, since reducing tensors of different
-        lengths would hang or mix up numbers. The names themselves are sent only for the error
-        message."""
-        digest = int.from_bytes(
-            hashlib.blake2b("\n".join(names).encode(), digest_size=7).digest(), "little"
-        )
-        largest, least = self._all_reduce(
-            torch.tensor([digest, -digest], device=self._device), dist.ReduceOp.MAX
-        ).tolist()
-        if largest == -least:
-            return
-        everyone = self.gather(names)
-        common = set(names).intersection(*everyone)
-        odd = [
-            f"rank {rank} has {sorted(set(own) - common)}"
-            for rank, own in enumerate(everyone)
-            if set(own) - common
-        ]
-        raise ValueError(
-            f"ranks reduce values with different names: {'; '.join(odd)}, which other ranks do not "
-            "have"
-        )
+        everyone = self.gather(value)
+        odd = {name for own in everyone for name in own.keys() ^ value.keys()}
+        if odd:
+            raise ValueError(
+                f"ranks reduce values with different names: only some have {sorted(odd)}"
+            )
+        reduce = sum if op is dist.ReduceOp.SUM else max
+        return {name: reduce(own[name] for own in everyone) for name in value}
 
     def _numbers(self, values: list[float]) -> Tensor:
         return torch.tensor(values, dtype=torch.float64, device=self._device)

@@ -14,8 +14,6 @@ COORDINATOR = -1
 EXCHANGE = -2
 FIRST_REWARD_ACTOR = -3
 """Numbers in place of a rank; further reward actors have lower numbers."""
-MOST_TEXT = 2000
-"""Most characters of a text that is sent to the coordinator or the driver."""
 
 
 class WorkerDied(RuntimeError):
@@ -84,15 +82,3 @@ def kill(actor: Any) -> None:
 
     with suppress(Exception):  # Ray itself may have failed
         ray.kill(actor)
-
-
-def shortened(text: str) -> str:
-    return text if len(text) <= MOST_TEXT else f"{text[:MOST_TEXT]} ... ({len(text):,} characters)"
-
-
-def shorten(error: BaseException) -> None:
-    """Shorten the message of an exception, and of its causes."""
-    link: BaseException | None = error
-    while link is not None:
-        link.args = tuple(shortened(arg) if isinstance(arg, str) else arg for arg in link.args)
-        link = link.__cause__ or link.__context__

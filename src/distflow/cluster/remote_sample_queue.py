@@ -11,13 +11,12 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from distflow.cluster.peer import Peer
-from distflow.cluster.remote_calls import future_of, reply, shortened
+from distflow.cluster.remote_calls import future_of, reply
 from distflow.data.batch import Batch
 from distflow.data.batch_bytes import Buffers, gather, to_buffers
 from distflow.observe.writing.timing import RANKS, Waits
 from distflow.rewards.reward_results import RewardCounts
 from distflow.runtime import fault_injection
-from distflow.runtime.run_errors import Failure
 from distflow.runtime.sample_queue.protocol import (
     AbortedGroups,
     DroppedGroup,
@@ -153,9 +152,7 @@ class RemoteSampleQueue:
     def put(self, finished: FinishedGroup[Batch]) -> None:
         fault_injection.reach("queue.put")
         reference, num_bytes = to_group(finished.data, self._by_ray)
-        stored = replace(finished, num_bytes=num_bytes, failure=_short(finished.failure)).stored_as(
-            reference
-        )
+        stored = replace(finished, num_bytes=num_bytes).stored_as(reference)
         self._end(stored)
 
     def store_ahead(self, batch: Batch) -> None:
@@ -172,16 +169,13 @@ class RemoteSampleQueue:
         self._end(LoadedGroups(loaded.prompt_groups, reference, loaded.num_tokens, num_bytes))
 
     def drop(self, dropped: DroppedGroup) -> None:
-        self._end(
-            replace(dropped, reason=shortened(dropped.reason), failure=_short(dropped.failure))
-        )
+        self._end(dropped)
 
     def abort(self, aborted: AbortedGroups) -> None:
         self._end(aborted)
 
     def count(self, reward_counts: RewardCounts) -> None:
         """Send the counts with the next group, since the actor may run two calls in any order."""
-        reward_counts = reward_counts._replace(first=shortened(reward_counts.first))
         self._reward_counts = RewardCounts.joined([self._reward_counts, reward_counts])
 
     def take(
@@ -221,7 +215,7 @@ class RemoteSampleQueue:
         """The coordinator has learned it from `read`."""
 
     def end_run(self, why: str) -> None:
-        reply(self._coordinator.end_run.remote(shortened(why)))
+        reply(self._coordinator.end_run.remote(why))
 
     def resume_point(self) -> ResumePoint[Batch]:
         point: ResumePoint[GroupRef] = reply(self._coordinator.resume_point.remote())
@@ -258,8 +252,3 @@ def read_groups(
         except GroupLost:
             lost.append(number)
     return (None, lost) if lost else (to_batch(groups), [])  # a fetch may have been too slow before
-
-
-def _short(failure: Failure | None) -> Failure | None:
-    """The failure with a message short enough for the coordinator."""
-    return None if failure is None else replace(failure, message=shortened(failure.message))

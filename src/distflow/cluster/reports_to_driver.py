@@ -11,7 +11,7 @@ from dataclasses import fields
 from functools import partial
 from typing import Any
 
-from distflow.cluster.remote_calls import COORDINATOR, future_of, reply, reply_of, shortened
+from distflow.cluster.remote_calls import COORDINATOR, future_of, reply, reply_of
 from distflow.observe.writing.terminal_lines import TerminalLines
 from distflow.runtime.rollout_loop.user_calls import Callbacks, Caller
 from distflow.runtime.run_recorder import make_view
@@ -62,7 +62,7 @@ class RemoteView:
 
     def note(self, kind: str, message: str) -> None:
         where = "" if self._place.leads else f"worker {self._place.rank}: "
-        self._send("note", kind, where + shortened(message))
+        self._send("note", kind, where + message)
 
     def __getattr__(self, name: str) -> Any:
         return partial(self._send_if_leading, name)

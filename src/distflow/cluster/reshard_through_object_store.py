@@ -20,46 +20,30 @@ from distflow.data.batch_bytes import Buffers, gather, to_buffers
 from distflow.observe.writing.timing import Waits
 from distflow.scheduling.reshard_writers_to_readers import Key, Reshard, ReshardError, Share
 
-SMALL_BYTES = 2**20
-"""A put of at most this size is stored before there is room for it, which saves a call."""
-
 
 @ray.remote(num_cpus=0)
 class ReshardActor:
     """Drives the state machine on Ray's asyncio loop, so that waiting needs no thread and no
     polling. Each wait ends with its condition or with `fail`."""
 
-    def __init__(self, limit_bytes: int) -> None:
-        """limit_bytes: see `Reshard`."""
-        self._exchange: Reshard[ObjectRef] = Reshard(limit_bytes)
+    def __init__(self) -> None:
+        self._exchange: Reshard[ObjectRef] = Reshard()
         self._failure: BaseException | None = None
         self._changed = asyncio.Condition()
 
-    async def reserve(self, key: Key, writer: int, num_writers: int, num_bytes: int) -> None:
-        """Reserve room for a put; waits until there is room."""
-        await self._until(lambda: self._exchange.reserve(key, writer, num_writers, num_bytes))
-
     async def put(
-        self, key: Key, writer: int, uids: Sequence[str], ref: Sequence[ObjectRef]
-    ) -> None:
-        """Put by a writer that has reserved room. ref: one, in a list: Ray would replace a bare one
-        by its object."""
-        self._exchange.put(key, writer, uids, ref[0])
-        await self._wake()
-
-    async def put_at_once(
         self,
         key: Key,
         writer: int,
         num_writers: int,
-        num_bytes: int,
         uids: Sequence[str],
         ref: Sequence[ObjectRef],
     ) -> None:
-        """Put by a writer that has not reserved room: its small object is stored while it waits for
-        room."""
-        await self.reserve(key, writer, num_writers, num_bytes)
-        await self.put(key, writer, uids, ref)
+        """ref: one, in a list: Ray would replace a bare one by its object."""
+        if self._failure is not None:
+            raise self._failure
+        self._exchange.put(key, writer, num_writers, uids, ref[0])
+        await self._wake()
 
     async def pick(self, key: Key, num_ranks: int, uids: Sequence[str]) -> Share[ObjectRef]:
         """Pick a share; waits until the step is complete."""
@@ -68,13 +52,9 @@ class ReshardActor:
 
     async def release(self, key: Key, rank: int) -> None:
         self._exchange.release(key, rank)
-        await self._wake()
 
     async def alive(self) -> None:
         """A heartbeat."""
-
-    async def held_bytes(self) -> int:
-        return self._exchange.held_bytes
 
     async def fail(self, failure: BaseException) -> None:
         """Raise a failure in every waiting and later call. The first one counts; later ones follow
@@ -103,18 +83,10 @@ class RayReshard:
         self._waits = waits
 
     def put(self, key: Key, batch: Batch, writer: int, num_writers: int) -> None:
-        """See `ReshardPort`. Waits while there is no room. Raises TypeError for an object that is
-        not a JSON value, and ReshardError for an invalid step."""
-        buffers = to_buffers(batch)
-        num_bytes = sum(array.nbytes for array in buffers.values())
-        uids = tuple(batch["uid"])
-        with self._waits("exchange", f"room for {key}", on="readers"):
-            if num_bytes > SMALL_BYTES:
-                _result(self._actor.reserve.remote(key, writer, num_writers, num_bytes))
-                _result(self._actor.put.remote(key, writer, uids, [ray.put(buffers)]))
-                return
-            refs = [ray.put(buffers)]
-            _result(self._actor.put_at_once.remote(key, writer, num_writers, num_bytes, uids, refs))
+        """See `ReshardPort`. Raises TypeError for an object that is not a JSON value, and
+        ReshardError for an invalid step."""
+        refs = [ray.put(to_buffers(batch))]
+        _result(self._actor.put.remote(key, writer, num_writers, tuple(batch["uid"]), refs))
 
     def pick(self, key: Key, rank: int, num_ranks: int, uids: Sequence[str]) -> Batch:
         """See `ReshardPort`. Waits until the step is complete, and copies its rows. Raises

@@ -11,7 +11,7 @@ import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
 
 from distflow.cluster.ray_cluster import PLACED_WITHIN_S
-from distflow.cluster.remote_calls import FIRST_REWARD_ACTOR, name_of, reply, shortened
+from distflow.cluster.remote_calls import reply
 from distflow.errors import UserError
 from distflow.rewards.pool.pool import Calls, OnRepeat, Pool, PoolSettings, RewardPool
 from distflow.rewards.reward_results import Error, RewardResult
@@ -62,11 +62,6 @@ class RewardActor:
     @ray.method(concurrency_group=_PULSE)
     async def alive(self) -> None:
         """A heartbeat."""
-
-    @ray.method(max_task_retries=0)
-    async def live(self) -> None:
-        """Never returns; when the process ends, the error says how."""
-        await asyncio.Event().wait()
 
     async def _pool(self, settings: PoolSettings) -> RewardPool:
         key = repr(settings)
@@ -140,52 +135,6 @@ class RewardActorPool(Pool):
     def close(self) -> None:
         """Nothing to close: the actors belong to the run."""
         self.closed = True
-
-
-class DeathWatch:
-    """Reports each death of an actor once. Ray notices it after a second or two; if the run ends
-    before that, only `reward/retried_calls` shows it."""
-
-    def __init__(self, reward_actors: Sequence[Any]) -> None:
-        self._reward_actors = reward_actors
-        self._lives = {
-            number: reward_actor.live.remote() for number, reward_actor in enumerate(reward_actors)
-        }
-        self._restarting: dict[int, Any] = {}
-
-    def new_deaths(self) -> list[str]:
-        """A sentence on each death since the last call."""
-        for number, ref in list(self._restarting.items()):
-            if ray.wait([ref], timeout=0)[0]:
-                del self._restarting[number]
-                self._lives[number] = self._reward_actors[number].live.remote()
-        deaths = []
-        for number, ref in list(self._lives.items()):
-            if ray.wait([ref], timeout=0)[0]:
-                deaths.append(
-                    f"{name_of(FIRST_REWARD_ACTOR - number)} has died (killed, out of memory, or "
-                    "its machine is gone; "
-                    f"Ray says: {_why(ref)}) and is restarted; its calls are retried "
-                    "(reward/retried_calls)"
-                )
-                self.ignore(number)
-        return deaths
-
-    def ignore(self, number: int) -> None:
-        """Report nothing more about this actor until it has restarted."""
-        self._lives.pop(number, None)
-        self._restarting[number] = self._reward_actors[number].alive.remote()
-
-
-def _why(lived: "ray.ObjectRef[Any]") -> str:
-    """How the process ended, in Ray's words, without its advice."""
-    try:
-        ray.get(lived)
-    except RayActorError as err:
-        text = " ".join(str(err).split())
-        detail = text.partition("temporarily unavailable: ")[2].partition(" The task may")[0]
-        return shortened(detail or text)
-    raise AssertionError("it lives until it dies")
 
 
 def start_reward_actors(spec: Spec) -> list[Any]:

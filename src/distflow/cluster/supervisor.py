@@ -27,7 +27,7 @@ from distflow.cluster.ray_cluster import (
 from distflow.cluster.remote_calls import WorkerDied
 from distflow.cluster.reports_to_driver import DriverOutput, shown
 from distflow.cluster.reshard_through_object_store import ReshardActor
-from distflow.cluster.reward_actors import DeathWatch, start_reward_actors
+from distflow.cluster.reward_actors import start_reward_actors
 from distflow.cluster.worker_actor import BuildReport, WorkerActor, check_reports
 from distflow.cluster.worker_replacements import Replacements
 from distflow.errors import UserError, count_of
@@ -70,9 +70,8 @@ class RayRun(AbstractContextManager["RayRun"]):
         self._start = start
         self._bundles = bundles
         self._own_loop = own_loop
-        max_held_bytes = bound_of(spec)
         places = places_of(spec)
-        spec = replace(spec, data=replace(spec.data, max_held_bytes=max_held_bytes))
+        spec = replace(spec, data=replace(spec.data, max_held_bytes=bound_of(spec)))
         self._reward_actors = start_reward_actors(spec)  # first: there may be no room for them
         self._meeting = new_meeting(spec.run_dir)
         coordinator: Any = ray.remote(CoordinatorActor)  # Ray's handles have no types
@@ -81,7 +80,7 @@ class RayRun(AbstractContextManager["RayRun"]):
             spec, start, own_loop
         )
         exchanges = any(channel.kind == "exchange" for channel in spec.plan.channels)
-        self._exchange = cast(Any, ReshardActor).remote(max_held_bytes) if exchanges else None
+        self._exchange = cast(Any, ReshardActor).remote() if exchanges else None
         self._workers: list[Any] = [self._start_worker(place) for place in places]
         self.training_ranks = places[0].trainers
         self._leader = self.training_ranks[0]
@@ -95,7 +94,6 @@ class RayRun(AbstractContextManager["RayRun"]):
         self._others = Replacements(
             others, self._start_worker, self.coordinator, self._workers[self._leader]
         )
-        self._deaths = DeathWatch(self._reward_actors)
         numbered = {
             remote_calls.FIRST_REWARD_ACTOR - number: actor
             for number, actor in enumerate(self._reward_actors)
@@ -321,8 +319,6 @@ class RayRun(AbstractContextManager["RayRun"]):
         """Raises WorkerDied for a process that does not respond; a replaceable one is killed, so
         that it does nothing if it wakes."""
         _check_ray()
-        for death in self._deaths.new_deaths():
-            self._workers[self._leader].note.remote("warning", death)
         silent = self._heartbeat.silent()
         if silent is None:
             return
@@ -332,7 +328,6 @@ class RayRun(AbstractContextManager["RayRun"]):
             self._workers[self._leader].note.remote(
                 "warning", f"{message} It is killed and restarted"
             )
-            self._deaths.ignore(remote_calls.FIRST_REWARD_ACTOR - silent)
             ray.kill(reward_actor, no_restart=False)
             self._heartbeat.follow(silent, reward_actor)
             return

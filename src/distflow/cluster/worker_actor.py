@@ -102,21 +102,20 @@ class WorkerActor:
     def build(self) -> BuildReport:
         """Build engines and services. Raises UserError."""
         fault_injection.reach("build")
-        with self._ports.short_errors(are_reported=False):
-            # loads the user's modules, and sets threads as in a run of one process
-            self._spec.pipeline()
-            torch.set_num_threads(self._place.threads)
-            own = self._spec.plan.ranks[self._place.rank]
-            device = own_device(own.device)  # before meeting the others, which would wait
-            self._among = among = Collectives.join(self._spec, self._place, self._meeting)
-            start_pool: StartPool = take_pool
-            if self._reward_actors:
-                from distflow.cluster.reward_actors import RewardActorPool
+        # loads the user's modules, and sets threads as in a run of one process
+        self._spec.pipeline()
+        torch.set_num_threads(self._place.threads)
+        own = self._spec.plan.ranks[self._place.rank]
+        device = own_device(own.device)  # before meeting the others, which would wait
+        self._among = among = Collectives.join(self._spec, self._place, self._meeting)
+        start_pool: StartPool = take_pool
+        if self._reward_actors:
+            from distflow.cluster.reward_actors import RewardActorPool
 
-                start_pool = partial(RewardActorPool, self._reward_actors)
-            self._resources = build_resources(
-                self._spec.factories, own, among.data, among.mesh, start_pool
-            )
+            start_pool = partial(RewardActorPool, self._reward_actors)
+        self._resources = build_resources(
+            self._spec.factories, own, among.data, among.mesh, start_pool
+        )
         return BuildReport(__version__, device, dict(self._resources.facts), self._resources.sizes)
 
     def run(self, differences: list[str], others: Mapping[int, Any], own_loop: bool) -> int:
@@ -178,7 +177,7 @@ class WorkerActor:
             with worker:
                 set_generators(checkpoint, spec.config.trainer.seed, place.part)
                 self._worker.set_result(worker)
-                with self._ports.short_errors(are_reported=True):
+                with self._ports.errors_reported():
                     trains = (
                         partial(self._calls.serve, worker) if own_loop else worker.training_loop
                     )

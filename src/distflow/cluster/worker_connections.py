@@ -10,7 +10,7 @@ from typing import Any
 
 from distflow.cluster.collective_weight_transport import Pairs
 from distflow.cluster.process_groups import Collectives
-from distflow.cluster.remote_calls import PeersLate, shorten
+from distflow.cluster.remote_calls import PeersLate
 from distflow.cluster.remote_sample_queue import RemoteSampleQueue
 from distflow.cluster.weights_to_workers import RayWeights, WeightReceivers, put_in_store
 from distflow.observe.writing.timing import Waits
@@ -88,27 +88,23 @@ class WorkerPorts:
         return replace(ports, validate=rollout_workers.validate)
 
     @contextmanager
-    def short_errors(self, are_reported: bool) -> Iterator[None]:
-        """Shortens the message of an error inside. are_reported: errors are reported to the other
-        workers before this one exits, so that they stop waiting. An error that says that others are
-        late is not: the driver finds out which."""
+    def errors_reported(self) -> Iterator[None]:
+        """Errors inside are reported to the other workers before this one exits, so that they stop
+        waiting. An error that says that others are late is not: the driver finds out which."""
         try:
             yield
         except BaseException as err:  # anything that ends this worker, including a requested exit
-            if are_reported and isinstance(err, RuntimeError) and _OTHERS_ARE_LATE in str(err):
+            if isinstance(err, RuntimeError) and _OTHERS_ARE_LATE in str(err):
                 raise PeersLate(
                     f"worker {self._place.rank} timed out waiting for other workers: {err}"
                 ) from err
-            shorten(err)
-            if are_reported:
-                self._fail(err)
+            self._fail(err)
             raise
 
     def _rollout_ended(self, error: BaseException) -> None:
         """Called when the rollout loop here ended. A worker that cancels it is exiting, and has
         reported any failure."""
         if not isinstance(error, CancelledError):
-            shorten(error)
             self._fail(error)
 
     def _fail(self, error: BaseException) -> None:

@@ -177,12 +177,6 @@ def check_layouts(config: Config, layouts: Sequence[Layout]) -> None:
                     layout.sizes.tensor,
                     adapted and layout.role in ("actor", "ref"),
                 )
-                model = scoring_models(config.reward_model).get(layout.role)
-                if model is not None and model.store:
-                    raise UserError(
-                        "tensor parallel ranks may find different replies in its store: remove "
-                        "store"
-                    )
 
 
 def policy_source(config: Config) -> Source:

@@ -22,7 +22,7 @@ from distflow.runtime.checkpoint.find_checkpoint import (
     remaining_plan,
     resumes_here,
 )
-from distflow.runtime.checkpoint.restore import changed_lengths, check_same_config, check_same_facts
+from distflow.runtime.checkpoint.restore import check_same_config, check_same_facts
 from distflow.runtime.resources import ModelSizes
 from distflow.runtime.run_errors import writing_to
 from distflow.runtime.run_recorder import Recorder
@@ -128,7 +128,7 @@ def note_resume(
     recorder: Recorder, checkpoint: Checkpoint, differences: list[str], spec: Spec
 ) -> None:
     """Report the checkpoint that the run resumes from, and what differs."""
-    recorder.note("info", f"resumed from {checkpoint.path.name}{changed_lengths(checkpoint, spec)}")
+    recorder.note("info", f"resumed from {checkpoint.path.name}")
     for warning in filter(
         None, [checkpoint.message, *differences, *read_damage(recorder.folder.path)]
     ):

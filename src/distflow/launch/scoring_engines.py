@@ -20,7 +20,7 @@ from distflow.models.loading import (
 from distflow.models.reward_model import check_config, longest_text
 from distflow.rewards.judge_prompt import judge_template
 from distflow.rollout.engine import SamplingParams
-from distflow.runtime.judge_engine import Judge, ReplyStore, choice_replies
+from distflow.runtime.judge_engine import Judge
 from distflow.runtime.spec import Get
 from distflow.training.torch_engine import RewardModelScorer
 
@@ -73,8 +73,7 @@ def _build_judge(config: Config, name: str, get: Get, device: torch.device) -> J
         model_config = ModelSource(**source).config()
         longest = context_length(**source)
         tokenizer = load_tokenizer(source["path"], model=model_config)
-        replies = choice_replies(settings.choices, tokenizer)
-        answer_tokens = max(map(len, replies), default=settings.answer_tokens)
+        answer_tokens = settings.answer_tokens
         if longest is not None and answer_tokens >= longest:
             raise UserError(
                 f"a reply of {answer_tokens:,} tokens (answer_tokens) leaves no room for a "
@@ -91,8 +90,6 @@ def _build_judge(config: Config, name: str, get: Get, device: torch.device) -> J
             options = engine_options(config)
             make = partial(make_engine, config, model, tokenizer, False, options)
             make()  # rejects a family that the engine cannot run
-        store = ReplyStore(settings.store, "", settings.max_calls, settings.max_tokens)
-        store = store.of_model(source["path"], source.get("revision"))
     stops = stop_token_ids(model, tokenizer)
     return Judge(
         model,
@@ -101,7 +98,5 @@ def _build_judge(config: Config, name: str, get: Get, device: torch.device) -> J
         judge_template(settings.template),
         SamplingParams(answer_tokens, greedy=True, stop_token_ids=stops),
         longest,
-        store,
-        settings.choices,
         get("collective"),
     )

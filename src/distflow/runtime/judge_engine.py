@@ -3,13 +3,10 @@ response."""
 
 import asyncio
 import gc
-import hashlib
-import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing, suppress
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,49 +14,15 @@ from transformers import PreTrainedTokenizerBase
 
 from distflow.data.batch import Batch
 from distflow.data.sample import Segment
-from distflow.errors import UserError
 from distflow.models.cpu_kernels.weight_layout import forget_packed
-from distflow.models.model_identity import identity
-from distflow.rewards.judge_cache import JudgeCache
 from distflow.rewards.judge_prompt import (
     RESPONSE_CHARACTERS,
     fill_template,
-    read_score,
     score_at_end,
 )
 from distflow.rollout.engine import GenerateRequest, RolloutEngine, SamplingParams, Stream
 from distflow.training.engine import Collective, OneRank
 from distflow.training.torch_engine import FrozenWeights, TorchScorer
-
-
-class ReplyStore(NamedTuple):
-    """The file of a judge's replies ("" for none), the model's fingerprint, and the budget of all
-    users of the file."""
-
-    file: str = ""
-    model: str = ""
-    max_calls: int = 0
-    max_tokens: int = 0
-
-    def of_model(self, path: str, revision: str | None) -> "ReplyStore":
-        """The store of a model. Raises UserError for an unusable file."""
-        if not self.file:
-            return self
-        try:
-            JudgeCache(self.file).close()
-        except ValueError as error:
-            raise UserError(str(error)) from error
-        return self._replace(model=identity(path, revision)["fingerprint"])
-
-
-def choice_replies(choices: Sequence[float], tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
-    """The tokens of each choice as a reply."""
-    texts = [f'{{"score": {choice:g}}}' for choice in choices]
-    return (
-        cast("list[list[int]]", tokenizer(texts, add_special_tokens=False)["input_ids"])
-        if texts
-        else []
-    )
 
 
 @dataclass(eq=False, repr=False)
@@ -70,8 +33,7 @@ class Judge(FrozenWeights):
     make_engine: a rollout engine over the model. Each step makes one, so that between steps only
     the weights take memory. None if the weights are sharded: then the ranks of `group`, each with
     its own responses, run the model equally often. max_positions: tokens of a question and its
-    answer; None if the model has no limit. choices: the only scores that it may give; empty if it
-    writes a score.
+    answer; None if the model has no limit.
     """
 
     model: nn.Module
@@ -80,101 +42,26 @@ class Judge(FrozenWeights):
     template: str
     params: SamplingParams
     max_positions: int | None
-    replies: ReplyStore = ReplyStore()
-    choices: tuple[float, ...] = ()
     group: Collective = field(default_factory=OneRank)
 
     def score(self, batch: Batch) -> list[dict[str, object]]:
         """For each response, `score` from 0 to 1 and `reason`; or `error`, which never counts as a
         score of 0."""
-        asked = [self._question(batch, row) for row in range(len(batch))]
-        with closing(JudgeCache(self.replies.file)) as cache:
-            found: list[dict[str, object] | None] = [
-                {"error": ids} if isinstance(ids, str) else self._known(cache, ids) for ids in asked
-            ]
-            wanted = {
-                row: ids
-                for row, ids in enumerate(asked)
-                if found[row] is None and not isinstance(ids, str)
-            }
-            for (row, ids), (said, num_written) in zip(
-                wanted.items(), self._answers(wanted), strict=True
-            ):
-                found[row] = said
-                if not self.replies.file:
-                    continue
-                try:
-                    cache.spend_tokens(len(ids) + num_written)
-                    if "score" in said:
-                        cache.put(self._key(ids), json.dumps(said))
-                except ValueError as error:
-                    found[row] = {"error": str(error)}
-        return [each or {} for each in found]
-
-    def _known(self, cache: JudgeCache, ids: Sequence[int]) -> dict[str, object] | None:
-        """The stored reply, or why no call may be made; None counts a call."""
-        try:
-            if (content := cache.find(self._key(ids))) is not None:
-                with suppress(ValueError):  # damaged: ask again
-                    return read_score(content)
-            cache.spend_call(self.replies.max_calls, self.replies.max_tokens)
-        except ValueError as error:
-            return {"error": str(error)}
-        return None
-
-    def _key(self, ids: Sequence[int]) -> str:
-        limits = self.choices or self.params.max_tokens
-        return hashlib.sha256(
-            json.dumps([self.replies.model, limits, list(ids)]).encode()
-        ).hexdigest()
-
-    def _answers(self, wanted: Mapping[int, list[int]]) -> list[tuple[dict[str, object], int]]:
-        """For each question, what was said and the number of tokens written."""
-        if self.make_engine is not None and not wanted:
-            return []
-        if self.choices:
-            return self._choose(wanted)
-        written = (
-            self._write_together(list(wanted.values()))
-            if self.make_engine is None
-            else self._write(wanted)
-        )
-        return [(self._read(reply), len(reply)) for reply in written]
-
-    def _choose(self, wanted: Mapping[int, list[int]]) -> list[tuple[dict[str, object], int]]:
-        """For each question, the choice whose JSON object is the likeliest to follow; nothing is
-        generated."""
-        replies = choice_replies(self.choices, self.tokenizer)
-        pairs = [(ids, reply) for ids in wanted.values() for reply in replies]
-        lengths = [len(reply) for _, reply in pairs]
-        batch = Batch(
-            *(
-                torch.tensor(each, dtype=torch.int64)
-                for each in ([len(ids) for ids, _ in pairs], lengths)
-            )
-        )
-        batch["prompt_ids"] = torch.tensor(
-            [token for ids, _ in pairs for token in ids], dtype=torch.int64
-        )
-        batch["response_ids"] = torch.tensor(
-            [token for _, reply in pairs for token in reply], dtype=torch.int64
-        )
-        found = TorchScorer(self.model, group=self.group).forward(batch, ("log_probs",))
-        forget_packed(self.model)
-        if not wanted:
-            return []
-        log_probs = found.flat("log_probs").double().split(lengths)
-        shares = torch.stack([each.sum() for each in log_probs]).view(len(wanted), -1).softmax(-1)
-        return [
-            (
-                {
-                    "score": self.choices[best],
-                    "reason": f"probability {share:.3f} among the choices",
-                },
-                0,
-            )
-            for share, best in zip(*(each.tolist() for each in shares.max(-1)), strict=True)
-        ]
+        found = dict[int, dict[str, object]]()
+        wanted = dict[int, list[int]]()
+        for row in range(len(batch)):
+            question = self._question(batch, row)
+            if isinstance(question, str):
+                found[row] = {"error": question}
+            else:
+                wanted[row] = question
+        if self.make_engine is None:
+            replies = self._write_together(list(wanted.values()))
+        else:
+            replies = self._write(wanted) if wanted else []
+        for row, reply in zip(wanted, replies, strict=True):
+            found[row] = self._read(reply)
+        return [found[row] for row in range(len(batch))]
 
     def _write(self, wanted: Mapping[int, list[int]]) -> list[list[int]]:
         """The tokens of each reply."""

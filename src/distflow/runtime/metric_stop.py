@@ -14,47 +14,25 @@ class MetricStop:
         self.condition = None if condition is None else StopCondition.of(condition)
         self._warn = warn
         self._seen = set[str]()
-        self._has_warned = False
 
-    def reason(self, step: int, metrics: Mapping[str, float], was_validated: bool) -> str:
-        """Why the run ends after the step; empty if it continues. metrics: of the step and of its
+    def reason(self, metrics: Mapping[str, float]) -> str:
+        """Why the run ends after a step; empty if it continues. metrics: of the step and of its
         validation."""
         condition = self.condition
         self._seen |= metrics.keys()
-        if condition is None:
+        if condition is None or condition.metric not in metrics:
             return ""
-        if condition.metric in metrics and condition.holds(metrics[condition.metric]):
-            return (
-                f"{condition.metric} is {metrics[condition.metric]:g} "
-                f"(trainer.stop_when={condition})"
-            )
-        from distflow.observe.metrics import find_metric  # not at every command's start
+        value = metrics[condition.metric]
+        if not condition.holds(value):
+            return ""
+        return f"{condition.metric} is {value:g} (trainer.stop_when={condition})"
 
-        # a part that has no metric at first has none later
-        parts = {name.split("/")[0] for name in self._seen}
-        known = (
-            find_metric(condition.metric) is not None and condition.metric.split("/")[0] in parts
-        )
-        may_come = known and not condition.is_of_validation  # in a later step
-        if (
-            not self._has_warned
-            and not may_come
-            and (was_validated or not condition.is_of_validation)
-        ):
-            self._has_warned = True
-            self.report_missing(
-                "no metric of that name so "
-                f"far{', with a validation done' if was_validated else ''}"
-            )
-        return ""
-
-    def report_missing(self, what: str = "the run ended without a metric of that name") -> None:
-        """Warn if the metric has not been seen yet."""
-        from distflow.errors import nearest  # not at every command's start
+    def report_missing(self) -> None:
+        """Warn at the end of the run if there never was such a metric."""
+        from distflow.errors import hint  # not at every command's start
 
         if self.condition is not None and self.condition.metric not in self._seen:
-            near = nearest(self.condition.metric, self._seen)
             self._warn(
-                f"trainer.stop_when={self.condition}: "
-                f"{what}{f'; did you mean {near}?' if near else ''}"
+                f"trainer.stop_when={self.condition}: the run ended without a metric of that name"
+                f"{hint(self.condition.metric, self._seen)}"
             )

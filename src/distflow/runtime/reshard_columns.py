@@ -19,8 +19,7 @@ class ReshardPort(Protocol):
         """Put this writer's samples of a step, possibly none; the step is complete once all
         `num_writers` have.
 
-        Waits while too much is stored. Raises ReshardError for an invalid step, or the error that
-        ended another rank."""
+        Raises ReshardError for an invalid step, or the error that ended another rank."""
 
     def pick(self, key: Key, rank: int, num_ranks: int, uids: Sequence[str]) -> Batch:
         """The samples of these uids, in that order, in separate memory; each of `num_ranks` picks

@@ -326,20 +326,20 @@ class Worker:
             self._recorder.training_step(step, metrics, batch)
             self._recorder.keep_groups(step, batch, self.resources.tokenizer)
         plan = self._spec.data
-        ends = self._ends(step, metrics | validated, bool(validated))
+        ends = self._ends(step, metrics | validated)
         if ends and plan.validates and self.validation.step < step:
             validated = self.validation.validate(step)
         if "save" in due or ((ends or self._stop.wanted) and plan.saves):
             self._save(released, validated, last=ends or released.finished or self._stop.wanted)
 
-    def _ends(self, step: int, metrics: Mapping[str, float], was_validated: bool) -> bool:
+    def _ends(self, step: int, metrics: Mapping[str, float]) -> bool:
         """Whether a metric ends the run here: the leading rank decides for all, before any takes
         another step."""
         if self._metric_stop.condition is None:
             return False
         everyone = self._ports.everyone
         why = ""
-        if everyone.rank == 0 and (why := self._metric_stop.reason(step, metrics, was_validated)):
+        if everyone.rank == 0 and (why := self._metric_stop.reason(metrics)):
             self._ports.queue.end_run(why)
             self._recorder.why = {"why": why}
             self._recorder.note("info", f"the run ends after step {step}: {why}")

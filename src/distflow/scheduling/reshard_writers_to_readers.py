@@ -3,7 +3,6 @@
 Only uids and references are handled here.
 """
 
-from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Generic, NamedTuple, TypeVar
@@ -46,65 +45,44 @@ class Share(Generic[Ref]):
 
 @dataclass
 class _Step(Generic[Ref]):
-    """State of a step from the first reservation to the last rank's release."""
+    """State of a step from the first put to the last rank's release."""
 
     num_writers: int
-    reserved: dict[int, int] = field(default_factory=dict)  # reserved bytes by writer
-    # uids and object by writer
     puts: dict[int, tuple[Sequence[str], Ref]] = field(default_factory=dict)
-    num_ranks: int = 0  # ranks that read it, known after the first pick
-    # (writer, row) by uid, after the first pick
+    """Uids and object by writer."""
+    num_ranks: int = 0
+    """Ranks that read it, known after the first pick."""
     places: dict[str, tuple[int, int]] = field(default_factory=dict)
+    """(writer, row) by uid, after the first pick."""
     released: set[int] = field(default_factory=set)
 
 
 class Reshard(Generic[Ref]):
     """A pure state machine; its driver notifies waiting callers.
 
-    Each writer of a step first reserves memory for its samples and then puts them, as one object,
-    which may be empty. The step is complete once all have; then each reading rank picks its
-    samples. Once every rank has released its share, the step is forgotten and its memory is free.
+    Each writer of a step puts its samples, as one object, which may be empty. The step is complete
+    once all have; then each reading rank picks its samples. Once every rank has released its share,
+    the step is forgotten. No rank begins a step before all have released the one before, so that
+    little more than one is held.
+    """
 
-    Nothing is searched: put and pick cost the same for any number of steps.
+    def __init__(self) -> None:
+        self._steps: dict[Key, _Step[Ref]] = {}
 
-    limit_bytes: of all samples reserved and not released (`held_bytes`). The oldest step of a queue
-    is admitted even beyond the limit, so that later steps never block one that is awaited."""
-
-    def __init__(self, limit_bytes: int) -> None:
-        self._limit_bytes = limit_bytes
-        self.held_bytes = 0
-        # steps in the order of their opening
-        self._queues: defaultdict[str, dict[Key, _Step[Ref]]] = defaultdict(dict)
-
-    def reserve(self, key: Key, writer: int, num_writers: int, num_bytes: int) -> bool:
-        """Whether the writer may put this many bytes now. Raises ReshardError if it already did, or
-        the sizes disagree."""
-        steps = self._queues[key.queue]
-        step = steps.get(key)
-        if step is not None and (step.num_writers != num_writers or not 0 <= writer < num_writers):
+    def put(self, key: Key, writer: int, num_writers: int, uids: Sequence[str], ref: Ref) -> None:
+        """Put the samples of a writer. Raises ReshardError if it already did, or writers disagree
+        on their number."""
+        step = self._steps.setdefault(key, _Step(num_writers))
+        if step.num_writers != num_writers or writer in step.puts:
             raise ReshardError(
-                f"{key} has {step.num_writers} writers, but {writer} of {num_writers} writes to it"
+                f"writer {writer} of {num_writers} puts {key}, which has {step.num_writers} "
+                f"writers, of which {sorted(step.puts)} have put"
             )
-        if step is not None and writer in step.reserved:
-            raise ReshardError(f"writer {writer} puts {key} twice")
-        is_oldest = not steps or next(iter(steps)) == key
-        if not is_oldest and self.held_bytes + num_bytes > self._limit_bytes:
-            return False
-        if step is None:
-            step = steps[key] = _Step(num_writers)
-        step.reserved[writer] = num_bytes
-        self.held_bytes += num_bytes
-        return True
-
-    def put(self, key: Key, writer: int, uids: Sequence[str], ref: Ref) -> None:
-        """Put the samples of a writer that has reserved memory for them."""
-        step = self._queues[key.queue][key]
-        assert writer in step.reserved and writer not in step.puts
         step.puts[writer] = (uids, ref)
 
     def is_complete(self, key: Key) -> bool:
         """Whether all writers of the step have put their samples."""
-        step = self._queues[key.queue].get(key)
+        step = self._steps.get(key)
         return step is not None and len(step.puts) == step.num_writers
 
     def pick(self, key: Key, num_ranks: int, uids: Sequence[str]) -> Share[Ref]:
@@ -114,7 +92,7 @@ class Reshard(Generic[Ref]):
         If several writers put a sample, as ranks of a tensor-parallel group do, the first one's is
         used. Raises ReshardError for a missing sample, or if ranks disagree on their number.
         """
-        step = self._queues[key.queue][key]
+        step = self._steps[key]
         assert self.is_complete(key)
         if not step.num_ranks:
             step.num_ranks = num_ranks
@@ -142,9 +120,8 @@ class Reshard(Generic[Ref]):
 
     def release(self, key: Key, rank: int) -> None:
         """Note that the rank has its samples; they may be freed."""
-        step = self._queues[key.queue][key]
+        step = self._steps[key]
         assert step.num_ranks
         step.released.add(rank)
         if len(step.released) == step.num_ranks:
-            self.held_bytes -= sum(step.reserved.values())
-            del self._queues[key.queue][key]
+            del self._steps[key]

@@ -294,14 +294,8 @@ class ScoringModelConfig:
         "", "prompt template of a judge: a text, or a file with it; empty: built in"
     )
     answer_tokens: int = key(1024, "maximum length of a judge's reply in tokens", minimum=1)
-    choices: tuple[float, ...] = key(
-        (), "the only scores a judge may give: it chooses one and writes no reply"
-    )
     sharded: bool = key(False, "shard a judge's weights over its devices, by actor.strategy=fsdp")
     param_offload: bool = key(False, "keep weights in host memory while they are not in use")
-    store: str = key("", "file that caches a judge's replies and counts its calls and tokens")
-    max_calls: int = key(0, "calls of all that use the store; 0 is no bound", minimum=0)
-    max_tokens: int = key(0, "tokens of all that use the store; 0 is no bound", minimum=0)
 
     @property
     def is_whole_judge(self) -> bool:
@@ -309,11 +303,10 @@ class ScoringModelConfig:
         return self.judge and not self.sharded
 
 
-_OF_JUDGES = {"template", "answer_tokens", "choices", "sharded", "store", "max_calls", "max_tokens"}
+_OF_JUDGES = {"template", "answer_tokens", "sharded"}
 REWARD_MODEL = "reward_model"
 """The name of the model of `reward_model.model.path`."""
 _MODELS_FORM = "write e.g. {helpful: {path: DIR, weight: 0.5}, critique: {path: DIR, judge: true}}"
-_CHOICES = "write e.g. choices: [0, 0.5, 1]"
 _TAKEN = (
     REWARD_MODEL,
     "actor",
@@ -344,19 +337,6 @@ def parse_models(value: object) -> dict[str, ScoringModelConfig]:
             raise Mismatch(
                 f"has '{of_judges}' of '{name}', which is a reward model",
                 "add judge: true, or remove it",
-            )
-        choices = settings.get("choices", ())
-        if choices and (
-            len(set(choices)) < max(len(choices), 2)
-            or not all(0 <= choice <= 1 for choice in choices)
-        ):
-            raise Mismatch(
-                f"has choices of '{name}' that are not at least two different numbers from 0 to 1",
-                _CHOICES,
-            )
-        if (settings.get("max_calls") or settings.get("max_tokens")) and not settings.get("store"):
-            raise Mismatch(
-                f"has a budget of '{name}' without a file that counts it", "add store: FILE.sqlite"
             )
     return {name: ScoringModelConfig(**settings) for name, settings in found.items()}
 

@@ -43,7 +43,6 @@ from distflow.observe.crash_safe_files import empty_folder, read_object
 from distflow.runtime.checkpoint.files import MANIFEST, by_age, checkpoints_in
 from distflow.runtime.checkpoint.find_checkpoint import (
     CHECKPOINTS,
-    describe_choice,
     is_of_a_run,
     policy_checkpoint,
 )
@@ -79,7 +78,7 @@ def export_checkpoint(
     checkpoint = policy_checkpoint(source)
     note = {"run": str(source), "step": checkpoint.step, "checkpoint": identity(checkpoint.path)}
     note |= {"adapter": True} if adapter else {}
-    say(describe_choice(checkpoint, source))
+    say(f"step {checkpoint.step} of {source}")
     if target.is_file():
         raise UserError(f"'{target}' is a file: name a folder to export to")
     there = read_object(target / NOTE)
@@ -277,7 +276,7 @@ def _folder(path: str | None, config: Config, say: Say) -> str | None:
     copies.mkdir(mode=0o700, exist_ok=True)
     source = Path(path)
     checkpoint = policy_checkpoint(source)
-    say(f"model: {describe_choice(checkpoint, source)}")
+    say(f"model: step {checkpoint.step} of {source}")
     target = copies / f"{checkpoint.path.name}-{identity(checkpoint.path)[:8]}"
     trusted = config.actor_rollout_ref.model.trust_remote_code
     return str(export_checkpoint(source, target, trust_code=trusted))

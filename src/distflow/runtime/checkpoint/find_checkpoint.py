@@ -8,7 +8,7 @@ from pathlib import Path
 from distflow.errors import UserError, resume_advice
 from distflow.observe.writing.run_folder import EARLIER, MARK
 from distflow.runtime.checkpoint.checkpoint_store import Checkpoint, CheckpointStore
-from distflow.runtime.checkpoint.files import MANIFEST, by_age, checkpoints_in, read_manifest
+from distflow.runtime.checkpoint.files import MANIFEST, by_age, checkpoints_in
 from distflow.runtime.spec import Spec
 from distflow.scheduling.coordinator import Coordinator, mark_of
 from distflow.scheduling.data_plan import DataPlan
@@ -146,17 +146,3 @@ def policy_checkpoint(source: Path) -> Checkpoint:
             "For an evaluation, name the model or run that it evaluated"
         )
     return CheckpointStore(store).load(folder if (folder / MANIFEST).is_file() else "latest")
-
-
-def describe_choice(checkpoint: Checkpoint, source: Path) -> str:
-    """A line for the user: the loaded step, and the best checkpoint if it is a different one."""
-    line = f"step {checkpoint.step} of {source}"
-    if checkpoint.path.resolve() == source.expanduser().resolve():
-        return line
-    metrics = [(read_manifest(path).metric, path) for path in by_age(checkpoint.path.parent)]
-    measured = [(metric, path) for metric, path in metrics if metric is not None]
-    best = max(measured)[1] if measured else checkpoint.path  # kept by `trainer.keep_best`
-    others = f"; the best is {best}" if best != checkpoint.path else ""
-    return f"{line}, its newest checkpoint{others}" + (
-        f" ({checkpoint.message})" if checkpoint.message else ""
-    )

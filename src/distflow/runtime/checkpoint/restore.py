@@ -80,16 +80,6 @@ def check_same_facts(checkpoint: Checkpoint, spec: Spec, facts: Mapping[str, obj
     return notes
 
 
-def changed_lengths(checkpoint: Checkpoint, spec: Spec) -> str:
-    """In words, how the length of the run differs from the one that it had when it was saved; empty
-    if it does not."""
-    with checkpoint.reading():
-        before = config_from_dict(checkpoint.load("run")["config"], judge=False)
-    lengths = {"trainer.total_epochs", "trainer.total_training_steps"}
-    changed = [each for each in diff(before, spec.config) if each[0] in lengths]
-    return "".join(f", with {key}={now} instead of {then}" for key, then, now in changed)
-
-
 def restore(checkpoint: Checkpoint, resources: Resources) -> NodeState:
     """Load weights and optimizer state; returns the state of the nodes.
 

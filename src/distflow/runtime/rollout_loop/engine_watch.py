@@ -3,16 +3,14 @@ abandoned.
 
 A sign of life is a reply, or a token if the engine counts them (`num_generated_tokens`), so a long
 request is not a hang. Time is counted in polls, each after a short sleep, so a stopped process, or
-a suspended or overloaded machine, does not use up the deadline. Neither does a debugger's prompt.
+a suspended or overloaded machine, does not use up the deadline.
 """
 
 import asyncio
 import faulthandler
 import os
-import sys
 import threading
 import time
-import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -24,7 +22,6 @@ from distflow.runtime.rollout_loop.loop_thread import LoopGivenUp
 
 STACKS: Final = "stacks.txt"
 _POLL_S: Final = 0.5
-_DEBUGGERS: Final = ("bdb", "pydevd", "_pydevd_bundle", "debugpy")
 
 
 class EngineHangs(LoopGivenUp):
@@ -105,12 +102,9 @@ class EngineWatch:
             now = self._signs_of_life()
             silent_s = silent_s + looks_every_s if waiting and now == seen else 0.0
             seen = now
-            if silent_s < timeout_s:
-                continue
-            if not _is_debugged():
+            if silent_s >= timeout_s:
                 self._hangs(self._given_up(waiting, deadline))
                 return
-            silent_s = 0.0
 
     def _waiting(self) -> list[_Asked]:
         """The open requests, the oldest first."""
@@ -135,15 +129,6 @@ class EngineWatch:
             "slow, raise "
             "actor_rollout_ref.rollout.timeout_s"
         )
-
-
-def _is_debugged() -> bool:
-    """Whether a thread is in a debugger, where a person may take any time at the prompt."""
-    modules = set()
-    for top in sys._current_frames().values():
-        for frame, _ in traceback.walk_stack(top):
-            modules.add(str(frame.f_globals.get("__name__")).partition(".")[0])
-    return not modules.isdisjoint(_DEBUGGERS)
 
 
 def write_stacks(path: Path | None) -> str:
