@@ -59,12 +59,13 @@ types: $(INSTALLED)
 tests: $(INSTALLED)
 	$(BIN)/python -m pytest -n auto --dist worksteal
 
-# reasoning-gym compiles one of its packages, so it is not in the lock: whoever only runs `make test` needs no compiler. Nor
-# is Triton, whose interpreter runs the kernels for a GPU here: torch for a GPU brings its own version, and torch for a CPU
-# would import it everywhere. CI leaves out those that are marked `by_hand`.
+# reasoning-gym compiles one of its packages, so it is not in the lock: whoever only runs `make test` needs no compiler. mcp and
+# gymnasium are for the tests of real servers of tools and real environments. Triton is not in the lock either, whose
+# interpreter runs the kernels for a GPU here: torch for a GPU brings its own version, and torch for a CPU would import it
+# everywhere. CI leaves out those that are marked `by_hand`.
 SLOW ?= slow
 test-slow: $(INSTALLED)
-	$(BIN)/python $(PIP_INSTALL) -e ".[dev,reasoning-gym]"
+	$(BIN)/python $(PIP_INSTALL) -e ".[dev,reasoning-gym,mcp,gymnasium]"
 	test -d .triton || $(BIN)/python $(PIP_INSTALL) --no-deps --target .triton "triton>=3.6,<4"
 	$(BIN)/python -m pytest -m "$(SLOW) and not alone" -n auto --dist worksteal
 	$(BIN)/python -m pytest -m "$(SLOW) and alone" -n 2 --dist loadfile

@@ -20,7 +20,7 @@ CALLED_FROM_OUTSIDE = {
     "commands/migration/formulas.py": ("_Products.visit_*",),  # ast
     "cli.py": ("_Help._get_help_string",),  # argparse
     "commands/*.py": ("add_*_arguments", "run_*"),  # by the command's name
-    "api/load_run.py": ("Table.to_pandas", "*._repr_html_"),  # users, and notebooks
+    "api/load_run.py": ("Table.to_pandas",),  # users
     # users
     "api/own_training_loop.py": ("Rollouts.stats", "Rollouts.rollout_batch", "Rollouts.agenerate"),
     "config/keys/schema.py": ("register_config_group",),  # users, by `distflow.`

@@ -205,13 +205,6 @@ def test_a_copy_with_all_parts_passes_the_tests(tmp_path: Path) -> None:
         assert done.returncode == 0, f"{words}: {done.stdout}{done.stderr}"
 
 
-def test_the_built_in_parts_are_whole() -> None:
-    for kind, table in TABLES.items():
-        for name, entry in table.items():
-            if entry.target:
-                assert [*faults_of(Part(kind, "key", name, entry.target))] == []
-
-
 MINE = {
     "mine": """
 def estimator(token_level_rewards, response_mask): ...

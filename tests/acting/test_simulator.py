@@ -2,7 +2,6 @@
 processes."""
 
 import asyncio
-import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,10 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from distflow.acting.gridreach import GridReach
 from distflow.acting.gymnasium_simulator import GymnasiumSimulator
 from distflow.acting.simulator import Observation, from_json, to_json
-from distflow.acting.simulator_host import SimulatorHost, simulator_maker
+from distflow.acting.simulator_host import simulator_maker
 from distflow.acting.worker_pool import SimulatorPool
 from distflow.environments.user_code_process import CallFailed, ProcessEnded
 from distflow.errors import UserError
@@ -23,35 +21,6 @@ FILE = f"{Path(__file__).with_name('faulty.py')}:"
 
 def run(work: Any) -> Any:
     return asyncio.run(work)
-
-
-def test_gridreach_is_won_by_its_shortest_ways_and_lost_at_the_other_target() -> None:
-    grid = GridReach()
-    lengths = set[int]()
-    for seed in range(60):
-        first = run(grid.reset(seed, {}))
-        assert first.images["image"].shape == (20, 20, 3) and first.instruction in ("red", "blue")
-        actions = np.array(grid.shortest(), np.float64)
-        result = run(grid.step(np.concatenate([actions, np.ones((2, 2))])))
-        assert result.success == [False] * (len(actions) - 1) + [True] == result.terminated, seed
-        assert run(grid.step(actions)).rewards == [], "it does not reset itself"
-        lengths.add(len(actions))
-        run(grid.reset(seed, {"instruction": {"red": "blue", "blue": "red"}[first.instruction]}))
-        other = run(grid.step(actions))
-        assert not any(other.success)
-    assert lengths >= {1, 2, 3, 4}
-
-
-def test_gridreach_ends_by_its_time_limit_and_shows_the_other_word_when_swapped() -> None:
-    grid = GridReach(max_steps=3)
-    run(grid.reset(5, {}))
-    result = run(grid.step(np.zeros((8, 2))))
-    assert result.truncated == [False, False, True] and not any(result.terminated)
-    swapped = GridReach(swap=True)
-    words = {run(each.reset(5, {})).instruction for each in (grid, swapped)}
-    assert words == {"red", "blue"}
-    run(swapped.reset(5, {}))
-    assert run(swapped.step(np.array(swapped.shortest(), np.float64))).success[-1]
 
 
 def test_an_observation_is_written_and_read_unchanged() -> None:
@@ -126,20 +95,6 @@ def test_an_environment_may_show_a_part_of_its_state_and_be_made_anew() -> None:
         run(GymnasiumSimulator(Reacher, state=["c"]).reset(7, {}))
 
 
-class Endless(Reacher):
-    def step(self, action: Any) -> Any:
-        seen, reward, _, _, _ = super().step(action)
-        return seen, reward, False, False, {"is_success": self.steps == 2}
-
-
-def test_a_success_ends_the_episode_only_by_option() -> None:
-    for ends, wanted in ((True, [False, True]), (False, [False] * 4)):
-        simulator = GymnasiumSimulator(Endless, ends_at_success=ends)
-        run(simulator.reset(7, {}))
-        result = run(simulator.step(np.full((4, 2), 0.5)))
-        assert result.terminated == wanted and result.success[1]
-
-
 def test_a_package_that_registers_environments_is_imported_first() -> None:
     with pytest.raises(UserError, match="'nowhere'"):
         simulator_maker("nowhere:Env-v1")
@@ -195,14 +150,6 @@ def test_a_simulator_whose_reset_does_not_repeat_is_refused_at_the_start(
 
 
 @pytest.mark.parametrize(
-    ("name", "says"), [("nowhere:Env", "nowhere"), (f"{FILE}Absent", "Absent")]
-)
-def test_an_unknown_simulator_is_refused(name: str, says: str) -> None:
-    with pytest.raises(UserError, match=says):
-        pool(name)
-
-
-@pytest.mark.parametrize(
     ("how", "says"),
     [
         ("nan reward", "returned the reward nan"),
@@ -248,35 +195,6 @@ def test_a_worker_that_dies_or_hangs_is_replaced(how: str, says: str) -> None:
     playing(pool(f"{FILE}Fails", timeout_s=1.0, workers=2, how=how), play)
 
 
-def test_the_answer_to_a_cancelled_call_is_not_taken_for_that_to_the_next() -> None:
-    async def play(made: SimulatorPool) -> None:
-        cancelled = await made.begin(10, {})
-        other = await made.begin(20, {})
-        call = asyncio.ensure_future(cancelled.step([[1.0]] * 2))
-        await asyncio.sleep(0)
-        call.cancel()
-        await cancelled.close()
-        assert (await other.step([[1.0]]))["rewards"] == [0.5] and other.seen.state.tolist() == [
-            21.0
-        ]
-        assert call.cancelled() and made.num_replaced == 0
-
-    playing(pool(f"{FILE}Line"), play)
-
-
-def test_the_simulator_of_a_cancelled_begin_is_used_again() -> None:
-    async def play(made: SimulatorPool) -> None:
-        await (await made.begin(1, {})).close()
-        begun = asyncio.ensure_future(made.begin(2, {}))
-        await asyncio.sleep(0)
-        begun.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await begun
-        assert (await (await made.begin(3, {})).step([[1.0]]))["rewards"] == [1.0]
-
-    playing(pool(f"{FILE}Counts"), play)
-
-
 def test_a_simulator_that_fails_in_the_check_is_refused() -> None:
     with pytest.raises(UserError, match="cannot be used: TypeError"):
         pool(f"{FILE}Line", ends_at=3, nonsense=1)
@@ -287,12 +205,3 @@ def test_a_simulator_that_cannot_render_is_refused_with_what_to_set() -> None:
         UserError, match=r"no OpenGL context.*workflow_kwargs\.gl to egl .* or to osmesa"
     ):
         pool(f"{FILE}NoScreen")
-
-
-def test_the_host_tells_mujoco_how_to_render_before_it_is_imported(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setenv("MUJOCO_GL", "glfw")
-    for gl, wanted in (("osmesa", "osmesa"), ("none", "disable"), (None, "disable")):
-        SimulatorHost(f"{FILE}Line", {}, gl)
-        assert os.environ["MUJOCO_GL"] == wanted

@@ -70,43 +70,6 @@ def test_bundles_do_not_fill_the_disk(tmp_path: Path) -> None:
     assert first.samefile(second), "nothing changed between two skipped updates"
 
 
-def test_what_somebody_put_among_the_bundles_stays(tmp_path: Path) -> None:
-    others = (
-        "notes.txt",
-        "old/notes.txt",
-        "step-000001-actor-1/notes.txt",
-        "step-000009-actor-1/bundle.json",
-    )
-    for name in others:
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).write_text("[]")
-    for _ in range(2):  # as two starts, which count their bundles from 1
-        check = NonFinite(tmp_path, 2, "")
-        for step in range(4):
-            bundle = check.updated("actor", engine(), sampled_batch(), SKIPPED, step)
-            check.updated("actor", engine(), sampled_batch(), TAKEN, step)
-            assert bundle is not None and not (bundle / "notes.txt").exists()
-    (bundle / "mine.txt").write_text("mine")
-    for step in range(4):
-        check.updated("actor", engine(), sampled_batch(), SKIPPED, step)
-        check.updated("actor", engine(), sampled_batch(), TAKEN, step)
-    assert all((tmp_path / name).read_text() == "[]" for name in others)
-    assert [path.name for path in bundle.iterdir()] == ["mine.txt"]
-    assert sum((path / "weights.safetensors").exists() for path in tmp_path.iterdir()) == 2
-
-
-def test_bundles_of_a_policy_with_any_name_do_not_fill_the_disk(tmp_path: Path) -> None:
-    check = NonFinite(tmp_path, 2, "")
-    for step in range(4):
-        bundle = check.updated("Solver_2", engine(), sampled_batch(), SKIPPED, step)
-        check.updated("Solver_2", engine(), sampled_batch(), TAKEN, step)
-    assert (
-        bundle is not None
-        and bundle.name == "step-000004-Solver_2-4"
-        and len(list(tmp_path.iterdir())) == 2
-    )
-
-
 def test_all_ranks_make_sharded_weights_whole_whichever_bundles_are_left(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -123,21 +86,6 @@ def test_all_ranks_make_sharded_weights_whole_whichever_bundles_are_left(
             numbers.append(len(calls))
         assert len(set(numbers)) == 1, numbers
     assert len(list(tmp_path.iterdir())) == 3
-
-
-def test_weights_are_written_again_where_there_are_no_hard_links(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def refuse(*_: object) -> None:
-        raise PermissionError(1, "Operation not permitted")
-
-    monkeypatch.setattr("os.link", refuse)
-    check = NonFinite(tmp_path, 3, "")
-    bundles = [check.updated("actor", engine(), sampled_batch(), SKIPPED, step=0) for _ in range(2)]
-    for bundle in bundles:
-        assert bundle is not None and torch.equal(
-            load_file(bundle / "weights.safetensors")["w"], torch.arange(4.0)
-        )
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, 1e30, -1e30, 1e5, -1100.0])

@@ -5,13 +5,12 @@ import http.client
 import json
 import os
 import re
-import shutil
 import signal
 import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -28,7 +27,6 @@ from distflow.data.batch import Batch
 from distflow.observe.crash_safe_files import encode
 from distflow.observe.writing.run_folder import RunFolder
 from distflow.runtime.run_recorder import TOKEN_TEXTS, keep_groups
-from tests.commands.test_why import write_run as write_ledger_run
 from tests.observe.conftest import HOSTILE, write_asynchronous_run, write_run
 
 pytest.importorskip("duckdb", reason="the dashboard's samples need DuckDB (extra ui)")
@@ -290,22 +288,6 @@ def test_a_run_without_an_end_is_running_or_has_crashed(tmp_path: Path) -> None:
         assert states() == {"no end yet"}
 
 
-def test_a_thousand_runs_are_listed_by_pages_and_an_empty_folder_says_so(tmp_path: Path) -> None:
-    (tmp_path / "empty").mkdir()
-    with serve(tmp_path / "empty") as client:
-        assert "No run is there" in client.part("runs")["note"]
-    for number in range(1000):
-        folder = tmp_path / "many" / f"{number:04}"
-        folder.mkdir(parents=True)
-        (folder / "metrics.jsonl").write_text(
-            '{"step": 1, "t": 1, "restart": 0, "kind": "train", "m": {"a": 1}}\n'
-        )
-    with serve(tmp_path / "many") as client:
-        pages = [client.part("runs", page=page) for page in (0, 19, 20)]
-        assert [len(page["runs"]) for page in pages] == [50, 50, 0] and pages[0]["total"] == 1000
-        assert len(client.part("runs", text="0999")["runs"]) == 1
-
-
 def test_the_dashboard_of_one_run_is_that_of_its_folder(runs: Path) -> None:
     with serve(runs / TINY) as client:
         (row,) = client.part("runs")["runs"]
@@ -347,43 +329,6 @@ def test_what_a_step_adds_is_shown_and_changes_the_version(tmp_path: Path) -> No
         with (tmp_path / "run" / "metrics.jsonl").open("a") as file:
             file.write('/mean_score": 0.75}}\n')
         assert client.part("curves", run="run")["series"]["x"] == [1, 2, 3]
-
-
-def test_lines_that_cannot_be_read_are_counted_over_all_looks_and_samples_again_when_they_change(
-    tmp_path: Path,
-) -> None:
-    run = write_run(tmp_path / "run", num_steps=3)
-    whole = (run / "samples" / "000001.parquet").read_bytes()
-
-    def said(dashboard: Dashboard) -> str:
-        return " ".join(
-            each["text"] for each in dashboard.answer("judged", ["run"], {})["sentences"]
-        )
-
-    dashboard = Dashboard(tmp_path)
-    assert "cannot be read" not in said(dashboard) and "is damaged" not in said(dashboard)
-    for number, lines in ((1, b"[1]\n\n"), (3, b"{}\n{\n")):
-        with (run / "metrics.jsonl").open("ab") as file:
-            file.write(lines)
-        assert f"{number} line{'s' * (number > 1)} of metrics.jsonl cannot be read" in said(
-            dashboard
-        )
-    for content in (whole[:-1], whole):
-        (run / "samples" / "000001.parquet").write_bytes(content)
-        assert ("samples/000001.parquet is damaged" in said(dashboard)) == (content != whole)
-
-
-def test_steps_that_a_resume_took_back_are_gone(tmp_path: Path) -> None:
-    with RunFolder(tmp_path / "run", 0) as run:
-        for step in range(1, 5):
-            run.metrics(step, "train", {"reward/mean_score": 0.1 * step})
-    with serve(tmp_path) as client:
-        assert client.part("curves", run="run")["series"]["x"] == [1, 2, 3, 4]
-        with RunFolder(tmp_path / "run", 1) as run:
-            run.event("start", "resumed", resumed_at=2)
-            run.metrics(3, "train", {"reward/mean_score": 0.9})
-        series = client.part("curves", run="run")["series"]
-        assert series["x"] == [1, 2, 3] and series["y"]["reward/mean_score"][-1] == 0.9
 
 
 def hashes(folder: Path) -> dict[str, str]:
@@ -480,28 +425,6 @@ def test_the_tokens_of_a_sample_have_what_was_saved_of_them(tmp_path: Path) -> N
         assert tokens(client, "0-1")[0][4] is None, "the vocabulary ends before it"
 
 
-def test_new_sample_files_are_read_while_the_run_goes_on(tmp_path: Path) -> None:
-    row = {"prompt": "p", "response": "r", "score": 1.0}
-    with RunFolder(tmp_path / "run", 0) as run, serve(tmp_path) as client:
-        run.samples(1, [{**row, "uid": "1-0"}])
-        run.metrics(1, "train", {"a": 1.0})
-        run.sample_writer.finish()
-        version = client.part("state", run="run", page="samples")["version"]
-        assert len(client.part("samples", run="run")["groups"]) == 1
-        run.samples(2, [{**row, "uid": f"{i}-0"} for i in range(3)])
-        run.sample_writer.finish()
-        assert len(client.part("samples", run="run")["groups"]) == 4
-        assert client.part("state", run="run", page="samples")["version"] != version
-
-
-def test_two_runs_are_compared_with_their_curves_beside_each_other(client: Client) -> None:
-    found = client.part("compare", run=[TINY, "project/asynchronous"])
-    assert found["pair"] == [TINY, "project/asynchronous"]
-    names = {name for chart in found["curves"]["charts"] for name in chart["names"]}
-    assert f"reward/mean_score · {TINY}" in names
-    assert client.ask(f"/api/compare?run={TINY}")[0] == 400
-
-
 def test_a_step_is_given_as_a_chrome_trace(client: Client) -> None:
     events = client.part("trace", run="project/asynchronous", step=5)["traceEvents"]
     names = {event["name"] for event in events}
@@ -512,142 +435,12 @@ def test_a_step_is_given_as_a_chrome_trace(client: Client) -> None:
     assert status == 400 and "999" in json.loads(text)["error"]
 
 
-def test_a_step_names_the_sample_that_it_waited_for(tmp_path: Path) -> None:
-    write_ledger_run(tmp_path / "run")
-    with serve(tmp_path) as client:
-        found = client.part("step", run="run", step=2)
-    assert f"its longest response is {found['slowest']}" in found["head"][2] and found[
-        "slowest"
-    ] in ("2-0", "4-0")
-
-
 def test_a_step_has_its_neighbours_and_a_run_its_waits(client: Client) -> None:
     found = client.part("step", run="project/asynchronous", step=5)
     assert (found["previous"], found["step"], found["next"]) == (4, 5, 6)
     times = client.part("time", run="project/asynchronous")["times"]
     waits = {(wait["who"], wait["waits for"]) for wait in times["waits"]}
     assert ("training", "rollout") in waits
-
-
-def late_metric(folder: Path) -> None:
-    """It appears at step 900, and is something else than a number at the next two."""
-    lines = [
-        {"step": step, "t": 1e9 + step, "restart": 0, "kind": "train"} for step in range(900, 904)
-    ]
-    values: tuple[Any, ...] = (
-        {"late": {"one": 1.5}, "a/b": 1.0},
-        {"late": "two", "a/b": {"c": 2.0}},
-    )
-    values += ({"late": {"one": [3]}, "a": 7}, {"late": {"one": 2.5}})
-    with (folder / "metrics.jsonl").open("a") as file:
-        file.writelines(
-            json.dumps({**line, "m": m}) + "\n" for line, m in zip(lines, values, strict=True)
-        )
-
-
-def torn_samples(folder: Path) -> None:
-    path = folder / "samples" / "000003.parquet"
-    path.write_bytes(path.read_bytes()[:-100])
-    (folder / "samples" / "000004.parquet").write_bytes(b"")
-    (folder / "samples" / "000005.parquet").write_bytes(b"PAR1" + os.urandom(500) + b"PAR1")
-
-
-def no_spans(folder: Path) -> None:
-    shutil.rmtree(folder / "spans")
-
-
-def newer_schema(folder: Path) -> None:
-    with (folder / "events.jsonl").open("a") as file:
-        file.write('{"t": 1, "restart": 1, "kind": "start", "message": "started", "schema": 99}\n')
-
-
-def clock_steps_back(folder: Path) -> None:
-    for path in (folder / "metrics.jsonl", folder / "spans" / "training.jsonl"):
-        records = [json.loads(line) for line in path.read_text().splitlines()]
-        for record in records[len(records) // 2 :]:
-            record |= {name: record[name] - 5000 for name in ("t", "t0", "t1") if name in record}
-        path.write_text("".join(json.dumps(record) + "\n" for record in records))
-
-
-def two_rollbacks(folder: Path) -> None:
-    for restart, resumed_at in ((1, 8), (2, 4)):
-        with RunFolder(folder, restart) as run:
-            run.event("start", "resumed", resumed_at=resumed_at)
-            run.metrics(
-                resumed_at + 1, "train", {"reward/mean_score": 0.1 * restart, "timing_s/step": 1.0}
-            )
-
-
-def wrong_kinds(folder: Path) -> None:
-    """Files that hold something else than they should."""
-    for name in ("run.json", "plan.json", "config.yaml", "ledger.jsonl"):
-        (folder / name).write_bytes(b"[1, 2\x00\xff\n{}\n[]\n" * 3)
-    (folder / "tokens").mkdir()
-    for name in ("000001.safetensors", TOKEN_TEXTS):
-        (folder / "tokens" / name).write_bytes(os.urandom(100))
-    with (folder / "events.jsonl").open("ab") as file:
-        file.write(b'\x00\x00\n{"kind": 7, "step": {}, "t": "x"}\n')
-
-
-def only_its_mark(folder: Path) -> None:
-    for path in folder.iterdir():
-        if path.name != ".distflow-run":
-            shutil.rmtree(path) if path.is_dir() else path.unlink()
-
-
-PARTS = (
-    "top",
-    "judged",
-    "learned",
-    "setup",
-    "time",
-    "curves",
-    "samples",
-    "step",
-    "state",
-    "trace",
-)
-
-
-@pytest.mark.parametrize(
-    ("damage", "said"),
-    [
-        (late_metric, {"curves": ",null,1.5,null,null,2.5]"}),
-        (torn_samples, {"judged": "000003.parquet is damaged: its samples are missing here"}),
-        (no_spans, {"time": '"bars":[]'}),
-        (
-            newer_schema,
-            {
-                "top": "is of version 99 of the schema",
-                "samples": "is of version 99",
-            },
-        ),
-        (clock_steps_back, {}),
-        (two_rollbacks, {"curves": '"x":[0,1,2,3,4,5]'}),
-        (wrong_kinds, {"judged": "events.jsonl cannot be read"}),
-        (only_its_mark, {"judged": "No step has been recorded yet."}),
-    ],
-    ids=lambda each: getattr(each, "__name__", ""),
-)
-def test_a_damaged_run_has_partial_pages_or_a_message(
-    tmp_path: Path, damage: Callable[[Path], None], said: dict[str, str]
-) -> None:
-    damage(write_run(tmp_path / "run"))
-    before = hashes(tmp_path)
-    queries = {
-        "sample": {"uid": "203-1", "step": 2},
-        "group": {"step": 2, "split": "train", "place": 3},
-    }
-    queries |= {name: {} for name in PARTS}
-    with serve(tmp_path) as client:
-        for name, query in queries.items():
-            status, _, text = client.ask(f"/api/{name}?{urlencode({'run': 'run', **query})}")
-            assert status == 200 or (status == 400 and json.loads(text)["error"]), (name, text)
-            assert said.get(name, "") in text.replace('": ', '":').replace(", ", ","), name
-        for page in PAGES:
-            assert client.ask(f"/{page.name if page.of_run else ''}?run=run")[0] in (200, 400)
-        assert client.part("runs")["runs"][0]["run"] == "run"
-    assert hashes(tmp_path) == before
 
 
 def test_a_killed_server_leaves_nothing_behind(tmp_path: Path) -> None:

@@ -5,7 +5,6 @@ import json
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import replace
-from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -82,25 +81,6 @@ def test_answers_span_three_versions_and_a_group_is_trained_four_steps_behind_it
         for prompt_group in record["group_ids"]
     ]
     assert max(ages) == 4 and min(ages) == 0
-
-
-@pytest.mark.slow
-def test_decode_slots_are_never_empty_between_steps(long_tail: Run) -> None:
-    """From the second step on, for the first one warms up, until all groups of the run are
-    issued."""
-    decoded = [
-        s for s in spans(long_tail, "engine", "decode") if s["what"] == "train" and s["version"] > 1
-    ]
-    last_issued = max(record["t"] for record in ledger(long_tail, "issued"))
-    assert len({s["step"] for s in decoded if s["t0"] < last_issued}) >= 8, (
-        "several steps were trained meanwhile"
-    )
-    gaps = [
-        after["t0"] - before["t1"]
-        for before, after in pairwise(decoded)
-        if before["t1"] < last_issued
-    ]
-    assert gaps and max(gaps) <= 0, f"slots stood empty for {max(gaps):.3f} s"
 
 
 @pytest.mark.slow

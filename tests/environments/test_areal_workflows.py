@@ -130,28 +130,6 @@ def test_the_method_may_be_called_run_episode() -> None:
     assert reward == 0.5 and chat.turns == 2
 
 
-def test_a_response_may_be_left_out_of_the_mask() -> None:
-    chat, _ = played(two_turns(lambda row: row["loss_mask"][0, :5].zero_()))
-    assert [(segment.owner, len(segment.token_ids)) for segment in chat.segments] == [
-        ("prompt", 7),
-        ("policy", 2),
-    ]
-
-
-def test_messages_are_the_episodes_own() -> None:
-    """Also where the rows have a column of that name."""
-    shared = [{"role": "user", "content": "ab"}]
-
-    async def run(engine: Any, data: dict[str, Any]) -> None:
-        data["messages"].append({"role": "assistant", "content": "x"})
-        data["messages"][0]["content"] = "changed"
-
-    chat = Chat(TurnTokens(tiny_tokenizer(), (), {}), Drawn(), Limits(20, 30), True)
-    row = Row(Prompt("ab", PROMPT, shared), "7", columns={"messages": shared})
-    assert asyncio.run(ArealWorkflow(Theirs(run))(chat, row)) is None
-    assert shared == [{"role": "user", "content": "ab"}]
-
-
 def put(name: str, place: int, value: float) -> Callable[[Trajectory], object]:
     def change(row: Trajectory) -> None:
         row[name][0, place] = value
@@ -320,11 +298,6 @@ def test_a_request_belongs_to_the_row_that_it_continues() -> None:
     assert scores == [0.5, 0.5]
     turns = [[segment.token_ids for segment in chat.segments[1:]] for chat in chats]
     assert turns == [[(10, 11), (8,), (40, 41)], [(20, 21), (8,), (30, 31)]]
-
-
-def test_rows_that_are_not_returned_are_rejected() -> None:
-    chats, scores = played_rows(TwoConversations(slice(1)), 2)
-    assert scores == [None, 0.5] and [len(chat.segments) for chat in chats] == [0, 4]
 
 
 def test_a_row_of_two_conversations_is_an_error() -> None:

@@ -227,21 +227,6 @@ def test_a_template_whose_text_joins_a_reply_is_refused(monkeypatch: pytest.Monk
         chat_of(family, Engine([])).tokens.describe()
 
 
-def test_a_template_without_end_tokens_adds_its_own_text() -> None:
-    family = Family(of.byte_level(of.PLAIN, of.CHATML_TOKENS, "<|im_end|>"), "<|im_end|>")
-    engine = Engine([ids(family, "seven"), ids(family, "eight")])
-    chat = chat_of(family, engine)
-
-    async def talk() -> None:
-        await chat.ask("3 + 4?")
-        await chat.ask("No.")
-
-    asyncio.run(talk())
-    wanted = "user: 3 + 4?\nassistant: seven\nuser: No.\nassistant: "
-    assert family.tokenizer.decode(engine.asked[1][0]) == wanted
-    assert "no end token is known" in chat.tokens.describe()[1]
-
-
 @pytest.mark.parametrize(
     ("template", "tokens", "end"),
     [(of.GLM, of.GLM_TOKENS, "<|user|>"), (of.ENDED_LATE, of.CHATML_TOKENS, "<|im_end|>")],
@@ -267,29 +252,6 @@ def test_an_end_token_that_the_next_turn_begins_with_is_not_there_twice(
     ]
     wanted = rendered(family, [{"role": role, "content": text} for role, text in said])
     assert list(engine.asked[2][0]) == wanted
-
-
-def test_a_template_that_numbers_turns_is_told() -> None:
-    family = Family(of.byte_level(of.NUMBERED, of.CHATML_TOKENS, "<|im_end|>"), "<|im_end|>")
-    assert "differently by its place" in chat_of(family, Engine([])).tokens.describe()[-1]
-
-
-def test_any_text_may_be_said() -> None:
-    """Even one with the stand-ins by which the tokens between turns are found."""
-    family = FAMILIES["qwen2.5"]()
-    engine = Engine([ids(family, "seven<|im_end|>"), ids(family, "8")])
-    chat = chat_of(family, engine)
-    said = "stand-in reply again: stand-in question, stand-in reply"
-
-    async def talk() -> None:
-        await chat.ask("3 + 4?")
-        await chat.ask(said)
-
-    asyncio.run(talk())
-    messages = [("user", "3 + 4?"), ("assistant", "seven"), ("user", said)]
-    assert list(engine.asked[1][0]) == rendered(
-        family, [{"role": role, "content": text} for role, text in messages]
-    )
 
 
 def test_a_rows_prompt_and_token_ids_are_passed_as_they_are() -> None:
@@ -420,25 +382,6 @@ def test_a_fork_begins_with_the_exact_tokens_so_far_which_are_given_there(name: 
     assert [len(each.messages) for each in (chat, one, two)] == [4, 4, 4]
 
 
-def test_a_fork_that_never_asks_does_not_come_last() -> None:
-    family = FAMILIES["qwen2.5"]()
-    chat = chat_of(family, Engine([[5], [6]]))
-
-    async def talk() -> list[str]:
-        first = chat.fork()
-        assert chat.conversations[-1] is chat
-        await first.ask("side")
-        chat.fork()
-        first.fork()
-        assert chat.conversations[-1] is first
-        await chat.ask("main")
-        chat.fork().fork()
-        return [each.name for each in chat.conversations]
-
-    names = asyncio.run(talk())
-    assert names[-1] == "" and sorted(names) == ["", "1", "1.1", "2", "3", "3.1"]
-
-
 def test_a_fork_with_messages_of_its_own_begins_as_the_template_renders_them() -> None:
     """Here the user takes the template's choice: thinking is stripped from the history."""
     family = FAMILIES["qwen3"]()
@@ -465,27 +408,12 @@ def test_a_fork_with_messages_of_its_own_begins_as_the_template_renders_them() -
     assert without_given(family, chat) == drawn == without_given(family, rewritten)
 
 
-def test_a_fork_of_plain_text_begins_with_the_contents() -> None:
-    family = FAMILIES["qwen2.5"]()
-    engine = Engine([ids(family, "7")])
-    end = family.tokenizer.convert_tokens_to_ids(family.end)
-    chat = Chat(TurnTokens(family.tokenizer, (end,), {}), engine, Limits(50, 100), templated=False)
-    asyncio.run(chat.fork([{"role": "user", "content": "3 + 4 "}]).ask("= "))
-    assert list(engine.asked[0][0]) == ids(family, "3 + 4 = ")
-
-
 @pytest.mark.parametrize("messages", [[], [7], [{"content": "x"}], "x"])
 def test_what_is_no_history_is_refused(messages: Any) -> None:
     with pytest.raises(
         ChatError, match=r"fork\(.*: pass a message with 'role' and 'content', messages$"
     ):
         chat_of(FAMILIES["qwen2.5"](), Engine([])).fork(messages)
-
-
-def test_token_ids_do_not_follow_messages() -> None:
-    fork = chat_of(FAMILIES["qwen2.5"](), Engine([])).fork([{"role": "user", "content": "x"}])
-    with pytest.raises(ChatError, match="token ids cannot follow the messages of a fork"):
-        asyncio.run(fork.ask((1, 2)))
 
 
 NAMED = {
@@ -595,21 +523,3 @@ def test_a_message_that_went_through_the_template_is_refused(name: str) -> None:
     assert asyncio.run(chat.ask("3 + 4?")).text.strip() == "7"
     with pytest.raises(TemplatedTwice):
         asyncio.run(chat.ask(twice))
-
-
-def test_words_of_the_template_that_the_policy_wrote_may_come_back() -> None:
-    family = Family(of.metaspace(of.MISTRAL, ("<s>", "</s>"), "</s>", "<s>"), "</s>")
-    chat = chat_of(family, Engine([ids(family, "[INST] 7 [/INST]"), ids(family, "8")]))
-    reply = asyncio.run(chat.ask("3 + 4?"))
-    assert asyncio.run(chat.ask(f"You said {reply.text}. Once more?")).text.strip() == "8"
-    with pytest.raises(TemplatedTwice, match="<s>"):
-        asyncio.run(chat.ask("<s>Once more?"))
-
-
-def test_text_that_is_continued_may_have_the_words_of_a_template() -> None:
-    family = FAMILIES["qwen2.5"]()
-    chat = chat_of(family, Engine([ids(family, "7")]))
-    chat.templated = False
-    twice = "<|im_start|>user\n3 + 4?<|im_end|>\n<|im_start|>assistant\n"
-    asyncio.run(chat.ask(twice))
-    assert chat.segments[0].token_ids == tuple(ids(family, twice))

@@ -9,7 +9,7 @@ from distflow.errors import UserError
 from tests.environments.test_environment_workflow import given, play
 
 pytestmark = pytest.mark.slow
-pytest.importorskip("gymnasium", reason="wants the extra gymnasium: make test-agents")
+pytest.importorskip("gymnasium", reason="wants gymnasium: make test-slow")
 
 SHORTEST = ("1", "down: 1", "2", "1", "2", "2")
 """Moves over the frozen lake of 4 × 4 that miss its holes: 1 is down, 2 is right."""

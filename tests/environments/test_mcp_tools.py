@@ -18,7 +18,7 @@ from distflow.errors import UserError
 from tests.environments.test_tool_workflow import answers
 from tests.patience import at_some_deadline, is_running, wait_until
 
-pytest.importorskip("mcp", reason="wants mcp: make test-agents")
+pytest.importorskip("mcp", reason="wants mcp: make test-slow")
 pytestmark = pytest.mark.slow
 
 COMMAND = [

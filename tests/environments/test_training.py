@@ -1,7 +1,6 @@
 """Whole runs with a workflow: a game of several turns trains, and the checks follow every
 request."""
 
-import asyncio
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -12,8 +11,6 @@ import torch
 
 from distflow.data.batch import Batch
 from distflow.data.sample import Sample
-from distflow.environments.chat import ChatError, Prompt
-from distflow.environments.workflows import Row, load_workflow
 from distflow.errors import TrustError, UserError
 from distflow.pipelines.nodes import workflow_rollout
 from distflow.rewards.router import RewardRouter
@@ -79,30 +76,6 @@ def playground(tmp_path: Path) -> Playground:
     playground = Games(tmp_path)
     (tmp_path / "game.py").write_text(GAME + FAULTY)
     return playground
-
-
-def test_a_workflow_that_reads_its_row_as_a_mapping_is_told_how_to_write_it(
-    playground: Playground,
-) -> None:
-    wrong = (
-        "from distflow import workflow\n\n@workflow\nasync def wrong(chat, row):\n"
-        "    return row['prompt']\n"
-    )
-    (playground.folder / "wrong.py").write_text(wrong)
-    one_step = ("trainer.total_training_steps=1", f"{WORKFLOW}={playground.folder}/wrong.py:wrong")
-    with pytest.raises(
-        UserError, match=r"write row\.prompt \(at wrong\.py:5\)(.|\n)*Correct the workflow"
-    ):
-        playground.run("grpo", *one_step)
-
-
-def test_tools_without_a_chat_template_are_refused_before_the_model_is_loaded(
-    playground: Playground,
-) -> None:
-    tools = (f"{WORKFLOW}=tools", f"{WORKFLOW}_kwargs={{tools: [calculator]}}")
-    (playground.folder / "model" / "model.safetensors").write_bytes(b"no weights")
-    with pytest.raises(UserError, match="does not use tools"):
-        playground.run("grpo", *tools)
 
 
 @pytest.mark.parametrize("max_staleness", [0, 2])
@@ -307,33 +280,6 @@ def test_each_domain_has_its_own_workflow_and_estimator(tmp_path: Path) -> None:
             assert [turn for turn in turns if turn >= 0] == [0, 1] and float(
                 batch["scores"][row]
             ) in range(5)
-
-
-SEVERAL = """
-import types
-
-class Both:
-    gconfig = types.SimpleNamespace(n_samples=2)
-
-    async def arun_episode(self, engine, data): ...
-
-workflow = Both()
-"""
-
-
-def test_a_domain_without_a_suitable_workflow_is_named(tmp_path: Path) -> None:
-    found = load_workflow("by_domain", {"math": "single_turn"})
-    with pytest.raises(ChatError, match="'code'.*_kwargs.*default"):
-        asyncio.run(found(None, Row(Prompt("1+1=", (1,)), domain="code"), None))  # type: ignore[arg-type,unused-ignore]
-    for options, said in (
-        ({}, "for each domain"),
-        ({"math": {"max_turns": 2}}, "name the workflow"),
-    ):
-        with pytest.raises(UserError, match=said):
-            load_workflow("by_domain", options)
-    several = (tmp_path / "several.py").write_text(SEVERAL) and f"{tmp_path}/several.py:workflow"
-    with pytest.raises(UserError, match="_kwargs.math.*n_samples=1"):
-        load_workflow("by_domain", {"math": several, "default": "single_turn"})
 
 
 def saved(run: Any) -> Batch:

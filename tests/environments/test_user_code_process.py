@@ -220,35 +220,6 @@ def test_who_signals_its_parent_or_its_group_harms_only_itself(
     asyncio.run(run())
 
 
-def test_what_leaves_its_session_and_kills_its_parent_is_ended_as_well(
-    server: ProcessServer,
-) -> None:
-    async def run() -> None:
-        process = await server.fork(1)
-        own = (await process.call("ancestors", None))[0]
-        with pytest.raises(ProcessEnded, match="SIGKILL"):
-            await process.call("fork_and_end_parent", 20)
-        await asyncio.to_thread(wait_until, lambda: not is_running(own), "it is ended")
-        assert server.num_deaths == 0
-
-    asyncio.run(run())
-    below = Path(f"/proc/{server.pid}/task/{server.pid}/children")
-    wait_until(lambda: not below.read_text(), "nothing is left below the server")
-
-
-def test_a_server_that_is_stopped_or_signalled_goes_on(server: ProcessServer) -> None:
-    async def run() -> None:
-        for number in (signal.SIGSTOP, signal.SIGTSTP, signal.SIGTERM, signal.SIGINT):
-            process = await server.fork(number)
-            assert await process.call("signal", 20, pid=server.pid, number=number) == "alive"
-            assert await process.call("ancestors", 20)
-            process.close()
-        process = await server.fork("after")
-        assert await process.call("ancestors", 20) and server.num_deaths == 0
-
-    asyncio.run(run())
-
-
 def test_deaths_in_a_row_end_with_advice(server: ProcessServer) -> None:
     async def run() -> None:
         while server.num_deaths < 20:
@@ -261,14 +232,3 @@ def test_deaths_in_a_row_end_with_advice(server: ProcessServer) -> None:
     ) as given_up:
         asyncio.run(run())
     assert re.search(r"time \d+ in a row", str(given_up.value)) and server.num_deaths < 20
-
-
-def test_a_server_that_dies_now_and_then_is_not_given_up(server: ProcessServer) -> None:
-    async def run() -> None:
-        for _ in range(7):
-            process = await server.fork(1)
-            assert await process.call("ancestors", None)
-            with pytest.raises(ServerLost):
-                await process.call("signal", None, pid=server.pid, number=signal.SIGKILL)
-
-    asyncio.run(run())

@@ -36,21 +36,6 @@ def test_the_function_that_is_made_brings_its_contract(config):
     assert bound.contract.writes == ("returns",) and bound.options == {"gamma": 0.9}
 
 
-def test_a_factory_is_called_once_a_bind_and_not_before(config):
-    called = []
-
-    @node_factory
-    @node(role="ADVANTAGE")
-    def counted(config):
-        called.append(config)
-        return estimator
-
-    graph = one(counted)
-    assert graph.validate_graph() == (True, None) and called == []
-    graph.bind(config, REWARDS)
-    assert called == [config]
-
-
 def test_the_factory_sees_the_whole_config_and_one_graph_binds_many_times(config):
     def group_mean(token_level_rewards, group_index): ...
 
@@ -100,15 +85,6 @@ def test_what_add_node_says_holds_for_the_function_that_is_made(config):
     )
     assert (bound.contract.writes, bound.contract.scope) == (("values",), "group")
     assert bound.options == {"gamma": 0.5}
-
-
-def test_options_are_checked_when_the_function_is_known(config):
-    def scaled(token_level_rewards, *, scale: float = 1.0): ...
-
-    assert one(factory_of(scaled), scale=2.0).bind(config, REWARDS).node("x").options == {
-        "scale": 2.0
-    }
-    assert "did you mean 'scale'?" in fails(one(factory_of(scaled), scal=2.0), config)
 
 
 def test_readers_run_behind_a_node_that_a_factory_made(config):

@@ -38,14 +38,6 @@ def fails(*nodes):
     return str(caught.value)
 
 
-def test_a_reader_runs_behind_the_writer_though_it_was_added_first():
-    bound_pipeline = bound(("read", reads("advantages")), ("write", makes("advantages")))
-    assert [n.node_id for n in bound_pipeline.nodes] == ["write", "read"]
-    assert (
-        bound_pipeline.node("read").deps == ("write",) and bound_pipeline.node("write").deps == ()
-    )
-
-
 def test_a_column_that_the_data_have_is_read_behind_its_writer_too():
     assert order(("read", reads("returns")), ("write", makes("returns"))) == ["write", "read"]
 
@@ -95,26 +87,6 @@ def test_makers_need_an_order_unless_one_follows():
 def test_deps_are_kept_beside_those_that_follow():
     bound_pipeline = bound(("a", makes("returns")), ("b", makes()), ("c", reads("returns"), "b"))
     assert bound_pipeline.node("c").deps == ("b", "a")
-
-
-def test_deps_put_a_reader_between_two_writers():
-    first = ("first", makes("returns"))
-    last = ("last", makes("returns"), "between")
-    assert order(last, ("between", reads("returns")), first) == ["first", "between", "last"]
-    bound_pipeline = bound(last, ("between", reads("returns")), ("behind", reads("returns")), first)
-    assert set(bound_pipeline.node("behind").deps) == {"first", "last"} and bound_pipeline.node(
-        "between"
-    ).deps == ("first",)
-
-
-def test_deps_put_a_reader_through_others_before_a_writer():
-    nodes = (
-        ("write", makes("returns"), "middle"),
-        ("middle", makes(), "read"),
-        ("read", reads("returns")),
-    )
-    assert "node 'read' reads 'returns' before 'write' writes it" in fails(*nodes)
-    assert order(*nodes, ("first", makes("returns"))) == ["first", "read", "middle", "write"]
 
 
 def test_two_nodes_that_each_read_what_the_other_makes():

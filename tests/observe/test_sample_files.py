@@ -175,44 +175,6 @@ def test_a_part_of_a_step_is_read_where_the_whole_is_too_long(tmp_path: Path) ->
     assert 50 < len(rows) < 200 and said.startswith("samples/000003.parquet is too long: ")
 
 
-def test_a_part_of_long_episodes_is_read_where_the_whole_is_too_long(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(sample_files, "_GROUP_CHARACTERS", 100_000)
-    turn = {"owner": "environment", "text": "an observation " * 4000}
-    path = write(
-        tmp_path / "samples" / "000003.parquet",
-        [{"uid": f"{i}-0", "conversation": [turn]} for i in range(40)],
-    )
-    rows, missing = read_sample_file(path, tmp_path, 200_000)
-    assert [row["uid"] for row in rows] == [f"{i}-0" for i in range(len(rows))] and 1 <= len(
-        rows
-    ) < 8
-    assert "is too long" in missing
-
-
-def test_an_end_that_no_run_writes_is_damage(tmp_path: Path) -> None:
-    path = write(tmp_path / "samples" / "000001.parquet", [{"uid": "1-0"}])
-    whole = path.read_bytes()
-    path.write_bytes(whole[:-8] + (2**30).to_bytes(4, "little") + whole[-4:])
-    assert read_sample_file(path, tmp_path)[1].startswith("samples/000001.parquet is damaged")
-    assert read_damage(tmp_path) == [
-        "samples/000001.parquet is damaged: its samples are missing here"
-    ]
-
-
-def test_a_changed_byte_is_no_other_error(tmp_path: Path) -> None:
-    file = write(
-        tmp_path / "samples" / "000001.parquet",
-        [{"uid": f"1-{i}", "response": "r" * i} for i in range(20)],
-    )
-    whole = file.read_bytes()
-    for place in range(0, len(whole), 53):
-        file.write_bytes(whole[:place] + bytes([whole[place] ^ 0xFF]) + whole[place + 1 :])
-        rows, said = read_sample_file(file, tmp_path, MAX_BYTES)
-        assert len(rows) == 20 or said
-
-
 def test_a_newer_version_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as newer:
         newer.setattr(sample_files, "SCHEMA_VERSION", 2)
@@ -302,22 +264,6 @@ def test_what_waits_is_bounded_and_what_is_lost_is_counted(
         "2 samples or more are not kept: the run is faster than its disk"
     ]
     assert [path.name for path in (tmp_path / "samples").iterdir()] == ["small.parquet"]
-
-
-def test_episodes_that_wait_count_with_all_their_turns(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(sample_files, "_MAX_WAITING", 10_000)
-    said: list[str] = []
-    writer = SampleWriter(said.append)
-    writer.put(
-        tmp_path / "samples" / "000001.parquet",
-        [{"conversation": [{"text": "x" * 20_000}]}],
-        1,
-        "train",
-    )
-    writer.close()
-    assert writer.num_lost == 1 and "faster than its disk" in said[0]
 
 
 def test_a_disk_that_fails_is_a_warning_and_no_error(tmp_path: Path) -> None:

@@ -191,32 +191,6 @@ def test_a_rollout_beside_another_model_than_the_policy_is_refused() -> None:
         plan_ray(ppo(), devices(2, trainer__allocation=text), "cpu", {})
 
 
-def test_a_part_that_fits_on_a_machine_is_on_one() -> None:
-    """By the order of the text the actor would lie on both."""
-    text = "embedded:d2+torch:d3+torch[critic]:d1"
-    plan = plan_ray(ppo(), devices(3, 2, trainer__allocation=text), "cpu", {})
-    assert plan.layout("rollout").ranks == (3, 4) and plan.layout("critic").ranks == (5,)
-    assert plan.layout("actor").ranks == (0, 1, 2)
-    spread = devices(
-        3,
-        2,
-        trainer__allocation=text,
-        dag__consider_node_cohesion=False,
-        dag__consider_node_load=False,
-    )
-    assert plan_ray(ppo(), spread, "cpu", {}).layout("actor").ranks == (2, 3, 4)
-
-
-def test_load_decides_between_machines_that_suit_alike() -> None:
-    text = "embedded:d1+torch:d1+torch[critic]:d2"
-    plan = plan_ray(ppo(), devices(2, 2, trainer__allocation=text), "cpu", {})
-    assert (plan.layout("rollout").ranks, plan.layout("critic").ranks) == ((2,), (0, 1))
-    four = "embedded:d1+torch:d1+torch[critic]:d1+torch[ref]:d1"
-    for load, ranks in ((True, (2,)), (False, (1,))):
-        given_load = devices(2, 2, trainer__allocation=four, dag__consider_node_load=load)
-        assert plan_ray(ppo(), given_load, "cpu", {}).layout("actor").ranks == ranks
-
-
 def test_independent_parts_have_devices_of_their_own() -> None:
     bound_pipeline = two_parts()
     plan = plan_ray(bound_pipeline, devices(3), "cpu", {"actor": "500M", "critic": 600_000_000})
@@ -348,15 +322,6 @@ def test_devices_that_are_not_there_twice_or_for_other_parts_are_refused(
         plan_ray(grpo(), devices(2, 2, trainer__devices=wrong), "cpu", LARGE)
 
 
-def test_ppo_is_one_part_because_both_models_learn_from_one_rollout() -> None:
-    plan = plan_ray(ppo(), devices(2), "cpu", {"actor": "7B", "critic": "7B"})
-    assert (
-        nodes_of(plan)[0]
-        == nodes_of(plan)[1]
-        == (PLAYS, ("refer", "value", "compare", "learn", "learn_values"))
-    )
-
-
 def test_what_nothing_waits_for_runs_with_the_actor() -> None:
     def look(values, ctx): ...
 
@@ -389,12 +354,6 @@ def test_on_gpus_gloo_stands_beside_nccl_from_the_threshold_on() -> None:
 
 SHARDED = {"actor_rollout_ref__actor__strategy": "fsdp"}
 SHARD = "actor_rollout_ref__actor__fsdp_config__fsdp_size"
-
-
-def test_what_waits_in_the_hosts_memory_can_be_sent_from_there() -> None:
-    keys = {**SHARDED, "actor_rollout_ref__ref__fsdp_config__param_offload": True}
-    assert plan_ray(grpo(), devices(2, **SHARDED), "cuda", {}).backends == ("nccl",)
-    assert plan_ray(grpo(), devices(2, **keys), "cuda", {}).backends == ("nccl", "gloo")
 
 
 @pytest.mark.parametrize(("size", "shard"), [(-1, None), (1, 1), (2, 2), (4, None)])
@@ -585,16 +544,6 @@ def test_keys_that_nobody_set_follow_the_allocation(
     shown = f"{ROLLOUT}.name='hf' instead of 'embedded': trainer.allocation says so"
     assert shown in [str(fitted) for fitted in found.fitted]
     plan_ray(grpo(), found.config, "cpu", {})
-
-
-def test_keys_that_somebody_set_stay_and_are_refused() -> None:
-    found = follow_allocation(loaded({f"{ROLLOUT}.name": "command line"}))
-    assert found.config.actor_rollout_ref.rollout.name == "embedded"
-    with pytest.raises(UserError, match="name=embedded contradicts"):
-        plan_ray(grpo(), found.config, "cpu", {})
-    five = follow_allocation(loaded({"trainer.nnodes": "command line"}, trainer__nnodes=5))
-    with pytest.raises(UserError, match="takes 6 devices, but trainer.nnodes=5"):
-        plan_ray(grpo(), five.config, "cpu", {})
 
 
 def test_other_keys_must_go_with_the_engines_of_the_allocation() -> None:

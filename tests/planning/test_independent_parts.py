@@ -15,23 +15,6 @@ from distflow.planning.place_parts import place
 Graph = tuple[dict[str, tuple[str, ...]], dict[str, tuple[str, ...]]]
 
 
-def test_a_chain_and_a_diamond_are_one_part() -> None:
-    assert split({"a": (), "b": ("a",), "c": ("b",)}, {}) == [("a", "b", "c")]
-    diamond = {"a": (), "b": ("a",), "c": ("a",), "d": ("b", "c")}
-    assert split(diamond, {}) == [("a", "b", "c", "d")]
-
-
-def test_paths_to_different_ends_are_parts_that_share_their_beginning() -> None:
-    fork = {"load": (), "left": ("load",), "right": ("load",), "end": ("right",)}
-    assert split(fork, {}) == [("load", "left"), ("load", "right", "end")]
-    assert split({"a": (), "b": ()}, {}) == [("a",), ("b",)]
-
-
-def test_a_join_behind_a_fork_keeps_each_input() -> None:
-    graph = {"a": (), "b": ("a",), "c": ("a",), "d": ("b", "c"), "e": ("c",)}
-    assert split(graph, {}) == [("a", "b", "c", "d"), ("a", "c", "e")]
-
-
 def test_graphs_that_siirl_cuts_at_their_joins_keep_each_input() -> None:
     """Those of its tests: two beginnings that meet, and joins before a fork, of which it makes two
     and six chains."""

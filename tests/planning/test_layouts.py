@@ -47,14 +47,6 @@ def test_groups_are_the_lines_of_an_array(role: str) -> None:
         assert set(found.groups(axis)) == wanted  # type: ignore[arg-type]  # names of axes
 
 
-def test_experts_are_shared_along_data_and_context() -> None:
-    found = layout(Sizes(data=4, tensor=2, pipeline=2, expert=2))
-    lines = found.groups("expert")
-    assert lines[:4] == [(0, 2), (4, 6), (1, 3), (5, 7)] and len(lines) == 8
-    assert sorted(rank for line in lines for rank in line) == list(range(16))
-    assert layout(Sizes(data=2, context=2, expert=4)).groups("expert") == [(0, 1, 2, 3)]
-
-
 def test_ranks_along_data_share_one_copy_of_the_weights_or_hold_the_same_part_of_it() -> None:
     found = Layout("actor", "fsdp", tuple(range(8)), Sizes(data=4, tensor=2), shard=2)
     assert found.groups("shard") == [(0, 2), (4, 6), (1, 3), (5, 7)]
@@ -90,35 +82,6 @@ def test_groups_are_named_in_one_order_and_shared_where_they_are_equal() -> None
     assert found[5] == ProcessGroup(
         "process_group_6", (4, 5), (("rollout", "all"), ("rollout", "data"))
     )
-
-
-def test_groups_of_sixteen_ranks_have_the_names_that_siirl_gives_them() -> None:
-    ranks = {
-        "train_1": (0, 1, 2, 3, 10),
-        "train_a": (0, 1),
-        "infer_1": (2, 3, 4, 5, 10, 11),
-        "infer_b": (2, 3, 10),
-        "train_2": (4, 5, 6, 7, 11, 12, 13),
-        "train_c": (4, 5, 11),
-        "infer_d": (6, 7, 12, 13),
-        "train_z": (14, 15),
-        "twin_z": (14, 15),
-    }
-    layouts = [Layout(role, "fsdp", held, Sizes(data=len(held))) for role, held in ranks.items()]
-    wanted = sorted(set(ranks.values()))
-    for order in (layouts, layouts[::-1]):
-        found = process_groups(order)
-        assert [group.ranks for group in found] == wanted
-        assert [group.name for group in found] == [
-            f"process_group_{number}" for number in range(1, 9)
-        ]
-    shared = Plan("p", (), (), tuple(layouts), process_groups(layouts))
-    assert (
-        group_of(shared, "train_z", "data", 14)
-        == group_of(shared, "twin_z", "all", 15)
-        == shared.groups[-1]
-    )
-    assert group_of(shared, "train_a", "data", 2) is None
 
 
 def test_a_rank_alone_has_no_group() -> None:

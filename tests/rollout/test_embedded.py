@@ -153,14 +153,6 @@ def test_adapters_are_applied_unmerged() -> None:
     assert max(abs(a - b) for a, b in zip(plain, generation.rollout_log_probs, strict=True)) > 0.1
 
 
-def test_a_module_in_training_mode_generates_without_dropout() -> None:
-    model = make_model(attention_dropout=0.9)
-    request = request_of(prompt_of(8), max_tokens=10)
-    (result,) = run_all(make_engine(model.train()), [request])
-    expected = forward_log_probs(model.eval(), request.prompt_ids, result[0])
-    assert result[0].rollout_log_probs == pytest.approx(expected, abs=1e-4)
-
-
 @pytest.mark.parametrize(
     ("changes", "message"),
     [

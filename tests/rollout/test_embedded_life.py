@@ -10,18 +10,15 @@ import pytest
 import torch
 from torch import nn
 
-from distflow.data.sample import Segment
 from distflow.rollout import engine_weights
 from distflow.rollout.embedded import EmbeddedEngine
 from distflow.rollout.embedded.decode_steps import DeviceOptions
-from distflow.rollout.engine import Stretch
 from distflow.rollout.engine_weights import stripe_hashes
 from distflow.scheduling.group_states import Version
 from tests.rollout.drive import (
     DEADLINE_S,
     FIRST,
     forward_log_probs,
-    generate_all,
     make_engine,
     make_model,
     prompt_of,
@@ -253,17 +250,6 @@ def test_shared_storage_copies_nothing_and_follows_updates_in_place() -> None:
     with_engine(make_engine(model, shares_weights=True), story)
 
 
-def test_receipts_of_both_sides_agree() -> None:
-    model = make_model()
-    other = changed(make_model())
-
-    async def story(engine: EmbeddedEngine) -> None:
-        receipt = await engine.load_weights(NEXT, other.named_parameters())
-        assert receipt.hashes == stripe_hashes(other.named_parameters()) and not receipt.shared
-
-    with_engine(make_engine(model), story)
-
-
 def test_versions_never_go_back_and_bad_weights_change_nothing() -> None:
     model = make_model()
 
@@ -324,39 +310,6 @@ def test_closing_fails_what_still_waits() -> None:
     asyncio.run(run())
 
 
-def test_requests_of_several_event_loops_are_served() -> None:
-    """Validation and training may live in different threads."""
-    model = make_model()
-    requests = [request_of(prompt_of(length), max_tokens=20, row=length) for length in (3, 6)]
-    expected = [tokens_of(run_all(make_engine(model), [request])) for request in requests]
-
-    async def story(engine: EmbeddedEngine) -> None:
-        def elsewhere() -> Any:
-            return asyncio.run(engine.generate(requests[1]))
-
-        here, there = await asyncio.gather(
-            engine.generate(requests[0]), asyncio.to_thread(elsewhere)
-        )
-        assert [tokens_of([here]), tokens_of([there])] == expected
-
-    with_engine(make_engine(model), story)
-
-
-def test_a_paused_start_is_deterministic_for_new_engines_too() -> None:
-    model = make_model("qwen3")
-    requests = [
-        request_of(prompt_of(length), (0, 1, 2), row=length, max_tokens=20)
-        for length in (4, 4, 15, 2)
-    ]
-
-    async def twice(engine: EmbeddedEngine) -> None:
-        assert await generate_all(engine, requests) == await generate_all(engine, requests) == alone
-
-    alone = run_all(make_engine(model, max_num_seqs=4), requests)
-    with_engine(make_engine(model, max_num_seqs=4), twice)
-    assert make_engine(model).version == FIRST
-
-
 @pytest.mark.parametrize("seed", range(3))
 def test_any_history_of_cancels_and_pauses_leaves_the_others_tokens_alone(seed: int) -> None:
     model = make_model("qwen3")
@@ -413,28 +366,3 @@ def test_no_thread_computes_while_there_is_nothing_to_do() -> None:
 
     with_engine(make_engine(make_model()), story)
     assert "embedded-rollout" not in names()
-
-
-class BeginsToWait:
-    """A host whose thread begins to wait the moment after it was asked for."""
-
-    waits = False
-
-    def compute(self, stretch: Stretch) -> bool:
-        waited = self.waits
-        self.waits = True
-        if waited:
-            stretch(lambda: False)
-        return waited
-
-
-def test_a_command_is_done_though_the_thread_that_was_to_do_it_is_wanted_elsewhere() -> None:
-    engine = make_engine(make_model())
-    engine.host = BeginsToWait()
-    requests = [request_of(prompt_of(4))]
-
-    async def ask() -> list[tuple[Segment, ...]]:
-        async with engine:
-            return await asyncio.wait_for(generate_all(engine, requests), DEADLINE_S)
-
-    assert tokens_of(asyncio.run(ask())) == tokens_of(run_all(make_engine(make_model()), requests))

@@ -137,25 +137,6 @@ def test_an_alias_keeps_weights_cached_prompts_and_what_runs() -> None:
         with_engine(make_engine(model, kv_on_update=kv_on_update), story)
 
 
-def test_a_prompt_cached_before_an_alias_is_not_used_after_the_next_update() -> None:
-    served = make_model()
-    other = make_models(2)[1].float()
-
-    async def story(engine: EmbeddedEngine) -> None:
-        running = asyncio.create_task(engine.generate(request_of(PROMPT, max_tokens=400)))
-        await tokens_after(engine, 5)
-        await engine.load_weights(Version(0, 1), None)
-        await engine.load_weights(Version(0, 2), other.named_parameters())
-        (generation,) = await engine.generate(request_of(PROMPT, (1,), max_tokens=15))
-        assert list(generation.versions) == [2] * 15
-        assert generation.rollout_log_probs == pytest.approx(
-            forward_log_probs(other, PROMPT, generation), abs=1e-4
-        )
-        running.cancel()
-
-    with_engine(make_engine(served), story)
-
-
 def test_abort_ends_what_has_begun_and_leaves_the_rest() -> None:
     """Sample 0 has ended by a stop token when the weights come, 1 and 2 are being decoded, 3 waits
     for a slot."""
@@ -337,36 +318,3 @@ def test_an_evaluation_goes_first_and_leaves_no_trace_in_the_batches_of_training
 
 
 # Account of what was decoded.
-
-
-def test_stretches_end_where_nothing_is_decoded_and_count_every_token() -> None:
-    model = make_model()
-    other = make_models(2)[1].float()
-
-    async def story(engine: EmbeddedEngine) -> None:
-        assert engine.take_activity() == []
-        first = asyncio.create_task(engine.generate(training(0, max_tokens=200)))
-        await tokens_after(engine, 30)
-        await engine.load_weights(Version(0, 1), other.named_parameters())
-        await tokens_after(engine, 30)
-        cut = engine.take_activity()  # in the middle: what goes on begins where this ends
-        await tokens_after(engine, 30)
-        await engine.pause()
-        await asyncio.sleep(0.05)
-        await engine.resume()
-        await first
-        await asyncio.sleep(0.05)
-        await engine.generate(training(1, max_tokens=5))
-        rest = engine.take_activity()
-        spans = [*cut, *rest]
-        assert [span.version for span in cut] == [0, 1] and {span.lane for span in spans} == {
-            "train"
-        }
-        assert sum(span.tokens for span in spans) == engine.num_generated_tokens == 615
-        assert all(span.t0 < span.t1 for span in spans)
-        assert cut[0].t1 == cut[1].t0 and cut[1].t1 == rest[0].t0
-        gaps = [after.t0 - before.t1 for before, after in zip(rest[:-1], rest[1:], strict=True)]
-        assert len(gaps) == 2 and min(gaps) > 0.04  # the pause, and the time without a request
-        assert engine.take_activity() == []
-
-    with_engine(make_engine(model), story)

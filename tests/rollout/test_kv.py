@@ -26,28 +26,6 @@ def held(slots: KVSlots, slot: int, length: int) -> list[float]:
     return keys[0, 0, :, 0].tolist()
 
 
-def test_fill_grow_and_move() -> None:
-    slots = KVSlots()
-    slots.fill(prompt_kv([(1, 2, 3), (4, 5)]), [0, 0, 1], first_slot=0, num_wanted=3)
-    slots.fill(prompt_kv([(6,) * 150, (7,)]), [1, 0], first_slot=3, num_wanted=5)
-    assert held(slots, 1, 3) == [1, 2, 3]
-    assert held(slots, 2, 2) == [4, 5]
-    assert held(slots, 4, 150) == [6] * 150
-    slots.move([(4, 0), (3, 1)])
-    assert held(slots, 0, 150) == [6] * 150
-    assert held(slots, 1, 1) == [7]
-    assert held(slots, 2, 2) == [4, 5]
-
-
-def test_new_memory_is_zero_and_reset_returns_it() -> None:
-    slots = KVSlots()
-    slots.fill(prompt_kv([(1, 2)]), [0], first_slot=0, num_wanted=1)
-    keys, values = slots.window(3, 200, num_wanted=3)
-    assert not keys[:, 1:].any() and not keys[..., 2:, :].any() and not values[:, 1:].any()
-    slots.reset()
-    assert slots.keys.numel() == slots.values.numel() == 0
-
-
 def test_memory_follows_the_sequences_that_are_left() -> None:
     slots = KVSlots()
     slots.fill(
@@ -77,24 +55,6 @@ def test_those_who_may_need_it_have_room_from_the_start(most: int, room: int) ->
     keys, _ = slots.window(2, 3, num_wanted=3)
     assert keys.shape[3] == room, "and it is kept for those who came first"
     assert held(slots, 0, 2) == [1, 2]
-
-
-def test_keys_and_values_may_be_of_different_types() -> None:
-    slots = KVSlots()
-    made = prompt_kv([(1, 2)])
-    slots.fill(
-        PromptKV(made.keys, made.values.bfloat16(), made.hidden), [0, 0], first_slot=0, num_wanted=2
-    )
-    keys, values = slots.window(2, 40, num_wanted=2)
-    assert (keys.dtype, values.dtype) == (torch.float32, torch.bfloat16)
-    assert values[0, 1, 0, :2, 0].tolist() == [1.5, 2.5]
-
-
-def test_what_is_read_lies_together() -> None:
-    slots = KVSlots()
-    slots.fill(prompt_kv([(1, 2), (3,)]), [0, 1, 1], first_slot=0, num_wanted=10)
-    for memory in slots.window(3, 70, num_wanted=3):
-        assert all(layer.is_contiguous() for layer in memory)
 
 
 def test_cached_prompts_are_found_until_they_are_pushed_out() -> None:

@@ -38,18 +38,6 @@ def test_slots_limit_admission_and_order_is_kept() -> None:
     assert work.first_slot == 2 and work.sequences == [group[3]]
 
 
-def test_the_token_budget_splits_prefills_but_a_long_prompt_still_runs() -> None:
-    scheduler = Scheduler(max_num_seqs=16, max_prefill_tokens=10)
-    for number, length in enumerate((6, 6, 30, 2)):
-        scheduler.add(sequences(tuple(range(number, number + length)), 2, number))
-    lengths = []
-    while scheduler.waiting:
-        lengths.append(
-            [len(context) for prefill in scheduler.schedule().prefills for context in prefill]
-        )
-    assert lengths == [[6], [6], [30], [2]]
-
-
 def test_prompts_of_one_forward_are_at_most_half_padding() -> None:
     scheduler = Scheduler(max_num_seqs=64, max_prefill_tokens=10_000)
     for number, length in enumerate((3, 100, 51, 49, 24, 7, 200)):
@@ -58,16 +46,6 @@ def test_prompts_of_one_forward_are_at_most_half_padding() -> None:
     lengths = [[len(context) for context in prefill] for prefill in work.prefills]
     assert lengths == [[200, 100], [51, 49], [24], [7], [3]]
     assert [len(sequence.prompt_ids) for sequence in work.sequences] == [200, 100, 51, 49, 24, 7, 3]
-
-
-def test_free_slots_are_refilled_together() -> None:
-    scheduler = Scheduler(max_num_seqs=64, max_prefill_tokens=10_000)
-    scheduler.add(sequences((1,), 80))
-    running = scheduler.schedule().sequences
-    scheduler.remove(running[:3])
-    assert not scheduler.can_prefill()
-    scheduler.remove(running[3:4])
-    assert scheduler.can_prefill()
 
 
 def test_preempted_sequences_come_first_with_their_tokens() -> None:

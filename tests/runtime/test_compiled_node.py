@@ -3,7 +3,6 @@ again."""
 
 import asyncio
 import threading
-from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
@@ -12,7 +11,7 @@ import torch
 
 from distflow.data.batch import Batch
 from distflow.data.sample import Sample
-from distflow.errors import TrustError, UserError
+from distflow.errors import UserError
 from distflow.graph import Drop, NodeOutput, PipelineError, node
 from distflow.graph.fields import Axis
 from distflow.observe.metrics import Measured
@@ -255,38 +254,6 @@ def test_whatever_a_node_raises_is_told_with_its_name(error: Exception, plane: s
     ) as caught:
         either(flaky.step(retry_limit=1), plane)
     assert caught.value.__cause__ is error and flaky.calls == 2
-
-
-@pytest.mark.parametrize(
-    ("error", "plane"),
-    [
-        (TrustError("the ratio"), "training"),
-        (UserError("a key"), "training"),
-        (UserError("a key"), "rollout"),
-    ],
-)
-def test_what_is_told_well_already_passes_through(error: Exception, plane: str) -> None:
-    flaky = Flaky(9, error)
-    with pytest.raises(type(error)) as caught:
-        either(flaky.step(retry_limit=3), plane)
-    assert caught.value is error and flaky.calls == 1
-
-
-class AsyncObject:
-    async def __call__(self, response_mask: Any) -> Any:
-        await asyncio.sleep(0)
-        return response_mask
-
-
-async def async_function(response_mask: Any) -> Any:
-    await asyncio.sleep(0)
-    return response_mask
-
-
-@pytest.mark.parametrize("function", [async_function, AsyncObject()])
-def test_what_gives_a_coroutine_is_awaited(function: Callable[..., Any]) -> None:
-    on, _ = on_group(step(function, writes="returns"))
-    assert on.batch().flat("returns").tolist() == [1.0] * 6
 
 
 def test_a_plain_function_that_hangs_fails_at_the_deadline_of_its_samples_and_is_not_tried_again() -> (  # noqa: E501

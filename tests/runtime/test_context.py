@@ -30,13 +30,6 @@ class Router:
         return [sample.uid for sample in samples]
 
 
-def test_the_judge_is_asked_about_samples_or_a_batch_that_stands_for_all_of_the_group_s() -> None:
-    answered = group_with_responses(5)
-    ctx = context(group=answered, router=Router())
-    assert asyncio.run(ctx.reward_fn(answered.samples[1:])) == ["5-1"]  # type: ignore[comparison-overlap]
-    assert asyncio.run(ctx.reward_fn(answered.batch())) == ["5-0", "5-1"]  # type: ignore[comparison-overlap]
-
-
 @pytest.mark.parametrize("given", [{}, {"router": Router()}, {"group": group_with_responses()}])
 def test_without_reward_functions_the_error_says_how_to_get_some(given: dict[str, Any]) -> None:
     with pytest.raises(UserError, match="a parameter `reward_fn`"):
@@ -57,11 +50,6 @@ def test_the_mini_batches_of_all_ranks_together_are_those_of_one() -> None:
     for one, other in (((3, 9), (4, 6, 7)), ((7,), (3, 4, 6, 9))):
         together = [sorted(a + b) for a, b in zip(parts(one), parts(other), strict=True)]
         assert together == [sorted(part) for part in alone]
-
-
-def test_each_epoch_and_step_has_an_order_of_its_own() -> None:
-    orders = [parts(GROUP_IDS, step, epoch) for step in range(3) for epoch in range(3)]
-    assert len({str(order) for order in orders}) > 3 and parts(GROUP_IDS) == orders[0]
 
 
 def test_a_node_has_one_state_of_its_own_and_its_updates_are_told_by_role() -> None:

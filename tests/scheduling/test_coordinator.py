@@ -90,57 +90,12 @@ def test_steps_cross_the_border_of_an_epoch_and_the_last_is_short():
     ]
 
 
-def test_drops_are_refilled_by_further_waves():
-    coordinator = Coordinator(plan_of())
-    first = coordinator.issue_groups()
-    assert numbers_of(first) == [0, 1, 2, 3]
-    assert coordinator.issue_groups() == []
-    for number in (3, 1):
-        coordinator.drop(number, "equal_rewards")
-    coordinator.complete(0, 5)
-    assert coordinator.issue_groups() == [], "a wave opens only when the last one is wholly judged"
-    coordinator.complete(2, 5)
-    assert numbers_of(coordinator.issue_groups()) == [4, 5]
-    coordinator.complete(5, 5)
-    assert coordinator.ready(0) is None
-    coordinator.complete(4, 5)
-    assert coordinator.ready(0) == (0, 2, 4, 5)
-    assert coordinator.issue_groups() == [], "the step is full"
-    coordinator.release(0)
-    assert numbers_of(coordinator.issue_groups()) == [6, 7, 8, 9]
-
-
-def test_waves_are_bounded_by_what_may_run_at_once():
-    coordinator = Coordinator(plan_of(max_concurrent=3))
-    assert numbers_of(coordinator.issue_groups()) == [0, 1, 2]
-    reward_fn(coordinator, coordinator.issue_groups())
-    for number in range(3):
-        coordinator.complete(number, 1)
-    assert numbers_of(coordinator.issue_groups()) == [3]
-
-
 def test_an_engine_that_lags_gets_nothing_until_it_serves_the_new_version():
     coordinator = Coordinator(plan_of())
     reward_fn(coordinator, coordinator.issue_groups())
     coordinator.release(0)
     assert coordinator.issue_groups(engine_version=0) == []
     assert len(coordinator.issue_groups(engine_version=1)) == 4
-
-
-def test_the_run_ends_after_its_steps_though_rows_are_left():
-    coordinator = Coordinator(plan_of(total_steps=2, total_groups=1000))
-    steps = run_to_the_end(coordinator, drop=lambda prompt_group: prompt_group.group_id % 3 == 0)
-    assert [len(step) for step in steps] == [4, 4]
-    assert coordinator.issue_groups() == []
-
-
-def test_the_run_ends_with_its_data_though_steps_are_left():
-    coordinator = Coordinator(plan_of())
-    steps = run_to_the_end(coordinator, drop=lambda prompt_group: prompt_group.group_id >= 8)
-    assert steps == [(0, 1, 2, 3), (4, 5, 6, 7)]
-    assert coordinator.checked_counts() == GroupCounts(
-        issued=20, consumed=8, dropped={"equal_rewards": 12}
-    )
 
 
 def test_exhausted_after_the_batches_that_a_step_may_draw():
@@ -176,20 +131,6 @@ def test_a_short_step_counts_as_full_without_a_bound_on_its_tickets_too():
     longer = plan_of(num_rows=6, batch=4, epochs=3, max_concurrent=64)
     resumed = Coordinator(longer, snapshot=coordinator.snapshot())
     assert numbers_of(resumed.issue_groups()) == [6, 7, 8, 9]
-
-
-def test_every_consumed_step_ends_in_a_version_an_alias_where_nothing_was_sent(tmp_path):
-    ledger = Ledger(tmp_path / "ledger.jsonl")
-    coordinator = Coordinator(plan_of(), ledger)
-    for step, published in enumerate((True, False, False, True)):
-        reward_fn(coordinator, coordinator.issue_groups())
-        assert coordinator.release(step, published) == Version(0, step + 1)
-    ledger.close()
-    versions = [
-        (r["step"], r["weights"]) for _, r in timeline(ledger.path) if r["kind"] == "version"
-    ]
-    assert versions == [(1, 1), (2, 1), (3, 1), (4, 4)]
-    assert coordinator.weights_step == 4
 
 
 def test_a_lost_group_has_three_attempts_under_one_ticket(tmp_path):
@@ -229,21 +170,6 @@ def test_a_complete_group_that_is_lost_with_who_held_it_is_issued_again_as_often
     assert verify(ledger.path) == coordinator.checked_counts()
 
 
-def test_lost_groups_are_a_wave_of_their_own_before_any_new_one():
-    coordinator = Coordinator(plan_of())
-    coordinator.issue_groups()
-    coordinator.retry(3)
-    coordinator.retry(1)
-    coordinator.drop(0, "equal_rewards")
-    assert coordinator.issue_groups() == [], "the wave is not over yet: 2 runs"
-    coordinator.complete(2, 5)
-    assert [(t.group_id, t.attempt) for t in coordinator.issue_groups()] == [(1, 1), (3, 1)]
-    coordinator.complete(1, 5)
-    assert coordinator.issue_groups() == []
-    coordinator.complete(3, 5)
-    assert numbers_of(coordinator.issue_groups()) == [4]
-
-
 def test_a_lost_group_does_not_start_again_on_an_engine_that_serves_older_weights():
     coordinator = Coordinator(plan_of())
     reward_fn(coordinator, coordinator.issue_groups())
@@ -273,21 +199,6 @@ def test_after_a_resume_an_engine_that_serves_the_initial_weights_is_found():
         Coordinator(plan_of(max_staleness=2), None, coordinator.snapshot()).issue_groups(
             engine_version=0
         )
-
-
-def test_as_many_run_at_once_as_staleness_allows_unless_less_is_asked_for():
-    coordinator = Coordinator(plan_of(num_rows=100, max_staleness=3))
-    assert numbers_of(coordinator.issue_groups()) == list(range(16))
-    assert numbers_of(
-        Coordinator(plan_of(num_rows=100, max_staleness=3, max_concurrent=6)).issue_groups()
-    ) == [*range(6)]
-
-
-def test_no_group_is_drawn_for_a_step_that_the_run_does_not_have():
-    coordinator = Coordinator(plan_of(total_steps=2, max_staleness=3, max_concurrent=64))
-    assert numbers_of(coordinator.issue_groups()) == list(range(8))
-    coordinator.drop(3, "equal_rewards")
-    assert numbers_of(coordinator.issue_groups()) == [8]
 
 
 def streaming(ledger=None, snapshot=None, **options):
@@ -365,29 +276,6 @@ def test_a_process_that_is_killed_again_and_again_quarantines_nothing():
     assert coordinator.checked_counts().dropped == {}
 
 
-def test_failures_before_the_cut_still_count_behind_it():
-    coordinator = streaming()
-    prompt_groups = coordinator.issue_groups()
-    for _ in range(2):
-        coordinator.retry(0)
-        coordinator.issue_groups()
-    reward_fn(coordinator, prompt_groups[1:])
-    coordinator.release(0)
-    resumed = streaming(snapshot=coordinator.snapshot())
-    assert [t.attempt for t in resumed.issue_groups() if t.group_id == 0] == [3]
-    assert not resumed.retry(0)
-    assert resumed.checked_counts().dropped == {"max_retries": 1}
-
-
-def test_a_lost_group_that_no_step_is_left_for_does_not_start_again():
-    coordinator = streaming(total_steps=2)
-    reward_fn(coordinator, coordinator.issue_groups()[:4])
-    coordinator.release(0)
-    resumed = streaming(total_steps=1, snapshot=coordinator.snapshot())
-    assert resumed.finished and resumed.issue_groups() == []
-    assert resumed.checked_counts() == GroupCounts(issued=8, running=4, consumed=4)
-
-
 def test_groups_on_the_edge_go_on_in_another_folder(tmp_path):
     coordinator = streaming(Ledger(tmp_path / "old.jsonl"))
     coordinator.issue_groups()
@@ -462,24 +350,6 @@ def test_groups_that_ran_start_again_no_faster_than_a_smaller_bound_allows():
     assert seen == list(range(4, 12))
 
 
-def test_a_group_made_by_weights_that_are_too_old_is_not_trained():
-    coordinator = streaming(num_rows=100)
-    reward_fn(coordinator, coordinator.issue_groups())
-    for step in range(2):
-        coordinator.release(step)
-        reward_fn(coordinator, coordinator.issue_groups())
-    coordinator.release(2)
-    prompt_group, *others = coordinator.issue_groups()
-    assert prompt_group.version == 3
-    coordinator.complete(prompt_group.group_id, 5, version=0)
-    reward_fn(coordinator, others)
-    with pytest.raises(
-        CountsError,
-        match=f"group {prompt_group.group_id} holds tokens of version 0, which step 4 may",
-    ):
-        coordinator.ready(3)
-
-
 def test_draws_are_counted_for_the_steps_that_their_class_covers():
     """Staleness 1, steps of 4, at most 2 batches for each: 16 groups due by step 1, then 8 for each
     version."""
@@ -501,25 +371,6 @@ def test_draws_are_counted_for_the_steps_that_their_class_covers():
         assert coordinator.ready(step)
         coordinator.release(step)
     assert [prompt_group.version for prompt_group in issued] == [0] * 16 + [1] * 8 + [2] * 8
-
-
-def test_the_empty_slots_of_a_short_step_are_given_to_no_group():
-    """The last of two steps of 4 is formed with one group, and then the engine gets another
-    version."""
-    plan = plan_of(
-        num_rows=100,
-        total_steps=2,
-        max_staleness=1,
-        max_num_gen_batches=1,
-        when_exhausted="continue",
-    )
-    coordinator = Coordinator(plan)
-    reward_fn(coordinator, coordinator.issue_groups(), drop=range(4, 7))
-    coordinator.release(0, sent_weights=False)
-    assert coordinator.issue_groups(engine_version=0) == [] and coordinator.ready(1) == (7,)
-    assert coordinator.issue_groups(engine_version=1) == []
-    coordinator.queue.untake()
-    assert len(coordinator.issue_groups(engine_version=1)) == 3
 
 
 def test_exhausted_only_once_no_later_version_can_bring_room():
@@ -545,16 +396,6 @@ def test_exhausted_only_once_no_later_version_can_bring_room():
         coordinator.ready(1)
 
 
-def test_exhausted_where_the_engine_keeps_its_weights():
-    """Every second step is published: the engines' version is the last one before the next step."""
-    coordinator = Coordinator(plan_of(num_rows=1000, max_staleness=1, max_num_gen_batches=1))
-    reward_fn(coordinator, coordinator.issue_groups(), drop=range(4, 8))
-    coordinator.release(0, sent_weights=False)
-    assert coordinator.issue_groups(engine_version=0) == []
-    with pytest.raises(Exhausted, match="4 drawn.*none"):
-        coordinator.ready(1)
-
-
 def test_weights_that_are_never_sent_again_are_a_fault_and_no_wait():
     coordinator = Coordinator(plan_of(num_rows=100, max_staleness=1))
     for step in range(2):
@@ -563,16 +404,6 @@ def test_weights_that_are_never_sent_again_are_a_fault_and_no_wait():
     assert coordinator.issue_groups(engine_version=0) == []
     with pytest.raises(CountsError, match="step 3.*version 0.*max_staleness is 1"):
         coordinator.ready(2)
-
-
-def test_an_alias_opens_credits_as_a_version_that_was_sent_does():
-    coordinator = Coordinator(plan_of(num_rows=1000))
-    for step in range(3):
-        prompt_groups = coordinator.issue_groups(engine_version=step)
-        assert [prompt_group.version for prompt_group in prompt_groups] == [step] * 4
-        reward_fn(coordinator, prompt_groups)
-        coordinator.release(step, sent_weights=False)
-    assert coordinator.weights_step == 0 and coordinator.version.step == 3
 
 
 def test_the_snapshot_is_the_cut_of_the_last_release():

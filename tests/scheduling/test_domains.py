@@ -12,7 +12,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from distflow.errors import UserError
-from distflow.launch.run_folders.groups_of_step import step_lineage
 from distflow.scheduling.coordinator import Coordinator, mark_of
 from distflow.scheduling.data_plan import DataPlan, DomainPlan, epoch_order
 from distflow.scheduling.group_states import CountsError
@@ -218,35 +217,6 @@ def complete_all(coordinator, drop=lambda prompt_group: False):
             ) else coordinator.complete(prompt_group.group_id, 1)
     coordinator.release(step)
     return issued
-
-
-def test_a_domain_that_drops_every_other_group_is_refilled_from_itself(tmp_path):
-    plan = plan_of(("math", 5, 3), ("code", 3, 1), batch=4, steps=6)
-    with Ledger(tmp_path / "ledger.jsonl") as ledger:
-        coordinator = Coordinator(plan, ledger)
-        for _ in range(6):
-            issued = complete_all(
-                coordinator, lambda t: t.stream == "train/code" and t.position % 2 == 0
-            )
-            assert Counter(prompt_group.stream for prompt_group in issued) == {
-                "train/math": 3,
-                "train/code": 2,
-            }
-        group_counts = coordinator.checked_counts()
-    assert shares_of(tmp_path / "ledger.jsonl")[-1] == {"math": 18, "code": 6}
-    assert (group_counts.domains["code"].issued, group_counts.domains["code"].dropped) == (
-        12,
-        {"all_equal": 6},
-    )
-    assert (group_counts.domains["math"].issued, group_counts.domains["math"].dropped) == (18, {})
-
-
-def test_the_groups_of_a_step_are_told_with_their_domains(tmp_path):
-    plan = plan_of(("math", 5, 3), ("code", 3, 1), batch=4, steps=6)
-    with Ledger(tmp_path / "ledger.jsonl") as ledger:
-        complete_all(Coordinator(plan, ledger))
-    groups = step_lineage(tmp_path / "ledger.jsonl", 1).groups
-    assert [group.domain for group in groups] == ["math", "math", "math", "code"]
 
 
 def test_a_run_that_goes_on_issues_what_the_other_would_have(tmp_path):

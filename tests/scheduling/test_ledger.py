@@ -1,12 +1,10 @@
 """The ledger: exact accounts across torn lines, kills at every byte, rollbacks, and rollbacks of
 rollbacks."""
 
-import json
 from dataclasses import replace
 
 import pytest
 
-from distflow.observe.ledger_groups import groups_of
 from distflow.scheduling.group_states import CountsError, GroupCounts
 from distflow.scheduling.ledger import Ledger, LedgerError, timeline
 from tests.ledger_audit import verify
@@ -47,31 +45,6 @@ def test_the_account_of_a_journal(tmp_path):
     assert verify(path) == group_counts
 
 
-def test_one_record_of_several_groups_accounts_for_each(tmp_path):
-    path = tmp_path / "ledger.jsonl"
-    ledger = Ledger(path)
-    rows = [{"group_id": n, "epoch": 0, "row": 9 - n, "version": 0, "attempt": 0} for n in range(3)]
-    ledger.append_all("issued", rows, as_one=True)
-    mark = ledger.mark()
-    ledger.append_all(
-        "complete", [{"group_id": n, "tokens": 5 + n, "version": 0} for n in (0, 2)], as_one=True
-    )
-    ledger.append("consumed", step=1, group_ids=[0, 2], tokens=12)
-    ledger.append("version", step=1, weights=1)
-    ledger.close()
-    assert len(path.read_text().splitlines()) == 5
-    assert verify(path) == GroupCounts(issued=3, running=1, consumed=2)
-    assert [r["row"] for _, r in timeline(path) if r["kind"] == "issued"] == [9, 8, 7]
-    raw = map(json.loads, path.read_text().splitlines())
-    assert [(g.row, g.tokens, g.state) for g in groups_of(raw).values()] == [
-        (9, 5, "trained"),
-        (8, None, "generating"),
-        (7, 7, "trained"),
-    ]
-    with Ledger(path, mark) as resumed:
-        assert counted(resumed.path) == GroupCounts(issued=3, running=3)
-
-
 def test_a_kill_at_any_byte_leaves_a_journal_that_reads_and_resumes(tmp_path):
     """Cut behind every third byte: the whole lines hold, the torn one is passed over, and a resume
     repeats the run."""
@@ -100,21 +73,6 @@ def test_a_kill_at_any_byte_leaves_a_journal_that_reads_and_resumes(tmp_path):
         assert torn.read_bytes().startswith(content[:cut]) or b"\n" not in content[:cut], (
             "nothing is rewritten"
         )
-
-
-def test_two_kills_in_a_row_within_the_line_of_a_resume(tmp_path):
-    path = tmp_path / "ledger.jsonl"
-    ledger = Ledger(path)
-    write_step(ledger, 1, [0, 1])
-    mark = ledger.mark()
-    issue(ledger, 2)
-    ledger.close()
-    with path.open("ab") as file:
-        file.write(b'{"t":1,"restart":0,"ki\n{"t":2,"restart":1,"kind":"rolled_b')
-    ledger = Ledger(path, mark)
-    assert counted(ledger.path) == GroupCounts(issued=2, consumed=2)
-    ledger.close()
-    assert verify(path) == GroupCounts(issued=2, consumed=2)
 
 
 def test_incarnations_rise_whatever_checkpoint_is_resumed(tmp_path):
@@ -206,16 +164,6 @@ def test_groups_that_were_on_the_edge_of_another_folder_go_on(tmp_path):
     ledger.append("version", step=2, weights=2)
     ledger.close()
     assert verify(ledger.path) == GroupCounts(issued=4, consumed=3, dropped={"equal_rewards": 1})
-
-
-def test_a_step_consumes_the_tokens_of_its_groups(tmp_path):
-    ledger = Ledger(tmp_path / "ledger.jsonl")
-    for number in range(2):
-        issue(ledger, number)
-        ledger.append("complete", group_id=number, tokens=7)
-    ledger.append("consumed", step=1, group_ids=[0, 1], tokens=13)
-    with pytest.raises(CountsError, match="step 1 .*13.*14"):
-        counted(ledger.path)
 
 
 MOVES = {

@@ -95,27 +95,6 @@ def test_what_is_left_goes_first_in_the_next_wave():
     ) and group_counts.dropped == {}
 
 
-def test_few_places_that_are_left_call_for_few_groups():
-    coordinator = Coordinator(plan_of(batch=8, share="1/4"))
-    _, waves = step(
-        coordinator, dropped=lambda prompt_group: prompt_group.group_id in (1, 2, 3, 4, 5)
-    )
-    assert waves == [list(range(10)), list(range(10, 14))], "10 for 8 places, then 4 for 3"
-
-
-def test_a_part_that_is_no_whole_group_is_rounded_up():
-    assert len(Coordinator(plan_of(batch=4, share="0.1")).issue_groups()) == 5
-
-
-@pytest.mark.parametrize("most", [1, 3, 5])
-def test_no_more_run_than_may(most):
-    coordinator = Coordinator(plan_of(max_concurrent=most))
-    for _ in range(5):
-        _, waves = step(coordinator, last_first)
-        assert max(map(len, waves)) <= most
-    assert coordinator.checked_counts().consumed == 20
-
-
 def test_a_group_that_is_always_late_is_waited_for_in_the_end():
     """Of 6 in flight groups 0 and 1 always come last: they are put off three times, then their
     places are kept."""
@@ -145,22 +124,6 @@ def test_a_place_that_was_kept_for_a_group_is_another_s_once_it_is_dropped():
     )
     assert len(waves) == 1 and numbers == waves[0][2:], "no second wave for the two places"
     assert coordinator.checked_counts().dropped == {"dull": 2}
-
-
-def test_data_that_end_are_all_trained_on():
-    coordinator = Coordinator(plan_of(num_rows=11, total_groups=11, total_steps=3))
-    taken = [step(coordinator, last_first)[0] for _ in range(3)]
-    assert sorted(number for numbers in taken for number in numbers) == list(range(11))
-    assert coordinator.finished and coordinator.checked_counts().running == 0
-
-
-def test_each_domain_has_more_in_flight_by_its_places():
-    coordinator = Coordinator(domains_of(("a", 9, 3), ("b", 9, 1), batch=8))
-    prompt_groups = coordinator.issue_groups()
-    assert Counter(prompt_group.stream for prompt_group in prompt_groups) == {
-        "train/a": 9,
-        "train/b": 3,
-    }
 
 
 def test_a_domain_that_has_all_its_groups_gets_no_more_while_another_is_refilled():
@@ -368,38 +331,6 @@ def ahead(**changes):
 def finish(coordinator, *numbers):
     for number in numbers:
         coordinator.complete(number, 3)
-
-
-def test_ahead_of_training_what_is_late_does_not_hold_the_step_up():
-    coordinator = ahead()
-    assert [group.group_id for group in coordinator.issue_groups()] == [0, 1, 2, 3, 4]
-    finish(coordinator, 2)
-    assert coordinator.end_surplus(None) == [] and coordinator.ready(0) is None, "it lacks one"
-    finish(coordinator, 3)
-    assert [group.group_id for group in coordinator.end_surplus(None)] == [4], (
-        "the next step has places for 0 and 1"
-    )
-    assert coordinator.ready(0) == (2, 3) and coordinator.end_surplus(None) == []
-    coordinator.release(0)
-    again, *new = coordinator.issue_groups()
-    assert (again.group_id, again.attempt, again.version) == (4, 1, 1)
-    finish(coordinator, 4, new[0].group_id)
-    assert sorted(group.group_id for group in coordinator.end_surplus(None)) == [0, 1], (
-        "they would be too old"
-    )
-    assert coordinator.ready(1) == (4, new[0].group_id)
-    assert coordinator.checked_counts().aborted == 3
-
-
-def test_ahead_of_training_complete_groups_without_a_place_are_generated_again(tmp_path):
-    coordinator = Coordinator(plan_of(batch=2, max_staleness=1), Journal(tmp_path / "ledger.jsonl"))
-    coordinator.issue_groups()
-    finish(coordinator, 4, 3, 2, 1, 0)
-    assert [group.group_id for group in coordinator.end_surplus(None)] == [4]
-    assert coordinator.ready(0) == (0, 1)
-    coordinator.release(0)
-    assert coordinator.issue_groups()[0].group_id == 4
-    verify(tmp_path / "ledger.jsonl")
 
 
 def test_ahead_of_training_one_that_was_aborted_too_often_is_waited_for():

@@ -30,42 +30,6 @@ def test_a_step_is_the_smallest_prefix_with_enough_survivors_in_any_order_of_eve
         assert formed == (1, 2, 4)
 
 
-def test_a_later_group_never_takes_the_place_of_one_that_still_runs():
-    queue = edge_with(3)
-    queue.complete(1, 10)
-    queue.complete(2, 10)
-    assert queue.ready(0) is None
-    queue.drop(0, "error")
-    assert queue.ready(0) == (1, 2)
-
-
-def test_release_empties_the_edge_and_moves_to_the_next_step():
-    queue = edge_with(3, max_staleness=1)
-    for number in range(3):
-        queue.complete(number, 10 + number)
-    groups = queue.release(0)
-    assert [(group.group_id, group.num_tokens) for group in groups] == [(0, 10), (1, 11)]
-    assert [group.group_id for group in queue.live] == [2]
-    assert (queue.num_complete, queue.next_step) == (1, 1)
-    assert queue.ready(1) is None
-
-
-def test_the_last_step_may_be_short():
-    queue = edge_with(2, consumer_batch=4)
-    queue.complete(0, 1)
-    queue.closed = True
-    assert queue.ready(0) is None
-    queue.drop(1, "error")
-    assert queue.ready(0) == (0,)
-
-
-def test_nothing_left_at_the_end_of_the_data_is_no_step():
-    queue = edge_with(1)
-    queue.closed = True
-    queue.drop(0, "error")
-    assert queue.ready(0) is None and not queue.live
-
-
 def exhausted_edge(num_complete, when_exhausted):
     queue = edge_with(6, consumer_batch=3, when_exhausted=when_exhausted)
     for number in range(6):

@@ -6,7 +6,6 @@ from collections import Counter
 from dataclasses import replace
 from fractions import Fraction
 from itertools import pairwise
-from math import isclose
 from pathlib import Path
 from random import Random
 
@@ -15,7 +14,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks.simulated_run import Costs, Setup, lognormal, simulate
-from distflow.errors import UserError
 from distflow.planning.lengths import Lengths
 from distflow.scheduling.data_plan import DataPlan, Frequency
 from distflow.scheduling.ledger import Ledger, timeline
@@ -32,21 +30,6 @@ def costs(decode: float = 0.1, train: float = 5.0, **more: object) -> Costs:
     return Costs(lambda running, context: decode, lambda tokens: 0.0, lambda tokens: train, **more)  # type: ignore[arg-type]
 
 
-def test_a_synchronous_step_is_the_sum_of_its_parts() -> None:
-    """Four responses of 10 tokens on two slots: two waves of 1 s, then 0.5 s of rewards, 5 s of
-    training, 0.25 s of weights."""
-    found = simulate(Setup(plan(3, 4), costs(sync=0.25, reward=lambda random: 0.5), FIXED, slots=2))
-    assert found.step_ends == pytest.approx([7.75, 15.5, 23.25])
-    assert found.staleness == {0: 12}
-    assert found.training_idle == pytest.approx(
-        {"rollout": 2 / 7.75, "rewards": 0.5 / 7.75, "weights": 0.25 / 7.75}
-    )
-    assert found.rollout_idle == pytest.approx(
-        {"training": 5 / 7.75, "rewards": 0.5 / 7.75, "weights": 0.25 / 7.75}
-    )
-    assert found.slots_used == pytest.approx(2 / 7.75)
-
-
 def test_with_staleness_generation_runs_beside_training() -> None:
     """A batch of 2 takes 1 s on an engine that has two slots; training takes 5 s. At staleness 1
     the queue is full when training asks, so only the first step waits; its groups and those of the
@@ -56,12 +39,6 @@ def test_with_staleness_generation_runs_beside_training() -> None:
     assert found.staleness == {0: 2, 1: 6}
     assert found.training_idle == pytest.approx({"rollout": 1 / 21})
     assert found.rollout_idle["the staleness bound"] == pytest.approx((21 - 2 - 1 - 1) / 21)
-
-
-def test_shared_devices_do_one_thing_at_a_time() -> None:
-    found = simulate(Setup(plan(3, 2, max_staleness=1), costs(), FIXED, slots=1, shared=True))
-    # all training, and all six responses one after another
-    assert found.step_ends[-1] >= 3 * 5 + 6 * 1.0 - 1e-9
 
 
 def test_the_longest_response_ends_the_wave_and_decoding_slows_with_the_load() -> None:
@@ -77,18 +54,6 @@ def test_the_longest_response_ends_the_wave_and_decoding_slows_with_the_load() -
     found = simulate(Setup(plan(step + 1, 2), slower, lengths, slots=2))
     before = found.step_ends[step - 1] if step else 0.0
     assert found.step_ends[step] - before == pytest.approx(10 * 0.2 + 10 * 0.1 + 1.0)
-
-
-def test_a_cache_that_is_computed_again_and_prompts_take_their_time() -> None:
-    paid = Costs(
-        lambda running, context: 0.1, lambda tokens: 0.01 * tokens, lambda tokens: 5.0, sync=1.0
-    )
-    lengths = replace(FIXED, prompt=100.0)
-    assert simulate(Setup(plan(1, 1), paid, lengths)).step_ends == pytest.approx([1 + 1 + 5 + 1])
-    slow = replace(paid, decode=lambda running, context: 1.0)
-    kept = simulate(Setup(plan(3, 1, max_staleness=1), slow, lengths))
-    again = simulate(Setup(plan(3, 1, max_staleness=1), slow, lengths, recompute=True))
-    assert again.step_ends[-1] > kept.step_ends[-1]
 
 
 SETUPS = st.builds(
@@ -165,27 +130,3 @@ def test_the_ledger_of_a_simulated_run_is_that_of_a_run(tmp_path: Path) -> None:
     )
     assert ages == Counter(found.staleness)
     assert json.loads((tmp_path / "ledger.jsonl").read_text().splitlines()[0])["kind"] == "opened"
-
-
-def test_lost_processes_cost_time_and_lose_no_group() -> None:
-    setup = Setup(
-        plan(60, 4, saves=Frequency(5)), costs(save=1.0, restart=20.0), FIXED, engines=2, slots=4
-    )
-    whole = simulate(setup)
-    engines = simulate(replace(setup, engine_mtbf=300.0))
-    training = simulate(replace(setup, training_mtbf=60.0))
-    assert engines.num_engine_failures > 0 and engines.num_restarts == 0
-    assert training.num_restarts > 0 and training.num_redone > 0
-    assert training.step_ends[-1] > engines.step_ends[-1] > whole.step_ends[-1]
-    assert sum(training.staleness.values()) == sum(whole.staleness.values()) == 240
-
-
-def test_a_filter_that_drops_all_is_an_error() -> None:
-    with pytest.raises(UserError, match="groups drawn for it|has not ended|of the"):
-        simulate(Setup(plan(2, 2, max_num_gen_batches=3), costs(), FIXED, filtered=1.0))
-
-
-def test_lognormal_lengths_have_their_mean_and_are_cut() -> None:
-    tail = lognormal(100, 0.5, 10**6)
-    assert isclose(sum(tail) / 1000, 100, rel_tol=0.01) and list(tail) == sorted(tail)
-    assert max(lognormal(100, 2, 500)) == 500

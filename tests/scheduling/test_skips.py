@@ -5,43 +5,15 @@ import random
 from collections import Counter
 from dataclasses import replace
 
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from distflow.scheduling.coordinator import Coordinator, mark_of
 from distflow.scheduling.data_plan import DataPlan, place
-from distflow.scheduling.difficulty_filter import TOO_EASY, TOO_HARD, Accuracy, SkipPlan, Skips
+from distflow.scheduling.difficulty_filter import TOO_EASY, TOO_HARD, Accuracy, SkipPlan
 from distflow.scheduling.ledger import timeline
 from tests.ledger_audit import verify
 from tests.scheduling.test_domains import Journal, plan_of
-
-BAND = {"": (0.25, 0.75)}
-
-
-def test_by_hand():
-    """At the bounds a row is wanted; outside of them it is passed over as often as asked, then no
-    more."""
-    skips = Skips(SkipPlan(BAND, epochs=2))
-    for row, right in enumerate((0, 1, 3, 4)):
-        skips.record("", row, Accuracy(right, 4))
-    skips.record("", 4, Accuracy(0, 0))
-    skips.record("other", 5, Accuracy(0, 4))
-    turns = [[skips.pass_over(row) for row in range(6)] for _ in range(3)]
-    assert turns[0] == turns[1] == [TOO_HARD, None, None, TOO_EASY, None, None] and not any(
-        turns[2]
-    )
-
-
-def test_what_was_measured_last_counts():
-    skips = Skips(SkipPlan(BAND))
-    for right, reason in ((4, TOO_EASY), (0, TOO_HARD), (2, None), (0, TOO_HARD)):
-        skips.record("", 7, Accuracy(right, 4))
-        assert (
-            Skips(SkipPlan(BAND), json.loads(json.dumps(skips.saved_skips()))).pass_over(7)
-            == reason
-        )
-    assert skips.pass_over(7) == TOO_HARD and skips.saved_skips() == {TOO_EASY: {}, TOO_HARD: {}}
 
 
 def right_of(prompt_group):
@@ -74,25 +46,6 @@ def run(coordinator, num_steps):
     return worked
 
 
-@pytest.mark.parametrize("epochs", [1, 3])
-def test_rows_come_back_after_as_many_rounds_as_are_asked_for(tmp_path, epochs):
-    """Of 10 rows, 4 are outside: in the rounds behind the first 6 are worked on, until the others
-    come back."""
-    plan = DataPlan(10, 2, 4, 10 * (2 * epochs + 4), 100, skips=SkipPlan(BAND, epochs))
-    with Journal(tmp_path / "ledger.jsonl") as ledger:
-        coordinator = Coordinator(plan, ledger)
-        worked = run(coordinator, 100)
-        group_counts = coordinator.checked_counts()
-    by_round = Counter(epoch for _, _, epoch, _ in worked)
-    rounds = [10 if number % (epochs + 1) == 0 else 6 for number in range(2 * epochs + 4)]
-    assert [by_round[number] for number in range(len(rounds))] == rounds
-    assert all(row % 5 in (1, 2, 3) for _, _, epoch, row in worked if rounds[epoch] == 6)
-    num_passed = 2 * rounds.count(6)
-    assert group_counts.dropped == {TOO_EASY: num_passed, TOO_HARD: num_passed}
-    assert group_counts.issued == plan.total_groups and coordinator.finished
-    assert verify(tmp_path / "ledger.jsonl") == group_counts
-
-
 def test_no_source_runs_empty():
     """Where all rows would be passed over, the one behind a whole round is taken."""
     plan = plan_of(
@@ -106,12 +59,6 @@ def test_no_source_runs_empty():
     }
     domains = coordinator.checked_counts().domains
     assert domains["b"].dropped == {} and sum(domains["a"].dropped.values()) == 3 * 6
-
-
-def test_what_is_passed_over_takes_none_of_the_tries_of_a_step():
-    skips = SkipPlan({"a": (0.6, 0.7)}, 100)
-    plan = plan_of(("a", 9, 1), ("b", 3, 1), batch=2, steps=9, max_num_gen_batches=1, skips=skips)
-    assert len(run(Coordinator(plan), 9)) == 18
 
 
 def test_a_run_that_goes_on_passes_over_what_the_other_would_have(tmp_path):

@@ -3,7 +3,6 @@
 import html
 import json
 import shutil
-from pathlib import Path
 
 import pytest
 import torch
@@ -15,10 +14,8 @@ from distflow.launch.one_process_launcher import launch_local
 from distflow.launch.run_folders.export_checkpoint import export_checkpoint
 from distflow.models.loading import load_model
 from distflow.observe.run_reader import read_metrics
-from distflow.runtime.checkpoint.find_checkpoint import is_of_a_run, policy_checkpoint
 from distflow.runtime.spec import LaunchOptions
 from tests.e2e.runs import Playground
-from tests.tiny_models import write_tiny_model
 
 pytestmark = pytest.mark.slow
 
@@ -137,15 +134,6 @@ def test_eval_asks_a_run_what_the_run_asked(
         assert not (ground.folder / "unused").exists()
 
 
-def test_eval_says_what_is_missing(ground: Playground, capsys: pytest.CaptureFixture[str]) -> None:
-    for target, told in (
-        (ground.folder / "model", "is a model: choose a preset"),
-        (ground.folder, "is neither a run's folder nor a checkpoint"),
-    ):
-        assert cli.main(["eval", str(target)]) == 2
-        assert told in capsys.readouterr().err
-
-
 def test_an_export_given_twice_does_nothing_and_overwrites_nothing(ground: Playground) -> None:
     target = ground.folder / "out"
     said = list[str]()
@@ -221,20 +209,3 @@ def test_the_start_says_what_is_trained_and_the_end_what_was_saved(
         "too few measurements to say whether it learned" in lines[-5]
         and html.escape(lines[-5]) in report
     )
-
-
-def test_what_is_no_checkpoint_is_named(ground: Playground, tmp_path: Path) -> None:
-    write_tiny_model(tmp_path / "model", "llama")
-    assert (
-        not is_of_a_run(tmp_path / "model")
-        and not is_of_a_run("Qwen/Qwen2.5-0.5B")
-        and not is_of_a_run(tmp_path)
-    )
-    for path in (tmp_path, tmp_path / "model"):
-        with pytest.raises(UserError, match="neither a run's folder nor a checkpoint"):
-            policy_checkpoint(path)
-    with pytest.raises(UserError, match="there is no folder"):
-        policy_checkpoint(tmp_path / "none")
-    ground.run("grpo", *CHEAP, f"{STEPS}=1", name="unsaved")
-    with pytest.raises(UserError, match="has saved no checkpoint"):
-        policy_checkpoint(ground.folder / "unsaved")

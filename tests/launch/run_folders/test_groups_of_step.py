@@ -117,58 +117,6 @@ def test_the_step_under_way_when_a_run_was_killed(tmp_path):
     ]
 
 
-def test_killed_between_a_step_and_its_version(tmp_path):
-    path = tmp_path / "ledger.jsonl"
-    with Ledger(path) as ledger:
-        run_step(Coordinator(plan_of(), ledger))
-    lines = path.read_bytes().splitlines(keepends=True)
-    path.write_bytes(b"".join(lines[:-1]) + lines[-1][:-9])
-    assert step_lineage(path, 1).weights is None
-
-
-def test_stale_groups_and_weights_that_were_not_sent(tmp_path):
-    path = tmp_path / "ledger.jsonl"
-    with Ledger(path) as ledger:
-        coordinator = Coordinator(plan_of(max_staleness=1), ledger)
-        for group_id in coordinator.issue_groups():
-            coordinator.complete(group_id.group_id, 5)
-        coordinator.release(0, sent_weights=False)
-        coordinator.release(1)
-    lineage = step_lineage(path, 2)
-    assert {group.version for group in lineage.groups} == {0} and lineage.max_staleness == 1
-    assert (step_lineage(path, 1).weights, lineage.weights) == (0, 2)
-
-
-def test_a_run_that_goes_on_in_another_folder(tmp_path):
-    """At staleness 1 it inherits groups of the first run: one that waits for its step, and one that
-    starts again."""
-    with Ledger(tmp_path / "first.jsonl") as ledger:
-        coordinator = Coordinator(plan_of(max_staleness=1), ledger)
-        *most, _ = coordinator.issue_groups()
-        for group_id in most:
-            coordinator.complete(group_id.group_id, 5)
-        coordinator.release(0)
-        snapshot = coordinator.snapshot()
-    path = tmp_path / "second.jsonl"
-    with Ledger(path, mark_of(snapshot)) as ledger:
-        coordinator = Coordinator(plan_of(max_staleness=1), ledger, snapshot)
-        for group_id in coordinator.issue_groups():
-            coordinator.complete(group_id.group_id, 5)
-        coordinator.release(1)
-    inherited, again = step_lineage(path, 2).groups
-    assert (inherited.group_id, inherited.row, inherited.version, inherited.attempts) == (
-        2,
-        None,
-        0,
-        [],
-    )
-    assert (again.group_id, again.row, len(again.attempts)) == (3, place(3, 10, 1, True)[1], 1)
-    with pytest.raises(
-        UserError, match="those before 2 are in the folder of the run that it resumes from"
-    ):
-        step_lineage(path, 1)
-
-
 @pytest.mark.parametrize("step", [-1, 0, 3, 10**30])
 def test_a_step_that_is_not_there(tmp_path, step):
     path = tmp_path / "ledger.jsonl"

@@ -6,8 +6,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import pyarrow
-import pyarrow.parquet
 import pytest
 import torch
 
@@ -125,20 +123,6 @@ def test_torn_files_rolled_back_steps_and_links_out_of_the_folder_are_left_out(
     assert counts == [(1, 16), (2, 16), (3, 1)]
 
 
-def test_files_of_another_version_have_other_columns_and_types(tmp_path: Path) -> None:
-    run_dir = write_run(tmp_path / "run", num_steps=3)
-    file = run_dir / "samples" / "000002.parquet"
-    table = pyarrow.parquet.read_table(file).drop_columns(["prompt"])
-    pyarrow.parquet.write_table(table.append_column("later", table["uid"]), file)
-    other = pyarrow.table({"step": [3], "split": ["train"], "uid": [1], "response_length": ["x"]})
-    pyarrow.parquet.write_table(other, run_dir / "samples" / "000003.parquet")
-    found = views_of(run_dir)(
-        "select step, count(uid), count(prompt), count(response_length) from samples "
-        "where split = 'train' group by all order by 1"
-    )
-    assert found == [(1, 16, 16, 16), (2, 16, 0, 16), (3, 1, 0, 0)]
-
-
 def test_groups_and_versions_come_from_the_ledger(tmp_path: Path) -> None:
     run_dir = write_ledger_run(tmp_path / "run")
     with (run_dir / "ledger.jsonl").open("a") as file:
@@ -158,17 +142,6 @@ def test_groups_and_versions_come_from_the_ledger(tmp_path: Path) -> None:
     assert ask("select step, weights from versions order by 1") == [(1, 1), (2, 2), (None, None)]
 
 
-def test_a_file_that_cannot_be_read_hides_no_other_view(tmp_path: Path) -> None:
-    run_dir = write_run(tmp_path / "run", num_steps=2)
-    (run_dir / "ledger.jsonl").write_bytes(b"x" * 9_000_000)
-    file = tmp_path / "views.sql"
-    missing = write_views([run_dir], file)
-    assert [f"{run_dir}/ledger.jsonl" in line for line in missing] == [True, True]
-    ask = opened(file)
-    assert ask("select count(*) from groups") == [(0,)]
-    assert ask("select max(step) from metrics") == [(2,)]
-
-
 def test_tokens_of_saved_groups_without_a_torn_file(tmp_path: Path) -> None:
     run_dir = write_run(tmp_path / "run", num_steps=1)
     batch = Batch(torch.tensor([1, 1]), torch.tensor([2, 1]))
@@ -186,24 +159,6 @@ def test_tokens_of_saved_groups_without_a_torn_file(tmp_path: Path) -> None:
         (1, "0-0", 0, 5, True, -1.0, None),
         (1, "0-0", 1, 6, True, -2.0, None),
         (1, "0-1", 0, 7, True, -3.0, None),
-    ]
-
-
-def test_runs_of_one_name_have_their_paths_and_the_other_views_their_rows(tmp_path: Path) -> None:
-    first = write_run(tmp_path / "a" / "run")
-    second = write_run(tmp_path / "b" / "run", num_steps=3)
-    ask = views_of(first, second)
-    assert ask("select run, max(step) from metrics group by run order by 2") == [
-        (str(second), 3),
-        (str(first), 12),
-    ]
-    ask = views_of(first)
-    assert ask("select key, value, source from config") == [
-        ("trainer.seed", "1", "preset or default")
-    ]
-    assert ask("select rule, level, step from findings") == [("warning", "warning", 3)]
-    assert ask("select count(*), max(t1 - t0) < 1 from spans where actor = 'rollout'") == [
-        (72, True)
     ]
 
 

@@ -313,24 +313,6 @@ def test_what_lies_outside_is_refused(
     assert not keys.any()
 
 
-def test_memory_that_lies_otherwise_is_refused() -> None:
-    view = native_view(make())
-    turned = torch.zeros(2, 1, 2, 8, 8).transpose(-1, -2)
-    with pytest.raises(ValueError, match="expected strides"):
-        view.decode(torch.tensor([5]), torch.tensor([3]), turned, turned)
-
-
-@pytest.mark.parametrize("compute_dtype", [None, torch.bfloat16])
-def test_memory_of_another_type_is_refused(compute_dtype: torch.dtype | None) -> None:
-    view = DecoderView(make(), native=True, compute_dtype=compute_dtype)
-    made = view.prefill([(1, 2, 3, 4)])
-    other = made.values.to(torch.float32 if compute_dtype else torch.bfloat16)
-    for keys, values in ((made.keys, other), (made.keys.double(), made.values)):
-        with pytest.raises(ValueError, match="expected dtypes"):
-            view.decode(torch.tensor([5]), torch.tensor([3]), keys, values)
-    view.decode(torch.tensor([5]), torch.tensor([3]), made.keys, made.values)
-
-
 def test_values_in_bfloat16_are_what_the_projection_makes() -> None:
     model = make()
     native, by_torch = (
@@ -445,19 +427,6 @@ def test_changes_of_the_model_are_followed(
     after = decoded(view, ids, starts)
     assert far(after, before) > 1e-3
     assert far(after, decoded(DecoderView(model), ids, starts)) < (1e-4 if stays_native else 1e-5)
-
-
-def test_torch_goes_on_over_what_native_code_kept_in_bfloat16() -> None:
-    model = make()
-    view = DecoderView(model, native=True, compute_dtype=torch.bfloat16)
-    ids, starts = some_rows(5)
-    before = decoded(view, ids, starts)
-    a_hook(model)
-    after = decoded(view, ids, starts)
-    assert far(after, before) > 0.1
-    assert torch.equal(
-        after, decoded(DecoderView(model, compute_dtype=torch.bfloat16), ids, starts)
-    )
 
 
 def test_products_in_bfloat16_follow_the_weights_in_float32() -> None:

@@ -9,13 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from distflow.observe.findings.finding import readable_s
-from distflow.observe.findings.summary import Accuracy, describe_learning, find_accuracy
+from distflow.observe.findings.summary import Accuracy, describe_learning
 from distflow.observe.report.build import MAX_BYTES, report_data, write_report
-from distflow.observe.report.chart_data import choose_charts, series
+from distflow.observe.report.chart_data import series
 from distflow.observe.report.page import embed
-from distflow.observe.report.samples import before_and_after, cut_response, evenly
-from distflow.observe.run_reader import MetricsRecord, Timeline
+from distflow.observe.report.samples import before_and_after
+from distflow.observe.run_reader import Timeline
 from distflow.observe.writing.run_folder import RunFolder, RunFolderError
 
 
@@ -87,22 +86,6 @@ def test_one_validation_only_falls_back_to_the_reward() -> None:
     assert describe_learning(accuracy((0, 0.4)), rewards(0.1, 0.1, 0.9, 0.9))[1].startswith(
         "The reward rose"
     )
-
-
-def test_accuracy_is_found_and_its_start_named_honestly() -> None:
-    def record(step: int, kind: str, **values: float) -> MetricsRecord:
-        return MetricsRecord(
-            step, 0.0, 0, kind, {f"val_correct/{k}/mean": v for k, v in values.items()}
-        )
-
-    train = MetricsRecord(6, 0.0, 0, "train", {"x": 1.0})
-    assert find_accuracy([train], 5) is None
-    found = find_accuracy(
-        [record(5, "val", all=0.5, a=0.1), train, record(7, "val", all=math.nan)], None
-    )
-    assert found is not None and found.points == ((5, 0.5),) and found.before_training
-    late = find_accuracy([train, record(6, "val", b=0.2, a=0.1)], None)
-    assert late is not None and late.name == "val_correct/a/mean" and not late.before_training
 
 
 def test_the_report_of_a_run(make_run: Callable[..., Path]) -> None:
@@ -203,18 +186,6 @@ def test_how_a_run_ended_is_said_first(
     assert not data["problems"], "what it failed of is reported once"
 
 
-def test_a_failure_is_that_of_the_last_start(tmp_path: Path) -> None:
-    with RunFolder(tmp_path, 0) as run:
-        run.event("error", "KeyError: 'a'", step=0)
-        run.event("end", "the run failed", status="failed")
-    assert report_data(tmp_path)["failure"] == {"message": "KeyError: 'a'", "traceback": ""}
-    with RunFolder(tmp_path, 1, resumed_at=0) as run:
-        run.metrics(1, "train", {"timing_s/step": 1.0})
-        run.event("end", "the run finished", status="finished")
-    data = report_data(tmp_path)
-    assert data["failure"] is None and [group["kind"] for group in data["problems"]] == ["error"]
-
-
 def test_a_report_of_nothing_and_of_no_folder(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     text = write_report(tmp_path / "empty").read_text(encoding="utf-8")
@@ -290,33 +261,6 @@ def test_columns_have_one_length_whatever_the_number_of_steps(number: int) -> No
         assert found["thinned"] == (number > max_points)
 
 
-def test_charts_take_each_metric_once_and_lose_none() -> None:
-    names = [f"val_correct/t{i}/mean" for i in range(20)] + [
-        "reward/mean_score",
-        "reward/std",
-        "reward/errors",
-        "odd",
-    ]
-    names += [
-        "timing_s/step",
-        "timing_s/rollout",
-        "timing_s/eval",
-        "actor/grad_norm",
-        "critic/grad_norm",
-    ]
-    columns = {name: [0.0, 1.0] for name in names}
-    charts, others = choose_charts({**columns, "actor/entropy": [0.5, 0.5]})
-    names.append("actor/entropy")
-    shown = [name for chart in charts for name in chart["names"]]
-    assert sorted(shown + others) == sorted(names)
-    assert "timing_s/step" in others and "reward/std" in others
-    questions = [chart["question"] for chart in charts]
-    assert len(set(questions)) == len(questions) and all(
-        question.endswith("?") for question in questions
-    )
-    assert all(len(chart["names"]) <= 8 for chart in charts)
-
-
 def test_problems_are_matched_by_their_text_and_averaged(tmp_path: Path) -> None:
     def rows(scores: dict[str, list[float | None]]) -> list[dict]:
         return [
@@ -362,32 +306,6 @@ def test_problems_are_matched_by_their_text_and_averaged(tmp_path: Path) -> None
     assert found["examples"][0]["before"]["score"] == 0.5
     (tmp_path / "samples" / "val-000009.parquet").unlink()
     assert before_and_after(tmp_path, Timeline()) is None
-
-
-def test_long_texts_are_cut_in_the_middle() -> None:
-    row = cut_response(
-        {
-            "response": "start" + "x" * 10_000 + "end",
-            "secret": "not shown",
-            "versions": [-1, 3, 3, 5],
-        },
-        100,
-    )
-    assert (
-        row["response"].startswith("start")
-        and row["response"].endswith("end")
-        and "characters left out" in row["response"]
-    )
-    assert len(row["response"]) < 160 and row["versions"] == [3, 5] and "secret" not in row
-
-
-def test_helpers() -> None:
-    assert (
-        evenly(range(5), 9) == [0, 1, 2, 3, 4]
-        and evenly(range(9), 3) == [0, 4, 8]
-        and evenly(range(9), 1) == [0]
-    )
-    assert [readable_s(s) for s in (8.24, 252, 11_100)] == ["8.2 s", "4 min 12 s", "3 h 5 min"]
 
 
 def test_accuracies_on_other_validation_problems_are_not_compared(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from distflow.observe.writing.run_folder import RunFolder
 from distflow.runtime.run_recorder import TOKEN_TEXTS, keep_groups
 from tests.commands.test_dashboard import TOKEN, Client, serve
 from tests.observe.conftest import HOSTILE, write_asynchronous_run, write_run
-from tests.observe.report.test_page import BLUE, CONTRAST, count, picture, press
+from tests.observe.report.test_page import CONTRAST
 
 pytestmark = pytest.mark.slow
 
@@ -113,77 +113,6 @@ def test_a_step_appears_without_a_reload_and_the_zoom_stays(browser: Any, tmp_pa
             5,
         ]
         assert browser.complaints() == []
-
-
-def test_the_zoom_and_a_logarithmic_scale_are_in_the_address_and_come_back_with_it(
-    browser: Any, client: Client
-) -> None:
-    open_page(browser, client, "overview", run="tiny")
-    assert browser.script("location.search.includes('zoom')") is False
-    browser.script("charts[0].plot.setScale('x', { min: 3, max: 7 })")
-    wait(browser, "location.search.includes('zoom=3+to+7')")
-    chosen = "[...new Set(charts.map(({ plot }) => `${plot.scales.x.min} ${plot.scales.x.max}`))]"
-    open_page(browser, client, "overview", run="tiny", zoom="3 to 7", scale="log")
-    assert browser.script(chosen) == ["3 7"]
-    assert browser.script("new URLSearchParams(location.search).get('zoom')") == "3 to 7"
-    kinds = (
-        "charts.map(({ plot, spec }) => `${spec.kind} ${plot.scales.y.distr} ${plot.scales.y.min > "
-        "0}`)"
-    )
-    assert {*browser.script(kinds)} == {"line 3 true", "stack 1 false"}
-    at = (
-        "(() => { const b = charts[0].plotPlace.getBoundingClientRect(); return [b.x, b.y, "
-        "b.width, b.height]; })()"
-    )
-    x, y, width, height = browser.script(at)
-    assert count(picture(browser, {"x": x, "y": y, "width": width, "height": height}), BLUE) > 60
-    assert browser.complaints() == []
-    browser.script(
-        "charts[0].plot.over.dispatchEvent(new MouseEvent('dblclick', { bubbles: true }))"
-    )
-    wait(browser, "!location.search.includes('zoom')")
-    browser.script("document.getElementById('scale').value = ''")
-    browser.script("document.getElementById('scale').dispatchEvent(new Event('change'))")
-    assert browser.script("charts[0].plot.scales.y.distr") == 1 and "scale" not in browser.script(
-        "location.search"
-    )
-
-
-def test_filters_are_in_the_address_and_come_back_with_it(browser: Any, client: Client) -> None:
-    open_page(browser, client, "samples", run="tiny")
-    browser.script(
-        "(() => { const f = document.querySelector('.filters'); f.elements.text.value = 'the "
-        "ANSWER is 13';"
-        " f.elements.step.value = 'train 3'; f.dispatchEvent(new Event('input')); })()"
-    )
-    wait(browser, "document.querySelector('.count').textContent === '1 to 1 of 1'")
-    address = browser.script("location.search")
-    assert "step=train+3" in address and "text=the+ANSWER+is+13" in address
-    browser.open(f"http://{client.host}/samples{address}")
-    wait(browser, "document.querySelector('.count').textContent === '1 to 1 of 1'")
-    browser.script("document.querySelector('tr.sample .open').click()")
-    wait(browser, "document.querySelectorAll('tr.more .one').length === 4")
-    assert "the answer is 13" in browser.script("document.querySelector('tr.more').textContent")
-    assert browser.script("document.querySelector('tr.more a').textContent") == "303-0"
-
-
-def test_pages_rows_and_the_search_are_reached_by_keys(browser: Any, client: Client) -> None:
-    open_page(browser, client, "samples", run="tiny")
-    wait(browser, "document.querySelectorAll('tr.sample').length > 3")
-    for key in ("j", "j", "j", "k"):
-        press(browser, key)
-    rows = "[...document.querySelectorAll('tr.sample .open')]"
-    assert browser.script(f"{rows}.indexOf(document.activeElement)") == 1
-    press(browser, "/")
-    assert browser.script("document.activeElement.name") == "text"
-    browser.script("document.activeElement.blur()")
-    press(browser, "g")
-    press(browser, "o")
-    wait(
-        browser,
-        "location.pathname === '/overview' && document.body?.getAttribute('aria-busy') === 'false'",
-    )
-    assert "run=tiny" in browser.script("location.search")
 
 
 def test_hostile_texts_stay_texts_on_every_page(browser: Any, client: Client) -> None:

@@ -192,40 +192,6 @@ def test_what_verifiers_said_is_readable_and_stays_text(
     assert browser.complaints() == [] and len(browser.requests()) == 1
 
 
-def test_a_row_for_each_domain(show: Callable[..., list[str]], browser: Any) -> None:
-    show()
-    rows = browser.script(
-        "[...document.querySelectorAll('#domains tbody tr')].map((r) => [...r.cells].map((c) => "
-        "c.textContent))"
-    )
-    assert [row[0] for row in rows] == sorted(SAID) and all(row[1] == "2 (25 %)" for row in rows)
-    assert rows[1][-2:] == ["none of 6", f"2 {IMAGE}"]
-    assert browser.complaints() == []
-
-
-@pytest.mark.parametrize("width", [400, 1280])
-def test_nothing_is_wider_than_the_window_and_programs_open_by_keyboard(
-    show: Callable[..., list[str]], browser: Any, width: int
-) -> None:
-    show(width, text="return a - b")
-    browser.script("document.querySelector('tr.sample .open').focus()")
-    press(browser)
-    browser.script("document.querySelector('details.program summary').focus()")
-    press(browser)
-    assert browser.script("document.querySelector('details.program').open")
-    assert browser.script("document.documentElement.scrollWidth") <= width
-    boxes = (
-        "[...document.querySelectorAll('.remarks, .one')].every((b) => b.scrollWidth <= "
-        "b.clientWidth + 1)"
-    )
-    assert browser.script(boxes)
-
-
-def press(browser: Any) -> None:
-    browser.call("Input.dispatchKeyEvent", type="keyDown", key="Enter", code="Enter", text="\r")
-    browser.call("Input.dispatchKeyEvent", type="keyUp", key="Enter", code="Enter")
-
-
 def test_a_run_without_domains_has_neither_the_table_nor_the_filter(
     browser: Any, make_run: Callable
 ) -> None:
@@ -234,22 +200,3 @@ def test_a_run_without_domains_has_neither_the_table_nor_the_filter(
         "['#domains', '.by-domain'].map((s) => document.querySelector(s).offsetParent === null)"
     )
     assert browser.script(hidden) == [True, True]
-
-
-def test_of_a_large_run_the_page_says_what_is_here(browser: Any, tmp_path: Path) -> None:
-    with RunFolder(tmp_path / "run", 0) as run:
-        for step in range(1, 61):
-            run.samples(
-                step,
-                [
-                    {"uid": f"{g}-{i}", "prompt": f"{g}", "response": "x" * 900, "score": 1.0}
-                    for g in range(40)
-                    for i in range(4)
-                ],
-            )
-    browser.open(write_report(tmp_path / "run").as_uri())
-    lead = browser.script("document.querySelector('#samples .lead').textContent")
-    assert (
-        "of the 1,600 groups (6,400 responses) in 40 of the 60 sample files, evenly chosen" in lead
-    )
-    assert "Filters see these alone" in lead

@@ -1,7 +1,6 @@
 """Whose a folder is: a run takes a new one, an empty one and a run's, and changes nothing in
 another."""
 
-import json
 import os
 import re
 import signal
@@ -301,75 +300,8 @@ def test_what_is_made_under_a_claim_is_for_its_owner_alone(tmp_path: Path, umask
     assert stat.S_IMODE((tmp_path / "run").stat().st_mode) == 0o700
 
 
-FILES = (
-    "metrics.jsonl",
-    "events.jsonl",
-    "run.json",
-    "config.yaml",
-    "plan.json",
-    "ledger.jsonl",
-    "report.html",
-)
-
-
-@pytest.mark.parametrize("name", FILES)
-@pytest.mark.parametrize("kind", ["folder", "link"])
-def test_what_stands_in_the_way_of_a_file_is_named_at_the_start(
-    tmp_path: Path, name: str, kind: str
-) -> None:
-    folder = tmp_path / "run"
-    precious = tmp_path / "precious"
-    precious.write_text("precious")
-    RunFolder(folder, 0).close()
-    (folder / "run.json").write_text('{"distflow": "0.1.0"}')
-    (folder / name).unlink(missing_ok=True)
-    if kind == "folder":
-        (folder / name).mkdir()
-    else:
-        (folder / name).symlink_to(precious)
-    with pytest.raises(RunFolderError, match=f"{name} is not a file"):
-        RunFolder(folder, 1)
-    assert precious.read_text() == "precious"
-
-
-@pytest.mark.parametrize(
-    "name", ["checkpoints", "samples", "spans", "tokens", "data", "bundles", "tensorboard"]
-)
-def test_what_stands_in_the_way_of_a_folder_is_named_at_the_start(
-    tmp_path: Path, name: str
-) -> None:
-    RunFolder(tmp_path / "run", 0).close()
-    (tmp_path / "run" / name).write_text("mine")
-    with pytest.raises(RunFolderError, match=f"{name} is not a folder"):
-        RunFolder(tmp_path / "run", 1)
-    assert (tmp_path / "run" / name).read_text() == "mine"
-
-
 @pytest.mark.parametrize("path", ["a\0b", "x" * 300, "file/below"])
 def test_a_path_that_cannot_be(tmp_path: Path, path: str) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(RunFolderError, match="the run's folder .* cannot be used: "):
         RunFolder(tmp_path / path, 0)
-
-
-def test_a_report_that_cannot_be_written_or_read(tmp_path: Path) -> None:
-    folder = tmp_path / "run"
-    with RunFolder(folder, 0) as run:
-        run.write_json("run.json", {"distflow": "0.1.0"})
-    (folder / "metrics.jsonl").unlink()
-    (folder / "metrics.jsonl").mkdir()
-    with pytest.raises(UserError, match=r"metrics.jsonl' cannot be read: it is no regular file"):
-        write_report(folder)
-    (folder / "metrics.jsonl").rmdir()
-    lines = [
-        b"[" * 50_000,
-        b'{"step": 1, "m": ' + b'{"a":' * 500 + b"1" + b"}" * 501,
-        b"\xff\xfe",
-        json.dumps([1]).encode(),
-    ]
-    (folder / "metrics.jsonl").write_bytes(b"\n".join(lines))
-    write_report(folder)
-    (folder / "report.html").unlink()
-    (folder / "report.html").mkdir()
-    with pytest.raises(RunFolderError, match="report.html cannot be written"):
-        write_report(folder)

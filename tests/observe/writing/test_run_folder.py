@@ -14,18 +14,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from distflow.observe.crash_safe_files import encode, read_object, to_json, to_number
+from distflow.observe.crash_safe_files import encode, read_object, to_json
 from distflow.observe.report.build import write_report
 from distflow.observe.run_reader import (
     read_damage,
     read_events,
     read_metrics,
     read_samples,
-    read_timeline,
     sample_splits,
     sample_steps,
 )
-from distflow.observe.writing import run_folder
 from distflow.observe.writing.run_folder import RunFolder, RunFolderError, Span
 
 
@@ -122,21 +120,6 @@ def test_a_torn_last_line_is_stepped_over_and_does_not_spoil_the_next(
     assert steps_of(folder) == [*whole, (3, 1)]
 
 
-def test_lines_of_garbage_are_stepped_over(tmp_path: Path) -> None:
-    folder = tmp_path / "run"
-    with RunFolder(folder, 0) as run:
-        run.metrics(1, "train", {"x": 1.0})
-    with (folder / "metrics.jsonl").open("ab") as file:
-        file.write(
-            b"\x00\x00\x00\n[1]\n\xff\xfe\n{}\n"
-            + b'{"step": "two", "m": {}}\n{"step": 2, "m": {"x": "text", "y": 1}}\n'
-        )
-    assert [(record.step, dict(record.values)) for record in read_metrics(folder)] == [
-        (1, {"x": 1.0}),
-        (2, {"y": 1.0}),
-    ]
-
-
 DAMAGE = {
     "zeros": b"\0" * 300,
     "no UTF-8": b'{"step": 2, "m": {"a": "\xff\xfe"}}',
@@ -164,28 +147,6 @@ def test_a_damaged_line_in_the_middle_is_read_around_and_said(tmp_path: Path, wh
     assert said[0] == "1 line of metrics.jsonl cannot be read: their content is missing here"
     report = write_report(tmp_path / "run").read_text()
     assert said[0] in report
-
-
-def test_nothing_is_said_of_whole_files(tmp_path: Path) -> None:
-    assert read_damage(tmp_path) == []
-    with RunFolder(tmp_path / "run", 0) as run:
-        run.metrics(1, "train", {"loss": 1.0})
-    file = tmp_path / "run" / "metrics.jsonl"
-    file.write_text(file.read_text().replace("1.0}", f"1{'0' * 400}}}"))
-    assert read_damage(tmp_path / "run") == []
-    assert read_metrics(tmp_path / "run")[0].values["loss"] == math.inf
-
-
-def test_a_lost_start_event_leaves_the_timeline_to_the_steps(tmp_path: Path) -> None:
-    for restart, steps in ((0, (1, 2, 3, 4)), (1, (3,)), (2, (4,))):
-        with RunFolder(tmp_path, restart, resumed_at=steps[0] - 1 if restart else None) as run:
-            for step in steps:
-                run.metrics(step, "train", {"loss": float(restart)})
-    lines = (tmp_path / "events.jsonl").read_bytes().splitlines()
-    spoiled = [b"?" if b'"restart":1' in line.replace(b" ", b"") else line for line in lines]
-    assert spoiled != lines
-    (tmp_path / "events.jsonl").write_bytes(b"\n".join(spoiled) + b"\n")
-    assert steps_of(tmp_path) == [(1, 0), (2, 0), (3, 1), (4, 2)]
 
 
 def test_killed_while_writing_leaves_whole_records_only(tmp_path: Path) -> None:
@@ -227,29 +188,6 @@ def test_a_resume_takes_back_what_came_after_its_checkpoint(tmp_path: Path) -> N
     assert read_samples(folder, 6)[0]["response"] == "new"
     rolled_back = [event.step for event in read_events(folder) if event.rolled_back]
     assert rolled_back == [6, 7, 8]
-
-
-def test_two_resumes_the_second_further_back(tmp_path: Path) -> None:
-    folder = tmp_path / "run"
-    for restart, first, last, resumed_at in ((0, 1, 10, None), (1, 7, 9, 6), (2, 4, 5, 3)):
-        with RunFolder(folder, restart, resumed_at) as run:
-            for step in range(first, last + 1):
-                run.metrics(step, "train", {"x": float(restart)})
-    assert steps_of(folder) == [(1, 0), (2, 0), (3, 0), (4, 2), (5, 2)]
-
-
-def test_without_a_word_about_the_resume_the_first_training_step_tells(tmp_path: Path) -> None:
-    folder = tmp_path / "run"
-    with RunFolder(folder, 0) as run:
-        for step in range(1, 9):
-            run.metrics(step, "train", {"x": 0.0})
-    with RunFolder(folder, 1) as run:
-        run.metrics(5, "val", {"v": 1.0})
-    assert len(steps_of(folder)) == 8, "a validation alone takes nothing back"
-    with RunFolder(folder, 2) as run:
-        run.metrics(6, "train", {"x": 1.0})
-    assert steps_of(folder) == [(1, 0), (2, 0), (3, 0), (4, 0), (5, 0), (6, 2)]
-    assert read_timeline(folder).survives(0, 5) and not read_timeline(folder).survives(0, 6)
 
 
 def test_a_second_writer_is_refused_with_what_to_do(tmp_path: Path) -> None:
@@ -331,38 +269,6 @@ def test_a_full_disk_is_said_and_the_file_stays_readable(tmp_path: Path) -> None
     assert steps == [*range(len(steps) - 1), 1000] and len(steps) > 5
 
 
-def test_samples_keep_hostile_text(tmp_path: Path) -> None:
-    texts = ["日本語 \u202e", "two\nlines", "lone \ud800 half", "nul \x00", "u2028 \u2028 here", ""]
-    with RunFolder(tmp_path / "run", 0) as run:
-        run.samples(
-            12,
-            [
-                {"uid": str(i), "prompt": "p", "response": text, "note": 1}
-                for i, text in enumerate(texts)
-            ],
-        )
-    rows = read_samples(tmp_path / "run", 12)
-    assert [row["response"] for row in rows] == [
-        text.replace("\ud800", "\\ud800") for text in texts
-    ]
-    assert {row["note"] for row in rows} == {1} and {row["restart"] for row in rows} == {0}
-
-
-def test_splits_and_steps_of_samples(tmp_path: Path) -> None:
-    with RunFolder(tmp_path / "run", 0) as run:
-        for step in (3, 1_234_567):
-            run.samples(step, [{}])
-        run.samples(0, [{}], "val")
-        run.samples(5, [{}], "val/../x")
-    assert sample_splits(tmp_path / "run") == ["train", "val", "val_.._x"]
-    assert sample_steps(tmp_path / "run") == [3, 1_234_567] and sample_steps(
-        tmp_path / "run", "val"
-    ) == [0]
-    assert not list(tmp_path.glob("*.parquet")) and sample_steps(tmp_path / "run", "val_.._x") == [
-        5
-    ]
-
-
 def test_a_folder_without_files_reads_as_empty(tmp_path: Path) -> None:
     assert (
         read_metrics(tmp_path) == []
@@ -381,16 +287,6 @@ def test_a_folder_without_files_reads_as_empty(tmp_path: Path) -> None:
 )
 def test_everything_becomes_valid_json_that_means_the_same(value: object) -> None:
     assert json.loads(encode(value)) == to_json(value)
-
-
-def test_scalars_of_other_libraries_are_numbers() -> None:
-    numpy = pytest.importorskip("numpy")
-    assert to_json({"a": numpy.float32(0.5), "b": numpy.arange(2), "c": Path("x")}) == {
-        "a": 0.5,
-        "b": [0, 1],
-        "c": "x",
-    }
-    assert to_number(True) is None and to_number("1") is None and to_number("Infinity") == math.inf
 
 
 def test_numbers_that_are_no_plain_floats_are_read_beside_those_that_are(tmp_path: Path) -> None:
@@ -412,37 +308,3 @@ def test_numbers_that_are_no_plain_floats_are_read_beside_those_that_are(tmp_pat
         and empty == {}
     )
     assert math.isnan(nan["a"])
-
-
-def test_a_disk_that_fails_at_the_end_leaves_no_lock(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def fail(*_: object) -> None:
-        raise OSError(28, "No space left on device")
-
-    before = os.umask(0o022)
-    try:
-        run = RunFolder(tmp_path, 0)
-        run.span("training", Span(0.0, 1.0, "phase", "rollout"))
-        with monkeypatch.context() as patched, pytest.raises(OSError, match="No space left"):
-            patched.setattr("os.write", fail)
-            run.close()
-        assert tmp_path.absolute() not in run_folder._locks and os.umask(0o022) == 0o022
-    finally:
-        os.umask(before)
-
-
-def test_what_comes_after_the_end_is_in_no_other_file(tmp_path: Path) -> None:
-    """As from the thread of a tracker that outlives the run."""
-    run = RunFolder(tmp_path / "run", 0)
-    descriptors = run._events._fd, run._metrics._fd
-    run.close()
-    others = [(tmp_path / f"other-{i}").open("wb", buffering=0) for i in range(40)]
-    assert {*descriptors} <= {file.fileno() for file in others}, "their numbers are in use again"
-    run.event("warning", "tracker late failed")
-    with pytest.raises(OSError, match="cannot write to the run's folder"):
-        run.metrics(1, "train", {"m": 1.0})
-    for file in others:
-        file.close()
-    assert all((tmp_path / f"other-{i}").stat().st_size == 0 for i in range(40))
-    assert [event.kind for event in read_events(tmp_path / "run")] == ["start"]

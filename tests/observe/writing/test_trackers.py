@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from distflow.observe.writing import trackers as tracking
 from distflow.observe.writing.trackers import (
     TrackedRun,
     TrackerError,
@@ -87,54 +86,6 @@ def test_one_that_hangs_neither_blocks_nor_fills_the_memory() -> None:
     assert len(events) == 1 and "tracker stuck is too slow" in events[0][1]
     gate.set()
     assert len(stuck.got) < 400
-
-
-def test_one_that_does_not_finish_is_left_behind() -> None:
-    events, on_failure = collect_events()
-    gate = threading.Event()
-    trackers = Trackers([], {"slow": lambda: Recorder(gate=gate)}, on_failure, close_timeout_s=0.05)
-    trackers.log(1, {"x": 1.0})
-    trackers.close()
-    gate.set()
-    assert len(events) == 1 and "did not finish in time" in events[0][1]
-
-
-def test_one_that_failed_with_a_full_queue_is_not_waited_for(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(tracking, "_QUEUE_LENGTH", 2)
-    gate, asked = threading.Event(), threading.Event()
-
-    def build() -> Recorder:
-        asked.set()
-        gate.wait()
-        raise ConnectionError("no route to host")
-
-    trackers = Trackers([], {"late": build}, close_timeout_s=20.0)
-    asked.wait()
-    for step in range(3):
-        trackers.log(step, {"x": 1.0})
-    gate.set()
-    (late,) = trackers._remote
-    late._thread.join()
-    began = time.monotonic()
-    trackers.close()
-    assert time.monotonic() - began < 10
-
-
-def test_the_id_of_a_run_is_whole_or_absent_if_the_disk_fails(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def fail(descriptor: int) -> None:
-        raise OSError(28, "No space left on device")
-
-    run = TrackedRun(tmp_path, "p", "e", {})
-    with monkeypatch.context() as patched:
-        patched.setattr("os.fsync", fail)
-        with pytest.raises(OSError, match="No space left"):
-            run.run_id("wandb")
-    assert list(tmp_path.iterdir()) == []
-    assert run.run_id("wandb") == run.run_id("wandb", lambda: "another")
 
 
 def test_remote_ones_get_a_table_of_samples_and_findings() -> None:
@@ -315,15 +266,6 @@ def test_a_missing_package_names_the_extra(
     monkeypatch.delitem(sys.modules, name, raising=False)
     with pytest.raises(TrackerError, match=rf"pip install 'distflow\[{name}\]'"):
         open_some([name], tmp_path, [])
-
-
-@pytest.mark.parametrize("name", ["jsonl", "file"])
-def test_what_every_run_writes_may_be_named(name: str, tmp_path: Path) -> None:
-    events: list[str] = []
-    trackers = open_some([name], tmp_path, events)
-    trackers.log(1, {"x": 1.0})
-    trackers.close()
-    assert events == [] and list(tmp_path.iterdir()) == []
 
 
 def test_an_unknown_tracker_is_refused_with_the_choice(tmp_path: Path) -> None:

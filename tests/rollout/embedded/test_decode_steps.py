@@ -7,7 +7,6 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-import torch
 
 from distflow.data.sample import Segment
 from distflow.errors import UserError
@@ -17,7 +16,6 @@ from distflow.rollout.engine import GenerateRequest, Stream
 from distflow.scheduling.group_states import Version
 from tests.rollout.drive import (
     forward_log_probs,
-    generate_all,
     make_engine,
     make_model,
     prompt_of,
@@ -220,60 +218,7 @@ def test_cancelled_requests_leave_their_slots_and_pages_at_once_and_disturb_nobo
     with_engine(make_engine(model, max_num_seqs=7, on_device=options(2, num_pages=200)), story)
 
 
-def test_an_evaluation_that_finds_all_pages_taken_waits_for_training_to_end() -> None:
-    model = make_model()
-    wave = [
-        replace(request_of(prompt_of(8), (0, 1), max_tokens=40), stream=Stream(1, "train", 0, row))
-        for row in (0, 1)
-    ]
-    held_out = request_of(prompt_of(20), (0,), max_tokens=60, row=5)
-
-    async def story(engine: EmbeddedEngine) -> None:
-        tasks = [asyncio.create_task(engine.generate(request)) for request in wave]
-        await tokens_after(engine, 10)
-        evaluated = await engine.generate(held_out)
-        same([*(await asyncio.gather(*tasks)), evaluated], expected)
-
-    expected = [*run_all(make_engine(model), wave), *run_all(make_engine(model), [held_out])]
-    with_engine(make_engine(model, on_device=options(1, num_pages=14)), story)
-
-
 def test_a_sequence_that_all_pages_together_cannot_hold_is_refused() -> None:
     engine = make_engine(make_model(), on_device=options(num_pages=6))
     with pytest.raises(UserError, match="prompt of 9 tokens with up to 32 new ones.* of 40 tokens"):
         run_all(engine, [request_of(prompt_of(9), max_tokens=32)])
-
-
-def test_the_same_submissions_give_the_same_bits_whatever_ran_before() -> None:
-    model = make_model("qwen2")
-    requests = mixed(random.Random(2), 6, LAWS)
-
-    async def story(engine: EmbeddedEngine) -> None:
-        first = await generate_all(engine, requests)
-        await generate_all(
-            engine, [request_of(prompt_of(30, seed=9), tuple(range(9)), row=7, max_tokens=60)]
-        )
-        assert await generate_all(engine, requests) == first
-
-    with_engine(make_engine(model, max_num_seqs=5, on_device=options(2)), story)
-
-
-def test_weights_that_hold_nan_are_an_error_for_all_and_leave_no_nan_behind() -> None:
-    model = make_model()
-    chance = random.Random(1)
-    weight = model.model.layers[0].self_attn.k_proj.weight
-    healthy, requests = weight.detach().clone(), mixed(chance, 6, LAWS)
-    expected = run_all(make_engine(model), requests)
-
-    async def story(engine: EmbeddedEngine) -> None:
-        with torch.no_grad():
-            weight.fill_(float("nan"))
-        for outcome in await asyncio.gather(
-            *(engine.generate(each) for each in requests), return_exceptions=True
-        ):
-            assert isinstance(outcome, FloatingPointError)
-        with torch.no_grad():
-            weight.copy_(healthy)
-        same(await generate_all(engine, requests), expected)
-
-    with_engine(make_engine(model, on_device=options(2)), story)

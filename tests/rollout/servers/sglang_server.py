@@ -48,8 +48,6 @@ LIES = {
     "dies": "dies in an update",
     "stalls": "does not answer any more",
     "never answers": "is well, and answers no request for tokens",
-    "tells no speed": "answers no request for tokens, and does not say how fast it generates",
-    "forbids looks": "answers no request for tokens, and refuses to say how far it is",
     "updates later": "is well, and has no new weights as long as it lies",
     "other prompt": "answers another prompt than it was asked",
     "ignores top_k": "draws from the whole vocabulary",
@@ -94,7 +92,7 @@ class SGLang:
         self.resumed.set()
 
     async def generate(self, body: Json) -> Json:
-        while self.paused or self.lie in ("never answers", "forbids looks", "tells no speed"):
+        while self.paused or self.lie == "never answers":
             await (self.resumed if self.paused else asyncio.Event()).wait()
         ids = tuple(body["input_ids"])
         wanted = dict(body["sampling_params"])
@@ -310,15 +308,9 @@ class SGLang:
         return {**named, "weight_version": self.label, "architectures": [type(self.model).__name__]}
 
     async def server_info(self, body: Json) -> Json:
-        if self.lie == "forbids looks":
-            raise Refused(403, {"error": "Forbidden"})
         if self.lie == "older interface":
             raise Refused(404, {"detail": "Not Found"})
-        state = (
-            {"last_gen_throughput": float(self.engine.num_generated_tokens)}
-            if self.lie != "tells no speed"
-            else {}
-        )
+        state = {"last_gen_throughput": float(self.engine.num_generated_tokens)}
         return {**self.args, "api_key": None, "internal_states": [state], "version": "0.5.6"}
 
     async def health(self, body: Json) -> Json:

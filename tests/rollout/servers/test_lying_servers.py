@@ -21,7 +21,7 @@ from distflow.rollout.servers.vllm_engine import VllmEngine
 from distflow.runtime.weight_sync.protocol import check_receipt
 from distflow.scheduling.group_states import Version
 from tests.rollout.drive import DEADLINE_S, FIRST, make_model, request_of
-from tests.rollout.servers.lying_server import Server, honest, name_of, serving
+from tests.rollout.servers.lying_server import Server, name_of, serving
 from tests.rollout.servers.sglang_server import Running
 from tests.tiny_models import tiny_tokenizer
 
@@ -257,20 +257,6 @@ def test_what_a_server_says_of_itself_is_its_error_if_nobody_can_read_it(
     assert server.url in str(error.value)
 
 
-@pytest.mark.parametrize("count", ["Infinity", "-1", "1" * 400, "x", None])
-def test_a_number_of_tokens_that_nobody_can_have_drawn(server: Server, count: str | None) -> None:
-    async def story(engine: VllmEngine) -> None:
-        answer = {"results": [count]}
-        server.lie = lambda path, asked, true: (
-            answer if asked.get("method") == "distflow_count" else true
-        )
-        with pytest.raises(TrustError) as error:
-            await engine.pause()
-        assert server.url in str(error.value)
-
-    run(make(server.url), story)
-
-
 def test_tokens_behind_a_stop_are_cut_off(server: Server) -> None:
     """A server that sees a stop late has drawn too much; one that ends by nothing has lost
     something."""
@@ -340,30 +326,6 @@ def test_requests_that_end_together_are_taken_together(server: Server) -> None:
             if asked.get("method") == "distflow_take_drawn"
         ]
         assert [len(each) for each in taken] == [1, 5]
-
-    run(make(server.url), story)
-
-
-def test_numbers_of_requests_that_nobody_wants_are_given_up(
-    server: Server, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """With the next ones that are taken."""
-    monkeypatch.setattr(http_engine, "BACK_OFF_S", 0.001)
-
-    async def story(engine: VllmEngine) -> None:
-        server.lie = lambda path, asked, true: 404 if path == GENERATE else true
-        with pytest.raises(ServerFailed):
-            await engine.generate(request())
-        (failed,) = server.drawn
-        server.lie = honest
-        for _ in range(2):
-            await engine.generate(request())
-        taken = [
-            asked["args"]
-            for _, asked in server.asked
-            if asked.get("method") == "distflow_take_drawn"
-        ]
-        assert [abandoned for _, abandoned in taken] == [[failed], []]
 
     run(make(server.url), story)
 
@@ -577,33 +539,6 @@ def test_one_that_answers_everything_but_a_request_is_asked_again(
     run(make(server.url), story)
 
 
-@pytest.mark.parametrize("refused", [404, [], {}, {"results": [None]}], ids=str)
-def test_a_refused_look_does_not_end_the_watch(
-    server: Server, refused: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The server did answer. When it falls silent later, this is still found."""
-    monkeypatch.setattr(http_engine, "LOOKS_EVERY_S", 0.02)
-    looks = 0
-
-    async def story(engine: VllmEngine) -> None:
-        monkeypatch.setattr(http_engine, "ATTACH_S", 0.5)
-
-        def lie(path: str, asked: dict[str, Any], true: Any) -> Any:
-            nonlocal looks
-            if engine.number_of_server:
-                return true
-            if asked.get("method") == "distflow_count":
-                looks += 1
-                return refused if looks == 1 else None
-            return server.released.wait(DEADLINE_S) if path == GENERATE else true
-
-        server.lie = lie
-        (response, _) = await engine.generate(request())
-        assert list(response.token_ids) == [7] * 4 and engine.number_of_server == 1 and looks > 1
-
-    run(make(server.url), story)
-
-
 @pytest.mark.parametrize(
     ("kind", "path"),
     [(VllmEngine, GENERATE), (SGLangEngine, "/generate")],
@@ -630,33 +565,6 @@ def test_a_response_may_take_as_long_as_it_takes(kind: type[HttpEngine], path: s
     )
     with own as server:
         asyncio.run(story(server.url))
-
-
-def test_a_response_that_ends_while_only_the_version_changes_may_have_the_next(
-    server: Server,
-) -> None:
-    async def story(engine: VllmEngine) -> None:
-        def lie(path: str, asked: dict[str, Any], true: Any) -> Any:
-            return (
-                server.released.wait(DEADLINE_S) and true
-                if path == "/update_weight_version"
-                else true
-            )
-
-        server.lie = lie
-        update = asyncio.create_task(engine.load_weights(Version(0, 1), None))
-        while server.label != "0.1":
-            await asyncio.sleep(0.01)
-        (response, _) = await engine.generate(request())
-        assert list(response.versions) == [1] * 4 and engine.version == FIRST
-        server.label = "0.2"
-        with pytest.raises(TrustError, match="weights '0.2' instead of '0.1'"):
-            await engine.generate(request())
-        server.released.set()
-        await update
-        assert engine.version == Version(0, 1)
-
-    run(make(server.url), story)
 
 
 def test_versions_rise_within_a_response(server: Server) -> None:

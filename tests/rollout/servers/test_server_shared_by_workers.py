@@ -170,23 +170,6 @@ def test_both_take_the_weights_of_an_adapter_unmerged(tmp_path: Path, python: st
     run(tmp_path, python, story)
 
 
-def test_a_follower_neither_pauses_nor_resumes(tmp_path: Path, python: str) -> None:
-    """Whatever it asks next is answered, and the requests of others go on."""
-
-    async def story(leader: Leader, follower: HttpEngine) -> None:
-        leader.servers[0].asked.clear()
-        await follower.pause(release=True)
-        assert await versions_of(follower) == {FIRST.step}
-        await follower.resume()
-        assert {path for path, _ in leader.servers[0].asked} & {
-            "/pause",
-            "/resume",
-            "/sleep",
-        } == set()
-
-    run(tmp_path, python, story)
-
-
 def test_a_server_that_dies_while_its_worker_asks_nothing_is_replaced(
     tmp_path: Path, python: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

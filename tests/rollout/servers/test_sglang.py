@@ -11,7 +11,6 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -126,28 +125,6 @@ def test_a_server_that_falls_silent_is_given_up_in_seconds(monkeypatch: pytest.M
     with_server(asked, "stalls")
 
 
-def test_a_server_that_refuses_to_say_how_far_it_is_is_asked_again(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """And it harms nothing: only silence would."""
-    monkeypatch.setattr(http_engine, "LOOKS_EVERY_S", 0.01)
-
-    async def story(engine: SGLangEngine) -> None:
-        refused = asyncio.Semaphore(0)
-
-        async def note(answer: httpx.Response) -> None:
-            if answer.status_code == httpx.codes.FORBIDDEN:
-                refused.release()
-
-        engine.client.event_hooks = {"response": [note]}
-        task = asyncio.create_task(generate(engine))
-        for _ in range(3):
-            await refused.acquire()
-        assert not task.done()
-
-    with_server(story, "forbids looks")
-
-
 def test_a_server_that_answers_everything_but_requests_is_asked_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -173,28 +150,6 @@ def test_a_server_that_answers_everything_but_requests_is_asked_again(
 
     with Running(make_model(seed=5), tiny_tokenizer()) as server:
         asyncio.run(asyncio.wait_for(story(server), 100))
-
-
-def test_a_server_that_tells_no_speed_may_take_as_long_as_it_takes(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(http_engine, "LOOKS_EVERY_S", 0.01)
-
-    async def story(engine: SGLangEngine) -> None:
-        monkeypatch.setattr(http_engine, "STUCK_S", 0.0)
-        looks = asyncio.Semaphore(0)
-
-        async def note(answer: httpx.Response) -> None:
-            if answer.url.path == "/server_info":
-                looks.release()
-
-        engine.client.event_hooks = {"response": [note]}
-        task = asyncio.create_task(generate(engine))
-        for _ in range(3):
-            await looks.acquire()
-        assert engine.number_of_server == 0 and not task.done()
-
-    with_server(story, "tells no speed")
 
 
 @pytest.mark.parametrize("updates", [False, True])

@@ -3,7 +3,6 @@ this."""
 
 import asyncio
 import os
-import re
 import signal
 import threading
 from collections.abc import Callable, Coroutine, Iterator, Sequence
@@ -133,24 +132,6 @@ def test_a_model_over_two_devices_answers_as_the_whole_one() -> None:
         assert one.rollout_log_probs == pytest.approx(other.rollout_log_probs, abs=1e-4)
 
 
-def test_the_samples_of_a_group_share_one_prefill(engine: VllmEngine, do: Do) -> None:
-    """By vLLM's own counts. It caches whole blocks, of 128 tokens on a CPU, and always computes the
-    last token."""
-
-    def counts() -> tuple[float, ...]:
-        metrics = do(engine.client.get("/metrics")).text
-        names = ("prefix_cache_queries", "prefix_cache_hits")
-        return tuple(
-            sum(map(float, re.findall(rf"^vllm:{n}_total\S* (\S+)$", metrics, re.MULTILINE)))
-            for n in names
-        )
-
-    before = counts()
-    do(engine.generate(request_of(prompt_of(700), (0, 1, 2, 3), max_tokens=2)))
-    asked, found = (now - then for now, then in zip(counts(), before, strict=True))
-    assert asked == 4 * 700 and found >= 3 * 640
-
-
 VLLM_FAMILIES: dict[str, dict[str, Any]] = {
     "gemma": {},
     "gemma3_text": {"query_pre_attn_scalar": 32},
@@ -273,29 +254,6 @@ def test_new_weights_below_a_response(engine: VllmEngine, do: Do, kv_on_update: 
     later = response.rollout_log_probs[before:]
     is_close = pytest.approx(part(model_of(1), before, None), abs=1e-4)
     assert (later == is_close) == (kv_on_update == "recompute")
-
-
-def test_a_prompt_after_new_weights_has_no_keys_of_old_ones(engine: VllmEngine, do: Do) -> None:
-    engine.kv_on_update = "keep"
-    request = request_of(prompt_of(600), max_tokens=3)
-    do(engine.generate(request))
-    load(do, engine, 1)
-    (response,) = do(engine.generate(request))
-    assert response.rollout_log_probs == pytest.approx(
-        forward_log_probs(model_of(1), request.prompt_ids, response), abs=1e-4
-    )
-
-
-def test_a_number_without_weights_changes_nothing_else(engine: VllmEngine, do: Do) -> None:
-    request = request_of(prompt_of(4), (0, 1))
-    before = do(engine.generate(request))
-    version = Version(0, engine.version.step + 1)
-    receipt = do(engine.load_weights(version, None))
-    after = do(engine.generate(request))
-    assert receipt.version_only and [each.token_ids for each in after] == [
-        each.token_ids for each in before
-    ]
-    assert {step for each in after for step in each.versions} == {version.step}
 
 
 def answered(engine: VllmEngine, do: Do, strike: Callable[[], None]) -> tuple[Segment, Segment]:

@@ -2,9 +2,7 @@
 without leftovers."""
 
 import asyncio
-import threading
 import time
-from dataclasses import replace
 from fractions import Fraction
 from typing import Any
 
@@ -182,43 +180,6 @@ def test_a_reward_function_that_is_at_work_is_not_waited_for() -> None:
     assert counts.checked_counts().aborted_tokens == 2 * (6 + 6)
 
 
-def test_no_plain_function_is_left_running() -> None:
-    running = []
-    left = []
-
-    @node(writes="scores", role="REWARD", scope="group", reads=("response_mask",))
-    def reward_fn(group: Group) -> Any:
-        running.append(group.prompt_group.group_id)
-        time.sleep(0.05)
-        running.pop()
-        return [1.0, 0.0]
-
-    @node(writes="tidy", role="REWARD", scope="group", reads=("scores",))
-    async def look(group: Group) -> Any:
-        left.append(len(running))
-        return [0.0, 0.0]
-
-    plane = plane_of(CountingEngine({}), bound(reward_fn))
-    counts = counted(oversampling=Fraction(4))
-    assert [len(taken) for taken in run(plane, counts, steps=2)] == [4, 4]
-    assert running == [] and not [each for each in threading.enumerate() if each.name == "node"]
-    assert not plane.plain_calls.turn.locked() and plane.plain_calls.caller is None
-
-
-def test_a_group_that_asks_nothing_comes_first() -> None:
-    @node(writes=("response_ids", "response_mask"), role="ROLLOUT", reads=("prompt_ids",))
-    async def some_responses(group: Group, rollout: Any) -> list[Sample]:
-        number = group.prompt_group.group_id
-        if number not in (2, 4):
-            await rollout.generate(GenerateRequest((1,), group.wanted, group.params, group.stream))
-        return samples(number, (1, 1), version=group.prompt_group.version)
-
-    engine = CountingEngine(LENGTHS)
-    plane = plane_of(engine)
-    plane.steps = compile_steps([bound(some_responses)], {"rollout": plane.client})
-    assert run(plane, counted()) == [[2, 3, 4, 5]]
-
-
 def test_an_episode_of_several_requests_is_placed_by_its_first_response() -> None:
     @node(writes=("response_ids", "response_mask"), role="ROLLOUT", reads=("prompt_ids",))
     async def two_turns(group: Group, rollout: Any) -> list[Sample]:
@@ -255,37 +216,6 @@ def test_a_group_that_fails_is_replaced_as_ever() -> None:
     counts = counted()
     assert run(plane, counts) == [[0, 1, 2, 6]]
     assert counts.checked_counts().dropped == {"error": 3}
-
-
-def test_tasks_that_a_function_started_end_with_its_group() -> None:
-    started = list[asyncio.Task[Any]]()
-
-    @node(writes=("response_ids", "response_mask"), role="ROLLOUT", reads=("prompt_ids",))
-    async def leaves_tasks(group: Group, rollout: Any) -> list[Sample]:
-        request = GenerateRequest((1,), group.wanted, group.params, group.stream)
-        await rollout.generate(request)
-        if group.prompt_group.group_id in (0, 2):
-            endless = replace(request, stream=replace(request.stream, row=99))
-            started.extend(
-                asyncio.create_task(work) for work in (rollout.generate(endless), asyncio.sleep(60))
-            )
-            await asyncio.sleep(60)
-        return samples(group.prompt_group.group_id, (1, 1), version=group.prompt_group.version)
-
-    @node(writes="scores", role="REWARD", scope="group", reads=("response_mask",))
-    async def reward_fn(group: Group) -> Any:
-        await asyncio.sleep(0.1 if group.prompt_group.group_id == 1 else 0)
-        return [1.0, 0.0]
-
-    engine = CountingEngine({**LENGTHS, 0: 6, 2: 6, 99: 10**9})
-    plane = plane_of(engine)
-    counts = counted()
-    plane.steps = compile_steps([bound(leaves_tasks)], {"rollout": plane.client})
-    plane.steps = (*plane.steps, *compile_steps([bound(reward_fn)], {}))
-    assert run(plane, counts) == [[1, 3, 4, 5]]
-    assert (
-        len(started) == 4 and all(task.cancelled() for task in started) and engine.num_running == 0
-    )
 
 
 def test_ahead_of_training_late_groups_are_ended_where_they_run() -> None:

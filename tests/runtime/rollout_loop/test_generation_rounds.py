@@ -3,7 +3,6 @@ takes how long."""
 
 import asyncio
 import os
-from typing import Any
 
 import pytest
 
@@ -145,34 +144,3 @@ def test_an_engine_that_fails_between_rounds_fails_the_requests_of_all_groups(fa
     assert [repr(error) for error in asyncio.run(run())] == [
         f"RuntimeError('it does not {failing}')"
     ] * 3
-
-
-def test_a_request_that_is_cancelled_while_it_is_sent_holds_nobody() -> None:
-    async def run() -> list[list[tuple[int, int]]]:
-        engine, asking = Engine(), list[asyncio.Task[Any]]()
-        client = RolloutClient(engine)  # type: ignore[arg-type]
-        answer = engine.generate
-
-        async def generate(request: GenerateRequest) -> tuple[Segment, ...]:
-            for task in asking:
-                task.cancel()
-            return await answer(request)
-
-        async def group(number: int) -> None:
-            group_task.set(asyncio.current_task())
-            await client.generate(request(number, 0))
-            if number == 0:
-                engine.generate = generate  # type: ignore[method-assign]
-                asking.append(asyncio.create_task(client.generate(request(number, 0))))
-                await asyncio.wait(asking)
-            await client.generate(request(number, 1))
-
-        await client.pause()
-        tasks = [asyncio.create_task(group(number)) for number in range(2)]
-        batch = client.begin_batch(tasks, None, True)
-        await batch.all_in()
-        await client.resume()
-        await asyncio.wait_for(asyncio.gather(*tasks), 60)
-        return engine.rounds
-
-    assert asyncio.run(run()) == [[(0, 0), (1, 0)], [(0, 0), (1, 1)], [(0, 1)]]

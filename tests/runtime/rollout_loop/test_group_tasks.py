@@ -11,13 +11,10 @@ import pytest
 
 from distflow.algorithms.group_filter import TOO_FEW_SCORES
 from distflow.checks.group_records import GroupRecords
-from distflow.config.keys.reward import OnError
 from distflow.data.sample import Sample, Segment
 from distflow.graph import BoundNode, Drop, NodeOutput, node
 from distflow.observe.writing.timing import Waits
-from distflow.pipelines.nodes.rollout_reward_filter import reward_episodes
-from distflow.rewards.reward_results import Error, RewardResult, Score
-from distflow.rewards.router import RewardOutcome
+from distflow.rewards.reward_results import Error, Score
 from distflow.rollout.engine import GenerateRequest, Stream, WeightReceipt
 from distflow.runtime.compiled_node import Contexts, NodeContext, compile_steps
 from distflow.runtime.error_limits import GroupFailures
@@ -34,7 +31,6 @@ from tests.runtime.groups import (
     bound,
     context,
     coordinator,
-    prompt_group,
     samples,
     waiting_group,
 )
@@ -389,38 +385,3 @@ def test_groups_that_ask_at_once_are_submitted_in_group_order() -> None:
 
 
 S, E = Score(1.0), Error("it crashed")
-
-
-@pytest.mark.parametrize(
-    ("results", "on_error", "drop", "asked", "failed"),
-    [
-        ((S, S, None, E), "mask", None, 3, 1),
-        ((S, S, None, E), 0.5, None, 3, 1),
-        ((S,) * 7 + (E,), "drop", TOO_FEW_SCORES, 8, 1),
-        ((S, None, E, E), "mask", TOO_FEW_SCORES, 3, 2),
-        ((None, None, None, E), "mask", "rejected", 1, 1),
-        ((None, None), "mask", "rejected", 0, 0),
-        ((S, S), "mask", None, 2, 0),
-    ],
-)
-def test_each_episode_that_was_not_rejected_counts_once(
-    results: tuple[RewardResult | None, ...],
-    on_error: OnError,
-    drop: str | None,
-    asked: int,
-    failed: int,
-) -> None:
-    group = waiting_group(prompt_group(size=len(results)))
-    group.set_samples(samples(lengths=(1,) * len(results)))
-    for sample, result in zip(group.samples, results, strict=True):
-        sample.valid = isinstance(result, Score)
-        sample.rejected = result is None
-        sample.outcome = None if result is None else RewardOutcome(result)
-    steps = compile_steps([bound(reward_episodes, min_valid=2, on_error=on_error)], {})
-    loop = RolloutLoop(
-        steps, waiting_group, context_of, None, 10.0, GroupEvents(Ends()), GroupRecords()
-    )
-    dropped = asyncio.run(loop.run(group, steps, context_of))
-    counts = loop.call_counts.take()
-    assert (dropped.reason if dropped else None) == drop and counts[:2] == (asked, failed)
-    assert counts.first == ("it crashed (node 'x')" if failed else "")

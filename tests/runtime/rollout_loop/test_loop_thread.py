@@ -1,13 +1,10 @@
 """The asyncio thread: every call gets a result, also if it dies."""
 
 import asyncio
-import gc
 import threading
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 
 import pytest
-import torch
 
 from distflow.runtime.rollout_loop import loop_thread
 from distflow.runtime.rollout_loop.loop_thread import LoopBlocked, LoopEnded, LoopThread
@@ -37,28 +34,6 @@ def test_results_and_exceptions_come_back_to_the_caller() -> None:
         assert thread.call(double(5)) == 10
 
 
-def test_it_computes_on_one_core_and_no_other_thread_is_told_so() -> None:
-    async def cores() -> int:
-        return torch.get_num_threads()
-
-    def cores_of_a_new_thread() -> int:
-        with ThreadPoolExecutor(1) as pool:
-            return pool.submit(torch.get_num_threads).result()
-
-    before = torch.get_num_threads()
-    torch.set_num_threads(3)
-    try:
-        with LoopThread("t") as thread:
-            assert thread.call(cores()) == 1
-            assert torch.get_num_threads() == cores_of_a_new_thread() == 3
-            assert thread.call(cores()) == 1
-        with LoopThread("later") as thread:
-            assert thread.call(cores()) == 1
-        assert torch.get_num_threads() == cores_of_a_new_thread() == 3
-    finally:
-        torch.set_num_threads(before)
-
-
 def test_leaving_cancels_what_runs() -> None:
     ended = threading.Event()
 
@@ -74,18 +49,6 @@ def test_leaving_cancels_what_runs() -> None:
     assert ended.is_set() and future.cancelled()
     with pytest.raises(LoopEnded, match="'t' has ended"):
         thread.call(double(1))
-
-
-def test_what_waits_for_something_only_it_knows_is_not_collected() -> None:
-    """asyncio holds its tasks weakly: a task, its event and its future are a circle that nothing
-    else refers to."""
-    with LoopThread("t") as thread:
-        future = thread.start(for_ever())
-        thread.call(double(1))  # it waits by now
-        gc.collect()
-        thread.call(double(1))
-        assert not future.done()
-    assert future.cancelled()
 
 
 def test_a_thread_that_dies_fails_all_that_wait_and_all_that_come() -> None:

@@ -20,7 +20,6 @@ from distflow.runtime.sample_queue.local import LocalSampleQueue
 from distflow.runtime.sample_queue.protocol import DroppedGroup, Released, TrainingStep
 from distflow.scheduling.coordinator import Coordinator
 from distflow.scheduling.group_states import CountsError, PromptGroup
-from distflow.scheduling.sample_queue import Exhausted
 from tests.runtime.groups import coordinator, group, samples
 
 BROKEN = Failure("custom: KeyError: 'x' (at reward.py:3)", users=True)
@@ -340,14 +339,6 @@ def test_a_failure_of_the_trainer_wakes_the_rollout_loop() -> None:
     asyncio.run(run())
 
 
-def test_every_wait_for_a_step_is_recorded() -> None:
-    driven = Driven()
-    driven.fill()
-    driven.queue.take(0, 0)
-    driven.queue.release(0, 0, sent_weights=True)
-    assert driven.waits == [("training", "step 1", "rollout")]
-
-
 def test_two_steps_of_failures_in_a_row_end_the_run_with_advice() -> None:
     driven = Driven()
     driven.fail_all()
@@ -367,49 +358,11 @@ def test_two_steps_of_failures_in_a_row_end_the_run_with_advice() -> None:
     assert "custom_reward_function.path" in message and "reward.timeout_s" not in message
 
 
-def test_a_group_that_comes_through_starts_the_count_anew_and_a_filtered_one_too() -> None:
-    driven = Driven()
-    for _ in range(3):
-        first, second = driven.issue()
-        driven.drop(first, "error", BROKEN)
-        driven.drop(second, "all_equal")
-    third, fourth = driven.issue()
-    driven.drop(third, "error", BROKEN)
-    driven.put(fourth)
-    assert driven.queue.take(0, 0) is not None
-
-
 def test_data_that_end_in_nothing_but_failures_are_no_success() -> None:
     driven = Driven(num_rows=2, total_groups=2, total_steps=1)
     driven.fail_all()
     with pytest.raises(UserNoProgress):
         driven.queue.take(0, 0)
-
-
-def test_failures_are_told_before_exhaustion() -> None:
-    driven = Driven(max_num_gen_batches=1)
-    driven.fail_all()
-    with pytest.raises(UserNoProgress):
-        driven.queue.take(0, 0)
-    driven = Driven(max_num_gen_batches=1)
-    driven.fail_all("all_equal", None)
-    with pytest.raises(Exhausted):
-        driven.queue.take(0, 0)
-
-
-def test_groups_of_one_without_a_score_are_trained_masked_but_not_for_ever() -> None:
-    """PPO has groups of one: nothing drops them, and a reward that is down would go unnoticed."""
-    driven = Driven()
-    for step in range(2):
-        for prompt_group in driven.issue():
-            batch = group(prompt_group.group_id, (3,), valid=(False,))
-            batch["reward_errors"] = ["custom: ConnectionError: refused"]
-            driven.put(prompt_group, batch)
-        if step == 0:
-            assert driven.queue.take(0, 0) is not None
-            driven.queue.release(0, 0, sent_weights=True)
-    with pytest.raises(UserNoProgress, match="ConnectionError"):
-        driven.queue.take(1, 0)
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
@@ -421,19 +374,3 @@ def test_the_end_of_the_data_and_of_the_steps_is_none_for_every_rank(num_ranks: 
     releases = [on_thread(lambda rank=rank: driven.queue.release(0, rank, True)) for rank in ranks]  # type: ignore[misc]
     assert all(ended(thread) and outcome[0].finished for thread, outcome in releases)
     assert [driven.queue.take(1, rank) for rank in ranks] == [None] * num_ranks
-
-
-def test_a_loop_whose_thread_has_ended_meanwhile_is_not_woken(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """It may close between any check and the call."""
-    driven = Driven(max_staleness=1)
-
-    async def ask_once() -> None:
-        async for _ in driven.queue.prompt_groups(lambda: 0):
-            return
-
-    asyncio.run(ask_once())
-    assert driven.queue._loop is not None and driven.queue._loop.is_closed()
-    monkeypatch.setattr(driven.queue._loop, "is_closed", lambda: False)
-    driven.queue.pause(True)

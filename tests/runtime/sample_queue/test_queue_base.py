@@ -2,7 +2,6 @@
 leave and come."""
 
 import threading
-import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -260,81 +259,3 @@ def test_no_rank_hears_of_newcomers_once_another_may_know_that_no_step_is_left()
     assert shared.take_step(1, 0) is None
     shared.announce_new_workers()
     assert shared.take_step(1, 1) is None
-
-
-class Counted(SharedSampleQueue[PromptGroup]):
-    """Counts how often a worker asks for groups."""
-
-    num_asked = 0
-
-    def _hand_out(self, worker: int, engine_version: int | None) -> list[PromptGroup]:
-        self.num_asked += 1
-        return super()._hand_out(worker, engine_version)
-
-
-def until_asked(shared: Counted, number: int) -> None:
-    """Workers wait inside the lock in which they asked."""
-    while True:
-        with shared._lock:
-            if shared.num_asked >= number:
-                return
-        time.sleep(0.01)
-
-
-def test_a_group_that_ends_wakes_one_of_the_waiting_workers_and_none_waits_for_ever() -> None:
-    """Eight workers, of which two have the groups that may run at once, and another is lost."""
-    counted = coordinator(max_staleness=3, max_concurrent=2)
-    shared = Counted(counted, Waits(), (DpGroupShares(),), [str(number) for number in range(8)])
-    first = shared.groups_for(0, 0)
-    assert first is not None and len(first) == 1
-    held = [
-        *first,
-        *(group for worker in range(1, 8) for group in shared.groups_for(worker, 0) or ()),
-    ]
-    assert len(held) == 2
-    found, done = list[PromptGroup](), threading.Event()
-
-    def work(worker: int) -> None:
-        while (groups := shared.wait_for_groups(worker, 0)) is not None:
-            for group in groups:
-                found.append(group)
-                shared.put(FinishedGroup(group, group, 5))
-                if len(found) == 6:
-                    done.set()
-
-    threads = [threading.Thread(target=work, args=(worker,), daemon=True) for worker in range(8)]
-    for thread in threads:
-        thread.start()
-    until_asked(shared, 16)
-    before = shared.num_asked
-    shared.lose_worker(7)
-    for group in held:
-        shared.put(FinishedGroup(group, group, 5))
-    assert done.wait(60), "all eight groups that staleness allows were generated"
-    assert shared.num_asked > before
-    shared.fail(RuntimeError("the end"))
-    for thread in threads:
-        thread.join(60)
-        assert not thread.is_alive()
-
-
-def test_a_group_that_frees_no_capacity_wakes_no_crowd() -> None:
-    counted = coordinator(max_staleness=1, consumer_batch=4)
-    shared = Counted(counted, Waits(), (DpGroupShares(),), [str(number) for number in range(8)])
-    held = [group for worker in range(8) for group in shared.groups_for(worker, 0) or ()]
-    assert len(held) == 8, "all that staleness allows"
-    threads = [
-        threading.Thread(target=shared.wait_for_groups, args=(worker, 0), daemon=True)
-        for worker in range(8)
-    ]
-    for thread in threads:
-        thread.start()
-    until_asked(shared, 16)
-    before = shared.num_asked
-    for group in held:
-        shared.put(FinishedGroup(group, group, 5))
-    shared.fail(RuntimeError("the end"))
-    for thread in threads:
-        thread.join(60)
-        assert not thread.is_alive()
-    assert shared.num_asked - before <= len(held), "not eight workers for each of eight groups"
