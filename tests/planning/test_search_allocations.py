@@ -10,11 +10,13 @@ from distflow.config import load_config
 from distflow.config.keys.schema import with_values
 from distflow.errors import UserError
 from distflow.graph import BoundPipeline
+from distflow.launch.plans.run_planner import as_overrides
 from distflow.launch.select_pipeline import bind
 from distflow.planning.devices import Device
 from distflow.planning.model_shapes import ModelShape
 from distflow.planning.predicted_run import PredictedRun, predict
 from distflow.planning.search_allocations import (
+    CHECKPOINTING,
     Change,
     Choices,
     Search,
@@ -164,7 +166,7 @@ def test_memory_is_that_of_the_responses_that_may_run_at_each_staleness() -> Non
     }
     cluster.choices = replace(cluster.choices, config=with_values(cluster.choices.config, keys))
     peaks: dict[str, list[float]] = {}
-    for each in _candidates(cluster.choices, cluster.predict):
+    for each in _candidates(cluster.choices, cluster.predict, ()):
         assert each.run.fullest.peak == cluster.predict(each.run.config).fullest.peak
         peaks.setdefault(each.text, []).append(each.run.fullest.peak)
     assert any(peak[0] < peak[1] < peak[2] for peak in peaks.values()), peaks
@@ -175,6 +177,23 @@ def test_too_little_memory_names_what_lacks_least() -> None:
         UserError, match=r"none of \d+ allocations of 2 devices fits; the nearest is vllm"
     ):
         Cluster("grpo", 2, Device("gpu", 100e12, 1e12, 2e9, 100e9, 10e9)).search()
+
+
+def test_checkpointing_is_switched_on_where_nothing_fits_without_it() -> None:
+    tight = Device("gpu", 100e12, 1e12, 13e9, 100e9, 10e9)
+    cluster = Cluster("grpo", 2, tight, staleness=(0,))
+    with pytest.raises(UserError, match="none of"):
+        cluster.search()
+    cluster.choices = replace(cluster.choices, may_recompute=True)
+    found = cluster.search()
+    assert all((CHECKPOINTING, True) in each.change and each.run.fits for each in found.best)
+    assert f"{CHECKPOINTING}=true, and none without it" in found.why()
+    assert f"{CHECKPOINTING}=true" in as_overrides(found.best[0].change)
+    roomy = Cluster("grpo", 2, replace(tight, memory=80e9), staleness=(0,))
+    roomy.choices = replace(roomy.choices, may_recompute=True)
+    assert all(len(each.change) == 3 for each in roomy.search().best), (
+        "it costs time, so it stays off where all fits"
+    )
 
 
 @pytest.mark.slow

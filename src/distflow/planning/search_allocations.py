@@ -17,6 +17,7 @@ AUTO = "auto"
 """The value of `trainer.allocation` that asks for a search."""
 STRATEGY = "actor_rollout_ref.actor.strategy"
 STALENESS = "async.max_staleness"
+CHECKPOINTING = "actor_rollout_ref.model.enable_gradient_checkpointing"
 Change = tuple[tuple[str, object], ...]
 """Keys with new values."""
 RAY: Change = (("trainer.launcher", "ray"),)
@@ -36,6 +37,8 @@ class Choices:
     """The train engine; None for all."""
     staleness: tuple[int, ...] = (0,)
     """The values of `async.max_staleness`."""
+    may_recompute: bool = False
+    """Whether activation checkpointing may be switched on if nothing fits without it."""
 
 
 @dataclass(frozen=True)
@@ -45,10 +48,12 @@ class Candidate:
     text: str
     staleness: int
     run: PredictedRun
+    more: Change = ()
+    """Keys that it needs besides."""
 
     @property
     def change(self) -> Change:
-        return (("trainer.allocation", self.text), (STALENESS, self.staleness), *RAY)
+        return (("trainer.allocation", self.text), (STALENESS, self.staleness), *RAY, *self.more)
 
     @property
     def rank(self) -> tuple[float, int, bool, int, str]:
@@ -80,6 +85,8 @@ class Search:
         """Why the first is the first, as a sentence."""
         first = self.best[0]
         fits = f"{self.num_fitting} of {count_of(self.num_tried, 'allocation')} fit"
+        if first.more:
+            fits += f" with {CHECKPOINTING}=true, and none without it"
         longest = max(first.run.bars, key=lambda bar: bar.seconds)
         return (
             f"{first.text} {STALENESS}={first.staleness}: {fits}, and its step is the shortest; "
@@ -96,9 +103,14 @@ def search_allocations(
     64th; the same config gives the same result. predict: of a config with one. is_allowed: whether
     the config's rules accept a change.
 
-    Raises UserError if none fits, with the one that lacks least.
+    If none fits, the same with activation checkpointing, if `choices` allow it. Raises UserError if
+    none fits then, with the one that lacks least.
     """
-    tried = list(_candidates(choices, predict))
+    more: Change = ()
+    tried = list(_candidates(choices, predict, more))
+    if choices.may_recompute and not any(each.run.fits for each in tried):
+        more = ((CHECKPOINTING, True),)
+        tried = list(_candidates(choices, predict, more))
     if not tried:
         raise UserError(
             f"trainer.allocation={AUTO}: the pipeline has no allocation of {choices.num_devices} "
@@ -109,29 +121,32 @@ def search_allocations(
     best = tuple(islice(allowed, 10))
     if best:
         return Search(best, len(tried), len(fitting))
+    with_it = f", with {CHECKPOINTING}=true either" if more else ""
     nearest = min(tried, key=lambda each: (each.run.fullest.peak, each.rank))
     raise UserError(
         f"trainer.allocation={AUTO}: none of {count_of(len(tried), 'allocation')} of "
-        f"{choices.num_devices} devices fits; the nearest is {nearest.text}, but "
+        f"{choices.num_devices} devices fits{with_it}; the nearest is {nearest.text}, but "
         f"{nearest.run.excess()}; {nearest.run.advice()}"
     )
 
 
-def _candidates(choices: Choices, predict: Callable[[Config], PredictedRun]) -> Iterator[Candidate]:
+def _candidates(
+    choices: Choices, predict: Callable[[Config], PredictedRun], more: Change
+) -> Iterator[Candidate]:
     for trainer, text in allocations(choices):
         size = re.search(r"\[rollout\]:d\d+t(\d+)", text)
         keys: dict[str, object] = {
             "trainer.allocation": text,
             STRATEGY: trainer,
             "actor_rollout_ref.rollout.tensor_model_parallel_size": int(size[1]) if size else 1,
-            **dict(RAY),
+            **dict((*RAY, *more)),
         }
         for staleness in choices.staleness:
             try:
                 run = predict(with_values(choices.config, {**keys, STALENESS: staleness}))
             except UserError:  # the pipeline, or the layers of a model, cannot be divided so
                 break
-            yield Candidate(text, staleness, run)
+            yield Candidate(text, staleness, run, more)
 
 
 def allocations(choices: Choices) -> Iterator[tuple[str, str]]:

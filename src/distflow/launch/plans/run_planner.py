@@ -30,6 +30,7 @@ from distflow.planning.model_shapes import ModelShape
 from distflow.planning.predicted_run import PredictedRun, predict
 from distflow.planning.search_allocations import (
     AUTO,
+    CHECKPOINTING,
     STALENESS,
     STRATEGY,
     Change,
@@ -135,11 +136,13 @@ class RunPlanner:
         # A loss that corrects for staleness.
         if is_free(loaded.origins, STALENESS) and settings.actor.policy_loss == "decoupled":
             staleness |= {0, 1, 2, 4}
+        recomputes = settings.model.enable_gradient_checkpointing
         choices = Choices(
             config,
             config.trainer.nnodes * config.trainer.n_gpus_per_node,
             None if is_free(loaded.origins, STRATEGY) else settings.actor.strategy,
             tuple(sorted(staleness)),
+            may_recompute=is_free(loaded.origins, CHECKPOINTING) and not recomputes,
         )
         return search_allocations(
             choices, self.predict, lambda change: self._changed(change) is not None
