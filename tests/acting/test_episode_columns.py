@@ -27,9 +27,6 @@ def test_columns_of_episodes() -> None:
         "acting/env_steps": 9.0,
         "acting/success/put it there": 1.0,
         "acting/success/go": 0.0,
-        "acting/start_states/always": 0.0,
-        "acting/start_states/never": 0.0,
-        "acting/start_states/sometimes": 1.0,
     }
 
 

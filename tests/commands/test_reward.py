@@ -105,43 +105,6 @@ def test_reference_solutions_that_fail_their_own_tests_are_listed_with_the_case(
     assert "rows.jsonl:5)" in capsys.readouterr().out
 
 
-def labelled(file: Path) -> tuple[str, ...]:
-    """Ten responses: five are called right, of which the reward below finds four, and one that is
-    not."""
-    lengths = [9, 8, 7, 6, 1, 7, 1, 2, 3, 4]
-    rows = [
-        {"prompt": "a" * 3, "out": "a" * length, "ok": int(n < 5)}
-        for n, length in enumerate(lengths)
-    ]
-    file.write_text("\n".join(map(json.dumps, rows)))
-    return ("--data", str(file), "--response-key", "out", "--label-key", "ok")
-
-
-def test_the_agreement_with_labels(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    data = labelled(tmp_path / "rows.jsonl")
-    code = "def score(solution_str, extra_info, least=0.0):\n    assert 'ok' not in extra_info\n"
-    (tmp_path / "own.py").write_text(code + "    return len(solution_str) / least\n")
-    own = f"{tmp_path / 'own.py'}:score"
-    options = ("--options", '{"least": 10}', "--right-from", "0.5")
-    assert main(["reward", "check", own, *data, *options]) == 0
-    # 8 of 10 alike; by chance 5/10 * 5/10 twice: (0.8 - 0.5) / 0.5
-    said = capsys.readouterr().out
-    assert "agrees on 80.0% of 10 labelled responses; Cohen's kappa 0.60" in said
-    assert "1 false negatives, 1 false positives" in said and "0 reward errors" in said
-    assert main(["reward", "check", "length", *data, "--options", '{"at_least": 5}']) == 0
-    assert "agrees on 80.0%" in capsys.readouterr().out
-    assert main(["reward", "check", own, *data]) == 1
-    assert "10 reward errors" in capsys.readouterr().out
-
-
-def test_labels_that_are_none(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    data = labelled(tmp_path / "rows.jsonl")
-    assert main(["reward", "check", "length", *data[:2], *data[4:]]) == 2
-    assert "--response-key" in capsys.readouterr().err
-    assert main(["reward", "check", "length", *data[:5], "prompt"]) == 2
-    assert "(--label-key) is neither true nor false" in capsys.readouterr().err
-
-
 def test_the_readmes_own_reward_has_no_fault(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

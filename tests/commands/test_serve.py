@@ -47,7 +47,7 @@ def test_a_model_is_served_until_ctrl_c(tmp_path: Path, openai: Any) -> None:
         text = [
             piece.choices[0].delta.content for piece in pieces if piece.choices[0].delta.content
         ]
-        assert "".join(text) == reply.choices[0].message.content and len(text) > 1
+        assert "".join(text) == reply.choices[0].message.content
         drawn = [
             create(model=str(model), messages=said, max_tokens=12, temperature=1, seed=seed)
             .choices[0]
@@ -55,14 +55,6 @@ def test_a_model_is_served_until_ctrl_c(tmp_path: Path, openai: Any) -> None:
             for seed in (1, 1, 2)
         ]
         assert drawn[0] == drawn[1] != drawn[2]
-        several = [
-            [
-                choice.message.content
-                for choice in create(model=str(model), messages=said, n=3, seed=1).choices
-            ]
-            for _ in range(2)
-        ]
-        assert several[0] == several[1] and len({*several[0]}) == 3
         with pytest.raises(openai.NotFoundError, match="there is no model 'gpt-4o'"):
             create(model="gpt-4o", messages=said)
         with pytest.raises(openai.AuthenticationError):

@@ -139,12 +139,11 @@ class Run:
         return [event.fields for event in read_events(self.folder) if event.kind == "checks"]
 
 
-NO_WORK = "responses that do no work"
-OF_TOYS = (NO_WORK, "of responses were truncated at")
+OF_TOYS = ("of responses were truncated at",)
 
 
 def notes(folder: Path, kind: str) -> list[str]:
-    """The messages of a run's events of one kind, but for what is true of toys: their rewards pay
-    for no work, and their responses rarely end by themselves."""
+    """The messages of a run's events of one kind, but for what is true of toys: their responses
+    rarely end by themselves."""
     found = [event.message for event in read_events(folder) if event.kind == kind]
     return [message for message in found if not any(text in message for text in OF_TOYS)]

@@ -1,14 +1,14 @@
 """Chats over templates of six families, against an engine that records what it was shown."""
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from distflow.data.sample import Segment, on_token
+from distflow.data.sample import Segment
 from distflow.environments.chat import Chat, ChatError, Limits, Prompt, TemplatedTwice
 from distflow.environments.tokens_between_turns import TemplateError, TurnTokens
 from tests.data import chat_templates as of
@@ -53,7 +53,6 @@ class Engine:
     tokens, with their number."""
 
     replies: Sequence[Sequence[int]]
-    while_drawn: Callable[[int], Awaitable[None]] | None = None
     asked: list[tuple[tuple[int, ...], int, tuple[str | int, ...], int]] = field(
         default_factory=list
     )
@@ -65,11 +64,6 @@ class Engine:
         self.asked.append((prompt, max_tokens, stop, num_drawn))
         reason = "stop" if len(ids) <= max_tokens else "length"
         ids = ids[:max_tokens]
-        for number, token in enumerate(ids, start=1):
-            if (tell := on_token.get()) is not None:
-                tell(token)
-            if self.while_drawn is not None:
-                await self.while_drawn(number)
         numbers = tuple(-0.5 * i for i in range(len(ids)))
         return Segment.drawn(0, ids, numbers, numbers, (0,) * len(ids), reason)
 

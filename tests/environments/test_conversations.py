@@ -52,7 +52,7 @@ class Agent:
     def says(self, *messages: Any, **options: Any) -> dict[str, Any]:
         """The message of the policy, as the client gets it."""
         answer = self.send(list(messages), **options)
-        message: dict[str, Any] = CHAT.write({}, [answer], {"id": ""})["choices"][0]["message"]
+        message: dict[str, Any] = CHAT.write({}, answer, {"id": ""})["choices"][0]["message"]
         return message
 
     @property
@@ -122,32 +122,23 @@ def test_calls_of_tools_go_back_and_forth_in_each_format(family: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("why", "history"),
+    "history",
     [
-        ("reply", [user("1"), {"role": "assistant", "content": "uno"}, user("2")]),
-        ("history", [user("one"), {"role": "assistant", "content": "one"}, user("2")]),
-        (
-            "history",
-            [
-                {"role": "system", "content": "new"},
-                user("1"),
-                {"role": "assistant", "content": "one"},
-                user("2"),
-            ],
-        ),
-        ("history", [user("a summary")]),
-        ("again", [user("1")]),
+        [user("1"), {"role": "assistant", "content": "uno"}, user("2")],
+        [user("one"), {"role": "assistant", "content": "one"}, user("2")],
+        [user("a summary")],
+        [user("1")],
     ],
 )
 def test_what_extends_no_conversation_is_a_branch_as_it_was_sent(
-    why: str, history: list[Any]
+    history: list[Any],
 ) -> None:
     agent = Agent("qwen2.5", "one", "two", "three", "four")
     agent.says(user("1"))
     reply = agent.says(*history)
     agent.says(*history, reply, user("3"))
     agent.says(user("1"), {"role": "assistant", "content": "one"}, user("4"))
-    assert sorted(agent.owners) == [LINEAR, LINEAR] and agent.why == [why]
+    assert sorted(agent.owners) == [LINEAR, LINEAR] and agent.why == ["call"]
     text = agent.family.tokenizer.apply_chat_template(
         history, tokenize=False, add_generation_prompt=True
     )
@@ -161,7 +152,7 @@ def test_other_tools_are_a_branch_and_unused_ones_are_none() -> None:
     agent = Agent("qwen2.5", "one", "two", CALLS["qwen2.5"])
     reply = agent.says(user("1"), tools=TOOLS)
     agent.says(user("1"), reply, user("2"))
-    assert sorted(agent.owners) == [["prompt", "policy"]] * 2 and agent.why == ["tools"]
+    assert sorted(agent.owners) == [["prompt", "policy"]] * 2 and agent.why == ["call"]
     assert "add" not in agent.family.tokenizer.decode(list(agent.prompts[1]))
     text = agent.says(user("1"), reply, user("3"), tools=TOOLS, tool_choice="none")
     assert "tool_calls" not in text and "<tool_call>" in text["content"]
@@ -184,8 +175,8 @@ def test_a_reply_without_room_leaves_the_conversation_as_it_was() -> None:
     agent = Agent("qwen2.5", "one", "two")
     reply = agent.says(user("1"))
     full = agent.send([user("1"), reply, user("x" * 3000)])
-    assert (full.text, full.finish_reason, full.tokens) == ("", "length", [])
-    returned = CHAT.write({}, [full], {"id": ""})["choices"][0]["message"]
+    assert (full.text, full.finish_reason, full.num_tokens) == ("", "length", 0)
+    returned = CHAT.write({}, full, {"id": ""})["choices"][0]["message"]
     assert returned["content"] == ""
     assert agent.says(user("1"), reply, user("2"))["content"] == "two"
     assert agent.owners == [LINEAR]
@@ -201,7 +192,7 @@ def test_a_text_is_continued_behind_the_stop_string_that_was_drawn_or_is_a_branc
         == "Q: act\nObservation: 42"
     )
     agent.send("Q: act otherwise", TEXT)
-    assert agent.why == ["history"]
+    assert agent.why == ["call"]
     assert agent.prompts[2] == tuple(ids(agent.family, "Q: act otherwise"))
 
 
@@ -274,7 +265,7 @@ def test_calls_at_once_are_answered_side_by_side_each_in_a_branch_of_its_own() -
 
     asyncio.run(play())
     assert sorted(chat.name for chat in agent.chat.conversations) == ["", "1", "2"]
-    assert agent.why == ["at_once", "at_once"]
+    assert agent.why == ["call", "call"]
     assert sorted(map(len, agent.owners)) == [2, 4, 4]
     whole = [chat.token_ids for chat in agent.chat.conversations]
     seen = [

@@ -6,7 +6,6 @@ import gc
 import json
 import socket
 import struct
-import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
@@ -20,6 +19,7 @@ import pytest
 from distflow.environments.endpoint import MAX_BODY_BYTES, Endpoint
 from distflow.environments.endpoint_calls import Answer, Call
 from tests.environments.test_chat import ids
+from tests.patience import wait_until
 
 ASKED = {"role": "user", "content": "What is 1 + 1?"}
 CALLS = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": 1}}\n</tool_call>'
@@ -42,14 +42,9 @@ def test_chat_completions_of_several_turns_are_one_conversation_token_by_token(b
     episode = begin("two", "four\n", "six")
     create = episode.openai.chat.completions.create
     messages = [ASKED]
-    first = create(
-        model="gpt-4o", messages=messages, logprobs=True, temperature=0.3, user="ignored"
-    )
+    first = create(model="gpt-4o", messages=messages, temperature=0.3, user="ignored")
     choice = first.choices[0]
     assert (choice.message.content, choice.finish_reason, first.model) == ("two", "stop", "gpt-4o")
-    assert [each.logprob for each in choice.logprobs.content] == list(
-        episode.chat.segments[1].rollout_log_probs
-    )
     assert first.usage.completion_tokens == len(episode.engine.replies[0])
     assert first.usage.prompt_tokens == len(episode.engine.asked[0][0])
     more = {
@@ -160,59 +155,6 @@ def test_tools_of_responses(begin: Any, streams: bool) -> None:
 
 
 @pytest.mark.parametrize("streams", [False, True])
-def test_responses_continue_earlier_ones_by_their_id(begin: Any, streams: bool) -> None:
-    """Each request sends only its own items. A second one that continues the same response is a
-    branch."""
-    episode, other = begin(f"Let me see. {CALLS}", "2", "four", "five"), begin("no")
-
-    def ask(items: Any, previous: Any = None, at: Any = episode) -> Any:
-        options = {
-            "model": "x",
-            "tools": [{"type": "function", **FUNCTION}],
-            "instructions": "Be brief.",
-        }
-        options |= {"previous_response_id": previous.id} if previous is not None else {}
-        if not streams:
-            return at.openai.responses.create(input=items, **options)
-        with at.openai.responses.stream(input=items, **options) as stream:
-            return stream.get_final_response()
-
-    first = ask("What is 1 + 1?")
-    call = first.output[-1]
-    second = ask([{"type": "function_call_output", "call_id": call.call_id, "output": "2"}], first)
-    third = ask("And 2 + 2?", second)
-    assert (second.output_text, third.output_text) == ("2", "four")
-    episode.check_exact()
-    assert [each.owner for each in episode.chat.segments] == [
-        "prompt",
-        *["policy", "tool", "policy", "environment"],
-        "policy",
-    ]
-    assert ask("And 2 + 3?", second).output_text == "five"
-    assert [chat.why for chat in episode.chat.conversations if chat.name] == ["history"]
-    with pytest.raises(
-        import_module("openai").BadRequestError, match="the episode has no response of that id"
-    ):
-        ask("And 2 + 2?", second, at=other)
-    assert not other.engine.asked
-
-
-def test_each_item_is_kept_once_for_a_client_that_sends_the_whole_history(begin: Any) -> None:
-    """Otherwise the memory of an episode would grow with the square of its turns."""
-    episode = begin("two", "four", "six", "eight")
-    items = list[Any]()
-    for number in range(1, 5):
-        items.append({"role": "user", "content": f"What is {number} + {number}?"})
-        items += [
-            item.model_dump()
-            for item in episode.openai.responses.create(model="x", input=items).output
-        ]
-    kept = [item for response in episode.session.responses.values() for item in response]
-    assert [len(response) for response in episode.session.responses.values()] == [2, 4, 6, 8]
-    assert len({*map(id, kept)}) == len({*kept}) < len(kept)
-
-
-@pytest.mark.parametrize("streams", [False, True])
 def test_tools_of_anthropic(begin: Any, streams: bool) -> None:
     episode = begin(f"Let me see. {CALLS}", "2 END")
     tools = [{"name": "add", "description": "Adds.", "input_schema": PARAMETERS}]
@@ -275,136 +217,22 @@ def anthropic_pieces(client: Any) -> Iterator[str]:
 
 
 @pytest.mark.parametrize("pieces", [openai_pieces, text_pieces, responses_pieces, anthropic_pieces])
-def test_text_is_streamed_while_it_is_drawn(
-    begin: Any, pieces: Callable[[Any], Iterator[str]]
-) -> None:
-    """The policy draws its last tokens only after the client has the first ones, and no piece cuts
-    a character."""
+def test_a_streamed_text_is_the_answer(begin: Any, pieces: Callable[[Any], Iterator[str]]) -> None:
     episode = begin(SAID)
-    has_begun = threading.Event()
-    half = len(ids(episode.family, SAID)) // 2
-
-    async def wait(number: int) -> None:
-        if number == half:
-            assert await asyncio.to_thread(has_begun.wait, 60)
-
-    episode.engine.while_drawn = wait
-    found = []
-    for piece in pieces(episode.anthropic if pieces is anthropic_pieces else episode.openai):
-        found += [piece] if piece else []
-        has_begun.set() if piece else None
-    assert (
-        "".join(found) == SAID and len(found) > 2 and not any("\ufffd" in piece for piece in found)
-    )
+    client = episode.anthropic if pieces is anthropic_pieces else episode.openai
+    assert "".join(pieces(client)) == SAID
     episode.check_exact()
-
-
-@pytest.mark.parametrize(
-    ("said", "stop", "tools", "shown"),
-    [
-        (f"Let me see. {CALLS}", None, [TOOL], "Let me see."),
-        ("a <tool_cal b", None, [TOOL], "a <tool_cal b"),
-        ("a <tool_call> b", None, [TOOL], "a <tool_call> b"),
-        ("one EN END two", ["END"], None, "one EN "),
-    ],
-)
-def test_nothing_is_streamed_that_is_not_in_the_answer(
-    begin: Any, said: str, stop: Any, tools: Any, shown: str
-) -> None:
-    episode = begin(said)
-    options = {name: value for name, value in (("stop", stop), ("tools", tools)) if value}
-    chunks = episode.openai.chat.completions.create(
-        model="x", messages=[ASKED], stream=True, **options
-    )
-    deltas = [chunk.choices[0].delta for chunk in chunks]
-    pieces = [delta.content for delta in deltas if delta.content]
-    assert "".join(pieces) == shown and len(pieces) > 1
-    calls = [delta.tool_calls for delta in deltas if delta.tool_calls]
-    assert [json.loads(call.function.arguments) for (call,) in calls] == [{"a": 1, "b": 1}] * (
-        CALLS in said
-    )
-    episode.check_exact()
-
-
-def test_an_engine_that_fails_ends_the_stream_with_an_error(begin: Any) -> None:
-    openai = import_module("openai")
-    anthropic = import_module("anthropic")
-
-    async def fail(number: int) -> None:
-        if number == 6:
-            raise RuntimeError("the engine is gone")
-
-    for pieces, error in ((openai_pieces, openai.APIError), (anthropic_pieces, anthropic.APIError)):
-        episode = begin(SAID)
-        found = []
-        episode.engine.while_drawn = fail
-        with pytest.raises(error, match="the engine is gone"):
-            for piece in pieces(
-                episode.anthropic if pieces is anthropic_pieces else episode.openai
-            ):
-                found.append(piece)
-        assert "".join(found) and SAID.startswith("".join(found))
 
 
 def test_completions_continue_a_text(begin: Any) -> None:
     episode = begin("two", "four")
     create = episode.openai.completions.create
-    first = create(model="x", prompt="1 + 1 =", logprobs=0)
-    assert first.choices[0].text == "two"
-    assert first.choices[0].logprobs.token_logprobs == list(
-        episode.chat.segments[1].rollout_log_probs
-    )
-    streamed = begin(SAID)
-    chunks = [
-        *streamed.openai.completions.create(model="x", prompt="1 + 1 =", logprobs=0, stream=True)
-    ]
-    (log_probs,) = [
-        each.logprobs.token_logprobs for chunk in chunks for each in chunk.choices if each.logprobs
-    ]
-    assert log_probs == list(streamed.chat.segments[1].rollout_log_probs) and len(log_probs) > 2
+    assert create(model="x", prompt="1 + 1 =").choices[0].text == "two"
     chunks = create(model="x", prompt="1 + 1 =two; 2 + 2 =", max_tokens=50, stop="!", stream=True)
     assert "".join(chunk.choices[0].text for chunk in chunks) == "four"
     episode.check_exact()
     assert episode.engine.asked[1][2] == ("!",)
     assert episode.engine.asked[0][0] == tuple(ids(episode.family, "1 + 1 ="))
-
-
-@pytest.mark.parametrize("streams", [False, True])
-def test_several_answers_to_one_call_are_branches_and_any_is_continued(
-    begin: Any, streams: bool
-) -> None:
-    episode = begin("two", "2", "zwei", "four")
-    create = episode.openai.chat.completions.create
-    if streams:
-        said = ["", "", ""]
-        for chunk in create(model="x", messages=[ASKED], n=3, stream=True):
-            for choice in chunk.choices:
-                said[choice.index] += choice.delta.content or ""
-    else:
-        found = create(model="x", messages=[ASKED], n=3, logprobs=True)
-        said = [choice.message.content for choice in found.choices]
-        drawn = [[each.logprob for each in choice.logprobs.content] for choice in found.choices]
-        assert drawn == [
-            [*chat.segments[1].rollout_log_probs] for chat in episode.chat.conversations
-        ]
-        assert found.usage.completion_tokens == sum(map(len, episode.engine.replies[:3]))
-    assert said == ["two", "2", "zwei"]
-    prompts = [asked[0] for asked in episode.engine.asked]
-    assert prompts[0] == prompts[1] == prompts[2], "each answers the same prompt"
-    more = [ASKED, {"role": "assistant", "content": "2"}, {"role": "user", "content": "2 + 2?"}]
-    assert create(model="x", messages=more).choices[0].message.content == "four"
-    assert [len(chat.segments) for chat in episode.chat.conversations] == [2, 2, 4], (
-        "the one that was continued"
-    )
-    assert episode.engine.asked[3][0][: len(prompts[0])] == prompts[0]
-    assert [chat.why for chat in episode.chat.conversations if chat.name] == ["answers", "answers"]
-
-
-def test_several_texts_continue_one(begin: Any) -> None:
-    episode = begin("two", "2")
-    found = episode.openai.completions.create(model="x", prompt="1 + 1 =", n=2, logprobs=0)
-    assert [(choice.index, choice.text) for choice in found.choices] == [(0, "two"), (1, "2")]
-    assert {asked[0] for asked in episode.engine.asked} == {tuple(ids(episode.family, "1 + 1 ="))}
 
 
 def test_a_reply_is_cut_by_its_length_and_a_call_that_cannot_be_read_is_text(begin: Any) -> None:
@@ -424,13 +252,7 @@ def test_a_reply_is_cut_by_its_length_and_a_call_that_cannot_be_read_is_text(beg
 @pytest.mark.parametrize(
     ("path", "changes", "status", "said"),
     [
-        ("chat/completions", {"n": 0}, 400, "'n' is 0: it must be a number from 1 to 64"),
-        (
-            "completions",
-            {"prompt": "1", "n": 65},
-            400,
-            "'n' is 65: it must be a number from 1 to 64",
-        ),
+        ("chat/completions", {"n": 2}, 400, "'n' is not supported"),
         ("responses", {"input": "hi", "n": 2}, 400, "'n' is not supported"),
         (
             "chat/completions",
@@ -591,30 +413,21 @@ ASKED_OF = {
 
 
 @pytest.mark.parametrize("path", ASKED_OF)
-@pytest.mark.parametrize("at", [-9, 0, 1, 600, 2000])
+@pytest.mark.parametrize("at", [-9, 0])
 @pytest.mark.parametrize("resets", [False, True])
 def test_nothing_is_said_of_a_client_that_drops(
     caplog: pytest.LogCaptureFixture, path: str, at: int, resets: bool
 ) -> None:
-    """at: after so many bytes of the reply, or so many before the end of the request."""
+    """at: that many bytes before the end of the request, or after it."""
     asked: list[Future[Answer]] = []
 
     def submit(call: Call) -> "Future[Answer]":
         future: Future[Answer] = Future()
         asked.append(future)
-        threading.Thread(target=tell, args=(call, future)).start()
         return future
 
-    def tell(call: Call, future: "Future[Answer]") -> None:
-        for _ in range(20_000):  # more than the buffers of a connection hold
-            if future.cancelled() or call.told is None:
-                break
-            call.told("some text ")
-            if at > 600:
-                time.sleep(0.001)
-
     with closing(Endpoint()) as endpoint, endpoint.session(submit) as session:
-        body = {"model": "x", "stream": at > 0, **ASKED_OF[path]}
+        body = {"model": "x", **ASKED_OF[path]}
         sent = json.dumps(body).encode()
         head = [
             f"POST /episodes/{session.base_url.rpartition('/')[2]}/v1/{path} HTTP/1.1",
@@ -630,10 +443,8 @@ def test_nothing_is_said_of_a_client_that_drops(
         address = endpoint.url.rpartition("/")[2].split(":")
         with socket.create_connection((address[0], int(address[1])), timeout=60) as client:
             client.sendall("\r\n".join(head).encode() + (sent[:at] if at < 0 else sent))
-            received = 0
-            while received < at:
-                received += len(come := client.recv(100))
-                assert come
+            if at == 0:
+                wait_until(lambda: bool(asked), "the call has arrived")
             if resets:
                 client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         while not all(future.cancelled() for future in asked):

@@ -39,7 +39,6 @@ FAMILIES = {
     "qwen3": (byte_level(QWEN3, CHATML_TOKENS, "<|im_end|>"), "hermes"),
     "coder": (byte_level(CODER, CHATML_TOKENS, "<|im_end|>"), "xml"),
     "llama3": (byte_level(LLAMA3, LLAMA3_TOKENS, "<|eot_id|>", "<|begin_of_text|>"), "llama3"),
-    "pythonic": (byte_level(LLAMA3, LLAMA3_TOKENS, "<|eot_id|>", "<|begin_of_text|>"), "pythonic"),
     "mistral": (metaspace(MISTRAL, MISTRAL_TOKENS, "</s>", "<s>"), "mistral"),
 }
 CALLS = {
@@ -51,7 +50,6 @@ CALLS = {
         "</function>\n</tool_call>"
     ),
     "llama3": '{"name": "calculator", "parameters": {"expression": "6*7"}}',
-    "pythonic": '[calculator(expression="6*7")]',
     "mistral": '[TOOL_CALLS] [{"name": "calculator", "arguments": {"expression": "6*7"}}]',
 }
 
@@ -113,7 +111,6 @@ def test_turns_are_the_ids_that_the_policy_saw_and_drew(family: str) -> None:
     chat = talk(
         policy,
         [{"role": "user", "content": "what is 6 * 7?"}],
-        **{"format": form} if family == "pythonic" else {},
     )
     assert [s.owner for s in chat.segments] == [
         "prompt",

@@ -78,7 +78,7 @@ def test_what_is_no_workflow_is_refused(tmp_path: Path, name: str, said: str) ->
 
 
 @pytest.mark.parametrize("limit", [{"max_turns": 0}, {"max_turns": 1.5}, {"max_turns": True}])
-@pytest.mark.parametrize("name", ["multi_turn", "tools", "environment", "harbor"])
+@pytest.mark.parametrize("name", ["multi_turn", "tools", "environment"])
 def test_limits_are_above_zero(name: str, limit: dict[str, object]) -> None:
     with pytest.raises(UserError, match=r"workflow_kwargs.max_turns=\S+: "):
         load_workflow(name, limit)
@@ -131,7 +131,7 @@ def test_values_beside_the_parts_stay_numbers_and_lists() -> None:
     outcome = read_outcome({"found": np.float32(0.5), "extra": extra})
     assert outcome is not None and isinstance(outcome.reward_result, Score) and outcome.score == 0.5
     found = dict(outcome.reward_result.extra)
-    assert isinstance(found.pop("odd"), str) and outcome.reward_result.as_text == {"odd": "object"}
+    assert isinstance(found.pop("odd"), str)
     assert found == {"n": 3, "list": [1.0] * 60, "none": None} and type(found["n"]) is int
 
 

@@ -467,11 +467,6 @@ def test_a_model_that_scores_waits_in_the_hosts_memory_unless_its_shards_do(
             "the engine of 'critique' must be one that t",
         ),
         (
-            ", sharded: true, store: s.sqlite",
-            "embedded:d1|fsdp:d1+fsdp[critique]:d1t2",
-            "critique.*remove store",
-        ),
-        (
             ", sharded: true",
             "embedded:d1|fsdp:d1+fsdp[critique]:d1t3",
             r"critique.path: 3 tensor parallel ranks",

@@ -1,4 +1,4 @@
-"""Rewards of TRL, verifiers and prime-rl, taken as they are, in the processes of a run."""
+"""Rewards of TRL, taken as they are, in the processes of a run."""
 
 import asyncio
 import json
@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from distflow.builtin_names import PROMPT_CHAT, PROMPT_MESSAGES
+from distflow.builtin_names import PROMPT_CHAT
 from distflow.data.sample import Sample, Segment
 from distflow.rewards.function_calls import PROMPT
 from distflow.rewards.function_loading import find_fault, with_answer_key
@@ -29,15 +29,6 @@ def chat(prompts, completions, **kwargs):  # TRL, conversational
 async def some(completions, weight=0.5, **kwargs):  # TRL: None says that the function does not apply
     return [None if text == "skip" else weight for text in completions]
 
-async def rubric(completion, answer, info, task) -> float:  # verifiers, prime-rl
-    return 1.0 if completion[-1]["content"] == answer else info["partial"] if task == "d" else 0.0
-
-def rubric_of_text(prompt, completion, answer, **kwargs):
-    return float(completion == prompt + answer and kwargs["level"] == 3)
-
-def rubric_of_group(completions, answers):
-    return [float(text == answer) for text, answer in zip(completions, answers)]
-
 def wants_more(completions, no_such_column, **kwargs):
     return [0.0]
 
@@ -51,9 +42,6 @@ NAMES = (
     "columns",
     "chat",
     "some",
-    "rubric",
-    "rubric_of_text",
-    "rubric_of_group",
     "wants_more",
     "too_few",
     "one_number",
@@ -86,26 +74,13 @@ def ask(pool: RewardPool, name: str, *texts: str, **extra: object) -> list[Rewar
 def test_trl_gets_completions_and_columns_as_lists(pool: RewardPool) -> None:
     assert ask(pool, "columns", "7", "8") == [Score(1.0), Score(0.0)]
     assert ask(pool, "chat", "ab", "abcd", **{PROMPT_CHAT: MESSAGES}) == [Score(2.3), Score(4.3)]
-    assert {"columns", "chat", "some", "rubric_of_group"} <= pool.takes_batches
+    assert {"columns", "chat", "some"} <= pool.takes_batches
 
 
 def test_an_option_of_the_part_is_its_argument(pool: RewardPool) -> None:
     assert ask(pool, "some", "x") == [Score(0.5)] and ask(pool, "weighted", "x", weight=9) == [
         Score(0.25)
     ]
-
-
-def test_rubric_functions_get_one_response(pool: RewardPool) -> None:
-    found = ask(pool, "rubric", "7", "8", **{PROMPT_CHAT: MESSAGES}, info={"partial": 0.5})
-    assert found == [Score(1.0), Score(0.5)]
-    assert ask(pool, "rubric_of_text", "p7", "7") == [Score(1.0), Score(0.0)]
-    assert ask(pool, "rubric_of_group", "7", "8") == [Score(1.0), Score(0.0)]
-
-
-def test_messages_of_a_text_prompt_leave_it_a_text(pool: RewardPool) -> None:
-    """They are there for built-in functions of the same domain."""
-    messages = [{"role": "user", "content": "p"}]
-    assert ask(pool, "rubric_of_text", "p7", **{PROMPT_MESSAGES: messages}) == [Score(1.0)]
 
 
 def test_errors_say_what_is_offered(pool: RewardPool) -> None:
@@ -168,11 +143,11 @@ def test_none_leaves_the_response_out_of_that_function(file: Path) -> None:
     assert other.reward_result == Score(0.5)
 
 
-@pytest.mark.parametrize("name", ["completion_ids", "trainer_state", "state", "states", "parser"])
+@pytest.mark.parametrize("name", ["completion_ids", "trainer_state"])
 def test_what_nothing_is_passed_for_is_refused_by_name(name: str) -> None:
-    function = eval(f"lambda completions, completion, {name}: 0")
+    function = eval(f"lambda completions, {name}: 0")
     assert f"takes '{name}'" in find_fault(function) and "default" in find_fault(function)
-    assert find_fault(eval(f"lambda completion, {name}=None: 0")) == ""
+    assert find_fault(eval(f"lambda completions, {name}=None: 0")) == ""
 
 
 def test_a_chat_of_a_data_set_is_messages_in_the_reward_check(

@@ -5,7 +5,6 @@ from pathlib import Path
 import pytest
 
 from distflow.errors import UserError
-from distflow.rewards.judge_cache import JudgeCache
 from distflow.rewards.judge_prompt import fill_template, judge_template, score_at_end
 
 GOOD = '{"reason": "it is {right}", "score": 0.5}'
@@ -46,16 +45,6 @@ def test_an_answer_ends_with_its_score(answer: str) -> None:
 def test_any_other_answer_is_no_score(answer: str) -> None:
     with pytest.raises(ValueError, match="the judge"):
         score_at_end(answer)
-
-
-def test_a_store_in_a_folder_that_is_a_file_is_told(tmp_path: Path) -> None:
-    (tmp_path / "file").touch()
-    for store in (
-        tmp_path / "file" / "judge.sqlite",
-        tmp_path / "file" / "folder" / "judge.sqlite",
-    ):
-        with pytest.raises(ValueError, match=f"'{store}'"):
-            JudgeCache(str(store))
 
 
 def test_a_template_is_a_text_or_a_file_and_names_the_response(tmp_path: Path) -> None:

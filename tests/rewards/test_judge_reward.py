@@ -3,20 +3,16 @@
 import asyncio
 import json
 import re
-import sqlite3
 import threading
 import time
 import unicodedata
 from collections.abc import Callable, Iterator
-from datetime import UTC, datetime, timedelta
-from email.utils import format_datetime
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
 
 from distflow.data.sample import Sample, Segment
-from distflow.rewards.judge_cache import BudgetSpent, JudgeCache
 from distflow.rewards.judge_reward import compute_score
 from distflow.rewards.pool.pool import PoolSettings, RewardPool
 from distflow.rewards.reward_results import Error, Score, Timeout
@@ -149,7 +145,6 @@ def test_what_is_sent_and_what_comes_back(runner, server, tmp_path):
     [
         (completion("I would say 1."), "is not JSON"),
         (completion('{"score": NaN, "reason": "x"}'), "not between 0 and 1"),
-        (completion('{"score": 1, "score": 0, "reason": "x"}'), "is not JSON"),
         (completion('```json\n{"score": 1, "reason": "x"}\n```'), "is not JSON"),
         (reward_result(1.5), "not between 0 and 1"),
         (reward_result(-0.1), "not between 0 and 1"),
@@ -163,24 +158,23 @@ def test_what_is_sent_and_what_comes_back(runner, server, tmp_path):
         ((200, {}, b"<html>busy</html>"), "not a chat completion"),
         ((200, {}, b"{}"), "not a chat completion"),
         ((200, {}, b"\xff\xfe" * 50), "not a chat completion"),
-        ((200, {}, b" " * 2**21), "longer than"),
         (
             (404, {}, b'{"error": {"message": "no such model"}}'),
-            "rejected the request: NotFoundError.*no such model",
+            "did not reply: NotFoundError.*no such model",
         ),
         (
             (401, {}, json.dumps({"error": {"message": f"bad key {SECRET}"}}).encode()),
             r"bad key \*\*\*",
         ),
-        ((500, {}, b"oops"), "did not reply in 1 attempt: status 500"),
-        (None, "did not reply in 1 attempt: Connection error.*disconnected"),
+        ((500, {}, b"oops"), "did not reply: InternalServerError.*500"),
+        (None, "did not reply: APIConnectionError.*disconnected"),
         (
             (200, {"content-length": "99"}, b'{"choices": ['),
-            "did not reply in 1 attempt: its reply is incomplete",
+            "did not reply: APIConnectionError",
         ),
         (
             (200, {"content-encoding": "gzip"}, b"no gzip"),
-            "did not reply in 1 attempt: its reply is incomplete",
+            "did not reply: APIConnectionError",
         ),
         (completion('{"score": 1' + "0" * 400 + ', "reason": "x"}'), "not between 0 and 1"),
         ((200, {}, f"you are {SECRET}".encode()), r"not a chat completion: 'you are \*\*\*'"),
@@ -197,55 +191,18 @@ def test_what_is_no_verdict_is_an_error_by_name(runner, server, reply, message):
 def test_an_overloaded_endpoint_is_asked_again(runner, server):
     replies = [(429, {"retry-after": "0"}, b"{}"), (503, {}, b""), None, reward_result(1)]
     server.reply = lambda content, number: replies[number]
-    began = time.monotonic()
     assert ask(runner, server, retries=3)["score"] == 1.0
-    assert len(server.asked) == 4 and time.monotonic() - began > 0.5 + 1.0 - 0.1, "the waits grow"
+    assert len(server.asked) == 4
     server.reply = lambda content, number: (429, {"retry-after": "0"}, b"{}")
-    with pytest.raises(ValueError, match="3 attempts.*429"):
+    with pytest.raises(ValueError, match="429"):
         ask(runner, server, retries=2)
     assert len(server.asked) == 7
-
-
-def test_answers_are_kept_by_everything_that_was_sent(runner, server, tmp_path):
-    store = str(tmp_path / "new" / "judge.sqlite")
-    for _ in range(2):
-        assert ask(runner, server, store=store)["score"] == 1.0
-    assert len(server.asked) == 1
-    for number, options in enumerate(
-        [{"response": "five"}, {"temperature": 1.0}, {"template": "{response}!"}], 2
-    ):
-        ask(runner, server, store=store, **options)
-        assert len(server.asked) == number
-    assert JudgeCache(store).spent() == (4, 28)
-    server.reply = lambda content, number: completion("garbage")
-    for number in (5, 6):
-        with pytest.raises(ValueError, match="not JSON"):
-            ask(runner, server, "six", store=store)
-        assert len(server.asked) == number, "what is no verdict is not kept"
-
-
-def test_a_spent_budget_is_an_error_by_name(runner, server, tmp_path):
-    store = str(tmp_path / "judge.sqlite")
-    for number in range(2):
-        ask(runner, server, str(number), store=store, max_calls=2)
-    with pytest.raises(BudgetSpent, match="2 calls of max_calls=2"):
-        ask(runner, server, "2", store=store, max_calls=2)
-    assert ask(runner, server, "1", store=store, max_calls=2)["score"] == 1.0, (
-        "what is kept costs nothing"
-    )
-    with pytest.raises(BudgetSpent, match="14 tokens of max_tokens=14"):
-        ask(runner, server, "2", store=store, max_tokens=14)
-    server.reply = lambda content, number: (500, {}, b"")
-    with pytest.raises(BudgetSpent, match="3 calls"):  # another attempt is another call
-        ask(runner, server, "3", store=store, max_calls=3, retries=5)
-    assert len(server.asked) == 3
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
         ({"model": ""}, "no model"),
-        ({"max_calls": 1}, "store"),
         ({"template": "no/such/file"}, "no/such/file"),
         ({"template": "{prompt}"}, "has no {response}"),
         ({"template": "{response} {colour}"}, "names colour"),
@@ -316,73 +273,11 @@ def test_the_router_hands_over_the_prompt_and_an_error_masks(server, tmp_path: P
     assert isinstance(bad.reward_result, Error) and "not JSON" in bad.reward_result.reason
 
 
-def test_a_wait_beyond_the_deadline_is_told_at_once_and_a_date_is_a_wait(server):
-    later = format_datetime(datetime.now(UTC) + timedelta(hours=1), usegmt=True)
-    server.reply = lambda content, number: (
-        429,
-        {"retry-after": later if content == "1" else "3600"},
-        b"{}",
-    )
-    options = {"model": "m", "base_url": server.url, "template": "{response}"}
-    target = f"distflow.rewards.judge_reward:compute_score?{json.dumps(options)}"
-    asked = [
-        {"data_source": "d", "solution_str": str(n), "ground_truth": None, "extra_info": {}}
-        for n in range(2)
-    ]
-    pool = RewardPool(PoolSettings({"judge": target}, num_workers=1, timeout_s=20.0))
-    try:
-        reward_results = asyncio.run(pool.score_group("judge", asked, 20.0))
-    finally:
-        pool.close()
-    for found in reward_results:
-        assert (
-            isinstance(found, Error) and "1 attempt: status 429, and asks to wait 3" in found.reason
-        )
-        assert (
-            f"reward.timeout_s leaves no time for another attempt (model 'm' at {server.url})"
-            in found.reason
-        )
-    assert len(server.asked) == 2
-
-
-def test_the_key_is_in_no_reason_and_in_no_store(runner, server, tmp_path):
+def test_the_key_is_in_no_reason(runner, server):
     escaped = "".join(f"\\u{ord(letter):04x}" for letter in SECRET)
     content = f'{{"score": 0.5, "reason": "you are {escaped} or {SECRET}"}}'
     server.reply = lambda asked, number: completion(content)
-    store = tmp_path / "judge.sqlite"
-    for _ in range(2):
-        assert ask(runner, server, store=str(store)) == {
-            "score": 0.5,
-            "reason": "you are *** or ***",
-        }
-    assert len(server.asked) == 1 and SECRET.encode() not in store.read_bytes()
-
-
-def test_tokens_that_the_endpoint_does_not_tell_are_estimated(runner, server, tmp_path):
-    store = str(tmp_path / "judge.sqlite")
-    for tokens in (0, 10**30, None):
-        server.reply = lambda content, number, tokens=tokens: completion(
-            '{"score": 1, "reason": "x"}', tokens
-        )
-        before = JudgeCache(store).spent()[1]
-        ask(runner, server, str(tokens), store=store)
-        assert 100 < JudgeCache(store).spent()[1] - before < 400
-
-
-def test_a_damaged_store_is_told_and_a_damaged_answer_is_asked_for_again(runner, server, tmp_path):
-    store = tmp_path / "judge.sqlite"
-    ask(runner, server, store=str(store))
-    with sqlite3.connect(store) as connection:
-        connection.execute("UPDATE answers SET content = substr(content, 1, 9)")
-    connection.close()
-    for _ in range(2):
-        assert ask(runner, server, store=str(store))["score"] == 1.0
-    assert len(server.asked) == 2
-    for name, damaged in {"half": store.read_bytes()[:5000], "none": b"no database" * 100}.items():
-        (tmp_path / name).write_bytes(damaged)
-        with pytest.raises(ValueError, match=f"/{name}'.*(malformed|not a database)"):
-            ask(runner, server, store=str(tmp_path / name))
-    assert len(server.asked) == 2
+    assert ask(runner, server) == {"score": 0.5, "reason": "you are *** or ***"}
 
 
 def test_a_key_that_no_header_can_hold_is_told_without_it(runner, server, monkeypatch):

@@ -130,8 +130,6 @@ def test_the_rows_own_responses_stand_for_answers_that_are_no_text(tmp_path: Pat
     [
         ("0", {"a digit changed"}),
         ("12", {"a digit changed", "another sign", "a digit more"}),
-        ("5 cm", {"another unit"}),
-        ("(B)", {"another choice", "all choices"}),
         (r"\frac{1}{2}", set()),
     ],
 )
@@ -231,11 +229,6 @@ def test_a_first_call_is_with_the_first_row_of_a_domain_and_its_ground_truth(
             "return {'score': float(solution_str == ground_truth), 'acc': 2}",
             ["gives an acc of 2 for"],
         ),
-        (
-            "7",
-            "return {'score': len(solution_str) < 3, 'accuracy': 1}",
-            ["returns 'accuracy': what counts"],
-        ),
         ({"tests": []}, "return 0.0", []),
     ],
 )
@@ -253,65 +246,24 @@ def test_scores_that_are_odd_are_told(
 READS = "import re; found = re.findall(r'-?[0-9.]+', solution_str.rstrip('.')) or ['']; "
 SOLUTION = "She has 3 and 4.\nThat is <<3+4=7>>7\n#### 7"
 NEVER_RIGHT = [
-    (
-        7,
-        "return float(solution_str == ground_truth)",
-        ("answer 7 (int)", "response '7' (str)", "truth '7' (str)"),
-    ),
-    (
-        7,
-        READS + "return 0.1 * bool(found[-1]) + (found[-1] == ground_truth)",
-        ("scores 0.1", "truth '7' (str)"),
-    ),
-    (7.0, READS + "return float(found[-1] == ground_truth)", ("answer 7.0 (float)", "(str)")),
-    (
-        "7",
-        READS + "return float(found[-1] != '' and int(found[-1]) == ground_truth)",
-        ("answer '7' (str)", "7 (int)"),
-    ),
-    (
-        SOLUTION,
-        READS + "return float(found[-1] == ground_truth)",
-        ("#### 7' (str)", "truth '7' (str)"),
-    ),
-    (
-        f"He has {'many and ' * 30}more.\n#### 7",
-        READS + "return float(found[-1] == ground_truth)",
-        ("answer 'He has many", "#### 7' (str)", "truth '7' (str)"),
-    ),
-    (r"\boxed{7}", READS + "return float(found[-1] == ground_truth)", ("truth '7' (str)",)),
-    (
-        ["7"],
-        READS + "return float(found[-1] == ground_truth)",
-        ("answer ['7'] (list)", "truth '7' (str)"),
-    ),
-    (
-        "72",
-        READS + "return float(any(found[-1] == truth for truth in ground_truth))",
-        ("truth ['72'] (list)",),
-    ),
-    (
-        7,
-        READS + "return {'score': 0.5, 'acc': float(found[-1] == ground_truth)}",
-        ("truth '7' (str)",),
-    ),
+    (7, "return float(solution_str == ground_truth)", "7 (int)"),
+    (7, READS + "return 0.1 * bool(found[-1]) + (found[-1] == ground_truth)", "7 (int)"),
+    ("7", READS + "return float(found[-1] != '' and int(found[-1]) == ground_truth)", "'7' (str)"),
+    (SOLUTION, READS + "return float(found[-1] == ground_truth)", "#### 7' (str)"),
+    (["7"], READS + "return float(found[-1] == ground_truth)", "['7'] (list)"),
+    ("7", "return float(solution_str == f'Answer -> {ground_truth}')", "'7' (str)"),
 ]
 
 
 @pytest.mark.parametrize(("answer", "line", "said"), NEVER_RIGHT)
-def test_answers_that_never_count_as_right_are_told_with_values_and_types(
-    tmp_path: Path, answer: object, line: str, said: tuple[str, ...]
+def test_answers_that_never_count_as_right_are_told_with_their_types(
+    tmp_path: Path, answer: object, line: str, said: str
 ) -> None:
-    """By the first calls, and by the check."""
     (tmp_path / "own.py").write_text(f"def judged(solution_str, ground_truth):\n    {line}\n")
     target = f"{tmp_path / 'own.py'}:judged"
     rows = [Row(f"rows.jsonl:{number}", "default", answer, {}) for number in (1, 2)]
     found = call_first(RewardSettings({"default": (RewardPart(target),)}, Patience(60.0, 1)), rows)
-    assert (
-        len(found) == 1 and found[0].startswith(WARNING) and all(part in found[0] for part in said)
-    ), found
-    result = tried(target, rows)
-    assert result.unread is not None and all(part in result.unread.said() for part in said)
+    assert len(found) == 1 and found[0].startswith(WARNING) and said in found[0], found
 
 
 LEGITIMATE = [
@@ -342,16 +294,6 @@ def test_rewards_of_another_kind_are_not_accused(tmp_path: Path, answer: object,
     )
 
 
-def test_answers_that_are_not_found_for_an_unknown_reason_are_a_note(tmp_path: Path) -> None:
-    line = "return float(solution_str == f'Answer -> {ground_truth}')"
-    (tmp_path / "own.py").write_text(f"def judged(solution_str, ground_truth):\n    {line}\n")
-    parts = {"default": (RewardPart(f"{tmp_path / 'own.py'}:judged"),)}
-    (said,) = call_first(
-        RewardSettings(parts, Patience(60.0, 1)), [Row("rows.jsonl:1", "default", "7", {})]
-    )
-    assert said.startswith("note: ") and "tried in the forms" in said
-
-
 def test_a_slow_function_is_not_tried_for_long(tmp_path: Path) -> None:
     (tmp_path / "own.py").write_text(
         "import time\n\ndef judged(solution_str, ground_truth):\n"
@@ -369,18 +311,6 @@ def test_a_batched_function_is_called_with_two_responses(tmp_path: Path) -> None
     )
     parts = {"default": (RewardPart(f"{tmp_path / 'own.py'}:judged"),)}
     with pytest.raises(UserError, match="1.*2 responses"):
-        call_first(
-            RewardSettings(parts, Patience(60.0, 1)), [Row("rows.jsonl:1", "default", "7", {})]
-        )
-
-
-def test_a_wrapper_that_hands_on_all_arguments_is_told_which(tmp_path: Path) -> None:
-    (tmp_path / "own.py").write_text(
-        "def judged(*args, **kwargs):\n    return inner(*args, **kwargs)\n\n"
-        "def inner(solution_str):\n    return 1.0\n"
-    )
-    parts = {"default": (RewardPart(f"{tmp_path / 'own.py'}:judged"),)}
-    with pytest.raises(UserError, match="data_source.*solution_str.*ground_truth.*extra_info"):
         call_first(
             RewardSettings(parts, Patience(60.0, 1)), [Row("rows.jsonl:1", "default", "7", {})]
         )

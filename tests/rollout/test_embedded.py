@@ -3,13 +3,11 @@ itself."""
 
 import asyncio
 import random
-from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
-from distflow.data.sample import Segment
 from distflow.errors import UserError
 from distflow.rollout.engine import GenerateRequest
 from tests.rollout.drive import (
@@ -45,25 +43,6 @@ def mixed_requests(samples: tuple[int, ...] = (0, 1, 2)) -> list[GenerateRequest
         request_of(prompt_of(length, seed=row), samples, row=row, **MIXED[row % len(MIXED)])
         for row, length in enumerate(lengths)
     ]
-
-
-def test_tokens_are_heard_as_they_are_drawn_and_before_the_result() -> None:
-    heard = list[tuple[int, int]]()
-    request = replace(
-        request_of(prompt_of(5), (0, 1, 2), max_tokens=9), heard=lambda *token: heard.append(token)
-    )
-
-    async def run() -> tuple[Segment, ...]:
-        async with make_engine(make_model()) as engine:
-            result = await engine.generate(request)
-            assert len(heard) == 27 and [sample for sample, _ in heard[:3]] == [0, 1, 2], (
-                "all of one step, then the next"
-            )
-            return result
-
-    for generation in asyncio.run(run()):
-        told = [token for sample, token in heard if sample == generation.sample]
-        assert told == list(generation.token_ids)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

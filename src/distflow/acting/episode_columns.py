@@ -46,7 +46,7 @@ def simulator_columns(
 def _successes(
     parts: Sequence[Mapping[str, float]], extra: Sequence[Mapping[str, Any]]
 ) -> dict[str, float]:
-    """Of a group: its share of successes by task, and whether it succeeds from its start state."""
+    """Of a group: its share of successes by task."""
     won = defaultdict[str, list[float]](list)
     for own, told in zip(parts, extra, strict=True):
         if "success" in own:
@@ -54,15 +54,7 @@ def _successes(
                 :_LONGEST_NAME
             ]
             won[task].append(own["success"])
-    found = {f"acting/success/{task}": sum(each) / len(each) for task, each in won.items()}
-    if every := [each for task in won.values() for each in task]:
-        kinds = {
-            "always": all(every),
-            "never": not any(every),
-            "sometimes": 0 < sum(every) < len(every),
-        }
-        found |= {f"acting/start_states/{name}": float(value) for name, value in kinds.items()}
-    return found
+    return {f"acting/success/{task}": sum(each) / len(each) for task, each in won.items()}
 
 
 def add_episode_columns(pipeline: Pipeline, config: Config) -> None:

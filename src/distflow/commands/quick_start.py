@@ -13,22 +13,19 @@ if TYPE_CHECKING:
 
 @contextmanager
 def rewards_ahead(config: "Config") -> Iterator[None]:
-    """Meanwhile load and self-check the reward functions that a built-in pipeline will use; a
+    """Meanwhile load the reward functions that a built-in pipeline will use; a
     custom one may use none.
 
     Raises UserError for an unknown reward.
     """
     from distflow.config.derived_settings import find_pipeline
     from distflow.rewards.pool.domain_pools import RewardSettings, pool_settings, started_early
-    from distflow.rewards.startup_checks import self_check_once
 
     pipeline = find_pipeline(config)
     with ExitStack() as stack:
         if pipeline is not None and pipeline.generates:
             for each in pool_settings(RewardSettings.of(config)).values():
                 stack.enter_context(started_early(each))
-            if config.trust.check_rewards:
-                self_check_once()
         yield
 
 

@@ -14,14 +14,12 @@ from typing import TYPE_CHECKING, Any
 from distflow.commands.arguments import a_time, at_least
 from distflow.errors import UserError, count_of
 from distflow.observe.sanitized_output import escape_control
-from distflow.rewards.reward_results import RIGHT
 
 if TYPE_CHECKING:
     from distflow.data.dataset_columns import RawRow
-    from distflow.rewards.reward_check import Agreement, CheckResult, Fault, Row
+    from distflow.rewards.reward_check import CheckResult, Fault, Row
 
 
-_EXAMPLES = 3
 _SHOWN = 100
 
 
@@ -43,17 +41,6 @@ def add_reward_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--answer-key", default="answer", help="column of the ground truth")
     parser.add_argument(
         "--response-key", help="column of correct responses, such as reference solutions"
-    )
-    parser.add_argument(
-        "--label-key",
-        help="column that says whether the response is correct, to measure the agreement with it",
-    )
-    parser.add_argument(
-        "--right-from",
-        type=float,
-        default=RIGHT,
-        metavar="X",
-        help="score from which a response counts as correct",
     )
     parser.add_argument(
         "--chat",
@@ -93,22 +80,19 @@ def run_reward(arguments: argparse.Namespace) -> int:
     """Print what the reward function scored wrongly; returns 1 if there is anything. Runs its
     code."""
     from distflow.builtin_names import is_own
-    from distflow.rewards.adversarial_responses import ASK_MODELS, NUM_ROWS, PROBE, find_cheap
     from distflow.rewards.function_loading import with_answer_key
     from distflow.rewards.pool.domain_pools import alone, is_large
-    from distflow.rewards.pool.faulty_test_functions import probe_target
     from distflow.rewards.pool.pool import PoolSettings, RewardPool
-    from distflow.rewards.reward_check import check_reward, measure_agreement
+    from distflow.rewards.reward_check import check_reward
 
     target = _target(arguments.reward, arguments.response_key is not None)
     answer_key = arguments.answer_key if is_own(arguments.reward) else "answer"
     target = with_answer_key(target, arguments.options, answer_key)
-    rows, labels, skipped = _rows(arguments)
+    rows, skipped = _rows(arguments)
     if is_large(arguments.reward):
         settings = alone("it", target, arguments.timeout)
     else:
-        functions = {"it": target, PROBE: probe_target(target, network=True)}
-        settings = PoolSettings(functions, arguments.workers, arguments.timeout)
+        settings = PoolSettings({"it": target}, arguments.workers, arguments.timeout)
     try:
         pool = RewardPool(settings)
     except UserError as error:  # no config names the function here
@@ -116,18 +100,7 @@ def run_reward(arguments: argparse.Namespace) -> int:
             str(error).replace("; see custom_reward_function.path and reward.functions", "")
         ) from error
     try:
-        if arguments.label_key is not None:
-            agreement = asyncio.run(
-                measure_agreement(pool, "it", rows, labels, arguments.right_from)
-            )
-            lines = _agreement_lines(agreement)
-            fault = bool(agreement.failed)
-        else:
-            result = asyncio.run(check_reward(pool, "it", rows, arguments.workers))
-            if arguments.reward not in ASK_MODELS and not result.hangs:
-                result.cheap = asyncio.run(find_cheap(pool, rows[:NUM_ROWS]))
-            lines = _lines(result, arguments.show)
-            fault = result.num_faults > 0
+        result = asyncio.run(check_reward(pool, "it", rows, arguments.workers))
     finally:
         pool.close()
     head = f"{escape_control(arguments.reward, one_line=True)} on {count_of(len(rows), 'row')}"
@@ -136,8 +109,8 @@ def run_reward(arguments: argparse.Namespace) -> int:
             f"; {count_of(len(skipped), 'bad row')} skipped, the first: "
             f"{escape_control(skipped[0], one_line=True)}"
         )
-    print("\n".join([head, *lines]))
-    return int(fault)
+    print("\n".join([head, *_lines(result, arguments.show)]))
+    return int(result.num_faults > 0)
 
 
 def _options(text: str) -> dict[str, object]:
@@ -174,25 +147,18 @@ def _target(name: str, has_responses: bool) -> str:
     return custom_target(path, function or "compute_score")
 
 
-def _rows(arguments: argparse.Namespace) -> "tuple[list[Row], list[bool], list[str]]":
-    """The rows, whether their responses are right according to a column, and why others were
-    skipped. Raises UserError if the column does not say."""
+def _rows(arguments: argparse.Namespace) -> "tuple[list[Row], list[str]]":
+    """The rows, and why others were skipped."""
     from distflow.builtin_names import REWARDS
     from distflow.data.dataset_columns import Columns
     from distflow.data.sources import load_rows
 
-    label = arguments.label_key
     entry = REWARDS.get(arguments.reward)
-    compares = entry is None or entry.needs_answer
-    if label is not None and arguments.response_key is None:
-        raise UserError(
-            "--label-key says whether responses are correct: name their column with --response-key"
-        )
     columns = Columns(
         arguments.prompt_key,
         arguments.answer_key,
         response=arguments.response_key,
-        answer_required=label is None and compares,
+        answer_required=entry is None or entry.needs_answer,
     )
     with TemporaryDirectory() as folder:
         kwargs: dict[str, Any] = {
@@ -204,24 +170,15 @@ def _rows(arguments: argparse.Namespace) -> "tuple[list[Row], list[bool], list[s
             raw, bad = load_rows(arguments.data, columns, key="--data", **kwargs)
         except UserError as error:  # here options name the columns
             raise UserError(re.sub(r"data\.(\w+)_key", r"--\1-key", str(error))) from error
-    labels = [row.extra_info.pop(label, None) for row in raw] if label is not None else []
-    if any(found not in (0, 1) for found in labels):
-        wrong = next(
-            row.origin for row, found in zip(raw, labels, strict=True) if found not in (0, 1)
-        )
-        raise UserError(
-            f"{wrong}: the column '{label}' (--label-key) is neither true nor false, 1 or 0"
-        )
     reads_messages = entry is not None and entry.reads_messages
     rows = [_row(row, reads_messages, arguments.chat) for row in raw]
-    return rows, [bool(found) for found in labels], bad.reasons
+    return rows, bad.reasons
 
 
 def _row(raw: "RawRow", reads_messages: bool, is_chat: bool) -> "Row":
     from distflow.builtin_names import PROMPT_CHAT, PROMPT_MESSAGES
     from distflow.data.messages import asked_text
     from distflow.rewards.reward_check import Row
-    from distflow.rewards.startup_checks import whole
 
     prompt = raw.prompt
     asked: dict[str, object] = {}
@@ -231,24 +188,10 @@ def _row(raw: "RawRow", reads_messages: bool, is_chat: bool) -> "Row":
         )
     if not isinstance(prompt, str):
         prompt = asked_text(prompt)
-    response = None if raw.response is None else whole(raw.response, raw.extra_info, prompt)
     if reads_messages:
         asked[PROMPT_MESSAGES] = [{"role": "user", "content": prompt}]
-    return Row(raw.origin, raw.domain, raw.answer, {**raw.extra_info, **asked}, response, prompt)
-
-
-def _agreement_lines(agreement: "Agreement") -> Iterator[str]:
-    counts = agreement.counts
-    share = agreement.share
-    kappa = agreement.kappa
-    yield (
-        f"  agrees on {share:.1%} of {counts.total()} labelled responses; Cohen's kappa {kappa:.2f}"
-    )
-    yield f"  {counts[True, False]} false negatives, {counts[False, True]} false positives"
-    yield f"  {len(agreement.failed)} reward errors"
-    yield from (
-        f"      {escape_control(reason, _SHOWN, one_line=True)}"
-        for reason in agreement.failed[:_EXAMPLES]
+    return Row(
+        raw.origin, raw.domain, raw.answer, {**raw.extra_info, **asked}, raw.response, prompt
     )
 
 
@@ -266,8 +209,6 @@ def _lines(result: "CheckResult", shown: int) -> Iterator[str]:
             "  it supports none of these forms: see --answer-key, or name correct responses with "
             "--response-key"
         )
-        if result.unread is not None:
-            yield f"  it {escape_control(result.unread.said(), one_line=True)}"
     if not result.read:
         yield (
             "  the answers are not strings or numbers: only responses wrong for all are tried; see "
@@ -281,13 +222,6 @@ def _lines(result: "CheckResult", shown: int) -> Iterator[str]:
         counts = f"{len(kind.wrong)} {what}, {errors}, {hangs}"
         yield f"  {name:<{width}}  {kind.asked:>6} asked  {counts}"
         yield from _examples([*kind.wrong, *kind.errors, *kind.timeouts], shown)
-    if not result.hangs:
-        yield (
-            "  responses that do no work but score:"
-            if result.cheap
-            else "  no response that does no work scores as much as the answer"
-        )
-    yield from (f"      {line}" for line in result.cheap)
     seconds = sorted(result.seconds)
     yield (
         f"  a call takes {1e3 * statistics.median(seconds):.2f} ms, 99 of 100 below "

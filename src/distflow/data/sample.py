@@ -162,10 +162,6 @@ on_event: ContextVar[Callable[..., None] | None] = ContextVar("on_event", defaul
 - returned: all tokens of the episode, and its workflow's result
 """
 
-on_token: ContextVar[Callable[[int], None] | None] = ContextVar("on_token", default=None)
-"""Called on the event loop with each token of the task's request while it is drawn, if the engine
-tells."""
-
 
 def note_event(kind: str, *values: object) -> None:
     if (note := on_event.get()) is not None:

@@ -1,8 +1,6 @@
 """Anthropic's wire format: messages. Pure functions."""
 
 import json
-from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
 from distflow.environments.endpoint_calls import (
@@ -10,7 +8,6 @@ from distflow.environments.endpoint_calls import (
     Call,
     Events,
     Json,
-    Piece,
     RequestError,
     Wire,
     assistant,
@@ -92,8 +89,7 @@ def _result(block: Json) -> str:
     return f"error: {text}" if block.get("is_error") else text
 
 
-def write_messages(body: Json, answers: Sequence[Answer], head: Json) -> Json:
-    (answer,) = answers
+def write_messages(body: Json, answer: Answer, head: Json) -> Json:
     content = list[Json]()
     if answer.text:
         content.append({"type": "text", "text": answer.text})
@@ -112,12 +108,12 @@ def write_messages(body: Json, answers: Sequence[Answer], head: Json) -> Json:
         "content": content,
         "stop_reason": reason,
         "stop_sequence": answer.stopped_by,
-        "usage": {"input_tokens": answer.num_prompt_tokens, "output_tokens": len(answer.tokens)},
+        "usage": {"input_tokens": answer.num_prompt_tokens, "output_tokens": answer.num_tokens},
     }
 
 
-def stream_messages(body: Json, answers: Sequence[Answer], head: Json) -> Events:
-    whole = write_messages(body, answers, head)
+def stream_messages(body: Json, answer: Answer, head: Json) -> Events:
+    whole = write_messages(body, answer, head)
     begun: Json = {"content": [], "stop_reason": None, "stop_sequence": None}
     yield "message_start", {"type": "message_start", "message": {**whole, **begun}}
     for index, block in enumerate(whole["content"]):
@@ -126,20 +122,17 @@ def stream_messages(body: Json, answers: Sequence[Answer], head: Json) -> Events
         starts = {"index": index, "content_block": {**block, **empty}}
         yield "content_block_start", {"type": "content_block_start", **starts}
         if is_text:
-            make = partial(_block_delta, index, "text_delta", "text")
-            yield Piece("content_block_delta", block["text"], make)
+            delta = {"type": "text_delta", "text": block["text"]}
         else:
-            arguments = json.dumps(block["input"])
-            delta = _block_delta(index, "input_json_delta", "partial_json", arguments)
-            yield "content_block_delta", delta
+            delta = {"type": "input_json_delta", "partial_json": json.dumps(block["input"])}
+        yield (
+            "content_block_delta",
+            {"type": "content_block_delta", "index": index, "delta": delta},
+        )
         yield "content_block_stop", {"type": "content_block_stop", "index": index}
     ended = {"stop_reason": whole["stop_reason"], "stop_sequence": whole["stop_sequence"]}
     yield "message_delta", {"type": "message_delta", "delta": ended, "usage": whole["usage"]}
     yield "message_stop", {"type": "message_stop"}
-
-
-def _block_delta(index: int, kind: str, name: str, text: str) -> Json:
-    return {"type": "content_block_delta", "index": index, "delta": {"type": kind, name: text}}
 
 
 MESSAGES = Wire(read_messages, write_messages, stream_messages)

@@ -15,9 +15,7 @@ from distflow.user_values import finite_number
 METHODS = ("arun_episode", "run_episode")
 """Names of the async method `f(engine, data)`; the first that the object has is called."""
 _NEEDED = "tensors by name with input_ids, loss_mask and rewards"
-_COLUMNS = ("attention_mask", "input_ids", "loss_mask", "logprobs", "versions")
-LIMIT = 1e-5
-"""Limit of the difference between two log-probs, one of which was a float32."""
+_COLUMNS = ("attention_mask", "input_ids", "loss_mask")
 _FIXED: dict[str, Any] = {
     "n_samples": 1,
     "min_new_tokens": 0,
@@ -204,12 +202,13 @@ def _rows(returned: Any) -> list[dict[str, Any]]:
         raise ValueError(f"arun_episode returned {returned!r:.80}: return None, or {_NEEDED}")
     columns = {name: _values(returned[name]) for name in _COLUMNS if name in returned}
     rewards = _values(returned["rewards"])[0]
-    counts = {name: len(values) for name, values in {**columns, "rewards": rewards}.items()}
-    if len(set(counts.values())) > 1:
-        numbers = ", ".join(f"{count} of {name}" for name, count in counts.items())
-        raise ValueError(f"arun_episode returned different numbers of rows: {numbers}")
     for number, reward in enumerate(rewards):
-        own = {name: values[number] for name, values in columns.items()}
+        try:
+            own = {name: values[number] for name, values in columns.items()}
+        except IndexError:
+            raise ValueError(
+                "arun_episode returned different numbers of rows in its tensors"
+            ) from None
         if len({len(values) for values in own.values()}) > 1:
             lengths = ", ".join(f"{len(values)} {name}" for name, values in own.items())
             raise ValueError(f"arun_episode returned rows of different lengths: {lengths}")
@@ -232,15 +231,19 @@ def _values(values: Any) -> list[list[Any]]:
 
 def _set_segments(chat: Chat, calls: Sequence[_Call], columns: Mapping[str, list[Any]]) -> None:
     """Store the trajectory as segments of the chat. Raises ValueError if the mask is on a token
-    that was not drawn there, or a log-prob or version differs from the draw's."""
+    that was not drawn there."""
     ids = [int(token) for token in columns["input_ids"]]
     drawn_at = _drawn_at(ids, calls)
-    owners = _trained_calls(ids, drawn_at, calls, columns)
+    owners = [-1] * len(ids)  # the call whose token is trained
     num_prompt = len(ids)
-    for owner in owners:
-        if owner >= 0:
-            num_prompt = min(num_prompt, len(calls[owner].prompt))
-    _check_untrained(ids, drawn_at, calls, owners, num_prompt)
+    for place in compress(range(len(ids)), columns["loss_mask"]):
+        if place not in drawn_at:
+            raise ValueError(
+                f"arun_episode returned a loss_mask that is on for token {place} ({ids[place]}), "
+                "which the engine did not draw after the tokens before it"
+            )
+        owners[place] = drawn_at[place][0]
+        num_prompt = min(num_prompt, len(calls[owners[place]].prompt))
     if len(ids) - num_prompt > chat.limits.response or len(ids) > chat.limits.context:
         raise ValueError(
             f"arun_episode returned {len(ids)} tokens, {num_prompt} of them a prompt: more than "
@@ -255,8 +258,7 @@ def _set_segments(chat: Chat, calls: Sequence[_Call], columns: Mapping[str, list
             continue
         drawn = calls[owner].drawn
         _, begin = drawn_at[places[0]]
-        _, last = drawn_at[places[-1]]
-        part = slice(begin, last + 1)
+        part = slice(begin, begin + len(places))
         segment = Segment(
             "policy",
             tokens,
@@ -265,10 +267,8 @@ def _set_segments(chat: Chat, calls: Sequence[_Call], columns: Mapping[str, list
             versions=drawn.versions[part],
         )
         chat.segments.append(segment)
-    chat.finish_reason = "stop"
     last_call = max(owners, default=-1)
-    if last_call >= 0:
-        chat.finish_reason = calls[last_call].finish_reason
+    chat.finish_reason = calls[last_call].finish_reason if last_call >= 0 else "stop"
 
 
 def _drawn_at(ids: list[int], calls: Sequence[_Call]) -> dict[int, tuple[int, int]]:
@@ -282,65 +282,6 @@ def _drawn_at(ids: list[int], calls: Sequence[_Call]) -> dict[int, tuple[int, in
         for position in range(same):
             found.setdefault(num_before + position, (number, position))
     return found
-
-
-def _trained_calls(
-    ids: list[int],
-    drawn_at: Mapping[int, tuple[int, int]],
-    calls: Sequence[_Call],
-    columns: Mapping[str, list[Any]],
-) -> list[int]:
-    """For each token of the trajectory the call whose token is trained; -1 for the others. Raises
-    ValueError if the returned columns contradict what was drawn."""
-    trained = [-1] * len(ids)
-    for place in compress(range(len(ids)), columns["loss_mask"]):
-        if place not in drawn_at:
-            raise ValueError(
-                f"arun_episode returned a loss_mask that is on for token {place} ({ids[place]}), "
-                "which the engine did not draw after the tokens before it"
-            )
-        number, position = drawn_at[place]
-        trained[place] = number
-        drawn = calls[number].drawn
-        _check_same("logprobs", columns, place, drawn.rollout_log_probs[position], LIMIT)
-        _check_same("versions", columns, place, drawn.versions[position], 0.0)
-    return trained
-
-
-def _check_same(
-    name: str, columns: Mapping[str, list[Any]], place: int, drawn: float, limit: float
-) -> None:
-    """limit: relative, to at least 1."""
-    if name not in columns:
-        return
-    found = columns[name][place]
-    is_same = abs(found - drawn) <= limit * max(abs(drawn), 1.0)
-    if not is_same:
-        raise ValueError(
-            f"arun_episode returned {found:g} in {name} for token {place}, drawn with {drawn:g}"
-        )
-
-
-def _check_untrained(
-    ids: list[int],
-    drawn_at: Mapping[int, tuple[int, int]],
-    calls: Sequence[_Call],
-    owners: list[int],
-    num_prompt: int,
-) -> None:
-    """Raises ValueError for a drawn token behind the first prompt that is not trained, if its call
-    is trained or is there as a whole."""
-    for place, (number, position) in drawn_at.items():
-        if place < num_prompt or owners[place] >= 0:
-            continue
-        last = len(calls[number].drawn.token_ids) - 1
-        is_whole = drawn_at.get(place - position + last) == (number, last)
-        if is_whole or number in owners:
-            raise ValueError(
-                f"arun_episode returned a loss_mask that is off for token {place} ({ids[place]}), "
-                "which the engine sampled after the first trained token: end the trajectory before "
-                "it, or train on it"
-            )
 
 
 def _num_continued(prompt: list[int], calls: Sequence[_Call]) -> int:

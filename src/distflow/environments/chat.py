@@ -119,7 +119,7 @@ class Chat:
     """Empty for the episode's first conversation, else the numbers of the forks that lead to this
     one, such as 2.1."""
     why: str = ""
-    """Why a fork began: "forked", "rewritten", or for an agent's call see `Conversations`."""
+    """Why a fork began: "forked", "rewritten", or "call" for an agent's call (`Conversations`)."""
     agent: str = ""
     """The conversation's agent, if the episode has several."""
     max_tokens: int | None = None

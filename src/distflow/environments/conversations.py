@@ -3,19 +3,15 @@ continues its tokens."""
 
 import hashlib
 import json
-import os.path
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
-from distflow.data.sample import on_token
 from distflow.environments.chat import Chat, Reply, TemplatedTwice
 from distflow.environments.endpoint_calls import Answer, AnsweredCall, Call, Json, RequestError
 from distflow.environments.parse_tool_calls import (
     ToolCall,
     find_tool_calls,
     format_of,
-    marks_of_calls,
     text_before_calls,
 )
 from distflow.environments.tool_workflow import typed_argument
@@ -41,9 +37,8 @@ class Conversations:
 
     A call extends a conversation if it has the same tools and its messages begin with those of the
     conversation, with the policy's replies as returned; of several such conversations, it extends
-    the longest. A call that extends none is a branch, and so is each further answer to one call,
-    and a call that extends a conversation still waiting for a reply: calls are answered
-    concurrently.
+    the longest. A call that extends none is a branch, and so is a call that extends a
+    conversation still waiting for a reply: calls are answered concurrently.
     """
 
     def __init__(self, chat: Chat, format: str | None, max_calls: int) -> None:
@@ -75,10 +70,6 @@ class Conversations:
         conversation = extended or self._begun(call)
         chat = conversation.chat
         format = self._format_of_calls(call, chat)
-        partial_text = None
-        if call.told is not None:
-            partial_text = _PartialText(chat, call, format).add
-        on_token.set(partial_text)
         try:
             reply = await chat.ask(
                 call.messages[len(conversation.so_far) :],
@@ -108,8 +99,6 @@ class Conversations:
         return format if call.parses_tools else None
 
     def _extended(self, call: Call) -> _Conversation | None:
-        if call.choice > 0:
-            return None
         whole = _history(call.messages)
         tools = _tools(call)
         longest: _Conversation | None = None
@@ -125,112 +114,12 @@ class Conversations:
         is_text = isinstance(call.messages, str)
         if chat.segments or chat.waiting:
             chat = chat.fork([{"role": "user", "content": ""}])
-            chat.why = self._why(call)
+            chat.why = "call"
         # Calls contain their whole history.
         chat.messages = []
         chat.tools = ()
         chat.templated = not is_text
         return _Conversation(chat, _tools(call), "" if is_text else [], [])
-
-    def _why(self, call: Call) -> str:
-        """Why the call begins a branch: `answers` (a further one to one call), `at_once` (it
-        extends a conversation that waits), `tools` (others), `again` (nothing new), `reply` (a
-        reply came back changed) or `history` (so did anything else)."""
-        if call.choice:
-            return "answers"
-        if not self._conversations:
-            return "at_once"
-        whole = _history(call.messages)
-        extended = list[_Conversation]()
-        nearest: _Conversation | None = None
-        num_nearest = -1
-        for each in self._conversations:
-            if type(each.so_far) is not type(whole):
-                continue
-            num_common = _num_common(each.so_far, whole)
-            if num_common == len(whole):
-                return "again"
-            if num_common == len(each.so_far):
-                extended.append(each)
-            if num_common > num_nearest:
-                nearest = each
-                num_nearest = num_common
-        if extended:
-            tools = _tools(call)
-            return "at_once" if any(each.tools == tools for each in extended) else "tools"
-        if nearest is not None and nearest.so_far[num_nearest].startswith('["assistant"'):
-            return "reply"
-        return "history"
-
-
-class _PartialText:
-    """Tells the caller the text of a reply while it is drawn, except what may still change: an
-    incomplete character, white space at the end, what may be the beginning of a stop string or a
-    tool call, and everything after these. If the format of calls has no mark of its own, it tells
-    nothing."""
-
-    def __init__(self, chat: Chat, call: Call, format: str | None) -> None:
-        """format: of tool calls; None if none are read."""
-        assert call.told is not None
-        self._tokens = chat.tokens
-        self._tell = call.told
-        self._reads_calls = format is not None
-        marks = () if format is None else marks_of_calls(format)
-        self._marks = (*call.stop, *marks)
-        self._ended = self._reads_calls and not marks
-        self._ids = list[int]()
-        # Text is decoded together with the tokens of the last piece before it, which is enough for
-        # a tokenizer.
-        self._piece_begin = 0
-        self._num_read = 0
-        self._text = ""
-        self._num_told = 0
-
-    def add(self, token: int) -> None:
-        self._ids.append(token)
-        if self._ended:
-            return
-        if self._reads_calls and self._tokens.written([token]) != self._tokens.decode([token]):
-            self._ended = True  # a special token, with which a call may begin
-            return
-        known = self._tokens.decode(self._ids[self._piece_begin : self._num_read])
-        text = self._tokens.decode(self._ids[self._piece_begin :])
-        if len(text) <= len(known) or text.endswith("\ufffd"):
-            return
-        self._text += text[len(known) :]
-        self._piece_begin = self._num_read
-        self._num_read = len(self._ids)
-        sure = self._sure_text().rstrip()
-        if len(sure) > self._num_told:
-            self._tell(sure[self._num_told :])
-            self._num_told = len(sure)
-
-    def _sure_text(self) -> str:
-        """The text before the first mark, which ends it, or before what may become a mark."""
-        end = len(self._text)
-        for mark in self._marks:
-            place = self._text.find(mark)
-            if place >= 0:
-                self._ended = True
-                end = min(end, place)
-        if not self._ended:
-            end -= self._num_held()
-        return self._text[:end]
-
-    def _num_held(self) -> int:
-        """The length of the longest end of the text with which a mark begins."""
-        longest = 0
-        for mark in self._marks:
-            for length in range(longest + 1, len(mark)):
-                if self._text.endswith(mark[:length]):
-                    longest = length
-        return longest
-
-
-def _num_common(history: str | list[str], other: str | list[str]) -> int:
-    """The length of what both begin with."""
-    both: list[Any] = [history, other]
-    return len(os.path.commonprefix(both))
 
 
 def _tools(call: Call) -> str:
@@ -287,19 +176,15 @@ def _answer(call: Call, chat: Chat, reply: Reply, format: str | None) -> Answer:
         if calls:
             text = text_before_calls(written, format, in_thought)
             stopped_by = None
-    tokens = list[tuple[str, float]]()
-    if reply.token_ids:
-        drawn = chat.segments[-1]
-        for token, log_prob in zip(drawn.token_ids, drawn.rollout_log_probs, strict=True):
-            tokens.append((chat.tokens.decode([token]), log_prob))
     if calls:
         reason = "tool_calls"
     elif reply.finish_reason != "stop" and stopped_by is None:
         reason = "length"
     else:
         reason = "stop"
-    num_prompt = len(chat.token_ids) - len(tokens)
-    return Answer(text, calls, reason, stopped_by, tokens, num_prompt)
+    num_tokens = len(reply.token_ids)
+    num_prompt = len(chat.token_ids) - num_tokens
+    return Answer(text, calls, reason, stopped_by, num_tokens, num_prompt)
 
 
 def _calls(call: Call, written: str, format: str, in_thought: bool) -> tuple[AnsweredCall, ...]:

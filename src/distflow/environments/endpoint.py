@@ -2,17 +2,16 @@
 sessions: a key, and a function that answers calls."""
 
 import asyncio
-import itertools
 import json
 import secrets
 import socket
 import threading
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from importlib import import_module
 from typing import Any
@@ -23,18 +22,10 @@ from distflow.environments.endpoint_calls import (
     Call,
     Events,
     Json,
-    Piece,
     RequestError,
     Wire,
 )
-from distflow.environments.openai_format import (
-    CHAT,
-    RESPONSES,
-    TEXT,
-    continued,
-    input_items,
-    output_items,
-)
+from distflow.environments.openai_format import CHAT, RESPONSES, TEXT
 from distflow.errors import UserError
 from distflow.http_guard import Guard, is_same, key_of, make_server
 from distflow.import_target import check_server_packages
@@ -58,23 +49,13 @@ Submit = Callable[[Call], "Future[Answer]"]
 @dataclass(frozen=True)
 class Session:
     """A session has its own key and base URL. model: the only accepted name; None for any, as in
-    episodes. refused: the reason for each rejected call. responses: by id, the items up to each
-    response of an episode as JSON. texts: these items, each once, since clients may send the whole
-    history in each request."""
+    episodes. refused: the reason for each rejected call."""
 
     key: str
     base_url: str
     submit: Submit
     model: str | None = None
     refused: list[RequestError] = field(default_factory=list)
-    responses: dict[str, list[str]] = field(default_factory=dict)
-    texts: dict[str, str] = field(default_factory=dict)
-
-    def keep(self, body: Json, head: Json, answering: "asyncio.Task[list[Answer]]") -> None:
-        """Keep the items up to a response, for requests that continue it."""
-        if self.model is None and not answering.cancelled() and answering.exception() is None:
-            items = map(json.dumps, (*input_items(body), *output_items(answering.result(), head)))
-            self.responses[head["id"]] = [self.texts.setdefault(item, item) for item in items]
 
 
 class Endpoint:
@@ -186,30 +167,17 @@ class Endpoint:
                     f"there is no model {body.get('model')!r:.80}: it is {session.model!r}",
                     "model_not_found",
                 )
-            body, call = _read(wire, body, session.responses)
-            pieces = _Pieces()
-            head = _head(body)
-            # 0 wants them too
-            wants_log_probs = body.get("logprobs") is not None and body["logprobs"] is not False
-            if body.get("stream") and call.n == 1 and not wants_log_probs:
-                call = replace(call, told=pieces.tell)
-            asked = [session.submit(replace(call, choice=i)) for i in range(call.n)]
-            answering = asyncio.ensure_future(_awaited(request, asked))
-            answering.add_done_callback(_retrieve)
-            if wire is RESPONSES:
-                answering.add_done_callback(partial(session.keep, body, head))
-            answering.add_done_callback(pieces.end)
-            first = await pieces.next() if body.get("stream") else None
-            answers = await answering if first is None else []
+            call = _read(wire, body)
+            answer = await _awaited(request, session.submit(call))
         except RequestError as error:
             if error.status not in _NOT_REFUSED:
                 refused.append(error)
             return _failed(request, error)
+        head = _head(body)
         if not body.get("stream"):
-            return _response(200, wire.write(body, answers, head))
-        lines = _lines(_events(partial(wire.stream, body, head=head), first, pieces, answering))
+            return _response(200, wire.write(body, answer, head))
         return import_module("starlette.responses").StreamingResponse(
-            lines, media_type="text/event-stream"
+            _lines(wire.stream(body, answer, head)), media_type="text/event-stream"
         )
 
 
@@ -221,64 +189,11 @@ def _head(body: Json) -> Json:
     }
 
 
-class _Pieces:
-    """The text of an answer while it is drawn, from the policy's thread to the endpoint's."""
-
-    def __init__(self) -> None:
-        self._loop = asyncio.get_running_loop()
-        self._queue = asyncio.Queue[str | None]()
-        self.next = self._queue.get
-        """A piece; None after the last one."""
-
-    def tell(self, text: str) -> None:
-        """From any thread."""
-        self._loop.call_soon_threadsafe(self._queue.put_nowait, text)
-
-    def end(self, _: object) -> None:
-        self._queue.put_nowait(None)
-
-
-async def _events(
-    stream: Callable[..., Events],
-    piece: str | None,
-    pieces: _Pieces,
-    answering: "asyncio.Task[list[Answer]]",
-) -> AsyncIterator[tuple[str, Json | str]]:
-    """The events of an answer, its text in pieces as they come, from the first on. stream: of a
-    wire, from answers."""
-    sent = ""
+def _read(wire: Wire, body: Json) -> Call:
+    """The call. Raises RequestError."""
     try:
-        while piece is not None:
-            for event in stream(answers=[Answer(piece, (), "stop", None, (), 0)]):
-                if isinstance(event, Piece):
-                    yield event.name, event.data(piece)
-                    break
-                if not sent:
-                    yield event
-            sent += piece
-            piece = await pieces.next()
-        is_new = not sent
-        for event in stream(answers=await answering):
-            if not isinstance(event, Piece):
-                if is_new:
-                    yield event
-                continue
-            is_new = True
-            rest = event.text.removeprefix(sent)
-            if rest:
-                yield event.name, event.data(rest)
-    except RequestError as error:
-        yield "error", _shown(error, "server_error")
-    finally:
-        answering.cancel()  # no effect if done
-
-
-def _read(wire: Wire, body: Json, responses: Mapping[str, list[str]]) -> tuple[Json, Call]:
-    """The body, with the items of the response that it continues, and the call."""
-    try:
-        body = continued(body, responses) if wire is RESPONSES else body
         call: Call = wire.read(body)
-        return body, call
+        return call
     except RequestError:
         raise
     except KeyError as error:
@@ -307,11 +222,10 @@ async def _body(request: Any) -> Json:
     return body
 
 
-async def _awaited(request: Any, futures: "list[Future[Answer]]") -> list[Answer]:
-    """The answers to a request. If the client disconnects, the calls are cancelled. Raises
+async def _awaited(request: Any, future: "Future[Answer]") -> Answer:
+    """The answer to a request. If the client disconnects, the call is cancelled. Raises
     RequestError."""
-    answering = asyncio.gather(*map(asyncio.wrap_future, futures))
-    answering.add_done_callback(_retrieve)
+    answering = asyncio.wrap_future(future)
     going = asyncio.ensure_future(request.receive())
     try:
         await asyncio.wait((answering, going), return_when=asyncio.FIRST_COMPLETED)
@@ -338,12 +252,6 @@ async def _awaited(request: Any, futures: "list[Future[Answer]]") -> list[Answer
     )
 
 
-def _retrieve(done: "asyncio.Future[Any]") -> None:
-    """Nobody asks for the error of a client that has gone, and asyncio would print it."""
-    if not done.cancelled():
-        done.exception()
-
-
 def _failed(request: Any, error: RequestError) -> Any:
     """The response that both kinds of clients recognise as an error."""
     is_ours = error.status >= 500
@@ -354,25 +262,17 @@ def _failed(request: Any, error: RequestError) -> Any:
         kind = "server_error"
     # Without a key nobody holds a connection, whose body would come next.
     closes = {"connection": "close"} if error.status in (401, 410, 413) else None
-    return _response(error.status, _shown(error, kind), closes)
-
-
-def _shown(error: RequestError, kind: str) -> Json:
-    return {
-        "type": "error",
-        "error": {"message": str(error), "type": kind, "code": error.code, "param": None},
-    }
+    shown = {"message": str(error), "type": kind, "code": error.code, "param": None}
+    return _response(error.status, {"type": "error", "error": shown}, closes)
 
 
 def _response(status: int, body: Json, headers: Mapping[str, str] | None = None) -> Any:
     return import_module("starlette.responses").JSONResponse(body, status, headers)
 
 
-async def _lines(events: AsyncIterator[tuple[str, Json | str]]) -> AsyncIterator[str]:
-    number = itertools.count()
-    async for name, data in events:
+def _lines(events: Events) -> Iterator[str]:
+    for number, (name, data) in enumerate(events):
         if isinstance(data, dict) and "sequence_number" in data:
-            data["sequence_number"] = next(number)
+            data["sequence_number"] = number
         head = f"event: {name}\n" if name else ""
         yield f"{head}data: {data if isinstance(data, str) else json.dumps(data)}\n\n"
-        await asyncio.sleep(0)  # a lost connection is noticed between two events

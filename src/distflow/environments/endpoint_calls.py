@@ -1,7 +1,7 @@
 """A call of the endpoint and its answer, whatever the wire format, and what the formats share."""
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -37,12 +37,6 @@ class Call:
     """This and the next two are for a served model; a run has its own."""
     top_p: float | None = None
     seed: int | None = None
-    n: int = 1
-    """Number of answers."""
-    choice: int = 0
-    """Which of the answers this is; the second and later ones begin a branch."""
-    told: Callable[[str], None] | None = None
-    """Called with pieces of the answer's text while it is drawn."""
 
 
 class AnsweredCall(NamedTuple):
@@ -64,8 +58,8 @@ class Answer:
     """stop, length or tool_calls."""
     stopped_by: str | None
     """The string of `Call.stop` that ended the answer."""
-    tokens: Sequence[tuple[str, float]]
-    """Text and log-prob of each drawn token."""
+    num_tokens: int
+    """Of the reply."""
     num_prompt_tokens: int
 
     @property
@@ -81,21 +75,12 @@ class Wire(NamedTuple):
     read: Any
     """Parses the call in a request's body. Raises RequestError, KeyError, TypeError, ValueError."""
     write: Any
-    """Makes the body of the response, with all answers."""
+    """Makes the body of the response from the request's body, the answer and a head."""
     stream: Any
-    """Makes the events of the response, with names if the format has them."""
+    """Makes the events of the response, with names if the format has them, from the same."""
 
 
-class Piece(NamedTuple):
-    """The event with the text of an answer, which may be sent in pieces."""
-
-    name: str
-    text: str
-    data: Callable[[str], Json]
-    """Makes the event's data from a text."""
-
-
-Events = Iterator[tuple[str, Json | str] | Piece]
+Events = Iterator[tuple[str, Json | str]]
 
 
 def read_common(body: Json, most: str, stop: str = "stop") -> Json:

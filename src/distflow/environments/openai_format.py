@@ -1,8 +1,6 @@
 """OpenAI's wire formats: chat completions, completions and responses. Pure functions."""
 
 import json
-from collections.abc import Mapping, Sequence
-from functools import partial
 from typing import Any
 
 from distflow.environments.endpoint_calls import (
@@ -10,7 +8,6 @@ from distflow.environments.endpoint_calls import (
     Call,
     Events,
     Json,
-    Piece,
     RequestError,
     Wire,
     assistant,
@@ -22,15 +19,16 @@ from distflow.environments.endpoint_calls import (
 )
 
 _ONE_TEXT: dict[str, tuple[object, ...]] = {
+    "n": (1,),
     "best_of": (1,),
     "response_format": ({"type": "text"},),
     "modalities": (["text"],),
     "logit_bias": ({},),
     "functions": ([],),
+    "logprobs": (False,),
     "top_logprobs": (0,),
 }
 _DONE = ("", "[DONE]")
-MAX_CHOICES = 64
 
 
 def read_chat(body: Json) -> Call:
@@ -45,16 +43,8 @@ def read_chat(body: Json) -> Call:
         named_tools(messages),
         [_tool(tool, tool.get("function") or {}) for tool in body.get("tools") or ()],
         parses_tools=body.get("tool_choice") != "none",
-        n=_num_choices(body),
         **read_common(body, most),
     )
-
-
-def _num_choices(body: Json) -> int:
-    n = body.get("n")
-    if n is not None and (type(n) is not int or not 1 <= n <= MAX_CHOICES):
-        raise RequestError(400, f"'n' is {n!r:.40}: it must be a number from 1 to {MAX_CHOICES}")
-    return n or 1
 
 
 def _message(message: Json) -> list[Json]:
@@ -87,49 +77,39 @@ def _tool(tool: Json, function: Json) -> Json:
     return tool_schema(function["name"], function.get("description"), function.get("parameters"))
 
 
-def write_chat(body: Json, answers: Sequence[Answer], head: Json) -> Json:
-    choices = [_choice(body, answer, index) for index, answer in enumerate(answers)]
-    return {**head, "object": "chat.completion", "choices": choices, "usage": _usage(answers)}
-
-
-def _choice(body: Json, answer: Answer, index: int) -> Json:
+def write_chat(body: Json, answer: Answer, head: Json) -> Json:
     message: Json = {"role": "assistant", "content": answer.text, "refusal": None}
     if answer.calls:
         message["content"] = answer.text or None
         message["tool_calls"] = _calls(answer)
-    return {
-        "index": index,
+    choice = {
+        "index": 0,
         "finish_reason": answer.finish_reason,
-        "logprobs": _chat_log_probs(body, answer),
+        "logprobs": None,
         "message": message,
     }
+    return {**head, "object": "chat.completion", "choices": [choice], "usage": _usage(answer)}
 
 
-def stream_chat(body: Json, answers: Sequence[Answer], head: Json) -> Events:
-    whole = write_chat(body, answers, head)
+def stream_chat(body: Json, answer: Answer, head: Json) -> Events:
+    whole = write_chat(body, answer, head)
+    (choice,) = whole["choices"]
+    message = choice["message"]
     head = {**head, "object": "chat.completion.chunk"}
-    for choice in whole["choices"]:
-        message = choice["message"]
-        begun = {"index": choice["index"], "logprobs": None, "finish_reason": None}
-        # Null stays null, and a text begins as an empty one.
-        yield "", _chunk(head, begun, {"role": "assistant", "content": message["content"] and ""})
-        if message["content"]:
-            with_log_probs = {**begun, "logprobs": choice["logprobs"]}
-            yield Piece("", message["content"], partial(_said, head, with_log_probs))
-        # clients read one call of a chunk
-        for number, call in enumerate(message.get("tool_calls", ())):
-            yield "", _chunk(head, begun, {"tool_calls": [{"index": number, **call}]})
-        ended = {"index": choice["index"], "finish_reason": choice["finish_reason"]}
-        yield "", _chunk(head, ended, {})
+    begun = {"index": 0, "logprobs": None, "finish_reason": None}
+    # Null stays null, and a text begins as an empty one.
+    yield "", _chunk(head, begun, {"role": "assistant", "content": message["content"] and ""})
+    if message["content"]:
+        yield "", _chunk(head, begun, {"content": message["content"]})
+    # clients read one call of a chunk
+    for number, call in enumerate(message.get("tool_calls", ())):
+        yield "", _chunk(head, begun, {"tool_calls": [{"index": number, **call}]})
+    yield "", _chunk(head, {"index": 0, "finish_reason": choice["finish_reason"]}, {})
     yield from _stream_end(body, whole, head)
 
 
 def _chunk(head: Json, choice: Json, delta: Json) -> Json:
     return {**head, "choices": [{**choice, "delta": delta}]}
-
-
-def _said(head: Json, choice: Json, text: str) -> Json:
-    return _chunk(head, choice, {"content": text})
 
 
 def _stream_end(body: Json, whole: Json, head: Json) -> Events:
@@ -146,85 +126,50 @@ def _calls(answer: Answer) -> list[Json]:
     return found
 
 
-def _chat_log_probs(body: Json, answer: Answer) -> Json | None:
-    if not body.get("logprobs"):
-        return None
-    tokens = [
-        {"token": text, "logprob": number, "bytes": list(text.encode()), "top_logprobs": []}
-        for text, number in answer.tokens
-    ]
-    return {"content": tokens, "refusal": None}
-
-
-def _usage(
-    answers: Sequence[Answer], prompt: str = "prompt_tokens", drawn: str = "completion_tokens"
-) -> Json:
-    num_prompt = answers[0].num_prompt_tokens
-    num_drawn = sum(len(answer.tokens) for answer in answers)
+def _usage(answer: Answer, prompt: str = "prompt_tokens", drawn: str = "completion_tokens") -> Json:
+    num_prompt = answer.num_prompt_tokens
+    num_drawn = answer.num_tokens
     return {prompt: num_prompt, drawn: num_drawn, "total_tokens": num_prompt + num_drawn}
 
 
 def read_text(body: Json) -> Call:
-    refuse(body, {**_ONE_TEXT, "echo": (False,), "suffix": ("",), "logprobs": (0, 1)})
+    refuse(body, {**_ONE_TEXT, "echo": (False,), "suffix": ("",)})
     prompt: Any = body["prompt"]
     if isinstance(prompt, list) and len(prompt) == 1:
         (prompt,) = prompt
     if not isinstance(prompt, str) or not prompt:
         raise RequestError(400, "'prompt' must be one text that is not empty")
-    return Call(prompt, n=_num_choices(body), **read_common(body, "max_tokens"))
+    return Call(prompt, **read_common(body, "max_tokens"))
 
 
-def write_text(body: Json, answers: Sequence[Answer], head: Json) -> Json:
-    choices = [_text_choice(body, answer, index) for index, answer in enumerate(answers)]
-    return {**head, "object": "text_completion", "choices": choices, "usage": _usage(answers)}
-
-
-def _text_choice(body: Json, answer: Answer, index: int) -> Json:
-    return {
-        "index": index,
+def write_text(body: Json, answer: Answer, head: Json) -> Json:
+    choice = {
+        "index": 0,
         "text": answer.text,
-        "logprobs": _text_log_probs(body, answer),
+        "logprobs": None,
         "finish_reason": answer.finish_reason,
     }
+    return {**head, "object": "text_completion", "choices": [choice], "usage": _usage(answer)}
 
 
-def _text_log_probs(body: Json, answer: Answer) -> Json | None:
-    if body.get("logprobs") is None:
-        return None
-    texts = list[str]()
-    log_probs = list[float]()
-    offsets = list[int]()
-    offset = 0
-    for text, log_prob in answer.tokens:
-        texts.append(text)
-        log_probs.append(log_prob)
-        offsets.append(offset)
-        offset += len(text)
-    return {
-        "tokens": texts,
-        "token_logprobs": log_probs,
-        "top_logprobs": None,
-        "text_offset": offsets,
-    }
-
-
-def stream_text(body: Json, answers: Sequence[Answer], head: Json) -> Events:
-    whole = write_text(body, answers, head)
+def stream_text(body: Json, answer: Answer, head: Json) -> Events:
+    whole = write_text(body, answer, head)
     head = {**head, "object": "text_completion"}
-    for choice in whole["choices"]:
-        begun = {**choice, "finish_reason": None}
-        if choice["text"]:
-            yield Piece("", choice["text"], partial(_continued, head, begun))
-        yield "", {**head, "choices": [{**choice, "text": "", "logprobs": None}]}
+    yield "", {**head, "choices": whole["choices"]}
     yield from _stream_end(body, whole, head)
 
 
-def _continued(head: Json, choice: Json, text: str) -> Json:
-    return {**head, "choices": [{**choice, "text": text}]}
-
-
 def read_responses(body: Json) -> Call:
-    refuse(body, {**_ONE_TEXT, "n": (1,), "conversation": (), "background": (False,), "prompt": ()})
+    refuse(
+        body,
+        {
+            **_ONE_TEXT,
+            "conversation": (),
+            "background": (False,),
+            "prompt": (),
+            "previous_response_id": (),
+        },
+    )
     form = (body.get("text") or {}).get("format")
     if form not in (None, {"type": "text"}):
         raise RequestError(
@@ -234,7 +179,7 @@ def read_responses(body: Json) -> Call:
     if body.get("instructions"):
         messages.append({"role": "system", "content": body["instructions"]})
     turn = list[Json]()  # items of the current turn of the policy
-    for item in input_items(body):
+    for item in _input_items(body):
         if item.get("role") == "assistant" or item.get("type") in ("function_call", "reasoning"):
             turn.append(item)
             continue
@@ -261,19 +206,7 @@ def _message_of_item(item: Json) -> Json:
     raise RequestError(400, f"an item of type '{kind}' is not supported")
 
 
-def continued(body: Json, responses: Mapping[str, list[str]]) -> Json:
-    """A request with the items of the response that it continues. responses: by id, the items up to
-    it as JSON. Raises RequestError if there is none of its id."""
-    id = body.get("previous_response_id")
-    if id is None:
-        return body
-    if not isinstance(id, str) or id not in responses:
-        said = f"'previous_response_id' is {id!r:.40}: the episode has no response of that id"
-        raise RequestError(400, said, "previous_response_not_found")
-    return {**body, "input": [*map(json.loads, responses[id]), *input_items(body)]}
-
-
-def input_items(body: Json) -> list[Json]:
+def _input_items(body: Json) -> list[Json]:
     items: str | list[Json] = body["input"]
     if isinstance(items, str):
         return [{"role": "user", "content": items}]
@@ -292,8 +225,7 @@ def _message_of_turn(items: list[Json]) -> list[Json]:
     return assistant(text, calls)
 
 
-def write_responses(body: Json, answers: Sequence[Answer], head: Json) -> Json:
-    (answer,) = answers
+def write_responses(body: Json, answer: Answer, head: Json) -> Json:
     status = "completed"
     incomplete_details = None
     if answer.finish_reason == "length":
@@ -305,9 +237,9 @@ def write_responses(body: Json, answers: Sequence[Answer], head: Json) -> Json:
         "created_at": head["created"],
         "model": head["model"],
         "status": status,
-        "output": output_items(answers, head),
+        "output": _output_items(answer, head),
         "usage": {
-            **_usage(answers, "input_tokens", "output_tokens"),
+            **_usage(answer, "input_tokens", "output_tokens"),
             "input_tokens_details": {"cached_tokens": 0},
             "output_tokens_details": {"reasoning_tokens": 0},
         },
@@ -323,8 +255,7 @@ def write_responses(body: Json, answers: Sequence[Answer], head: Json) -> Json:
     }
 
 
-def output_items(answers: Sequence[Answer], head: Json) -> list[Json]:
-    (answer,) = answers
+def _output_items(answer: Answer, head: Json) -> list[Json]:
     output: list[Json] = []
     if answer.text or not answer.calls:
         output.append(
@@ -350,8 +281,8 @@ def output_items(answers: Sequence[Answer], head: Json) -> list[Json]:
     return output
 
 
-def stream_responses(body: Json, answers: Sequence[Answer], head: Json) -> Events:
-    whole = write_responses(body, answers, head)
+def stream_responses(body: Json, answer: Answer, head: Json) -> Events:
+    whole = write_responses(body, answer, head)
     nothing_yet: Json = {"output": [], "usage": None, "incomplete_details": None}
     begun = {**whole, "status": "in_progress", **nothing_yet}
     yield _event("response.created", response=begun)
@@ -380,8 +311,7 @@ def _stream_text_part(item: Json, place: Json) -> Events:
     text = part["text"]
     yield _event("response.content_part.added", **place, part={**part, "text": ""})
     kind = "response.output_text"
-    _, piece = _event(f"{kind}.delta", **place, logprobs=[])
-    yield Piece(f"{kind}.delta", text, partial(_delta, piece))
+    yield _event(f"{kind}.delta", **place, logprobs=[], delta=text)
     yield _event(f"{kind}.done", **place, text=text, logprobs=[])
     yield _event("response.content_part.done", **place, part=part)
 
@@ -389,10 +319,6 @@ def _stream_text_part(item: Json, place: Json) -> Events:
 def _event(kind: str, **data: Any) -> tuple[str, Json]:
     """An event, which the endpoint numbers."""
     return kind, {"type": kind, **data, "sequence_number": 0}
-
-
-def _delta(event: Json, text: str) -> Json:
-    return {**event, "delta": text}
 
 
 CHAT = Wire(read_chat, write_chat, stream_chat)

@@ -1,10 +1,9 @@
-"""Finds the tool calls in a model's reply, in the format of its chat template: a table of five.
+"""Finds the tool calls in a model's reply, in the format of its chat template: a table of four.
 
 An unreadable call is also returned, with the reason, so that the model can be informed. Text
 written while thinking (up to `</think>`) contains no calls.
 """
 
-import ast
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping
@@ -89,11 +88,6 @@ def text_before_calls(text: str, format: str, in_thought: bool = False) -> str:
     return text[:first].rstrip()
 
 
-def marks_of_calls(format: str) -> tuple[str, ...]:
-    """The texts with which calls begin; empty if the whole reply is calls."""
-    return _BEGINS.get(format, ())
-
-
 _BEGINS = {
     "hermes": ("<tool_call>",),
     "mistral": ("[TOOL_CALLS]",),
@@ -103,7 +97,6 @@ _MARKS = (
     ("mistral", "[TOOL_CALLS]"),
     ("xml", "<function="),
     ("hermes", "<tool_call>"),
-    ("pythonic", "func_name1("),
     ("llama3", "<|python_tag|>"),
     ("llama3", '"parameters": '),
     ("llama3", "ipython"),
@@ -144,12 +137,6 @@ def _xml(text: str) -> Iterator[ToolCall]:
 
 _FUNCTION = "<function="
 _NEXT_TAG = re.compile(r"<parameter=([^>]*)>|</function>")
-_VALUE_TAG = re.compile(
-    r"<parameter=|</parameter>(?=(?P<ends>\s*(?:<parameter=|</function>"
-    r"(?P<closes>\s*(?:</tool_call>\s*)?(?:<tool_call>|<function=|\Z))?))?)"
-)
-"""ends: whether a parameter or the end of the call follows. closes: whether the reply ends there,
-or a call begins."""
 
 
 def _xml_parameters(text: str, place: int) -> tuple[dict[str, str], int, str]:
@@ -164,35 +151,13 @@ def _xml_parameters(text: str, place: int) -> tuple[dict[str, str], int, str]:
             return found, place, "a tool call is cut off: it has no </function>"
         if tag[1] is None:
             return found, tag.end(), ""
-        end = _xml_value_end(text, tag.end())
-        if end < 0 and text.find("</function>", tag.end()) < 0:
+        end = text.find("</parameter>", tag.end(), next_call)
+        if end < 0 and text.find("</function>", tag.end(), next_call) < 0:
             return found, tag.end(), "a tool call is cut off: it has no </function>"
         if end < 0:
             return found, tag.end(), f"the parameter {tag[1][:_SHOWN]!r} has no </parameter>"
         found[tag[1].strip()] = text[tag.end() : end].removeprefix("\n").removesuffix("\n")
         place = end + len("</parameter>")
-
-
-def _xml_value_end(text: str, begin: int) -> int:
-    """Where a value ends: at an end mark behind which there is a parameter, or the end of the call
-    and no further text; not at that of a parameter in the value. Else at the first behind which
-    there is an end; -1 if there is none."""
-    depth = 0
-    first = -1
-    for tag in _VALUE_TAG.finditer(text, begin):
-        if tag[0] != "</parameter>":
-            depth += 1
-            continue
-        if tag["ends"] is not None:
-            if first < 0:
-                first = tag.start()
-            is_sure = tag["closes"] is not None or tag["ends"].endswith("<parameter=")
-            if depth == 0 and is_sure:
-                return tag.start()
-        depth = max(depth - 1, 0)
-    if _FUNCTION in text[begin : max(first, begin)]:
-        return -1  # The mark is one of another call.
-    return first
 
 
 def _llama3(text: str) -> Iterator[ToolCall]:
@@ -240,47 +205,10 @@ def _mistral(text: str) -> Iterator[ToolCall]:
         yield _call({"name": plain_name, "arguments": value}, problem)
 
 
-def _pythonic(text: str) -> Iterator[ToolCall]:
-    """The whole reply is a list of calls, `[add(a=1), add(a=2)]`, with literals as arguments: Llama
-    4, OLMo."""
-    text = text.removeprefix("<|python_start|>").removesuffix("<|python_end|>").strip()
-    if not re.match(r"\[\s*[A-Za-z_][\w.]*\(", text):
-        return
-    try:
-        tree = ast.parse(text, mode="eval").body
-    except (SyntaxError, ValueError, MemoryError, RecursionError) as error:
-        yield ToolCall("", problem=f"the list of calls cannot be read: {error}"[:_SHOWN])
-        return
-    nodes = tree.elts if isinstance(tree, ast.List) else [tree]
-    for node in nodes:
-        yield _pythonic_call(node)
-
-
-def _pythonic_call(node: ast.expr) -> ToolCall:
-    try:
-        name = ast.unparse(node.func if isinstance(node, ast.Call) else node)
-    except (ValueError, RecursionError) as error:
-        return ToolCall("", problem=f"the name of a call cannot be read: {error}"[:_SHOWN])
-    if not isinstance(node, ast.Call):
-        return ToolCall("", problem=f"{name[:_SHOWN]!r} in the list is not a call")
-    arguments = dict[str, Any]()
-    try:
-        for keyword in node.keywords:
-            if keyword.arg:
-                arguments[keyword.arg] = ast.literal_eval(keyword.value)
-        _check_plain(arguments)
-    except (ValueError, TypeError, RecursionError):
-        return ToolCall(name, problem="an argument is not a plain value")
-    if node.args or len(arguments) < len(node.keywords):
-        return ToolCall(name, arguments, "every argument needs its name, as in f(a=1)")
-    return ToolCall(name, arguments)
-
-
 FORMATS: Mapping[str, Callable[[str], Iterator[ToolCall]]] = {
     "hermes": _hermes,
     "llama3": _llama3,
     "mistral": _mistral,
-    "pythonic": _pythonic,
     "xml": _xml,
 }
 

@@ -34,8 +34,7 @@ def build_worker(inputs: WorkerInputs) -> Worker:
     pipeline = spec.pipeline()
     warn = partial(recorder.note, "warning")
     generating = [each.rank for each in spec.plan.ranks if each.rollout_nodes]
-    note = recorder.note if rank in generating[:1] else None
-    services = RolloutServices.of(spec, inputs.resources, writes_stacks=True, note=note)
+    services = RolloutServices.of(spec, inputs.resources, writes_stacks=True)
     resources = services.resources
     if resources.reward_fn is not None:
         resources.reward_fn.has_scored = inputs.version.step > 0

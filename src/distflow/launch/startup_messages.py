@@ -53,7 +53,7 @@ def startup_lines(loaded: Loaded, reading: Reading, data: Data) -> Iterator[str]
         _check_accuracy("keep_best_metric", config.trainer.keep_best_metric, names)
     workflow = config.actor_rollout_ref.rollout.workflow
     is_chat = any(map(_is_chat, data.looked_at[:1]))
-    if workflow in ("tools", "harbor") or (workflow is not None and is_chat):
+    if workflow == "tools" or (workflow is not None and is_chat):
         yield (
             "chat template: "
             f"{'; '.join(describe_turns(config, data.tokenizer, end_token_ids(data.tokenizer)))}"

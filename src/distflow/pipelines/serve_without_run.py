@@ -12,7 +12,7 @@ from socket import socket
 from transformers import PreTrainedTokenizerBase
 
 from distflow.config import Config
-from distflow.data.sample import Segment, on_token
+from distflow.data.sample import Segment
 from distflow.environments.chat import Chat, Limits
 from distflow.environments.conversations import Conversations
 from distflow.environments.endpoint import Endpoint
@@ -65,7 +65,7 @@ class ServedPolicy:
         stream = (
             Stream(self._seed, "serve", 0, next(self._numbers))
             if seed is None
-            else Stream(seed, "seed", 0, call.choice)
+            else Stream(seed, "seed", 0, 0)
         )
 
         async def generate(
@@ -73,10 +73,7 @@ class ServedPolicy:
         ) -> Segment:
             texts = (text for text in stop if isinstance(text, str))
             own = replace(params, max_tokens=most, stop=(*params.stop, *texts))
-            heard = None if (tell := on_token.get()) is None else lambda _, token: tell(token)
-            request = GenerateRequest(
-                prompt, (0,), own, stream, num_drawn, may_continue=True, heard=heard
-            )
+            request = GenerateRequest(prompt, (0,), own, stream, num_drawn, may_continue=True)
             (drawn,) = await generate_whole(self._engine.generate, request)
             return drawn
 

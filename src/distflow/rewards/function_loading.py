@@ -51,7 +51,7 @@ _NO_TRUTH = {
     "extra_info",
     "extra_infos",
 }
-_NO_TRUTH |= {*_PLURALS, *_PLURALS.values(), "completion", "completions", "completion_ids", "self"}
+_NO_TRUTH |= {*_PLURALS, *_PLURALS.values(), "completions", "completion_ids", "self"}
 """Parameters that never hold a row's ground truth."""
 _OPTIONS = "?"
 _ANSWER_KEY = "(column of the ground truth)"
@@ -72,7 +72,7 @@ def write_function(
         raise UserError(
             f"the function {name_of(function)} ({key}) runs in another process, and an object that "
             "it uses cannot "
-            f"be sent there: {_culprit(function) or data}. Create it inside the function, once, in "
+            f"be sent there: {data}. Create it inside the function, once, in "
             "a separate "
             f"function with @functools.cache; or put the function into a .py file and set {key}"
         ) from data
@@ -112,7 +112,7 @@ def custom_target(path: str, name: str) -> str:
 
 def load_reward(target: str) -> Callable[..., object]:
     """The function that "module:function" or "/path/file.py:function" names, or that was passed
-    from Python, with options from a "?" and a JSON object after it. Functions of TRL or verifiers
+    from Python, with options from a "?" and a JSON object after it. Functions of TRL
     get our parameters.
 
     Also loads what a built-in needs. Raises LoadError if there is no such function or its
@@ -170,9 +170,8 @@ def find_fault(function: Callable[..., object]) -> str:
     return (
         f"takes {inspect.signature(function)}: a reward function takes some of "
         f"({', '.join(PARAMETERS)}), or, for all "
-        f"responses to a prompt at once, of ({', '.join(BATCHED)}), or 'completions' as in TRL, or "
-        "'completion' as in "
-        "verifiers, and columns of the data; one over columns of a batch is a node of a custom "
+        f"responses to a prompt at once, of ({', '.join(BATCHED)}), or 'completions' as in TRL, "
+        "and columns of the data; one over columns of a batch is a node of a custom "
         "pipeline"
     )
 
@@ -220,19 +219,6 @@ def fingerprint_function(function: Callable[..., object]) -> str:
     )
 
 
-def texts_in(value: object, module: str, seen: set[int]) -> Iterator[str]:
-    """The texts in the code of a function, and of helpers of its module. seen: ids of what was
-    already read."""
-    if isinstance(value, str):
-        yield value
-    elif id(value) not in seen and not (
-        isinstance(value, FunctionType | type) and value.__module__ != module
-    ):
-        seen.add(id(value))
-        for part in value.co_consts if isinstance(value, CodeType) else _parts(value, module):
-            yield from texts_in(part, module, seen)
-
-
 def _pickled(value: object) -> bytes | Exception:
     """The pickle, or the error that prevents it."""
     from cloudpickle import CloudPickler
@@ -253,17 +239,6 @@ def _pickled(value: object) -> bytes | Exception:
 
 def _cached(function: Callable[..., object], parameters: dict[str, Any]) -> Callable[..., object]:
     return functools.lru_cache(**parameters)(function)
-
-
-def _culprit(function: Callable[..., object]) -> str:
-    """The variable of the function that cannot be pickled, if the function itself names it."""
-    plain = inspect.unwrap(function)
-    if isinstance(plain, FunctionType):
-        found = inspect.getclosurevars(plain)
-        for name, value in {**found.nonlocals, **found.globals}.items():
-            if isinstance(error := _pickled(value), Exception):
-                return f"its variable '{name}' ({type(error).__name__}: {error})"
-    return ""
 
 
 def _fault_of_options(function: Callable[..., object], values: Mapping[str, object]) -> str:

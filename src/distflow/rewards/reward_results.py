@@ -50,12 +50,10 @@ function's name."""
 
 @dataclass(frozen=True)
 class Score:
-    """A finite score; `extra` holds further values to show; it is not part of the score. as_text:
-    keys of `extra` of which only a text can be stored, with the types of their values."""
+    """A finite score; `extra` holds further values to show; it is not part of the score."""
 
     value: float
     extra: dict[str, JSON] = field(default_factory=dict, compare=False)
-    as_text: Mapping[str, str] = field(default_factory=dict, compare=False)
 
 
 @dataclass(frozen=True)
@@ -155,13 +153,12 @@ def read_score(returned: object) -> Score:
         if returned.get(ACC) is not None:
             extra[ACC] = finite_number(returned[ACC], where=f" as '{ACC}'")
         returned = returned["score"]
-    return Score(finite_number(returned), extra, limit.as_text)
+    return Score(finite_number(returned), extra)
 
 
-def read_extra(given: Mapping[object, object]) -> tuple[dict[str, JSON], Mapping[str, str]]:
-    """The values as JSON, of any size, and those of which it has only a text (see `Score`)."""
-    limit = _SizeLimit(math.inf, math.inf)
-    return limit.mapping(given), limit.as_text
+def read_extra(given: Mapping[object, object]) -> dict[str, JSON]:
+    """The values as JSON, of any size."""
+    return _SizeLimit(math.inf, math.inf).mapping(given)
 
 
 def with_value(score: Score, value: float) -> Score | Error:
@@ -209,13 +206,12 @@ def validating() -> Iterator[None]:
 
 class RewardCounts(NamedTuple):
     """asked, failed: numbers of samples. first: the first reward error. counts: metrics of the
-    reward functions. as_text: see `Score`, the keys as PART/KEY."""
+    reward functions."""
 
     asked: int = 0
     failed: int = 0
     first: str = ""
     counts: Mapping[str, float] = {}
-    as_text: Mapping[str, str] = {}
 
     @property
     def share(self) -> float:
@@ -229,10 +225,9 @@ class RewardCounts(NamedTuple):
         for part in parts:
             counts.update(part.counts)
         first = next((part.first for part in parts if part.first), "")
-        as_text = {key: kind for part in reversed(parts) for key, kind in part.as_text.items()}
         asked = sum(part.asked for part in parts)
         failed = sum(part.failed for part in parts)
-        return RewardCounts(asked, failed, first, dict(counts), as_text)
+        return RewardCounts(asked, failed, first, dict(counts))
 
 
 class CallCounts:
@@ -264,35 +259,31 @@ def _kind(name: str, score: Score) -> int:
 
 class _SizeLimit:
     """Values as JSON: long texts are cut in the middle, and what comes after `most_characters` is
-    left out. as_text: by key, the type of a value that became a text."""
+    left out."""
 
     def __init__(
         self, most_characters: float = MAX_IN_ALL, most_entries: float = _MAX_ENTRIES
     ) -> None:
         self._left = most_characters
         self._most_entries = most_entries
-        self.as_text: dict[str, str] = {}
 
-    def mapping(
-        self, value: Mapping[object, object], depth: int = 0, key: str = ""
-    ) -> dict[str, JSON]:
-        """key: the outermost one that the mapping is below."""
+    def mapping(self, value: Mapping[object, object], depth: int = 0) -> dict[str, JSON]:
         found: dict[str, JSON] = {}
-        for own_key, entry in value.items():
+        for key, entry in value.items():
             if len(found) == self._most_entries or self._left <= 0:
                 found[_LEFT_OUT] = len(value) - len(found)
                 break
-            name = str(own_key)[:200]
+            name = str(key)[:200]
             self._left -= len(name)
-            found[name] = self._plain(entry, depth + 1, key or name)
+            found[name] = self._plain(entry, depth + 1)
         return found
 
-    def _plain(self, value: object, depth: int, key: str) -> JSON:
+    def _plain(self, value: object, depth: int) -> JSON:
         self._left -= 4
         if depth < _MAX_DEPTH and getattr(value, "shape", None) and hasattr(value, "tolist"):
             with suppress(RuntimeError, TypeError):  # a sparse tensor cannot be iterated over
                 # an array has a length and entries
-                return self._list(value, depth, key)  # type: ignore[arg-type]
+                return self._list(value, depth)  # type: ignore[arg-type]
         value = plain_value(value)
         if value is None or isinstance(value, bool | float):
             return value
@@ -301,20 +292,19 @@ class _SizeLimit:
         if isinstance(value, str):
             return self._text(value)
         if isinstance(value, Mapping) and depth < _MAX_DEPTH:
-            return self.mapping(value, depth, key)
+            return self.mapping(value, depth)
         if isinstance(value, list | tuple | set | frozenset) and depth < _MAX_DEPTH:
-            return self._list(value, depth, key)
-        self.as_text.setdefault(key, type(value).__name__)
+            return self._list(value, depth)
         if isinstance(value, int):
             return self._text(f"an integer of {value.bit_length():,} bits")
         return self._text(_LEFT_OUT if depth >= _MAX_DEPTH else f"{value!r:.1000}")
 
-    def _list(self, value: Collection[object], depth: int, key: str) -> list[JSON]:
+    def _list(self, value: Collection[object], depth: int) -> list[JSON]:
         found: list[JSON] = []
         for entry in value:
             if len(found) == self._most_entries or self._left <= 0:
                 return [*found, f"{_LEFT_OUT}: {len(value) - len(found):,}"]
-            found.append(self._plain(entry, depth + 1, key))
+            found.append(self._plain(entry, depth + 1))
         return found
 
     def _text(self, text: str) -> str:

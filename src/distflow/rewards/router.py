@@ -221,11 +221,6 @@ class RewardRouter(AbstractContextManager["RewardRouter"]):
         applicable = _applicable(parts)
         if applicable and all(isinstance(part, Score) for part in parts.values()):
             right = accuracy(applicable, weights)
-        as_text = dict[str, str]()
-        for name, part in parts.items():
-            if isinstance(part, Score):
-                for key, kind in part.as_text.items():
-                    as_text[f"{name}/{key}"] = kind
         if self._overlong.buffer_tokens > 0:
             longest = self._response_limits.get(sample.domain, self._max_response_length)
             penalty = self._overlong.penalty(sample.longest_response, longest)
@@ -233,7 +228,7 @@ class RewardRouter(AbstractContextManager["RewardRouter"]):
             weights[OVERLONG] = 1.0
         result = _combine(parts, weights)
         outcome = RewardOutcome(result, parts, right)
-        counts = RewardCounts(counts=_counts(parts, sample.domain), as_text=as_text)
+        counts = RewardCounts(counts=_counts(parts, sample.domain))
         if in_episode.get():
             return outcome, counts
         counts = counts._replace(asked=1)

@@ -83,9 +83,6 @@ class GenerateRequest:
     """The one that draws, if an engine serves several."""
     images: tuple[str, ...] = ()
     """Of the prompt, see `data/images.py`."""
-    heard: Callable[[int, int], None] | None = field(default=None, compare=False, repr=False)
-    """Called with (sample, token) on the caller's loop while tokens are drawn, by an engine that
-    can."""
 
 
 async def generate_whole(
@@ -95,7 +92,7 @@ async def generate_whole(
     generated again."""
     responses = await ask(request)
     while aborted := tuple(each.sample for each in responses if each.finish_reason == "abort"):
-        again = await ask(replace(request, samples=aborted, heard=None))
+        again = await ask(replace(request, samples=aborted))
         redone = {each.sample: each for each in again}
         responses = tuple(redone.get(each.sample, each) for each in responses)
     return responses

@@ -3,7 +3,7 @@ the run before the step is trained on; and groups that fail one after another, w
 it uses up its data.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from distflow.errors import UserError
@@ -22,7 +22,7 @@ class TooManyErrors(UserError):
 @dataclass
 class ErrorShare:
     """Checks the share of reward errors in each step. Warns once, and again whenever the share has
-    doubled; and once of each key whose values cannot be stored.
+    doubled.
 
     show: called with a reward error, in every step that has one.
     """
@@ -31,18 +31,12 @@ class ErrorShare:
     warn: Callable[[str], None]
     show: Callable[[str], None] = lambda reason: None
     _warned_share: float = field(default=0.0, init=False)
-    _as_text: set[str] = field(default_factory=set, init=False)
 
     def step(self, calls: RewardCounts, step: int) -> dict[str, float]:
         """A step's metrics after all its reward calls, also of dropped groups. step: from 1. Raises
         TooManyErrors."""
         if calls.first:
             self.show(calls.first)
-        warn_of_texts(
-            {key: kind for key, kind in calls.as_text.items() if key not in self._as_text},
-            self.warn,
-        )
-        self._as_text.update(calls.as_text)
         if calls.share > self.max_share:
             raise TooManyErrors(
                 f"{described(calls)} at step {step}, more than "
@@ -71,19 +65,6 @@ def warn_of_errors(calls: RewardCounts, warn: Callable[[str], None]) -> None:
         warn(
             f"{described(calls)} in a validation, and count as wrong. {_first(calls)}\n"
             f"{repair_advice(calls.first)}"
-        )
-
-
-def warn_of_texts(as_text: Mapping[str, str], warn: Callable[[str], None]) -> None:
-    """Warn of values beside scores of which samples have only a text. as_text: their types by
-    PART/KEY."""
-    for key, kind in sorted(as_text.items()):
-        warn(
-            f"'{escape_control(key, _SHOWN_CHARACTERS, one_line=True)}', returned beside a score, "
-            "has a value of type "
-            f"{kind}, of which the samples have only a text: return numbers below 2^63, bools, "
-            "texts, None, lists or "
-            "mappings of them"
         )
 
 

@@ -13,7 +13,7 @@ from distflow.data.batch import Batch
 from distflow.data.sample import Sample, Segment
 from distflow.errors import UserError
 from distflow.graph import Drop
-from distflow.rewards.reward_results import VALIDATION, RewardCounts, is_right, validating
+from distflow.rewards.reward_results import VALIDATION, is_right, validating
 from distflow.rollout.engine import SamplingParams
 from distflow.runtime import fault_injection
 from distflow.runtime.checks_protocol import RunChecks
@@ -255,9 +255,6 @@ class ValidationRunner:
         self._recorder.validation(step, {}, results.rows)
         counts = self._validator.rollout_loop.call_counts.take(VALIDATION)
         warn_of_errors(counts, partial(self._recorder.note, "warning"))
-        self._validator.rollout_loop.call_counts.add(
-            RewardCounts(as_text=counts.as_text)
-        )  # the run tells each key once
         return replace(results, rows=self._checks.part_validated(results.rows))
 
     def _results(self, step: int) -> Sequence[ValidationResults]:

@@ -107,7 +107,6 @@ data:
   prompt_key: question
   allow_overlap: true
   answer_key: gold
-  solution_key: reference
   broken_tests: error
   response_key: solution
   messages_key: talk

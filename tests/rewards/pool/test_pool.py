@@ -18,9 +18,8 @@ import pytest
 
 from distflow.data.sample import Sample, Segment
 from distflow.errors import UserError
-from distflow.rewards.pool import process
 from distflow.rewards.pool.pool import PoolSettings, RewardPool
-from distflow.rewards.pool.process import Channel, RewardProcess
+from distflow.rewards.pool.process import RewardProcess
 from distflow.rewards.reward_results import Error, RewardResult, Score, Timeout
 from tests.patience import at_some_deadline, is_running
 from tests.rewards.routers import make_router, pids_of
@@ -184,7 +183,6 @@ def test_answers_belong_to_their_requests_while_others_hang_and_crash():
 
 
 def test_what_befalls_one_of_a_group_befalls_no_other():
-    """One process answers quickly, so it has the next request at hand when it hangs or dies."""
     pool = make_pool(timeout_s=2.0)
     again = list[int]()
     whats = ["echo"] * 4 + ["hang in c"] + ["echo"] * 4 + ["exit 0"] + ["echo"] * 4
@@ -199,49 +197,6 @@ def test_what_befalls_one_of_a_group_befalls_no_other():
         assert again == [1], "the one that ended its process"
     finally:
         pool.close()
-
-
-def test_a_process_that_has_died_when_the_next_is_sent_died_of_what_it_did_not_answer(monkeypatch):
-    """What it answered before lies in the socket still."""
-    monkeypatch.setattr(process, "_QUICK_S", 20.0)
-    send = Channel.send
-    monkeypatch.setattr(Channel, "send", lambda *frames: time.sleep(0.05) or send(*frames))
-    pool = make_pool()
-    again = list[int]()
-    asked = [
-        arguments(what, value=i)
-        for i, what in enumerate(["echo"] * 12 + ["exit 0"] + ["echo"] * 12)
-    ]
-    try:
-        reward_results = asyncio.run(pool.score_group("faulty", asked, on_repeat=again.append))
-        assert isinstance(reward_results.pop(12), Error) and again == [1]
-        assert reward_results == [Score(float(i)) for i in range(25) if i != 12]
-    finally:
-        pool.close()
-
-
-@pytest.mark.slow
-def test_hangs_that_were_sent_ahead_to_one_process_are_left_to_all():
-    """Three places are taken by what takes a while, so that the fourth gets all the hangs, one
-    behind the other."""
-    hangs = 8
-    asked = [arguments("sleep", seconds=0.5)] * 3 + [arguments("echo", value=1.0)] * 2
-    asked += [arguments("hang in c")] * hangs
-
-    def check(deadline_s: float) -> None:
-        pool = make_pool(num_workers=4, timeout_s=deadline_s)
-        try:
-            # all four are up
-            asyncio.run(pool.score_group("faulty", [arguments("sleep", seconds=0.3)] * 4))
-            began = time.monotonic()
-            reward_results = asyncio.run(pool.score_group("faulty", asked))
-            took = time.monotonic() - began
-        finally:
-            pool.close()
-        assert reward_results == [Score(1.0)] * 5 + [Timeout(deadline_s)] * hangs
-        assert took < 0.75 * hangs * deadline_s, "three deadlines, and no eight"
-
-    at_some_deadline(check, 2.0, 8.0)
 
 
 def test_time_in_the_queue_does_not_count():

@@ -131,7 +131,7 @@ def data_fault(source: str) -> tuple[str, str] | None:
         )
     if found := matching_files(source):
         return next(filter(None, (data_fault(str(file)) for file in found)), None)
-    if source.startswith(("builtin:", "reasoning-gym:", "verifiers:")) or folder.is_dir():
+    if source.startswith("builtin:") or folder.is_dir():
         return None
     if _FUNCTION_IN_FILE.fullmatch(source):
         return _function_fault(source)

@@ -50,7 +50,6 @@ class DomainConfig:
     )
     prompt_key: str | None = key(None, "column of the prompt; null is data.prompt_key")
     answer_key: str | None = key(None, "column of the ground truth; null is data.answer_key")
-    solution_key: str | None = key(None, "column of reference solutions; null is data.solution_key")
     response_key: str | None = key(
         None, "column of the response to train on (sft); null is data.response_key"
     )
@@ -155,14 +154,6 @@ class DataConfig:
     tools_key: str = key(
         "tools",
         "column of the functions for the chat template, as JSON schemas",
-    )
-    solution_key: str | None = key(
-        None,
-        (
-            "column of reference solutions to score before the start; null: that of the reward "
-            "function, '': none"
-        ),
-        taken_by="reward_fn",
     )
     domain_key: str = key(
         "data_source",

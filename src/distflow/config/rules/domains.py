@@ -34,7 +34,6 @@ _OF_RL = (
     "filter_groups",
     "skip_outside",
     "answer_key",
-    "solution_key",
     "n",
     "temperature",
     "top_p",

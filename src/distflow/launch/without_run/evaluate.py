@@ -10,7 +10,7 @@ from distflow.observe.writing.timing import Waits, lasting
 from distflow.planning.plan import plan_local
 from distflow.rewards.reward_results import VALIDATION
 from distflow.runtime.compiled_node import Contexts
-from distflow.runtime.error_limits import warn_of_errors, warn_of_texts
+from distflow.runtime.error_limits import warn_of_errors
 from distflow.runtime.resources import build_resources
 from distflow.runtime.rollout_loop.group_tasks import GroupEvents, RolloutLoop
 from distflow.runtime.rollout_loop.rollout_services import RolloutServices
@@ -91,5 +91,4 @@ def evaluate(spec: Spec, say: Callable[[str], None]) -> Evaluation:
         results = session.call(validator.run(0))
         counts = rollout_loop.call_counts.take(VALIDATION)
         warn_of_errors(counts, say)
-        warn_of_texts(counts.as_text, say)
     return Evaluation(results.metrics(), results.rows, results.num_prompts())

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 
-from distflow.data.sample import Segment, on_token
+from distflow.data.sample import Segment
 from distflow.environments.chat import Chat, ChatError
 from distflow.models.number_head import make_head
 from distflow.rollout.engine import GenerateRequest, RolloutEngine, SamplingParams
@@ -55,7 +55,6 @@ class EpisodeRequests:
     _scoring: Counter[int] = field(default_factory=Counter)
     _asked: dict[_Asked, _Waiting] = field(default_factory=dict)
     _sent: dict[asyncio.Task[None], _Waiting] = field(default_factory=dict)
-    _heard: dict[tuple[str, int], Callable[[int], None]] = field(default_factory=dict)
     _num_asked: int = 0
     _settling: asyncio.Task[None] | None = None
     _closed: bool = False
@@ -103,8 +102,6 @@ class EpisodeRequests:
         with deadline_paused():
             waiting = self._asked.setdefault((fork, prompt, params, num_drawn, images), {})
             waiting[index] = future
-            if (tell := on_token.get()) is not None:
-                self._heard[fork, index] = tell
             self._num_asked += 1
             self._look()
             if not self.in_rounds and (num_drawn or fork):
@@ -115,7 +112,6 @@ class EpisodeRequests:
                 drawn = await future
             finally:
                 waiting.pop(index, None)  # of a workflow that no longer waits
-                self._heard.pop((fork, index), None)
                 self._withdraw()
                 self._look()
         return drawn
@@ -197,15 +193,9 @@ class EpisodeRequests:
             request = GenerateRequest(
                 prompt, samples, params, stream, num_drawn, self.may_continue, policy, images
             )
-            if any((fork, index) in self._heard for index in samples):
-                request = replace(request, heard=partial(self._tell, fork))
             task = asyncio.ensure_future(self._generate(request, waiting))
             self._sent[task] = waiting
             task.add_done_callback(self._done)
-
-    def _tell(self, fork: str, index: int, token: int) -> None:
-        if (tell := self._heard.get((fork, index))) is not None:
-            tell(token)
 
     def _done(self, task: asyncio.Task[None]) -> None:
         del self._sent[task]

@@ -209,7 +209,7 @@ def describe_turns(
     tools, cannot be used."""
     tokens = TurnTokens(tokenizer, stop_ids, template_kwargs(config, ""))
     settings = config.actor_rollout_ref.rollout
-    if settings.workflow in ("tools", "harbor"):
+    if settings.workflow == "tools":
         template = tokens.tool_template([{}])
         format = settings.workflow_kwargs.get("format")
         return [

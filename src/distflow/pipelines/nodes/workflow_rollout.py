@@ -501,7 +501,7 @@ def read_outcome(returned: object) -> Outcome:
     accuracy = value
     if ACC in returned:
         accuracy = finite_number(returned[ACC], where=f" as '{ACC}'")
-    score = Score(value, *read_extra(returned.get("extra", {})))
+    score = Score(value, read_extra(returned.get("extra", {})))
     return RewardOutcome(score, {name: Score(part) for name, part in parts.items()}, accuracy)
 
 

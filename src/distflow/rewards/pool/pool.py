@@ -15,7 +15,7 @@ from distflow.errors import UserError
 from distflow.processes.channel import PeerGone, encode
 from distflow.rewards.function_calls import PROMPT
 from distflow.rewards.function_loading import without_options
-from distflow.rewards.pool.process import Request, RewardProcess, StartFailed, take
+from distflow.rewards.pool.process import Request, RewardProcess, StartFailed
 from distflow.rewards.reward_results import Error, RewardResult, Timeout
 
 MEMORY_BYTES = 4 * 2**30
@@ -193,40 +193,41 @@ class RewardPool(Pool):
         except RuntimeError:
             if not self.closed:
                 raise
-            active: deque[Request] = deque()
-            while take(pending, active):
-                self._fail(active.popleft(), None, pending)
+            while (request := _next(pending)) is not None:
+                self._fail(request, None, pending)
 
     def _serve(self, pending: deque[Request], timeout_s: float) -> None:
         """Send requests that no other thread takes to one process, while it lives. The rest stay
         for all threads."""
-        active: deque[Request] = deque()
-        if not take(pending, active):
+        request = _next(pending)
+        if request is None:
             return
         process = self._idle.get()
         failure: RewardResult | None = None
         try:
             if process is None or not process.is_alive():
                 process = self._start(process)
-            process.answer(active, pending, timeout_s)
+            while request is not None:
+                request.end(process.answer(request, timeout_s))
+                request = _next(pending)
         except StartFailed as error:
             failure = Error(f"no reward worker could be started: {error}")
         except TimeoutError:
-            failure = Timeout(timeout_s * active[0].num_asked)
+            assert request is not None
+            failure = Timeout(timeout_s * request.num_asked)
         except (PeerGone, ValueError) as error:
-            assert process is not None
+            assert process is not None and request is not None
             nonsense = f"the reward worker returned invalid data: {error}"
             reason = process.cause_of_death() if isinstance(error, PeerGone) else nonsense
-            active[0].crashes += 1
-            failure = Error(f"{reason}, twice") if active[0].crashes > 1 else None
+            request.crashes += 1
+            failure = Error(f"{reason}, twice") if request.crashes > 1 else None
         finally:
             if process is not None and not (process.in_step and process.is_alive()):
                 self._retire(process)
                 process = None
             self._idle.put(process)
-        if active:
-            self._fail(active.popleft(), failure, pending)
-            pending.extendleft(reversed(active))  # requests that were sent ahead did not cause it
+        if request is not None:
+            self._fail(request, failure, pending)
 
     def _fail(
         self, request: Request, failure: RewardResult | None, pending: deque[Request]
@@ -300,6 +301,14 @@ class RewardPool(Pool):
     def _retire(self, process: RewardProcess) -> None:
         process.discard()
         self._living.discard(process)
+
+
+def _next(pending: deque[Request]) -> Request | None:
+    """The next request, unless other threads took them all."""
+    try:
+        return pending.popleft()
+    except IndexError:
+        return None
 
 
 def _request(name: str, asked: Calls, timeout_s: float) -> Request:

@@ -4,9 +4,7 @@ import os
 import socket
 import tempfile
 import time
-from collections import deque
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import cast
 
@@ -18,11 +16,6 @@ from distflow.rewards.reward_results import Error, RewardResult, Score, Timeout
 
 EXIT_OUT_OF_MEMORY = 86
 _SHOWN_STDERR_BYTES = 300
-# faster calls are sent ahead: waking a process takes about 0.1 ms, like most calls
-_QUICK_S = 0.005
-# they fit into a socket together: nobody waits for the process to read
-_MOST_AHEAD = 8
-_AHEAD_BYTES = 2**13
 
 
 class StartFailed(Exception):
@@ -45,14 +38,6 @@ class Request:
         self.on_results(reward_results)
 
 
-def take(pending: deque[Request], active: deque[Request]) -> bool:
-    """Move the next request to `active`, unless other threads took them all."""
-    with suppress(IndexError):
-        active.append(pending.popleft())
-        return True
-    return False
-
-
 class RewardProcess:
     """One worker process and our end of its socket. Used by one thread at a time, except `kill`."""
 
@@ -71,7 +56,6 @@ class RewardProcess:
             )
         self.pid = self._child.pid
         self.in_step = True
-        self._is_quick = False
 
     def load(self, functions: Mapping[str, str], timeout_s: float) -> tuple[frozenset[str], ...]:
         """Load functions; returns those that take groups, those of them that are batched, and those
@@ -90,49 +74,23 @@ class RewardProcess:
             frozenset(cast(list[str], answer[name])) for name in ("ready", "batched", "told")
         )
 
-    def answer(self, active: deque[Request], pending: deque[Request], timeout_s: float) -> None:
-        """Serve the request in `active`, and then the pending ones. timeout_s: of each call, from
-        the end of the previous one.
+    def answer(self, request: Request, timeout_s: float) -> list[RewardResult]:
+        """The results of a request. timeout_s: of each of its calls.
 
-        Raises TimeoutError, PeerGone, and ValueError for an invalid reply, all about the first in
-        `active`; others may have been sent ahead. The process is then out of sync and must be
-        discarded.
+        Raises TimeoutError, PeerGone, and ValueError for an invalid reply. The process is then out
+        of step and must be discarded.
         """
         self.in_step = False
         self._stderr.truncate(0)
-        self._channel.send(active[0].frame, timeout_s * active[0].num_asked)
-        while active:
-            request = active[0]
-            began = time.monotonic()
-            due = began + timeout_s * request.num_asked
-            self._send_ahead(active, pending, due)
-            reply = self._channel.receive(_left_s(due))
-            answers = reply.get("answers") if isinstance(reply, dict) else None
-            if not isinstance(answers, list) or len(answers) != request.num_asked:
-                raise ValueError("not an answer to each")
-            request.end([_read_answer(answer, timeout_s) for answer in answers])
-            self._is_quick = time.monotonic() - began < _QUICK_S
-            active.popleft()
-            if not active and take(pending, active):
-                self._channel.send(active[0].frame, timeout_s * active[0].num_asked)
+        due = time.monotonic() + timeout_s * request.num_asked
+        self._channel.send(request.frame, _left_s(due))
+        reply = self._channel.receive(_left_s(due))
+        answers = reply.get("answers") if isinstance(reply, dict) else None
+        if not isinstance(answers, list) or len(answers) != request.num_asked:
+            raise ValueError("not an answer to each")
+        results = [_read_answer(answer, timeout_s) for answer in answers]
         self.in_step = True
-
-    def _send_ahead(self, active: deque[Request], pending: deque[Request], due: float) -> None:
-        """due: deadline of the first in `active`. A process that has ended by now may have answered
-        it: the first request without an answer killed it."""
-        before = len(active)
-        ahead = bytearray()
-        while self._is_quick and len(active) <= _MOST_AHEAD and take(pending, active):
-            if len(active[-1].frame) > _AHEAD_BYTES:
-                pending.appendleft(active.pop())
-                break
-            ahead += active[-1].frame
-        try:
-            if ahead:
-                self._channel.send(ahead, _left_s(due))
-        except PeerGone:
-            while len(active) > before:
-                pending.appendleft(active.pop())
+        return results
 
     def is_alive(self) -> bool:
         return self._child.status() is None
@@ -174,5 +132,5 @@ def _read_answer(answer: JSON, timeout_s: float) -> RewardResult:
         if "timeout" in answer:
             return Timeout(timeout_s)
         if isinstance(score, int | float) and isinstance(extra, dict):
-            return Score(float(score), extra, cast(dict[str, str], answer.get("as_text", {})))
+            return Score(float(score), extra)
     raise ValueError("neither a score nor an error")

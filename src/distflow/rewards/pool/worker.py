@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 _SHOWN_ERROR_CHARACTERS = 1000
 Arguments: TypeAlias = Mapping[str, object]
 Answer: TypeAlias = dict[str, JSON]
-"""`score`, `extra` and `as_text`, or `error`, or `timeout`."""
+"""`score` and `extra`, or `error`, or `timeout`."""
 
 
 def score_all(
@@ -149,7 +149,7 @@ def _answer(returned: object) -> Answer:
         score = read_score(returned)
     except ValueError as error:  # about the returned value: no line raised it
         return {"error": str(error)}
-    return {"score": score.value, "extra": score.extra, "as_text": dict(score.as_text)}
+    return {"score": score.value, "extra": score.extra}
 
 
 def main() -> None:

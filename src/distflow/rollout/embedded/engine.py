@@ -4,7 +4,7 @@ process."""
 import asyncio
 import itertools
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import KW_ONLY, dataclass, replace
 from functools import partial
 
@@ -45,7 +45,6 @@ class _Pending:
     future: "asyncio.Future[None]"
     lane: Lane
     sequences: list[Sequence]
-    heard: Callable[[int, int], None] | None
 
 
 @dataclass(eq=False, repr=False)
@@ -164,9 +163,7 @@ class EmbeddedEngine:
         sequences = sequences_of(
             number, replace(request, may_continue=request.may_continue and not self.batch_invariant)
         )
-        self._loop.post(
-            partial(self._submit, number, _Pending(future, lane, sequences, request.heard))
-        )
+        self._loop.post(partial(self._submit, number, _Pending(future, lane, sequences)))
         try:
             await future
             return tuple(sequence.segment() for sequence in sequences)
@@ -239,11 +236,6 @@ class EmbeddedEngine:
         """Give each sequence its token, and finish those that end with it."""
         finished = []
         version = self.version.step
-        heard = {
-            number: (pending.future.get_loop(), pending.heard)
-            for number, pending in self._pending.items()
-            if pending.heard is not None
-        }
         for sequence, token, rollout, sampling in zip(*step_tokens, strict=True):
             sequence.append(token, rollout, sampling, version)
             if (
@@ -251,9 +243,6 @@ class EmbeddedEngine:
             ) is not None:
                 sequence.finish_reason = reason
                 finished.append(sequence)
-            if sequence.request in heard:
-                loop, hear = heard[sequence.request]
-                loop.call_soon_threadsafe(hear, sequence.sample, token)
         lane.keep(finished)
         self.num_generated_tokens += len(step_tokens.sequences)
         self._activity.decoded(

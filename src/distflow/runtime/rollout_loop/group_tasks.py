@@ -187,11 +187,8 @@ class RolloutLoop:
         num_asked = len(batch)
         num_failed = int((~batch["valid"]).sum())
         errors = list[str]()
-        as_text = dict[str, str]()
         if (results := episode_results(group.samples)) is not None:
             errors = [str(result) for result in results if not isinstance(result, Score)]
-            for result in results:
-                as_text |= result.as_text if isinstance(result, Score) else {}
             num_asked = len(results)
             num_failed = len(errors)
         elif drop is not None and drop.reason == TOO_FEW_SCORES:
@@ -204,7 +201,7 @@ class RolloutLoop:
             if num_failed
             else ""
         )
-        self.call_counts.add(RewardCounts(num_asked, num_failed, first, as_text=as_text))
+        self.call_counts.add(RewardCounts(num_asked, num_failed, first))
 
     async def loop(self, queue: SampleQueuePort) -> None:
         """consumes prompt groups · waits for capacity · unblocked by released steps and ended

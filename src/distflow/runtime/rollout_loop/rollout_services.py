@@ -19,20 +19,12 @@ from multiprocessing import resource_tracker
 from queue import SimpleQueue
 from typing import TypeVar
 
-from distflow.config.derived_settings import own_setting
 from distflow.data.encoded_prompts import PromptRow
 from distflow.data.messages import prompt_of
-from distflow.rewards.adversarial_responses import NUM_ROWS, notes_of
 from distflow.rewards.pool.domain_pools import RewardSettings
 from distflow.rewards.reward_check import Row, call_first
 from distflow.rewards.router import RewardRouter
-from distflow.rewards.startup_checks import (
-    Solution,
-    find_solution,
-    run_startup_checks,
-    startup_check_scores,
-    try_solutions,
-)
+from distflow.rewards.startup_checks import run_startup_checks, startup_check_scores
 from distflow.rollout.engine import Hosted, RolloutEngine, Stretch
 from distflow.runtime.resources import Resources
 from distflow.runtime.rollout_loop.engine_watch import STACKS, Deadline, EngineHangs
@@ -48,12 +40,8 @@ from distflow.runtime.spec import Spec
 from distflow.runtime.stop_signals import leave_at_once
 
 NUM_CHECKED_ROWS = 16
-NUM_SOLUTIONS = 200
-SOLUTIONS_WITHIN_S = 20.0
 
 T = TypeVar("T")
-Note = Callable[[str, str], None]
-"""(kind, message)."""
 
 
 class Abandoned(BaseException):
@@ -202,17 +190,13 @@ class RolloutServices:
         self._stack = AsyncExitStack()
 
     @staticmethod
-    def of(
-        spec: Spec, resources: Resources, writes_stacks: bool, note: Note | None = None
-    ) -> "RolloutServices":
+    def of(spec: Spec, resources: Resources, writes_stacks: bool) -> "RolloutServices":
         """The session of a worker. If `trust.check_rewards` is on, its reward functions are tested
         on its first rows.
 
-        writes_stacks: of all threads, into the run's folder, if the engine hangs. note: called for
-        failing reference solutions of the data, and for trivial responses that score; None tries
-        neither.
+        writes_stacks: of all threads, into the run's folder, if the engine hangs.
         """
-        check_rewards = partial(_check_rewards, spec, note) if spec.tests_rewards else None
+        check_rewards = partial(_check_rewards, spec) if spec.tests_rewards else None
         timeout_s = spec.config.actor_rollout_ref.rollout.timeout_s
         stacks = spec.run_dir / STACKS if writes_stacks else None
         deadline = Deadline(timeout_s, stacks) if timeout_s is not None else None
@@ -299,22 +283,13 @@ class RolloutServices:
             await self._stack.enter_async_context(rollout)
 
 
-async def _check_rewards(spec: Spec, note: Note | None, reward_fn: RewardRouter) -> None:
-    """Test on known solutions, on the ground truths of the first rows and, given a `note`, on
-    reference solutions and trivial responses."""
+async def _check_rewards(spec: Spec, reward_fn: RewardRouter) -> None:
+    """Test on known responses, and on the ground truths of the first rows."""
     await run_startup_checks(reward_fn)
     rows = _first_rows(spec, NUM_CHECKED_ROWS)
     await startup_check_scores(
         reward_fn, [(row.domain, row.ground_truth, row.extra_info or {}) for row in rows]
     )
-    if note is not None:
-        solutions = _first_solutions(spec, reward_fn)
-        for warning in await try_solutions(reward_fn, solutions, SOLUTIONS_WITHIN_S):
-            note("warning", warning)
-        right = {solution.origin: solution.text for solution in solutions}
-        tried = [_checked_row(row, right.get(row.origin)) for row in _first_rows(spec, NUM_ROWS)]
-        for kind, message in await notes_of(reward_fn, RewardSettings.of(spec.config), tried):
-            note(kind, message)
 
 
 def try_rewards(spec: Spec) -> list[str]:
@@ -329,9 +304,9 @@ def try_rewards(spec: Spec) -> list[str]:
     )
 
 
-def _checked_row(row: PromptRow, response: str | None = None) -> Row:
+def _checked_row(row: PromptRow) -> Row:
     prompt = prompt_of(row.prompt_text, row.extra_info)
-    return Row(row.origin, row.domain, row.ground_truth, row.extra_info or {}, response, prompt)
+    return Row(row.origin, row.domain, row.ground_truth, row.extra_info or {}, None, prompt)
 
 
 def _first_rows(spec: Spec, number: int) -> list[PromptRow]:
@@ -343,17 +318,3 @@ def _first_rows(spec: Spec, number: int) -> list[PromptRow]:
         rows += spec.rows[first : first + min(source.num_rows, max(1, number // len(sources)))]
         first += source.num_rows
     return rows
-
-
-def _first_solutions(spec: Spec, reward_fn: RewardRouter) -> list[Solution]:
-    found = list[Solution]()
-    data = spec.config.data
-    for row in _first_rows(spec, NUM_SOLUTIONS):
-        names = [part.name for part in reward_fn.functions_of(row.domain)]
-        columns = row.extra_info or {}
-        key = own_setting(spec.config, row.domain, data, "solution_key")
-        answer_key = own_setting(spec.config, row.domain, data, "answer_key")
-        solution = find_solution(names, key, answer_key, row.ground_truth, columns, row.prompt_text)
-        if solution is not None:
-            found.append(Solution(row.origin, row.domain, *solution, row.ground_truth, columns))
-    return found

@@ -8,7 +8,6 @@ owner closes the socket for requests, or ends, and all programs with it.
 """
 
 import gc
-import linecache
 import os
 import select
 import signal
@@ -20,15 +19,12 @@ from importlib import import_module
 from typing import NamedTuple, NoReturn
 
 from distflow.sandbox.inside.forked_program import (
-    FILE,
     REQUEST,
     Request,
     prepare,
     run_program,
-    serve_calls,
 )
 from distflow.sandbox.inside.isolation import die_with, fork, prepare_isolation
-from distflow.sandbox.inside.program_messages import read_frame, to_text, write_frame
 
 MAX_MESSAGE_BYTES = 4096
 DESCRIPTORS = struct.Struct("6i")
@@ -77,47 +73,6 @@ _IMPORTED = (
 """Modules that programs often import. Each makes every process larger, and slower to start and to
 end."""
 
-_WARM_UP_ROUNDS = 20
-_WARM_UP_CALLS = 3
-_WARM_UP_TOKEN = b"warm-up!"
-# Trusted code: it runs without isolation.
-_WARM_UP_PROGRAM = b"""
-import bisect, collections, functools, heapq, itertools, math, operator, random, re, string
-from typing import *
-from bisect import *
-from collections import *
-from functools import *
-from heapq import *
-from itertools import *
-from math import *
-from builtins import *
-
-
-def add(a, b, *rest):
-    counts, found = defaultdict(int), [each ** 2 for each in range(3) if each]
-    for i, each in enumerate(found):
-        if each > 2 and a:
-            counts[str(each)] += i
-        elif not each:
-            found.append(math.gcd(each, 2))
-        else:
-            while len(found) < 2:
-                found += [a]
-    text = f"{a} {sorted(counts)} {sum(map(int, '1 2'.split())):.2f}"
-    try:
-        return {"sum": (a + b, text), "rest": [*found[:1], {1.5, None}]}
-    except TypeError as error:
-        raise ValueError(str(error)) from None
-
-
-class Solution:
-    def __init__(self, start: int = 3) -> None:
-        self.start = start
-
-    def times(self):
-        return lambda number: number * self.start
-"""
-
 
 class _Child(NamedTuple):
     pid: int
@@ -142,7 +97,6 @@ def main(control_at: int) -> None:
         control.send(str(error).encode())
         return
     prepare()
-    _warm_up()
     control.send(READY)
     gc.collect()
     gc.disable()
@@ -150,26 +104,6 @@ def main(control_at: int) -> None:
     server = os.getpid()
     request, descriptors = _Server(control).serve()
     run_program(request, descriptors, isolation, server)
-
-
-def _warm_up() -> None:
-    """Serve calls of a program several times, leaving nothing that a later program could find.
-
-    The interpreter fills caches and specializes code as it runs. In a forked child that work would
-    be lost, and each page that it writes to would have to be copied.
-    """
-    question = to_text(["add", [1, 2.5, "a", [[1], (2,)]], {}]).encode()
-    for _ in range(_WARM_UP_ROUNDS):
-        ours, theirs = socket.socketpair()
-        with ours, theirs:
-            for _ in range(_WARM_UP_CALLS):
-                write_frame(ours.fileno(), _WARM_UP_TOKEN, question)
-            ours.shutdown(socket.SHUT_WR)
-            serve_calls(_WARM_UP_PROGRAM, _WARM_UP_TOKEN, theirs.fileno())
-            for _ in range(1 + _WARM_UP_CALLS):
-                read_frame(ours.fileno())
-    del sys.modules["program"]
-    linecache.cache.pop(FILE)
 
 
 class _Server:

@@ -60,10 +60,6 @@ _ARGUMENTS = 16
 _X32 = 0x40000000  # numbers of the third system call interface of x86-64 kernels
 _Instruction = tuple[int, int, int, int]
 _Code = list[_Instruction]
-_ENDS: tuple[_Instruction, _Instruction] = (
-    (_RETURN, 0, 0, _ALLOW),
-    (_RETURN, 0, 0, _FAIL | errno.EPERM),
-)
 
 
 def make_filter(machine: str) -> bytes:
@@ -74,44 +70,21 @@ def make_filter(machine: str) -> bytes:
         IOCTL[machine]: _if_argument_in(1, IOCTL_REQUESTS),
         PRLIMIT64[machine]: _if_all_zero(0, 2),
         CLONE3[machine]: [_return(_FAIL | errno.ENOSYS)],
-        _X32: [_return(_KILL)],
     }
-    allow, refuse = ([end] for end in _ENDS)
-    by_number = dict.fromkeys(ALLOWED[machine].values(), allow) | special
-    # (first number, code for it and those up to the next entry)
-    starts: list[tuple[int, _Code]] = [(0, refuse)]
-    for number, code in sorted(by_number.items()):
-        if starts[-1][0] == number:
-            starts.pop()
-        if not starts or starts[-1][1] != code:
-            starts.append((number, code))
-        if number != _X32 and number + 1 not in by_number:
-            starts.append((number + 1, refuse))
-    code = [
+    code: _Code = [
         (_LOAD, 0, 0, _ARCHITECTURE),
         (_JUMP_EQUAL, 1, 0, ARCHITECTURES[machine]),
         _return(_KILL),
         (_LOAD, 0, 0, _NUMBER),
-        *_search(starts, list(_ENDS))[1],
+        (_JUMP_AT_LEAST, 0, 1, _X32),
+        _return(_KILL),
     ]
+    for number, action in special.items():
+        code += [(_JUMP_EQUAL, 0, len(action), number), *action]
+    for number in sorted({*ALLOWED[machine].values()} - special.keys()):
+        code += [(_JUMP_EQUAL, 0, 1, number), _return(_ALLOW)]
+    code.append(_return(_FAIL | errno.EPERM))
     return b"".join(struct.pack("=HBBI", *instruction) for instruction in code)
-
-
-def _search(starts: list[tuple[int, _Code]], rest: _Code) -> tuple[int, _Code]:
-    """A binary search: the kernel evaluates a new filter for every number, each time that a program
-    starts.
-
-    rest: the code that follows, which ends with `_ENDS`. Returns the position of the entry point
-    for these numbers, counted from the end, and the whole code."""
-    if len(starts) == 1 and starts[0][1][0] in _ENDS:
-        return len(_ENDS) - _ENDS.index(starts[0][1][0]), rest
-    if len(starts) == 1:
-        return len(starts[0][1]) + len(rest), [*starts[0][1], *rest]
-    middle = len(starts) // 2
-    above, rest = _search(starts[middle:], rest)
-    below, rest = _search(starts[:middle], rest)
-    jump = (_JUMP_AT_LEAST, len(rest) - above, len(rest) - below, starts[middle][0])
-    return len(rest) + 1, [jump, *rest]
 
 
 def _return(action: int) -> _Instruction:
