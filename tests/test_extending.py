@@ -216,7 +216,7 @@ class Engine:
 class Tracker:
     def close(self): ...
 """,
-    "mine_cases": "CASES = ()\ndef compute_score(solution_str, beam): return 1.0\n",
+    "mine_cases": "def compute_score(solution_str, beam): return 1.0\n",
     "users": """
 from distflow import register_adv_est, register_policy_loss
 @register_adv_est("odd")
@@ -245,11 +245,6 @@ REGISTERED_IN_PART: dict[str, tuple[dict[str, Any], str, tuple[str, ...]]] = {
         names.POLICY_LOSSES,
         "mine:estimator",
         ("add the decorator above",),
-    ),
-    "a reward without cases": (
-        names.REWARDS,
-        "mine:compute_score",
-        ("mine has no CASES", "CASES = (Case("),
     ),
     "a reward that does not exist": (names.REWARDS, "mine:nope", ("mine has no 'nope'",)),
     "a reward with a parameter too many": (

@@ -12,7 +12,6 @@ from distflow.config.keys.schema import schema_keys
 from distflow.data.sample import Sample, Segment
 from distflow.errors import UserError
 from distflow.rewards.router import RewardRouter
-from distflow.rewards.startup_checks import run_startup_checks
 from tests.rewards.routers import make_router
 
 SETTINGS = {"timeout_s": 20.0, "num_workers": 1, "max_response_length": 100}
@@ -24,7 +23,6 @@ def judged(functions: dict, response: str) -> dict[str, float]:
     )
 
     async def ask(router: RewardRouter) -> dict[str, float]:
-        await run_startup_checks(router)
         (judgement,) = await router([sample])
         assert judgement.reward_result.value == sum(
             judgement.scores()[part.name] * part.weight for part in router.functions_of("default")

@@ -112,11 +112,6 @@ def faults_of(part: Part) -> Iterator[str]:
             yield from _lacking(part, source.methods(attribute).__contains__)
         elif (signature := source.signature(attribute)) and (fault := find_fault(signature)):
             yield f"{module}: {attribute} {fault}"
-        elif part.name in names.REWARDS.keys() - {CUSTOM_REWARD} and not source.defines("CASES"):
-            yield (
-                f'{module} has no CASES: add CASES = (Case("a response", "its ground truth", 1.0), '
-                "...), which are scored before a run, or CASES = () if the function calls a service"
-            )
         return
     try:
         made = load(part.target)

@@ -22,7 +22,6 @@ from typing import Any, TypeAlias
 from distflow.import_target import LoadError
 from distflow.observe.crash_safe_files import JSON
 from distflow.rewards.extracted_answers import decoded
-from distflow.rewards.reward_results import Case
 
 try:
     import langdetect
@@ -60,21 +59,6 @@ _ENDS_OF_A_WORD = frozenset(".,?!'\"")
 Row: TypeAlias = Mapping[str, object] | None
 IDS = "instruction_id_list"
 KWARGS = "kwargs"
-_EXAMPLE = {
-    IDS: ["punctuation:no_comma", "length_constraints:number_words"],
-    KWARGS: [{}, {"num_words": 3, "relation": "at least"}],
-}
-CASES = (
-    Case("one two three", None, True, _EXAMPLE),
-    Case("one, two", None, False, _EXAMPLE),
-    Case("", None, False, _EXAMPLE),
-    Case(
-        '{"name": "Ann", "born in": 1990}',
-        {IDS: ["detectable_format:json_format"], KWARGS: [{}]},
-        True,
-    ),
-    Case("name: Ann, born in: 1990", {IDS: ["detectable_format:json_format"], KWARGS: [{}]}, False),
-)
 
 
 def compute_score(

@@ -18,7 +18,6 @@ from distflow.rewards.judge_prompt import (
     judge_template,
     read_score,
 )
-from distflow.rewards.reward_results import Case
 
 try:
     import openai
@@ -26,9 +25,6 @@ except ImportError as error:
     raise ImportError(
         "the reward 'judge' needs OpenAI's client: pip install 'distflow[judge]'"
     ) from error
-
-CASES: tuple[Case, ...] = ()
-"""No known cases: a judge's scores are its own, and cost money."""
 
 _FORMAT = "response_format"
 _SHORTEST_SECRET = 8

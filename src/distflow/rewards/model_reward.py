@@ -18,10 +18,7 @@ from distflow.data.preference_pairs import encode_text, messages_of
 from distflow.errors import UserError, first_line
 from distflow.models.loading import load_tokenizer
 from distflow.models.reward_model import HEAD, load_reward_model, longest_text, score_ids
-from distflow.rewards.reward_results import CUT, Case
-
-CASES: tuple[Case, ...] = ()
-"""No known cases: a model's scores are its own."""
+from distflow.rewards.reward_results import CUT
 
 
 def compute_score(

@@ -121,21 +121,6 @@ def why(reward_result: RewardResult) -> str:
     return f"{own_reward_result(reward_result):g}"
 
 
-@dataclass(frozen=True)
-class Case:
-    """A response with a known score: 1 if it is `good`, else 0, unless `score` has another one."""
-
-    response: str
-    ground_truth: object
-    good: bool
-    extra_info: dict[str, object] = field(default_factory=dict)
-    score: float | None = None
-
-    @property
-    def expected(self) -> float:
-        return float(self.good) if self.score is None else self.score
-
-
 def read_score(returned: object) -> Score:
     """The score, with the other entries of a dictionary within bounds (only `acc` is used). Raises
     ValueError for a score or an `acc` that is no number, or none that `finite_number` accepts."""

@@ -132,15 +132,6 @@ class RewardRouter(AbstractContextManager["RewardRouter"]):
         # Whether an earlier process of the run had scores, so that no function is given up for
         # hanging.
         self.has_scored = False
-        with_options = set[str]()
-        without_options = set[str]()
-        for parts in functions.values():
-            for part in parts:
-                if part.options:
-                    with_options.add(part.name)
-                else:
-                    without_options.add(part.name)
-        self.without_options = sorted(without_options - with_options)
         self.pools = domain_pools.Pools(settings, start)
 
     def __exit__(self, *exception: object) -> None:

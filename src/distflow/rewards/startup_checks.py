@@ -1,5 +1,5 @@
-"""Checks before a run: known responses and rows' own answers get the right scores, and the tests of
-rows are not broken."""
+"""Checks before a run: rows' own answers get the right scores, and the tests of rows are not
+broken."""
 
 from collections.abc import Iterable, Mapping
 from functools import cache
@@ -7,11 +7,10 @@ from typing import TYPE_CHECKING
 
 from distflow.builtin_names import REWARDS
 from distflow.errors import UserError
-from distflow.import_target import load_function, load_module, split_name
+from distflow.import_target import load_function
 from distflow.rewards.extracted_answers import bare_answer
 from distflow.rewards.function_calls import call_arguments
 from distflow.rewards.reward_results import (
-    Case,
     Error,
     RewardResult,
     Score,
@@ -19,41 +18,6 @@ from distflow.rewards.reward_results import (
 
 if TYPE_CHECKING:  # it loads torch; this module does not, so that the check can start earlier
     from distflow.rewards.router import RewardRouter
-
-
-async def run_startup_checks(router: "RewardRouter") -> None:
-    """Score the `CASES` of every built-in that the router uses.
-
-    Raises RuntimeError naming the reward function, the case and the result: the installation is at
-    fault, not the user's data. User functions, and built-ins with options, have no known cases.
-    """
-    for name in router.without_options:
-        for case in known_cases(name):
-            reward_result = await router.pools.call(
-                name,
-                call_arguments("self_check", case.response, case.ground_truth, case.extra_info),
-            )
-            if reward_result != Score(case.expected):
-                raise RuntimeError(
-                    f"the reward function '{name}' does not work here: {case.response!r} against "
-                    f"{case.ground_truth!r} "
-                    f"should score {case.expected}, but got {reward_result}; reinstall distflow "
-                    "and its "
-                    f"dependencies, "
-                    "or set trust.check_rewards=false"
-                )
-
-
-def known_cases(name: str) -> tuple[Case, ...]:
-    """The `CASES` in the module of a built-in reward, by name if it has several; none for a user
-    function."""
-    entry = REWARDS.get(name)
-    if entry is None or not entry.target:
-        return ()
-    cases: Mapping[str, tuple[Case, ...]] | tuple[Case, ...] = load_module(
-        split_name(entry.target)[0]
-    ).CASES
-    return cases[name] if isinstance(cases, Mapping) else cases
 
 
 async def startup_check_scores(

@@ -5,30 +5,8 @@ import re
 from collections.abc import Mapping
 
 from distflow.rewards.extracted_answers import bare_answer, last_box
-from distflow.rewards.reward_results import Case
 
 PATTERN_KEY = "format_regex"
-CASES = {
-    "exact_match": (
-        Case("Paris", "Paris", True),
-        Case(r"It is \boxed{Paris}", " Paris ", True),
-        Case("Paris, I think", "Paris", False),
-        Case("", "Paris", False),
-    ),
-    "format": (
-        Case(r"so \boxed{7}", None, True),
-        Case("so 7", None, False),
-        Case(r"so \boxed{7", None, False),
-        Case("<think>a</think>7", None, True, {PATTERN_KEY: "<think>.*</think>.+"}),
-        Case("7", None, False, {PATTERN_KEY: "<think>.*</think>.+"}),
-    ),
-    "length": (Case("an answer", None, True), Case("", None, False)),
-    "repetition": (
-        Case("one two three four five", None, False),
-        Case("one two", None, False),
-        Case("and so on and so on and so on", None, False, score=1 - 3 / 7),
-    ),
-}
 _UNITS = {"characters": len, "words": lambda text: len(text.split())}
 
 

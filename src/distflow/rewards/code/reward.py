@@ -12,6 +12,7 @@ from functools import cache
 
 from distflow.builtin_names import REWARDS
 from distflow.config.keys.reward import RewardPart
+from distflow.errors import UserError
 from distflow.observe.crash_safe_files import JSON
 from distflow.rewards.code.assertions import Assertions, split_assertions
 from distflow.rewards.code.case_formats import (
@@ -30,7 +31,7 @@ from distflow.rewards.code.execution import (
     run_calls,
     run_streams,
 )
-from distflow.rewards.reward_results import Case, left_s, shortened
+from distflow.rewards.reward_results import left_s, shortened
 from distflow.sandbox.interface import AnySandbox
 from distflow.sandbox.local_sandbox import Sandbox, probe
 from distflow.sandbox.remote import RemoteSandbox
@@ -55,23 +56,6 @@ if "{0}" not in globals() and "Solution" in globals():
         return Solution().{0}(*args, **kwargs)
 """
 
-_ADD = "```python\ndef add(a, b):\n    return a {} b\n```"
-CASES = (
-    Case(
-        _ADD.format("+"), {"test_list": ["assert add(1, 2) == 3", "assert add(-1, 1) == 0"]}, True
-    ),
-    Case(
-        _ADD.format("*"), {"test_list": ["assert add(1, 2) == 3", "assert add(-1, 1) == 0"]}, False
-    ),
-    Case(_ADD.format("+"), {"fn_name": "add", "inputs": [[1, 2]], "outputs": [3]}, True),
-    Case(
-        "```python\nprint(int(input()) + 1)\n```",
-        {"inputs": ["1\n", "2\n"], "outputs": ["2\n", "3\n"]},
-        True,
-    ),
-    Case("```python\nprint(2)\n```", {"inputs": ["1\n"], "outputs": ["3\n"]}, False),
-    Case("I do not know.", {"inputs": ["1\n"], "outputs": ["2\n"]}, False),
-)
 _FENCE = re.compile(r"([ \t]*)(`{3,}|~{3,})[ \t]*([^\s`{]*)[^`\n]*")
 _PYTHON = ("python", "python3", "py", "py3")
 _THOUGHT_END = "</think>"
@@ -209,11 +193,15 @@ def score_program(
 
 def isolation_of(parts: Iterable[RewardPart]) -> str | None:
     """The isolation of code that reward functions run on this machine, None if they run none
-    here."""
-    executing = (
-        part for part in parts if part.name in REWARDS and REWARDS[part.name].executes_response
-    )
-    return None if all(part.options.get("sandbox") for part in executing) else probe().name
+    here. Raises UserError if nothing would confine a program."""
+    for part in parts:
+        runs_code = part.name in REWARDS and REWARDS[part.name].executes_response
+        if runs_code and not part.options.get("sandbox"):
+            level = probe()
+            if level.name == "none":
+                raise UserError(f"the reward '{part.name}' cannot run programs here: {level}")
+            return level.name
+    return None
 
 
 @cache

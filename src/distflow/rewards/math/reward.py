@@ -22,7 +22,6 @@ from distflow.rewards.extracted_answers import (
 )
 from distflow.rewards.math.equality import are_equal
 from distflow.rewards.math.notation import is_unit, normalise, without_remarks, words
-from distflow.rewards.reward_results import Case
 from distflow.untrusted_files import OutOfTime, limited_time
 
 _CURRENCY_MARK = re.compile(r"\\?\$(?=\s?\d[\d,]*(?:\.\d+)?[.,;:!?)*]*(?:\s+[A-Za-z(]|\s*$|\s*\n))")
@@ -36,24 +35,6 @@ _TAKEN_BACK = re.compile(
     r"[\s.!*_$]*(?:Wait|Actually|Oops|Sorry|Hmm|Correction|No(?=[,.!]))\b", re.I
 )
 _MAX_PHRASE = 100
-
-CASES = (
-    Case(r"3 + 4 = 7, so \boxed{7}.", "7", True),
-    Case(r"first \boxed{6}, then again: \boxed{\frac{14}{2}}", "so 3 + 4 = 7\n#### 7", True),
-    Case(r"\boxed{1\,000}", "1e3", True),
-    Case(r"\boxed{7} or rather \boxed{8}", "7", False),
-    Case("first #### 8\nthen #### 7", "7", True),
-    Case(r"\boxed{1001}", "1000", False),
-    Case(r"\boxed{-7}", "7", False),
-    Case(r"\boxed{[2,5]}", "[2,5)", False),
-    Case("The answer is __7__ (seven).", "7", True),
-    Case("The answer is [2, 5).", "[2,5)", True),
-    Case("So the angle is 3*pi/4.", r"\frac{3\pi}{4}", True),
-    Case(r"\boxed{936/12}", "78", False),
-    Case("I don't think the answer is 7.", "7", False),
-    Case("The answer is 7 less than 20.", "7", False),
-    Case("", "7", False),
-)
 
 
 def compute_score(

@@ -24,7 +24,7 @@ from distflow.data.messages import prompt_of
 from distflow.rewards.pool.domain_pools import RewardSettings
 from distflow.rewards.reward_check import Row, call_first
 from distflow.rewards.router import RewardRouter
-from distflow.rewards.startup_checks import run_startup_checks, startup_check_scores
+from distflow.rewards.startup_checks import startup_check_scores
 from distflow.rollout.engine import Hosted, RolloutEngine, Stretch
 from distflow.runtime.resources import Resources
 from distflow.runtime.rollout_loop.engine_watch import STACKS, Deadline, EngineHangs
@@ -284,8 +284,7 @@ class RolloutServices:
 
 
 async def _check_rewards(spec: Spec, reward_fn: RewardRouter) -> None:
-    """Test on known responses, and on the ground truths of the first rows."""
-    await run_startup_checks(reward_fn)
+    """Test on the ground truths of the first rows."""
     rows = _first_rows(spec, NUM_CHECKED_ROWS)
     await startup_check_scores(
         reward_fn, [(row.domain, row.ground_truth, row.extra_info or {}) for row in rows]
