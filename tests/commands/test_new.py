@@ -45,7 +45,7 @@ def test_what_it_writes_trains_and_passes_the_reward_check(
     capsys.readouterr()
     assert main(["runs"]) == 0
     (line,) = capsys.readouterr().out.splitlines()
-    assert line.startswith("runs/first run/first") and "finished, step 2, accuracy" in line
+    assert line.startswith("runs/first run/first") and "finished, step 2, reward" in line
 
     for taken in (["new", "first run"], ["eval", "first run/config.yaml", "--to", "first run"]):
         assert main(taken) == 2

@@ -87,7 +87,9 @@ def test_files_that_are_none(
     KINDS[kind](run / file)
     status = look("report", run)
     said = one_message(capsys, status)
-    assert status == 2 or kind == "sparse", "the ends of long journals are read"
+    assert status == 2 or kind == "sparse" or file == "ledger.jsonl", (
+        "the ends of long journals are read, and a report reads no ledger"
+    )
     assert status == 0 or str(run / file) in said
     status = look("why", run, 1)
     said = one_message(capsys, status)
@@ -107,11 +109,11 @@ def test_one_run_that_cannot_be_read_hides_no_other(
     assert look("runs", run.parent) == 0
     lines = sorted(capsys.readouterr().out.splitlines())
     assert len(lines) == 2 and "no end yet" in lines[1]
-    assert kind == "sparse" or f"unreadable: '{run}/metrics.jsonl' cannot be read: " in lines[0]
+    assert kind == "sparse" or f"'{run}/metrics.jsonl' cannot be read: " in lines[0]
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_tokens_and_weights_that_are_no_files(
+def test_tokens_that_are_no_files(
     run: Path, sound: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], kind: str
 ) -> None:
     other = shutil.copytree(sound, tmp_path / "other")
@@ -119,7 +121,6 @@ def test_tokens_and_weights_that_are_no_files(
         for name in (
             "tokens/000001.safetensors",
             "tokens/000001.1.safetensors",
-            "checkpoints/step-000001/actor.safetensors",
         ):
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
             save_file({"x": torch.zeros(2)}, folder / name)
@@ -127,12 +128,6 @@ def test_tokens_and_weights_that_are_no_files(
         KINDS[kind](run / name)
         assert look("report", run, "--views", tmp_path / "views.sql") == 0
         capsys.readouterr()
-    KINDS[kind](run / "checkpoints" / "step-000001" / "actor.safetensors")
-    assert look("diff", run, other) == 0
-    said = "first difference: unknown: the weights of step-000001 cannot be compared: "
-    assert (said in one_message_out(capsys)) == (kind != "link out"), (
-        "this one leads to a file of the same run"
-    )
 
 
 @pytest.mark.parametrize("kind", [*YAML, *KINDS])

@@ -175,10 +175,7 @@ class Run:
         )
 
     def _accuracies(self) -> tuple[float | None, float | None]:
-        return accuracies(
-            run_reader.read_metrics(self.folder, max_bytes=None),
-            run_reader.read_events(self.folder),
-        )
+        return accuracies(run_reader.read_metrics(self.folder, max_bytes=None))
 
     @property
     def accuracy_before(self) -> float | None:

@@ -2,25 +2,22 @@
 `doctor` and `diff` know. Everything is read from the folders of runs; what was read is kept until a
 file changes."""
 
-import math
 import os
-import re
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from distflow.commands import why
 from distflow.commands.diff import differences
+from distflow.commands.run_row import TAIL_BYTES, run_row, stamp_of, state_of
 from distflow.commands.sample import find_sample
 from distflow.errors import UserError
 from distflow.launch.run_folders.saved_tokens import saved_tokens, token_texts
-from distflow.observe.crash_safe_files import read_object, read_records, to_number
-from distflow.observe.findings.finding import ACCURACY, REWARD
-from distflow.observe.findings.summary import NO_END, PROBLEM_KINDS, status
-from distflow.observe.metrics import flatten, headline_names
+from distflow.observe.crash_safe_files import to_number
+from distflow.observe.findings.summary import NO_END, status
+from distflow.observe.metrics import headline_names
 from distflow.observe.report import chart_data, samples
 from distflow.observe.report.build import RunPages
 from distflow.observe.report.trace import trace
@@ -30,8 +27,7 @@ from distflow.observe.run_reader import (
     sample_files,
 )
 from distflow.observe.sample_files import SAMPLES
-from distflow.observe.writing.run_folder import MARK, WRITER, writer_of
-from distflow.untrusted_files import read_file
+from distflow.observe.writing.run_folder import MARK
 
 MAX_SAMPLES_BYTES = 8 * 2**20
 MAX_PICTURE_BYTES = 2**24
@@ -40,11 +36,8 @@ _MAX_OPEN = 4
 _MAX_COMPARED = 8
 _MAX_DEPTH = 4
 _MAX_RUNS = 10_000
-_TAIL_BYTES = 200_000
 _MARKS = {MARK, "metrics.jsonl", "events.jsonl"}
 _MAX_TEXT = 100_000
-_HEADLINES = {"reward": REWARD, "accuracy": ACCURACY, "loss": "sft/loss"}
-_HOST = re.compile(rb"pid \d+ on (\S+)")
 
 
 class OpenRun:
@@ -60,7 +53,7 @@ class OpenRun:
     def version(self) -> str:
         """Changes when the run goes on."""
         return ".".join(
-            map(str, (_stamp(self.run_dir / name) for name in ("metrics.jsonl", "events.jsonl")))
+            map(str, (stamp_of(self.run_dir / name) for name in ("metrics.jsonl", "events.jsonl")))
         )
 
     def pages(self) -> RunPages:
@@ -70,14 +63,6 @@ class OpenRun:
                 self._pages = RunPages(self.run_dir)
                 self._version = version
             return self._pages
-
-
-def _stamp(path: Path) -> tuple[int, int]:
-    try:
-        found = path.stat()
-    except OSError:
-        return (0, 0)
-    return found.st_size, found.st_mtime_ns
 
 
 class Dashboard:
@@ -134,7 +119,7 @@ class Dashboard:
     def _runs(self, query: Mapping[str, str]) -> dict[str, Any]:
         """A page of the runs, those written last first."""
         found = sorted(
-            ((_stamp(path / "metrics.jsonl")[1], path) for path in self._find()), reverse=True
+            ((stamp_of(path / "metrics.jsonl")[1], path) for path in self._find()), reverse=True
         )
         words = query.get("text", "").lower().split()
         start = RUNS_OF_PAGE * whole(query.get("page", "0"))
@@ -172,69 +157,13 @@ class Dashboard:
         return str(path.relative_to(self.folder))
 
     def _row(self, path: Path) -> dict[str, Any]:
-        stamp = (_stamp(path / "metrics.jsonl"), _stamp(path / "events.jsonl"))
+        stamp = (stamp_of(path / "metrics.jsonl"), stamp_of(path / "events.jsonl"))
         known = self._rows.get(path)
         if known is None or known[0] != stamp:
-            known = self._rows[path] = (stamp, {"run": self._name(path), **_run_row(path)})
+            known = self._rows[path] = (stamp, {"run": self._name(path), **run_row(path)})
         return known[1] | (
-            {"state": _state_of(path, NO_END)["word"]}
-            if known[1]["state"] == NO_END["word"]
-            else {}
+            {"state": state_of(path, NO_END)["word"]} if known[1]["state"] == NO_END["word"] else {}
         )
-
-
-def _run_row(path: Path) -> dict[str, Any]:
-    """A run in one line, from the ends of its files."""
-    row: dict[str, Any] = {
-        "state": "unreadable",
-        "step": None,
-        "total": None,
-        "speed": None,
-        "rewards": [],
-        "problems": 0,
-        "written": _stamp(path / "metrics.jsonl")[1] / 1e9,
-        **dict.fromkeys(_HEADLINES),
-    }
-    try:
-        records = read_records(path / "metrics.jsonl", _TAIL_BYTES, path)[0]
-        events = read_events(path, None, _TAIL_BYTES)
-        row["total"] = read_object(path / "run.json", path).get("total_steps")
-    except UserError as error:
-        row["state"] = str(error)[:200]
-        return row
-    row["state"] = status(events)["word"]
-    row["step"] = 0
-    for record in records:
-        step = record.get("step")
-        row["step"] = max(row["step"], step if isinstance(step, int) else 0)
-        nested = record.get("m")
-        values = flatten(nested) if isinstance(nested, dict) else {}
-        for name, metric in {**_HEADLINES, "speed": "throughput/tokens_per_s"}.items():
-            if metric in values:
-                row[name] = to_number(values[metric])
-        reward = to_number(values.get(REWARD))
-        if reward is not None and math.isfinite(reward):
-            row["rewards"].append(reward)
-    for event in events:
-        row["problems"] += event.kind in PROBLEM_KINDS and not event.rolled_back
-    return row
-
-
-def _state_of(run_dir: Path, found: dict[str, str]) -> dict[str, str]:
-    """The status of a run; of one without an end whether it is running, by the lock of its
-    folder."""
-    if found["word"] != NO_END["word"]:
-        return found
-    if (writer := writer_of(run_dir)) is not None:
-        return {"word": "running", "detail": f"process {writer} writes to the folder"}
-    with suppress(OSError):
-        host = _HOST.match(read_file(run_dir / WRITER, run_dir, _TAIL_BYTES))
-        if host and host[1].decode("utf-8", "replace") == os.uname().nodename:
-            return {
-                "word": "crashed",
-                "detail": "it has no end, and no process of this machine writes to the folder",
-            }
-    return found
 
 
 Query = Mapping[str, str]
@@ -243,12 +172,12 @@ Query = Mapping[str, str]
 def _state(run: OpenRun, query: Query) -> dict[str, Any]:
     version = run.version
     if query.get("page") == "samples":
-        version += f".{_stamp(run.run_dir / SAMPLES)}"
+        version += f".{stamp_of(run.run_dir / SAMPLES)}"
     return {"version": version, "status": _status(run)}
 
 
 def _status(run: OpenRun) -> dict[str, str]:
-    return _state_of(run.run_dir, status(read_events(run.run_dir, None, _TAIL_BYTES)))
+    return state_of(run.run_dir, status(read_events(run.run_dir, None, TAIL_BYTES)))
 
 
 def _step(run: OpenRun, query: Query) -> dict[str, Any]:
@@ -270,24 +199,7 @@ def _step(run: OpenRun, query: Query) -> dict[str, Any]:
     return content | {
         "previous": max((each for each in known if each < step), default=None),
         "next": min((each for each in known if each > step), default=None),
-        "phases": _phases(run.run_dir, pages.steps.get(step, {})),
     }
-
-
-def _phases(run_dir: Path, values: Mapping[str, float]) -> list[dict[str, Any]]:
-    """The seconds of each phase, beside those that the plan predicted."""
-    predicted = read_object(run_dir / "plan.json", run_dir).get("predicted")
-    phases = predicted.get("phases") if isinstance(predicted, dict) else None
-    planned = phases if isinstance(phases, dict) else {}
-    measured = {
-        n.removeprefix("timing_s/"): value
-        for n, value in values.items()
-        if n.startswith("timing_s/")
-    }
-    return [
-        {"phase": n, "measured": measured.get(n), "predicted": planned.get(n)}
-        for n in sorted({*measured, *planned})
-    ]
 
 
 def _samples(run: OpenRun, query: Query) -> dict[str, Any]:

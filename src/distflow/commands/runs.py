@@ -25,27 +25,21 @@ def run_runs(arguments: argparse.Namespace) -> int:
 
 def _runs(folder: Path) -> Iterator[tuple[str, str]]:
     """The runs, most recently written first. Raises UserError if there is no such folder."""
-    from distflow.observe.findings.summary import accuracies, status
-    from distflow.observe.run_reader import read_events, read_metrics
+    from distflow.commands.run_row import run_row, state_of
 
     if not folder.is_dir():
         raise UserError(f"there is no folder {folder}: name the folder that contains the runs")
-    found = {
-        path.parent: path.lstat().st_mtime
-        for path in folder.glob("**/events.jsonl")
-        if EARLIER not in path.relative_to(folder).parts
-    }
+    found = {}
+    for path in folder.glob("**/events.jsonl"):
+        if EARLIER not in path.relative_to(folder).parts:
+            found[path.parent] = path.lstat().st_mtime
     for run, written in sorted(found.items(), key=lambda each: -each[1]):
-        try:
-            records = read_metrics(run)
-            before, after = accuracies(records, read_events(run))
-            step = max((record.step for record in records), default=0)
-            word = status(read_events(run))["word"]
-            first = "" if before is None else f"{before:.2f} → "
-            said = f"{word}, step {step}" + (
-                f", accuracy {first}{after:.2f}" if after is not None else ""
-            )
-        except UserError as error:  # of one run, which should not hide the others
-            said = escape_control(f"unreadable: {error}", one_line=True)
+        row = run_row(run)
+        state = state_of(run, {"word": row["state"]})["word"]
+        said = f"{state}, step {row['step']}"
+        for name in ("reward", "accuracy", "loss"):
+            if row[name] is not None:
+                said += f", {name} {row[name]:.2f}"
         when = time.strftime("%Y-%m-%d %H:%M", time.localtime(written))
+        said = escape_control(said, one_line=True)
         yield escape_control(str(run), one_line=True), f"{when}  {said}"

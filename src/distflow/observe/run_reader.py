@@ -4,7 +4,7 @@ After a resume from step k, records of earlier restarts about later steps are in
 return the surviving timeline; events, being history, are all returned and marked."""
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -36,8 +36,6 @@ from distflow.observe.sample_files import (
 from distflow.observe.writing.run_folder import Span
 from distflow.untrusted_files import MAX_YAML_BYTES, load_yaml, read_file
 
-VALIDATION_ROWS = "validation_rows"
-"""The event of each start, and its field, with a hash of the rows that it validates on."""
 MAX_BYTES = 64 * 2**20
 """Limit for metrics and for events in a report: only the ends of longer files are read."""
 
@@ -79,22 +77,6 @@ class Event:
     step: int | None
     fields: Mapping[str, JSON]
     rolled_back: bool
-
-
-def comparable_validations(
-    records: Sequence[MetricsRecord], events: Sequence[Event]
-) -> tuple[list[MetricsRecord], int | None]:
-    """The records without the validations on other rows than those of the last start; and the first
-    step of those on its rows, None if no validation was left out."""
-    rows = {
-        event.restart: event.fields.get(VALIDATION_ROWS)
-        for event in events
-        if event.kind == VALIDATION_ROWS
-    }
-    last = rows[max(rows)] if rows else None
-    kept = [each for each in records if each.kind != "val" or rows.get(each.restart, last) == last]
-    first = min((each.step for each in kept if each.kind == "val"), default=None)
-    return kept, None if len(kept) == len(records) else first
 
 
 @dataclass(frozen=True)

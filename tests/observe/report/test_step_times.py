@@ -32,7 +32,7 @@ def draws(start: float, end: float, lane: str = "train") -> Span:
 def times_of(spans: Spans, *ends: float) -> StepTimes:
     """ends: of the steps."""
     records = [MetricsRecord(step, t, 0, "train", {}) for step, t in enumerate(ends, 1)]
-    return step_times(RunActivity(spans, {}, {}, frozenset()), records)
+    return step_times(RunActivity(spans, frozenset()), records)
 
 
 def one_device() -> Spans:
@@ -132,7 +132,7 @@ def test_a_step_begins_where_the_one_before_ended_and_after_a_restart_with_its_f
         MetricsRecord(1, 4.0, 0, "val", {}),
         MetricsRecord(2, 55.0, 1, "train", {}),
     ]
-    times = step_times(RunActivity(spans, {}, {}, frozenset()), records)
+    times = step_times(RunActivity(spans, frozenset()), records)
     assert times.windows == {1: (0, 4.0), 2: (50, 55.0)}
     assert {(part.step, part.seconds) for part in times.parts} == {(1, 4.0), (2, 5.0)}
 
@@ -140,7 +140,7 @@ def test_a_step_begins_where_the_one_before_ended_and_after_a_restart_with_its_f
 def test_a_step_of_which_spans_are_missing_is_left_out() -> None:
     spans: Spans = {"training": [phase(5, 10, "train_step"), phase(10, 15, "train_step")]}
     records = [MetricsRecord(step, 5.0 * step, 0, "train", {}) for step in (1, 2, 3)]
-    times = step_times(RunActivity(spans, {}, {}, frozenset({"training"})), records)
+    times = step_times(RunActivity(spans, frozenset({"training"})), records)
     assert list(times.windows) == [2, 3]
 
 

@@ -45,11 +45,6 @@ def write_run(
         if ends:
             run.span("training", Span(t + 10, t + 11, "phase", "record", last + 1))
             run.event("end", "the run finished", status="finished")
-    with (folder / "ledger.jsonl").open("a") as ledger:
-        for step in range(first, last + 1):
-            ledger.write(
-                json.dumps({"kind": "complete", "t": 1003.0 + 10 * step, "tokens": 50}) + "\n"
-            )
     return folder
 
 
@@ -101,8 +96,6 @@ def test_the_steps_are_there_with_what_each_worker_did(
     assert counters == [
         ("throughput/rollout", 1050.0, 500.0),
         ("throughput/rollout", 1060.0, 600.0),
-        ("tokens of completed groups", 1053.0, 50.0),
-        ("tokens of completed groups", 1063.0, 100.0),
     ]
 
 
@@ -177,19 +170,12 @@ def test_numbers_that_no_clock_has_and_hostile_names_are_left_out(tmp_path: Path
                     f'{{"t0": 1080.0, "t1": {t1}, "kind": "phase", "what": "\\u001b[2J", "step": '
                     f"8}}\n"
                 )
-    with (run / "ledger.jsonl").open("a") as ledger:
-        ledger.write(
-            '{"kind": "complete", "t": 1e308, "tokens": 1}\n'
-            '{"kind": "complete", "t": {}, "tokens": []}\n'
-        )
     events = trace(run, "8")
     assert tracks(events)["worker 0: steps"] == [("step 8", 1080.0, 9.0)]
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(
-    "file", ["spans/training.jsonl", "events.jsonl", "metrics.jsonl", "ledger.jsonl"]
-)
+@pytest.mark.parametrize("file", ["spans/training.jsonl", "events.jsonl", "metrics.jsonl"])
 def test_files_that_are_none_are_named(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], file: str, kind: str
 ) -> None:

@@ -5,8 +5,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from distflow.observe.crash_safe_files import bytes_left_out, read_records
-from distflow.observe.ledger_groups import Group, groups_of
+from distflow.observe.crash_safe_files import bytes_left_out
 from distflow.observe.run_reader import read_spans, span_files
 from distflow.observe.writing.run_folder import Span
 
@@ -19,30 +18,10 @@ _STEP = re.compile(r"step (\d+)")
 
 @dataclass(frozen=True)
 class RunActivity:
-    """spans: by side. taken_at: when a step was taken from the sample queue. groups: in the
-    ledger's end. cut: the actors of whose files only the end was read."""
+    """spans: by side. cut: the actors of whose files only the end was read."""
 
     spans: Mapping[str, Sequence[Span]]
-    taken_at: Mapping[int, float]
-    groups: Mapping[int, Group]
     cut: frozenset[str]
-
-    def trained(self, span: Span) -> Group | None:
-        """The group of a span, if a step trained on this attempt."""
-        group = (
-            self.groups.get(span.group_id)
-            if span.group_id is not None and span.what == "complete"
-            else None
-        )
-        return group if group and group.step is not None else None
-
-    def staleness(self, group: Span) -> int | None:
-        """Versions between the oldest weights that drew a token of a group (or, if unknown, those
-        that it began with) and those that its step began with; None if no step trained on it, or on
-        another attempt."""
-        found = self.trained(group)
-        version = group.version if found is None or found.version is None else found.version
-        return None if found is None or version is None else (found.step or 0) - 1 - version
 
     def waited(self, start: float, end: float) -> float:
         """The seconds that the trainer waited for groups."""
@@ -76,12 +55,7 @@ def read_activity(run_dir: Path, max_bytes: int = 3_000_000) -> RunActivity:
     cut = frozenset(
         path.stem for path in paths if path.stem in spans and bytes_left_out(path, each)
     )
-    waits = [s for s in spans.get("training", ()) if s.kind == "wait"]
-    taken_at = {int(found[1]): span.end for span in waits if (found := _STEP.fullmatch(span.what))}
-    groups = groups_of(
-        read_records(run_dir / "ledger.jsonl", max(each, _MAX_LEDGER_BYTES), run_dir)[0]
-    )
-    return RunActivity(spans, taken_at, groups, cut)
+    return RunActivity(spans, cut)
 
 
 def _covered(spans: Iterable[Span], start: float, end: float) -> float:

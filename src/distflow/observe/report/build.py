@@ -99,7 +99,7 @@ class RunPages(RunRecords):
     def accuracy(self) -> Accuracy | None:
         if accuracy_counts_nothing(self.steps):
             return None
-        return summary.find_accuracy(self.records, self.trials.get("all"), self.events)
+        return summary.find_accuracy(self.records, self.trials.get("all"))
 
     @cached_property
     def examination(self) -> Examination:

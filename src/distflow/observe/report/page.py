@@ -3,7 +3,7 @@
 import base64
 import hashlib
 import html
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from importlib.resources import files
 from string import Template
 from typing import Any
@@ -32,24 +32,10 @@ POLICY_OF_SERVED_PAGES = (
 
 
 def page(data: Mapping[str, Any]) -> bytes:
-    """The template filled in with the result of `report_data`."""
-    words = {"title": data["title"], "kind": "report", "status": data["status"]["word"]}
-    return fill(
-        "report.html", SCRIPTS, data, words, sentences="\n".join(_paragraphs(data)), plots=True
-    )
-
-
-def fill(
-    template: str,
-    scripts: Sequence[str],
-    data: object,
-    words: Mapping[str, str],
-    sentences: str = "",
-    plots: bool = False,
-) -> bytes:
-    """A page of the templates. words: texts that it names. sentences: markup. plots: with the
-    library of curves. Only the scripts and the style with hashes in the policy may run."""
+    """The template filled in with the result of `report_data`. Only the scripts and the style with
+    hashes in the policy may run."""
     static = files("distflow.observe.report") / "static"
+    words = {"title": data["title"], "kind": "report", "status": data["status"]["word"]}
 
     def read(name: str) -> str:
         text = (static / name).read_text(encoding="utf-8")
@@ -58,19 +44,18 @@ def fill(
         )
         return text
 
-    scripts = [read("uplot/uPlot.iife.min.js")] * plots + [
-        "\n".join(read(f"{name}.js") for name in scripts)
-    ]
-    style = (read("uplot/uPlot.min.css") + "\n" if plots else "") + read("report.css")
+    own = "\n".join(read(f"{name}.js") for name in SCRIPTS)
+    scripts = [read("uplot/uPlot.iife.min.js"), own]
+    style = f"{read('uplot/uPlot.min.css')}\n{read('report.css')}"
     policy = (
         f"default-src 'none'; script-src {' '.join(map(_hash, scripts))}; style-src "
         f"{_hash(style)}; "
         "img-src data:; base-uri 'none'; form-action 'none'"
     )
-    filled = _template(template).substitute(
+    filled = _template().substitute(
         {name: _text(text) for name, text in words.items()},
         policy=html.escape(policy, quote=True).replace("&#x27;", "'"),
-        sentences=sentences,
+        sentences="\n".join(_paragraphs(data)),
         styles=f"<style>{style}</style>",
         scripts="\n".join(f"<script>{script}</script>" for script in scripts),
         data=embed(data),
@@ -78,12 +63,10 @@ def fill(
     return filled.encode("utf-8", "backslashreplace")
 
 
-def _template(name: str) -> Template:
+def _template() -> Template:
     static = files("distflow.observe.report") / "static"
-    return Template(
-        (static / "head.html").read_text(encoding="utf-8")
-        + (static / name).read_text(encoding="utf-8")
-    )
+    parts = [(static / name).read_text(encoding="utf-8") for name in ("head.html", "report.html")]
+    return Template("".join(parts))
 
 
 def served_files() -> dict[str, bytes]:
@@ -114,7 +97,7 @@ def served_page(data: Mapping[str, object], title: str) -> bytes:
         "data": embed(data),
     }
     words["policy"] = POLICY_OF_SERVED_PAGES
-    filled = _template("report.html").substitute(words, styles=styles, scripts=scripts)
+    filled = _template().substitute(words, styles=styles, scripts=scripts)
     return filled.encode("utf-8", "backslashreplace")
 
 

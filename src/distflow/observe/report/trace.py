@@ -9,8 +9,7 @@ from typing import Any
 
 from distflow.errors import UserError
 from distflow.observe import run_reader as reader
-from distflow.observe.crash_safe_files import encode, read_records, to_number, write_atomically
-from distflow.observe.ledger_groups import by_group
+from distflow.observe.crash_safe_files import encode, write_atomically
 from distflow.observe.writing.run_folder import Span
 
 _NUM_LAST = 5
@@ -62,7 +61,7 @@ def trace(run_dir: Path, steps: str | None) -> tuple[dict[str, list[_Json]], _Wi
         if begin <= event.t <= end and not event.rolled_back:
             args = {"message": event.message}
             events.append(_event("i", event.kind, event.t, s="g", args=args))
-    events += _counters(run_dir, metrics, windows)
+    events += _counters(metrics, windows)
     return {"traceEvents": events}, windows
 
 
@@ -139,22 +138,11 @@ def _by_lane(actor: str, spans: Sequence[Span]) -> Mapping[tuple[str, str], list
     return lanes
 
 
-def _counters(
-    run_dir: Path, metrics: Sequence[reader.MetricsRecord], windows: _Windows
-) -> Iterator[_Json]:
-    """The speeds of each step from its start on, and the tokens of all groups completed so far."""
+def _counters(metrics: Sequence[reader.MetricsRecord], windows: _Windows) -> Iterator[_Json]:
+    """The speeds of each step from its start on."""
     for record in metrics:
         if record.kind != "train" or record.step not in windows:
             continue
         for name, value in record.values.items():
             if name.startswith("throughput/"):
                 yield _event("C", name, windows[record.step][0], args={name: value})
-    tokens = 0.0
-    begin = min(windows.values())[0]
-    end = max(last for _, last in windows.values())
-    for change in read_records(run_dir / "ledger.jsonl", reader.MAX_BYTES, run_dir)[0]:
-        t = to_number(change.get("t")) or 0.0
-        if change.get("kind") == "complete" and begin <= t <= end:
-            for group in by_group(change):
-                tokens += to_number(group.get("tokens")) or 0.0
-            yield _event("C", "tokens of completed groups", t, args={"tokens": tokens})

@@ -138,7 +138,6 @@ function showStepPage() {
       ...(found.slowest ? [el("a", { class: "button", href: address("sample", { uid: found.slowest, step: found.step, split: "train" }) }, "the sample it waited for")] : []),
       el("a", { class: "button", href: address("samples", { step: `train ${found.step}` }) }, "its samples"), traceLink("its Chrome trace", found.step))),
       ...found.head.map((line) => el("p", { class: "lead" }, inert(line))),
-      ...(found.phases.length ? plainTable("Seconds of its phases, beside the plan", found.phases) : []),
       ...plainTable(found.groups.length ? "Groups that it trained on" : "No group is known", found.groups), ...plainTable(found.dropped_note, found.dropped));
   };
   load("step", { step: state("step") }, draw);
