@@ -26,6 +26,7 @@ CALLED_FROM_OUTSIDE = {
     "config/keys/schema.py": ("register_config_group",),  # users, by `distflow.`
     "observe/sanitized_output.py": ("TerminalOutput.writable",),  # io
     "observe/findings/step_rules.py": ("_*",),  # rules of the doctor, by their decorator
+    "http_guard.py": ("Door.*",),  # socketserver and asyncio, as of a socket that listens
     "rewards/code/assertion_process.py": ("Guard.visit_*",),  # ast
     "runtime/checkpoint/files.py": ("_Files.ls",),  # fsspec
     "sandbox/http_server.py": ("Server.*", "_Handler.*"),  # socketserver and http.server

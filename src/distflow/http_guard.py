@@ -1,4 +1,9 @@
-"""The guard of every HTTP server of ours: a web page, or whoever lacks the token, gets nothing."""
+"""The guard of every HTTP server of ours: a web page, or whoever lacks the token, gets nothing from
+a server and keeps nobody out.
+
+`Guard` judges the head of each request. `Door` stands in place of the socket that listens: a
+connection takes a place of the server only once the head of its first request has come.
+"""
 
 import hmac
 import ipaddress
@@ -6,9 +11,14 @@ import json
 import os
 import re
 import secrets
+import select
 import socket
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, suppress
+import stat
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from http import HTTPStatus
 from importlib import import_module
@@ -16,12 +26,15 @@ from pathlib import Path
 from typing import Any, Final
 from urllib.parse import parse_qsl, quote
 
-from distflow.untrusted_files import own_cache, read_file
-
 MAX_CONNECTIONS: Final = 4096
+MAX_WAITING: Final = 256
+"""Connections whose first head has not come. One more ends the oldest of them, so that they keep
+nobody out."""
 MAX_HEAD_BYTES: Final = 2**16
+HEAD_WITHIN_S: Final = 5.0
 
 _LOOPBACK: Final = frozenset({"localhost", "127.0.0.1", "::1"})
+_END_OF_HEAD: Final = re.compile(rb"\r?\n\r?\n")
 _HAS_BODY: Final = ("content-length", "transfer-encoding")
 
 Headers = Iterable[tuple[str, str]]
@@ -204,24 +217,179 @@ def _redirection(cookie: str, path: str, asked: list[tuple[str, str]]) -> Refuse
     return Refused(HTTPStatus.SEE_OTHER, "", [("location", to), ("set-cookie", kept)])
 
 
+class Door(socket.socket):
+    """Listens in place of the given socket: `accept` returns connections whose first head has come.
+    A server may use it as it uses a socket that listens."""
+
+    def __init__(self, listening: socket.socket, max_connections: int = MAX_CONNECTIONS) -> None:
+        """Readable while a connection may come in."""
+        ours, theirs = socket.socketpair()
+        super().__init__(ours.family, ours.type, ours.proto, ours.detach())
+        self._bell = theirs
+        self._listening = listening
+        self._max = max_connections
+        listening.setblocking(False)
+        self._ready = deque[tuple[socket.socket, Any]]()
+        self._waiting: dict[int, _Waiting] = {}
+        self._num_open = 0
+        self._lock = threading.Lock()
+        self._watching = threading.Thread(target=self._watch, name="door", daemon=True)
+        self._watching.start()
+
+    def accept(self) -> tuple[socket.socket, Any]:
+        with self._lock:
+            if not self._ready:
+                raise BlockingIOError
+            accepted = self._ready.popleft()
+            if not self._ready:
+                self.recv(1)
+        return accepted
+
+    def listen(self, backlog: int = 0) -> None:
+        """It does already."""
+
+    def getsockname(self) -> Any:
+        return self._listening.getsockname()
+
+    def close(self) -> None:
+        """Idempotent. Connections that were let in stay open."""
+        super().close()
+        self._watching.join()
+
+    def _watch(self) -> None:
+        """Consumes connections · waits for their heads, each at most `HEAD_WITHIN_S` · unblocked by
+        `close` · produces the connections that `accept` returns."""
+        with self._listening, self._bell, select.epoll() as poll:
+            poll.register(self._listening, select.EPOLLIN)
+            poll.register(self._bell, 0)  # reports that the other end is closed
+            while True:
+                oldest = next(iter(self._waiting.values()), None)
+                left_s = None if oldest is None else max(oldest.due - time.monotonic(), 0.0)
+                happened = poll.poll(left_s)
+                if any(place == self._bell.fileno() for place, _ in happened):
+                    break
+                for place, _ in happened:
+                    if place == self._listening.fileno():
+                        self._take_in(poll)
+                    elif place in self._waiting:
+                        self._look(self._waiting[place])
+                for late in [
+                    each for each in self._waiting.values() if each.due <= time.monotonic()
+                ]:
+                    self._end(late, HTTPStatus.REQUEST_TIMEOUT)
+            for each in [*self._waiting.values()]:
+                self._end(each, HTTPStatus.SERVICE_UNAVAILABLE)
+            while self._ready:
+                self._ready.popleft()[0].close()
+
+    def _take_in(self, poll: "select.epoll") -> None:
+        try:
+            # `accept` makes a plain socket
+            number, address = self._listening._accept()  # type: ignore[attr-defined]
+        except BlockingIOError:
+            return
+        except OSError:  # no descriptor is left
+            if self._waiting:
+                self._end_oldest()
+            else:
+                time.sleep(0.05)
+            return
+        if len(self._waiting) >= MAX_WAITING:
+            self._end_oldest()
+        connection = _Connection(self._listening, number, self._release)
+        connection.setblocking(False)
+        self._waiting[number] = _Waiting(connection, address, time.monotonic() + HEAD_WITHIN_S)
+        # By edges: what has come stays in the connection, for the server.
+        poll.register(connection, select.EPOLLIN | select.EPOLLET)
+
+    def _look(self, waiting: "_Waiting") -> None:
+        try:
+            come = waiting.connection.recv(MAX_HEAD_BYTES, socket.MSG_PEEK)
+        except BlockingIOError:
+            return
+        except OSError:
+            come = b""
+        if _END_OF_HEAD.search(come):
+            self._let_in(waiting)
+        elif not come or len(come) == MAX_HEAD_BYTES:
+            self._end(waiting, HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE)
+
+    def _let_in(self, waiting: "_Waiting") -> None:
+        if self._num_open >= self._max:
+            self._end(waiting, HTTPStatus.SERVICE_UNAVAILABLE)
+            return
+        waiting.connection.is_in = True
+        del self._waiting[waiting.connection.fileno()]
+        waiting.connection.setblocking(True)
+        with self._lock:
+            self._num_open += 1
+            if not self._ready:
+                with suppress(BrokenPipeError):  # closed meanwhile, which `_watch` sees next
+                    self._bell.send(b"!")
+            self._ready.append((waiting.connection, waiting.address))
+
+    def _end_oldest(self) -> None:
+        self._end(next(iter(self._waiting.values())), HTTPStatus.SERVICE_UNAVAILABLE)
+
+    def _end(self, waiting: "_Waiting", status: HTTPStatus) -> None:
+        del self._waiting[waiting.connection.fileno()]
+        body = Refused(status, status.description or status.phrase).body()
+        head = f"HTTP/1.1 {status} {status.phrase}\r\nContent-Type: application/json\r\n"
+        with waiting.connection, suppress(OSError):
+            waiting.connection.send(
+                f"{head}Content-Length: {len(body)}\r\nConnection: close\r\n\r\n".encode() + body
+            )
+            # what is left unread would take the reply back
+            waiting.connection.recv(2 * MAX_HEAD_BYTES)
+
+    def _release(self) -> None:
+        with self._lock:
+            self._num_open -= 1
+
+
+class _Connection(socket.socket):
+    """Gives its place back when it is closed."""
+
+    def __init__(self, of: socket.socket, number: int, release: Callable[[], None]) -> None:
+        super().__init__(of.family, of.type, of.proto, number)
+        self._release = release
+        self.is_in = False
+
+    def close(self) -> None:
+        if self.is_in:
+            self.is_in = False
+            self._release()
+        super().close()
+
+
+@dataclass(frozen=True)
+class _Waiting:
+    connection: _Connection
+    address: Any
+    due: float
+
+
 def make_server(app: Any, guard: Guard, headers: Headers, stops_within_s: int) -> Any:
     """A server of uvicorn for an ASGI application, to be run on sockets that listen. headers: of
     what is refused."""
     uvicorn = import_module("uvicorn")
-    config = uvicorn.Config(
-        _Guarded(app, guard, tuple(headers)),
-        http="h11",
-        ws="none",
-        loop="asyncio",
-        lifespan="off",
-        log_config=None,
-        log_level="error",  # what clients send wrongly is told to them
-        access_log=False,
-        limit_concurrency=MAX_CONNECTIONS,
-        h11_max_incomplete_event_size=MAX_HEAD_BYTES,
-        timeout_graceful_shutdown=stops_within_s,
-    )
-    return uvicorn.Server(config)
+
+    class Server(uvicorn.Server):  # type: ignore[name-defined]
+        def run(self, sockets: list[socket.socket]) -> None:
+            super().run([Door(each) for each in sockets])
+
+    options: dict[str, Any] = {
+        "log_config": None,
+        "lifespan": "off",
+        "access_log": False,
+        "ws": "none",
+        "loop": "asyncio",
+    }
+    options["log_level"] = "error"  # what clients send wrongly is told to them
+    config = uvicorn.Config(_Guarded(app, guard, tuple(headers)), http="h11", **options)
+    config.h11_max_incomplete_event_size = MAX_HEAD_BYTES
+    config.timeout_graceful_shutdown = stops_within_s
+    return Server(config)
 
 
 class _Guarded:
@@ -259,29 +427,42 @@ class _Guarded:
 def token_for_this_user(port: int, token: str) -> Iterator[Path | None]:
     """Meanwhile keep the token of a server on this machine in a file that only its user can read,
     where `token_of` finds it; None if there is no place for it."""
-    file: Path | None = None
-    try:
-        file = _token_file(port)
-        file.unlink(missing_ok=True)
-        with open(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as written:
-            written.write(token)
-    except (OSError, RuntimeError):  # the latter without a home
-        file = None
-    try:
+    with ExitStack() as stack:
+        file: Path | None = None
+        try:
+            file = _token_file(port)
+            file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            new = file.with_name(f".{file.name}-{os.getpid()}")
+            new.unlink(missing_ok=True)
+            with open(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as written:
+                written.write(token)
+            new.replace(file)
+            stack.callback(_forget, file, token)
+        except (OSError, RuntimeError):  # the latter without a home
+            file = None
         yield file
-    finally:
-        # else it is of a later server at this port
-        if file is not None and token_of(port) == token:
-            file.unlink(missing_ok=True)
 
 
 def token_of(port: int) -> str:
     """The token of this user's server at a port of this machine; empty if there is none."""
     try:
-        return read_file(_token_file(port), max_bytes=1000).decode()
+        with open(os.open(_token_file(port), os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)) as file:
+            found = os.fstat(file.fileno())
+            is_ours = (
+                found.st_uid == os.getuid()
+                and stat.S_ISREG(found.st_mode)
+                and not found.st_mode & 0o077
+            )
+            return file.read(1000) if is_ours else ""
     except (OSError, RuntimeError, ValueError):
         return ""
 
 
+def _forget(file: Path, token: str) -> None:
+    with suppress(OSError):
+        if file.read_text() == token:  # else it is of a later server at this port
+            file.unlink()
+
+
 def _token_file(port: int) -> Path:
-    return own_cache() / f"token-{socket.gethostname()}-{port}"
+    return Path("~/.cache/distflow").expanduser() / f"token-{socket.gethostname()}-{port}"

@@ -15,7 +15,7 @@ from socket import AF_INET, AF_INET6, create_server, socket
 from typing import Any
 
 from distflow.errors import UserError
-from distflow.http_guard import Guard, Refused, is_loopback, new_token, token_for_this_user
+from distflow.http_guard import Door, Guard, Refused, is_loopback, new_token, token_for_this_user
 from distflow.sandbox.inside.program_messages import from_text, to_text
 from distflow.sandbox.interface import Broken, Limits, Raised, SandboxFault
 from distflow.sandbox.local_sandbox import Sandbox, Session
@@ -30,7 +30,7 @@ _SESSIONS_EACH = 32
 _SLOT_S = 5.0
 _SOCKET_S = 150.0
 _BODY_S = 5.0
-"""For the first head, and the next part of a body."""
+"""For the next part of a body."""
 
 
 @dataclass
@@ -161,8 +161,7 @@ class Server(ThreadingHTTPServer):
             raise UserError(
                 f"{host}:{port} cannot be listened on: {getattr(error, 'strerror', error)}"
             ) from None
-        self.socket = listening
-        self._places = threading.BoundedSemaphore(_MAX_CONNECTIONS)
+        self.socket = Door(listening, _MAX_CONNECTIONS)
         self.server_address = listening.getsockname()
         self.token_file: Path | None = None
         if not token:
@@ -176,16 +175,6 @@ class Server(ThreadingHTTPServer):
         super().server_close()
         self.kept_token.close()
 
-    def verify_request(self, request: Any, client_address: Any) -> bool:
-        """Whether there is a place for a connection, which is closed otherwise."""
-        return self._places.acquire(blocking=False)
-
-    def process_request_thread(self, request: Any, client_address: Any) -> None:
-        try:
-            super().process_request_thread(request, client_address)
-        finally:
-            self._places.release()
-
     def service_actions(self) -> None:
         """Called by `serve_forever`, twice a second."""
         self.service.end_idle()
@@ -198,15 +187,13 @@ class _Handler(BaseHTTPRequestHandler):
     server: Server
     protocol_version = "HTTP/1.1"
     disable_nagle_algorithm = True
-    timeout = _BODY_S
-    """For the first head; later ones have `_SOCKET_S`."""
+    timeout = _SOCKET_S
     connection: socket
 
     def parse_request(self) -> bool:
         """Refuse what the guard refuses, whatever its method."""
         if not super().parse_request():
             return False
-        self.connection.settimeout(_SOCKET_S)
         try:
             self.server.guard.check(
                 self.command, self.path, [(n.lower(), v) for n, v in self.headers.items()]
