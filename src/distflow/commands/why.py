@@ -63,8 +63,8 @@ class StepContent(NamedTuple):
 def step_content(run_dir: Path, step: int) -> StepContent:
     """Raises UserError if the ledger has no such step."""
     from distflow.observe.report.activity import read_activity
-    from distflow.observe.report.step_times import device_price, step_times, times_lines
-    from distflow.observe.run_reader import MAX_BYTES, read_config, read_metrics, read_samples
+    from distflow.observe.report.step_times import step_times, times_lines
+    from distflow.observe.run_reader import MAX_BYTES, read_metrics, read_samples
     from distflow.observe.sample_files import SAMPLES, sample_file_name
 
     lineage = step_lineage(run_dir / LEDGER, step)
@@ -74,7 +74,7 @@ def step_content(run_dir: Path, step: int) -> StepContent:
     waits = []
     try:
         times = step_times(read_activity(run_dir, MAX_BYTES), read_metrics(run_dir))
-        time_lines = times_lines(times, step, device_price(read_config(run_dir)))
+        time_lines = times_lines(times, step)
         for (who, waits_for), seconds in times.waits([step]).items():
             waits.append({"who": who, "waits_for": waits_for, "seconds": seconds})
     except UserError as error:

@@ -9,7 +9,6 @@ import pytest
 from distflow.cli import main
 from distflow.launch.plans.measured_run import measured_run
 from distflow.launch.plans.run_planner import RunPlanner
-from distflow.observe.report.build import report_data
 from tests.launch.plans.measured_folder import KNOWN, TINY, write
 
 
@@ -67,14 +66,6 @@ def test_a_run_is_predicted_as_it_was_and_calibrates_the_next(tmp_path: Path) ->
     predicted = json.loads((tmp_path / "second/plan.json").read_text())["predicted"]
     assert predicted["calibrated_by"] == str(tmp_path / "first")
     assert predicted["phases"]["train_step"] == pytest.approx(run.phases["train_step"], rel=1e-6)
-    for name, ends in (("first", "set trainer.plan_from"), ("second", str(tmp_path / "first"))):
-        sentences = [
-            each
-            for each in report_data(tmp_path / name)["sentences"]
-            if "estimate before" in each["text"]
-        ]
-        assert len(sentences) == 1 and "it took" in sentences[0]["text"]
-        assert ends in sentences[0]["text"] + sentences[0]["advice"]
 
 
 def test_a_calibrated_plan_does_not_need_the_models_folder(

@@ -1,12 +1,9 @@
 """What the report judges, in words: each finding where it applies, and its silence where it does
 not."""
 
-import json
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
@@ -19,7 +16,6 @@ from distflow.observe.findings.learning_rules import (
     no_update,
     truncation,
 )
-from distflow.observe.findings.run_rules import predicted_and_measured
 from distflow.observe.findings.step_rules import StepRules
 from distflow.observe.report.build import report_data
 from distflow.observe.run_records import RunRecords
@@ -39,49 +35,6 @@ def steps(**columns: tuple[float, ...]) -> Steps:
 
 def texts(sentences: list[dict[str, str]]) -> str:
     return "\n".join(f"{sentence['text']} {sentence['advice']}" for sentence in sentences)
-
-
-@pytest.mark.parametrize(
-    ("source", "train", "tone", "words"),
-    [
-        (
-            "runs/a/b",
-            1.2,
-            "unknown",
-            "was 2 s a step and 1 GiB of memory; it took 1.9 s and at most 1.25 GiB.",
-        ),
-        (
-            "runs/a/b",
-            1.6,
-            "flat",
-            "wrong by more than half in train_step (expected 1.6 s, took 1 s).",
-        ),
-        ("", 9.0, "unknown", "was 2 s a step and 1 GiB of memory; it took 1.9 s"),
-    ],
-)
-def test_what_was_predicted_is_beside_what_was_measured(
-    source: str, train: float, tone: str, words: str, tmp_path: Path
-) -> None:
-    """The last four of five steps; validation and an early step do not count."""
-    timed = steps(
-        timing_s__step=(9.0, 1.9, 1.9, 2.9, 1.9),
-        timing_s__rollout=(5.0, 0.5, 0.5, 0.5, 0.5),
-        timing_s__train_step=(3.0, 1.0, 1.0, 1.0, 1.0),
-        timing_s__eval=(0.0, 0.0, 0.0, 1.0, 0.0),
-        memory__process__peak=(1.25,) * 5,
-    )
-    phases = {"rollout": 0.5, "train_step": train, "rest": 0.3, "step": 2.0}
-    run: Any = SimpleNamespace(run_dir=tmp_path, steps=timed)
-
-    def finding(predicted: object) -> Finding | None:
-        (tmp_path / "plan.json").write_text(json.dumps({"predicted": predicted}))
-        return predicted_and_measured(run)
-
-    found = finding({"phases": phases, "peak_bytes": 2**30, "calibrated_by": source})
-    assert found is not None and found.tone == tone and words in found.text
-    assert (source or "trainer.plan_from") in found.text + found.advice
-    for damaged in (None, {}, {"phases": 3}, {"phases": {"step": "x"}}):
-        assert finding(damaged) is None
 
 
 @pytest.mark.parametrize(

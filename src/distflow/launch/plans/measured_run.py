@@ -14,7 +14,6 @@ from distflow.config.compose.load_config import config_of_run
 from distflow.errors import UserError, count_of
 from distflow.observe import run_reader
 from distflow.observe.crash_safe_files import read_object
-from distflow.observe.findings.run_rules import UNPLANNED
 from distflow.observe.report.activity import RunActivity, read_activity
 from distflow.observe.run_reader import MetricsRecord
 from distflow.planning.devices import Device
@@ -28,6 +27,8 @@ from distflow.planning.plan import Plan, RankPlan
 from distflow.planning.predicted_run import PredictedRun, RunFacts, share_of_device
 from distflow.planning.step_times import StepTimes
 
+_UNPLANNED = ("eval", "save", "save_wait", "start")
+"""Phases that a plan leaves out."""
 _MOST_STEPS = 100
 _MOST_FILES = 10
 _FEWEST = 2
@@ -231,7 +232,7 @@ class _TimedSteps:
         """Of each step, without what a plan leaves out."""
         found = []
         for step in self.steps:
-            left_out = sum(step.seconds(name) for name in UNPLANNED)
+            left_out = sum(step.seconds(name) for name in _UNPLANNED)
             found.append(step.seconds("step") - left_out)
         return found
 

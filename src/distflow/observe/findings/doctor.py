@@ -15,9 +15,7 @@ from distflow.observe.findings.learning_rules import (
 )
 from distflow.observe.findings.run_rules import (
     MAX_SHOWN,
-    PLANNED,
     idle_workers,
-    predicted_and_measured,
     reward_errors,
 )
 from distflow.observe.findings.step_rules import STEP_RULES, rules_over
@@ -67,7 +65,6 @@ RUN_RULES = (
     ),
     RunRule("reward-errors", "", "", reward_errors),
     RunRule("idle-workers", "spans", "warning", idle_workers),
-    RunRule(PLANNED, "timing_s/step", "warning", predicted_and_measured),
 )
 """In the order in which a report shows their findings."""
 

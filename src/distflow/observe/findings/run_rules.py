@@ -1,27 +1,19 @@
 """Rules over the whole of a run: its samples, its ledger, its spans and its plan."""
 
 import math
-import statistics
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 
 from distflow.errors import joined
-from distflow.observe.crash_safe_files import read_object, to_number
 from distflow.observe.findings.finding import (
     MANY_STEPS,
     Finding,
-    Steps,
     known_values,
 )
 from distflow.observe.run_reader import sample_splits
 from distflow.observe.run_records import RunRecords
 from distflow.observe.writing.timing import DATA, ENGINE, RANKS, REWARDS
 
-PLANNED = "slower-than-plan"
-MISSED = 0.5
-"""The share of what was measured by which a plan may miss it."""
-UNPLANNED = ("eval", "save", "save_wait", "start")
-"""Phases that a plan leaves out."""
 MAX_SHOWN = 300
 MAX_UIDS = 5
 _MUCH_IDLE = 0.2
@@ -55,77 +47,6 @@ _ADVICE_BY_CAUSE = {
     ),
 }
 """What to do by the beginning of what idle workers waited for."""
-
-
-def predicted_and_measured(run: RunRecords) -> Finding | None:
-    """A step's time and memory beside the estimate before the start, by the medians of the steps.
-    What the estimate missed by more than half is named if a run calibrated it."""
-    predicted = read_object(run.run_dir / "plan.json", run.run_dir).get("predicted")
-    phases = predicted.get("phases") if isinstance(predicted, Mapping) else None
-    if not isinstance(predicted, Mapping) or not isinstance(phases, Mapping):
-        return None
-    expected: dict[str, float] = {}
-    for name, value in phases.items():
-        seconds = to_number(value)
-        if seconds is not None:
-            expected[name] = seconds
-    measured = measured_phases(run.steps)
-    if "step" not in measured or "step" not in expected:
-        return None
-    others = [name for name in expected if name != "step" and name in measured]
-    measured["rest"] = measured["step"] - sum(measured[name] for name in others)
-    missed = []
-    for name, seconds in expected.items():
-        took = measured.get(name)
-        if took is not None and _misses(seconds, took, measured["step"]):
-            missed.append(f"{name} (expected {seconds:.3g} s, took {took:.3g} s)")
-    said = f"it took {measured['step']:.3g} s"
-    estimate = f"{expected['step']:.3g} s a step"
-    peak = predicted.get("peak_bytes")
-    used = known_values(run.steps, "memory/process/peak")
-    if isinstance(peak, int | float) and used:  # in GiB, as a report has them
-        said += f" and at most {max(used):.3g} GiB"
-        estimate += f" and {peak / 2**30:.3g} GiB of memory"
-        if abs(peak / 2**30 - max(used)) > MISSED * max(used):
-            missed.append("peak memory")
-    source = predicted.get("calibrated_by")
-    if not source:
-        return Finding(
-            "unknown",
-            f"The estimate before the start was {estimate}; {said}.",
-            "To estimate the next run by this one, set trainer.plan_from to its folder.",
-        )
-    text = f"The estimate before the start, by {source}, was {estimate}; {said}."
-    if not missed:
-        return Finding("unknown", text)
-    advice = f"Calibrate the plan by this run (distflow plan --from), instead of {source}."
-    return Finding("flat", f"{text} It was wrong by more than half in {joined(missed)}.", advice)
-
-
-def measured_phases(steps: Steps) -> dict[str, float]:
-    """Medians of the steps' times by phase, as a plan has them: without validation and checkpoints,
-    and without the first quarter of the steps."""
-    timed = [values for _, values in sorted(steps.items()) if "timing_s/step" in values]
-    if not timed:
-        return {}
-    first = max(1, len(timed) // 4)
-    timed = timed[min(len(timed) - 1, first) :]
-    names = {name for values in timed for name in values if name.startswith("timing_s/")}
-    found = {}
-    for name in names:
-        seconds = [values.get(name, 0.0) for values in timed]
-        found[name.removeprefix("timing_s/")] = statistics.median(seconds)
-    planned = []
-    for values in timed:
-        unplanned = sum(values.get(f"timing_s/{name}", 0.0) for name in UNPLANNED)
-        planned.append(values["timing_s/step"] - unplanned)
-    found["step"] = statistics.median(planned)
-    return found
-
-
-def _misses(predicted: float, measured: float, step: float) -> bool:
-    """Parts below a twentieth of a step do not count."""
-    return max(predicted, measured) > step / 20 and abs(predicted - measured) > MISSED * measured
 
 
 def reward_errors(run: RunRecords) -> Finding | None:

@@ -14,13 +14,12 @@ from distflow.observe.findings.doctor import Examination, examine
 from distflow.observe.findings.finding import Finding
 from distflow.observe.findings.headline import MAX_SENTENCE, judgements, sentences, tiles
 from distflow.observe.findings.learning_rules import accuracy_counts_nothing
-from distflow.observe.findings.run_rules import PLANNED
 from distflow.observe.findings.summary import Accuracy, EventGroup
 from distflow.observe.metrics import find_metric
 from distflow.observe.report import chart_data as charts
 from distflow.observe.report import domains, samples
 from distflow.observe.report.page import PAGE_BYTES, page
-from distflow.observe.report.step_times import device_price, times_json
+from distflow.observe.report.step_times import times_json
 from distflow.observe.run_reader import Event
 from distflow.observe.run_records import RunRecords
 from distflow.observe.writing.run_folder import RunFolderError, is_ours
@@ -125,8 +124,6 @@ class RunPages(RunRecords):
         found = self.examination.findings
         events = self.events
         records = self.records
-        planned = [each for each in found if each.rule == PLANNED and each.tone == "unknown"]
-        found = [each for each in found if each not in planned]
         written = max(
             [event.t for event in events[-1:]] + [record.t for record in records[-1:]], default=0.0
         )
@@ -137,7 +134,7 @@ class RunPages(RunRecords):
         return {
             "failure": _failure(failed) if failed else None,
             "judgements": [f"{finding.text} {finding.advice}".rstrip() for finding in judged[:3]],
-            "sentences": sentences(judged, self.steps, events, [*planned, *damaged]),
+            "sentences": sentences(judged, self.steps, events, damaged),
         }
 
     def learned(self) -> dict[str, Any]:
@@ -164,7 +161,7 @@ class RunPages(RunRecords):
 
     def time(self) -> dict[str, Any]:
         """Where the time of steps goes."""
-        return {"times": times_json(self.times, device_price(self.config))}
+        return {"times": times_json(self.times)}
 
     def setup(self) -> dict[str, Any]:
         """How it was configured, and what happened."""

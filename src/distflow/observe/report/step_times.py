@@ -12,7 +12,6 @@ from math import inf
 from typing import Any, NamedTuple
 
 from distflow.errors import count_of
-from distflow.observe.crash_safe_files import JSON, to_number
 from distflow.observe.report.activity import RunActivity
 from distflow.observe.run_reader import MetricsRecord
 from distflow.observe.writing.run_folder import Span
@@ -219,15 +218,9 @@ def _by_step(
     yield from seconds.items()
 
 
-def device_price(config: Mapping[str, JSON]) -> float | None:
-    """Of a device for an hour, by the config of a run."""
-    cost = config.get("cost")
-    return to_number(cost.get("gpu_hour")) if isinstance(cost, dict) else None
-
-
-def times_json(times: StepTimes, price: float | None = None) -> dict[str, Any]:
+def times_json(times: StepTimes) -> dict[str, Any]:
     """For a page, and for `--json`. bars: a run of steps each, with the seconds of the first
-    training loop by place in `parts`. price: of a device for an hour."""
+    training loop by place in `parts`."""
     steps = list(times.windows)
     size = -(-len(steps) // _MAX_BARS) or 1
     bars = []
@@ -255,11 +248,10 @@ def times_json(times: StepTimes, price: float | None = None) -> dict[str, Any]:
         "workers": times.workers,
         "seconds": times.seconds(steps),
         "idle": sum(times.idle.values()),
-        "gpu_hour": price,
     }
 
 
-def times_lines(times: StepTimes, step: int, price: float | None = None) -> list[str]:
+def times_lines(times: StepTimes, step: int) -> list[str]:
     """The time of one step in lines of text."""
     if step not in times.windows:
         return []
@@ -271,13 +263,8 @@ def times_lines(times: StepTimes, step: int, price: float | None = None) -> list
     longest = sorted(phases.items(), key=lambda each: -each[1])
     worked = [f"{name} {seconds:.2f}" for name, seconds in longest]
     waits = [f"{who} for {on} {s:.2f}" for (who, on), s in times.waits([step]).items()]
-    lines = [
+    return [
         f"time      {end - start:.2f} s: {', '.join(worked)}",
         f"waits     {', '.join(waits) or 'none'}",
         f"idle      {times.idle_share([step]) or 0.0:.0%} of {count_of(times.workers, 'worker')}",
     ]
-    if price is not None:
-        costs = times.seconds([step]) / 3600 * price
-        lost = times.idle[step] / 3600 * price
-        lines.append(f"costs     {costs:.2f}, of it {lost:.2f} idle (cost.gpu_hour={price:g})")
-    return lines

@@ -14,11 +14,8 @@ function showStepTimes() {
   figure.querySelector(".legend").replaceChildren(...phases.map((phase) =>
     swatch(phaseColor(phase), phase || "between phases", percent(sums.reduce((sum, own, place) => sum + (times.parts[place].phase === phase ? own : 0), 0) / total))));
   figure.querySelector(".drawing").replaceChildren(drawStepTimes(times, sums));
-  const price = times.gpu_hour;
-  const money = (time) => (price * time / 3600).toFixed(2);
-  const costs = price === null ? "" : ` They cost ${money(times.seconds)}, of it ${money(times.idle)} idle (cost.gpu_hour=${price}).`;
   figure.querySelector("figcaption").textContent =
-    `A bar is a step of the training loop; its pale parts are waits. ${plural(times.workers, "worker")} ran ${seconds(times.seconds)}, and ${percent(times.idle / times.seconds)} of that was idle: the training loop waited and the engine drew nothing.${costs}`;
+    `A bar is a step of the training loop; its pale parts are waits. ${plural(times.workers, "worker")} ran ${seconds(times.seconds)}, and ${percent(times.idle / times.seconds)} of that was idle: the training loop waited and the engine drew nothing.`;
   figure.querySelector(".scroll")?.remove();
   figure.append(table("Who waits for whom", [["who", ({ who }) => who], ["waits for", (row) => row["waits for"]], ["time", (row) => seconds(row.seconds)]], times.waits));
 }
