@@ -250,8 +250,6 @@ MODEL = {"actor_rollout_ref.model.path": "builtin:tiny-arithmetic", "data.train_
             },
             "model.path is an object of GPT2LMHeadModel: save it to a folder",
         ),
-        ({"rewards": lengths}, "train has no argument 'rewards'; did you mean 'reward'"),
-        ({"model": "x"}, "no argument 'model'; keys of the config are overrides"),
         ({"preset_or_config": {"defaults": ["grpo", "ppo"]}}, "name the single preset"),
     ],
 )

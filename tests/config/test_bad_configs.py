@@ -642,22 +642,7 @@ BAD: dict[str, tuple[str, list[str], str, tuple[str, ...]]] = {
         "grpo",
         ["dag.pipeline=[{id: a}]"],
         "dag.pipeline",
-        ("entry 1 without 'func'",),
-    ),
-    "a node in siiRL's words": (
-        "grpo",
-        [
-            (
-                "dag.pipeline=[{node_id: a, node_type: COMPUTE, dependencies: [], executable_ref: "
-                "'m.f'}]"
-            )
-        ],
-        "dag.pipeline",
-        (
-            "entry 1 in siiRL's words",
-            "'node_id' is id, 'node_type' is type",
-            "'executable_ref' is func here",
-        ),
+        ("an entry 1 with no id or func",),
     ),
     "a node with an unknown key": (
         "grpo",
@@ -1343,12 +1328,6 @@ BAD: dict[str, tuple[str, list[str], str, tuple[str, ...]]] = {
                 ("reward.functions.a",),
             ),
             (
-                "a reward of no domain",
-                [DOMAIN_A, "reward.functions.aa=[format]"],
-                "reward.functions.aa",
-                ("did you mean a?",),
-            ),
-            (
                 "a reward of a domain misspelt",
                 ["data.domains={a: {train_files: a.jsonl, reward: mth}}"],
                 "data.domains.a.reward",
@@ -1396,12 +1375,6 @@ BAD: dict[str, tuple[str, list[str], str, tuple[str, ...]]] = {
                 [DOMAIN_A, "data.domains.a.system_prompt=x"],
                 "data.domains.a.system_prompt",
                 ("chat",),
-            ),
-            (
-                "a domain's conversations in rl",
-                [DOMAIN_A, "data.domains.a.messages_key=m"],
-                "data.domains.a.messages_key",
-                ("has no effect",),
             ),
             (
                 "one answer to a prompt of a domain",

@@ -1,13 +1,11 @@
 """`distflow.train`: starts the same run from Python that the command line would start."""
 
-import functools
-import inspect
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from distflow import __version__
 from distflow.api.arguments_to_config import Overrides, PythonInputs, Reward, Rows, key_of, to_lines
@@ -17,7 +15,7 @@ from distflow.config.compose.check_paths import NEEDED_TO_TRAIN
 from distflow.config.compose.setting_origins import base_preset
 from distflow.config.derived_settings import check_keys, launch_target, resume_override
 from distflow.data import global_random_states
-from distflow.errors import blaming, called_from_python, hint, nearest
+from distflow.errors import blaming, called_from_python
 from distflow.import_target import load
 from distflow.observe.sanitized_output import escape_control
 from distflow.observe.writing.run_folder import claimed
@@ -25,8 +23,6 @@ from distflow.observe.writing.run_folder import claimed
 if TYPE_CHECKING:
     from distflow.runtime.spec import Launch, Spec
 
-P = ParamSpec("P")
-T = TypeVar("T")
 PresetOrConfig = str | Path | Mapping[str, object]
 
 
@@ -132,26 +128,6 @@ def say(line: str) -> None:
     print(escape_control(line), flush=True)
 
 
-def _checked_names(function: Callable[P, T]) -> Callable[P, T]:
-    """The function with a UserError for arguments that it does not have, in place of Python's
-    TypeError."""
-    known = inspect.signature(function).parameters
-
-    @functools.wraps(function)
-    def checked(*args: P.args, **kwargs: P.kwargs) -> T:
-        for name in (each for each in kwargs if each not in known):
-            meant = hint(name, known) if nearest(name, known) else ""
-            keys = (
-                "keys of the config are overrides, e.g. {'actor_rollout_ref.model.path': "
-                "'my_model'}"
-            )
-            raise UserError(f"{function.__name__} has no argument '{name}'{meant}; {keys}")
-        return function(*args, **kwargs)
-
-    return checked
-
-
-@_checked_names
 @called_from_python()
 def train(
     preset_or_config: PresetOrConfig,

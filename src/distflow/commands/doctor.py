@@ -78,13 +78,11 @@ def run_doctor(arguments: argparse.Namespace) -> int:
         return 0
     if arguments.run_dir is not None:
         return _examine(find_run(arguments.run_dir), arguments.json, arguments.trust_code)
-    from distflow.launch.threads import find_thread_faults
-
     versions = {name: _version(name) for name in NEEDED}
     packages = [f"{name} {version or 'missing'}" for name, version in versions.items()]
     missing = [name for name, version in versions.items() if version is None]
     faults = [f"the package {name} is missing: pip install {name}" for name in missing]
-    faults += [*_disk_faults(), *find_thread_faults()]
+    faults += _disk_faults()
     lines = [
         f"distflow {__version__}",
         "",

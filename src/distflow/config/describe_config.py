@@ -1,6 +1,6 @@
 """A short description of a config, and the explanation of one key."""
 
-from distflow.builtin_names import ESTIMATORS, POLICY_LOSSES
+from distflow.builtin_names import POLICY_LOSSES
 from distflow.config.compose.load_config import Loaded
 from distflow.config.compose.setting_origins import COMMAND_LINE
 from distflow.config.compose.typed_values import type_name
@@ -25,21 +25,11 @@ from distflow.import_target import own_name
 def describe(config: Config) -> list[str]:
     """A few lines such as `64 prompts × 8 = 512 samples → 1 optimizer step of 512, on-policy`."""
     if not is_rl(config):
-        return [
-            _supervised_step(config),
-            _learning_rate(config),
-            _run(config),
-            *_unsaved(config.trainer),
-        ]
-    lines = [
-        _step(config),
-        _objective(config),
-        _kl(config),
-        _tokens(config),
-        _learning_rate(config),
-        _run(config),
-    ]
-    return lines + _notes(config) + _unsaved(config.trainer)
+        examples = count_of(config.data.train_batch_size, "example")
+        lines = [f"{examples} → {_updates(config, 1)}"]
+    else:
+        lines = [_step(config), _objective(config), _kl(config)]
+    return [*lines, _tokens(config), _learning_rate(config), _run(config), *_notes(config)]
 
 
 def _step(config: Config) -> str:
@@ -56,15 +46,6 @@ def _step(config: Config) -> str:
     if len(sizes) > 1:
         samples = f"{count_of(prompts, 'prompt')} × {sizes[0]} to {sizes[-1]} samples"
     return f"{samples} → {_updates(config, *sizes)}, {policy}"
-
-
-def _supervised_step(config: Config) -> str:
-    longest = config.data.max_prompt_length + config.data.max_response_length
-    examples = count_of(config.data.train_batch_size, "example")
-    return (
-        f"{examples} → {_updates(config, 1)}, {longest} tokens each at most, "
-        f"{_micro_batches(config)}"
-    )
 
 
 def _updates(config: Config, group_size: int, *others: int) -> str:
@@ -101,20 +82,11 @@ def _objective(config: Config) -> str:
 
 
 def _clips(config: Config) -> list[str]:
-    actor = config.actor_rollout_ref.actor
-    loss = POLICY_LOSSES.get(actor.policy_loss)
-    if loss is None or not loss.clips:
+    loss = POLICY_LOSSES.get(config.actor_rollout_ref.actor.policy_loss)
+    if loss is None or not loss.clips or loss.divergence:
         return []
     low, high = clip_range(config)
-    if loss.divergence:
-        weight = "untruncated" if actor.clip_ratio_c is None else f"at most {actor.clip_ratio_c:g}"
-        return [f"divergence at most {low:g} down, {high:g} up", f"weight {weight}"]
-    clips = [f"ratio in [{1 - low:g}, {1 + high:g}]"]
-    if loss.dual_clips:
-        clips.append(
-            "no dual clip" if actor.clip_ratio_c is None else f"dual clip {actor.clip_ratio_c:g}"
-        )
-    return clips
+    return [f"ratio in [{1 - low:g}, {1 + high:g}]"]
 
 
 def _kl(config: Config) -> str:
@@ -140,24 +112,10 @@ def _tokens(config: Config) -> str:
     data = config.data
     limit = config.actor_rollout_ref.actor.ppo_max_token_len_per_gpu
     longest = data.max_prompt_length + data.max_response_length
-    total = (
-        f"{data.max_prompt_length} + {data.max_response_length} = {longest} tokens per sample at "
-        "most"
-    )
-    alone = (
-        "; the longest sample is its own micro-batch"
-        if limit is not None and longest > limit
-        else ""
-    )
-    return f"{total}, {_micro_batches(config)}{alone}"
-
-
-def _micro_batches(config: Config) -> str:
-    limit = config.actor_rollout_ref.actor.ppo_max_token_len_per_gpu
+    micro_batches = "of a size that fits the device" if limit is None else f"of {limit} tokens"
     return (
-        "micro-batches of a size that fits the device"
-        if limit is None
-        else f"micro-batches of {limit} tokens"
+        f"{data.max_prompt_length} + {data.max_response_length} = {longest} tokens per sample at "
+        f"most, micro-batches {micro_batches}"
     )
 
 
@@ -190,48 +148,19 @@ def _notes(config: Config) -> list[str]:
     rollout = config.actor_rollout_ref.rollout
     off = {"top_p": 1.0, "top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0}
     shaped = [name for name, value in off.items() if getattr(rollout, name) != value]
-    notes = (
-        [f"note: {', '.join(shaped)} in training: the sampled policy is not the trained one"]
-        if shaped
-        else []
-    )
-    if rollout.url:
-        notes.append(
-            f"note: {rollout.name} at {', '.join(rollout.url)}: the run can neither restart a "
-            "server at an address nor "
-            "set its options; weights are sent as files, so the server must read this machine's "
-            "/dev/shm and /tmp"
-        )
-    if (
-        rollout.n == 1
-        and (estimator := ESTIMATORS.get(config.algorithm.adv_estimator))
-        and estimator.needs_group
-    ):
-        notes.append(
-            f"note: {config.algorithm.adv_estimator} has only one response per prompt to compare"
-        )
-    return notes
-
-
-def _unsaved(trainer: TrainerConfig) -> list[str]:
-    """A note for 0, which may be meant as "only the last step"; -1 is known to switch checkpoints
-    off."""
-    is_unsaved = trainer.save_freq == 0 and _every(trainer, "save_freq") == _NEVER
-    return (
-        ["note: trainer.save_freq=0 saves no checkpoint, so the trained model is lost"]
-        if is_unsaved
-        else []
-    )
-
-
-_NEVER = "never"
+    if not shaped or not is_rl(config):
+        return []
+    return [f"note: {', '.join(shaped)} in training: the sampled policy is not the trained one"]
 
 
 def _every(trainer: TrainerConfig, key: str) -> str:
     units = {"": "step", "_epochs": "epoch", "_secs": "second"}
-    numbers = {unit: getattr(trainer, key + end) or 0 for end, unit in units.items()}
-    told = [unit if n == 1 else f"{n:g} {unit}s" for unit, n in numbers.items() if n > 0]
-    return f"every {' or '.join(told)}" if told else _NEVER
+    told = []
+    for end, unit in units.items():
+        number = getattr(trainer, key + end) or 0
+        if number > 0:
+            told.append(unit if number == 1 else f"{number:g} {unit}s")
+    return f"every {' or '.join(told)}" if told else "never"
 
 
 def explain(key: str, loaded: Loaded) -> str:

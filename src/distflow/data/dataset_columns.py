@@ -191,21 +191,6 @@ def _strike_found(missing: dict[str, str], values: Values, columns: Columns) -> 
             del missing[key]
 
 
-def rows_of_domain(rows: Iterable[FileRow], columns: Columns, bad: BadRows) -> Iterator[int]:
-    """The positions, from 0, of the rows with tags of the source's domain; rows without a known tag
-    go to `bad`."""
-    for place, (origin, found) in enumerate(rows):
-        try:
-            if isinstance(found, str):
-                raise RowError(found)
-            tag = _tag(found, columns)
-        except RowError as error:
-            bad.add(origin, str(error))
-            continue
-        if columns.domain_of_tag[tag] == columns.only_domain:
-            yield place
-
-
 def find(values: Values, name: str) -> object:
     """The value of a column, or None; a name that is not a column is tried as a dotted path."""
     if name in values:

@@ -5,8 +5,7 @@ import hashlib
 from array import array
 from bisect import bisect_right
 from codecs import BOM_UTF8
-from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate
 from pathlib import Path
@@ -38,8 +37,6 @@ class IndexedFile:
     """For JSONL: the file with each row's line number and first byte."""
     group_ends: tuple[int, ...] = ()
     """For Parquet: the rows up to the end of each row group."""
-    chosen: Path | None = None
-    """The file with the numbers of the used rows, if not all are."""
 
     def row(self, index: int) -> FileRow:
         """The row, from 0. Raises UserError if the file has changed since it was indexed, or cannot
@@ -47,8 +44,6 @@ class IndexedFile:
         try:
             if self.path.stat().st_size != self.size:
                 raise ValueError("the file has changed since the run began: start the run again")
-            if self.chosen is not None:
-                index = int(_numbers(self.chosen)[index])
             return self._table_row(index) if self.places is None else self._line(self.places, index)
         except (OSError, pyarrow.ArrowException, ValueError) as error:
             raise UserError(f"row {index + 1} of '{self.path}' cannot be read: {error}") from error
@@ -71,13 +66,6 @@ class IndexedFile:
 
 def _numbers(file: Path) -> "np.memmap[Any, np.dtype[np.int64]]":
     return np.memmap(check_file(file), np.int64, "r")
-
-
-def choose_rows(found: IndexedFile, rows: Iterable[int], folder: Path) -> IndexedFile:
-    """The index of only these rows of the file."""
-    numbers = array("q", rows)
-    chosen = _write(numbers, folder, hashlib.sha256(numbers.tobytes()).hexdigest())
-    return replace(found, num_rows=len(numbers), chosen=chosen)
 
 
 def _write(numbers: "array[int]", folder: Path, fingerprint: str) -> Path:

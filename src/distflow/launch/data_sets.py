@@ -40,7 +40,6 @@ from distflow.data.dataset_columns import (
     listed,
     plain,
     read_rows,
-    rows_of_domain,
 )
 from distflow.data.encode_rows import encode_rows
 from distflow.data.encoded_prompts import (
@@ -50,8 +49,8 @@ from distflow.data.encoded_prompts import (
     PromptSet,
     UnusableRow,
 )
-from distflow.data.rows_on_demand import IndexedFile, choose_rows, index_file
-from distflow.data.sources import load_rows, read_file
+from distflow.data.rows_on_demand import IndexedFile, index_file
+from distflow.data.sources import load_rows
 from distflow.errors import UserError
 from distflow.graph import BoundPipeline
 from distflow.models.loading import end_token_ids, has_image_processor
@@ -241,11 +240,6 @@ class LazyRows(PromptRows):
             num_rows = 0
             for path in _files_of(source.files):
                 found = index_file(path, folder, source.key)
-                if source.columns.domain_of_tag:
-                    bad = BadRows(source.bad_rows)
-                    rows = rows_of_domain(read_file(found.path, source.key), source.columns, bad)
-                    found = choose_rows(found, rows, folder)
-                    bad.check()
                 if source.max_samples >= 0:
                     found = replace(
                         found, num_rows=min(found.num_rows, source.max_samples - num_rows)
@@ -307,19 +301,12 @@ Read = list[tuple[DataSource, Rows]]
 
 
 def read_sources(sources: Sequence[DataSource], run_dir: Path) -> Read:
-    """The rows of each source. Bad rows of a file that several sources share by tags are counted
-    once; validation sources without rows are left out. Raises as `DataSource.read` does, and if no
-    row has a domain's tag."""
+    """The rows of each source; validation sources without rows are left out. Raises as
+    `DataSource.read` does, and if no row has a domain's tag."""
     found = Read()
-    known = set[str]()
     for source in sources:
         rows, bad = source.read(run_dir)
-        if source.columns.domain_of_tag:
-            bad.reasons[:] = [
-                reason for reason in bad.reasons if f"{source.key} {reason}" not in known
-            ]
         if rows:
-            known |= {f"{source.key} {reason}" for reason in bad.reasons}
             found.append((source, (rows, bad)))
         elif source.key.endswith("train_files"):
             own = [

@@ -3,7 +3,6 @@
 import ctypes
 import math
 import os
-import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -107,22 +106,6 @@ def avoid_cudnn_attention() -> None:
     """Have torch choose among its own kernels. cuDNN plans each shape of a batch, in each thread,
     which takes 50 ms; in reinforcement learning shapes rarely repeat."""
     torch.backends.cuda.enable_cudnn_sdp(False)
-
-
-def find_thread_faults() -> list[str]:
-    """A message if the environment asks for more threads than this process has cores, or is not a
-    number."""
-    wanted = os.environ.get("OMP_NUM_THREADS", "")
-    cores = own_cores()
-    if wanted and not re.fullmatch(r"[\d, ]+", wanted):
-        return [
-            f"OMP_NUM_THREADS={wanted!r} is not a number of threads and has no effect: unset it"
-        ]
-    if wanted.isdigit() and int(wanted) > cores:
-        return [
-            f"OMP_NUM_THREADS={wanted}, but there are {cores} cores: threads will compete; unset it"
-        ]
-    return []
 
 
 _CGROUPS = Path("/sys/fs/cgroup")

@@ -609,29 +609,10 @@ def test_describe_tells_the_rest():
         "30 epochs",
     ):
         assert part in lines
-    attached = [
-        "actor_rollout_ref.rollout.name=vllm",
-        "actor_rollout_ref.rollout.url=http://host:8000",
-    ]
-    lines = describe(load_config("grpo", [*GOOD, *attached]).config)
-    assert "vllm at http://host:8000: the run can neither restart" in lines[-1]
     custom = [*GOOD, "dag.pipeline=a.b:pipeline"]
     lines = describe(load_config("quickstart_grpo", custom, complete=False).config)
     assert "no KL term" in lines  # it may have a reference all the same
-    assert (
-        "one response per prompt" in describe(load_config("verl_grpo", complete=False).config)[-1]
-    )
     assert "in the reward (kl × 0.001)" in "\n".join(describe(load_config("ppo", GOOD).config))
     assert describe(load_config("sft", GOOD).config)[0].startswith(
-        "64 examples → 1 optimizer step of 64, "
+        "64 examples → 1 optimizer step of 64"
     )
-    for preset in ("grpo", "sft"):
-        unsaved, off = (
-            describe(load_config(preset, [*GOOD, f"trainer.save_freq={n}"]).config)[-1]
-            for n in (0, -1)
-        )
-        assert (
-            unsaved
-            == "note: trainer.save_freq=0 saves no checkpoint, so the trained model is lost"
-            != off
-        )

@@ -1,21 +1,17 @@
 """Views of DuckDB over the folders of runs: what each holds, also of damaged files."""
 
-import json
 import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from distflow.cli import main
-from distflow.data.batch import Batch
 from distflow.errors import UserError
 from distflow.launch.run_folders.sql_views import VIEWS, write_views
 from distflow.observe.sample_files import COLUMNS
 from distflow.observe.writing.run_folder import RunFolder
-from distflow.runtime.run_recorder import keep_groups
 from tests.commands.test_why import write_run as write_ledger_run
 from tests.observe.conftest import HOSTILE, write_run
 
@@ -123,11 +119,8 @@ def test_torn_files_rolled_back_steps_and_links_out_of_the_folder_are_left_out(
     assert counts == [(1, 16), (2, 16), (3, 1)]
 
 
-def test_groups_and_versions_come_from_the_ledger(tmp_path: Path) -> None:
+def test_groups_come_from_the_ledger(tmp_path: Path) -> None:
     run_dir = write_ledger_run(tmp_path / "run")
-    with (run_dir / "ledger.jsonl").open("a") as file:
-        odd = {"kind": "version", "restart": 0, "t": "x", "step": 2**70, "weights": [1]}
-        file.write(json.dumps(odd) + "\n")
     ask = views_of(run_dir)
     query = "select group_id, state, step, attempts, tokens, worker from groups where group_id < 4"
     assert ask(query + " order by 1") == [
@@ -138,27 +131,6 @@ def test_groups_and_versions_come_from_the_ledger(tmp_path: Path) -> None:
     ]
     assert ask("select reason from groups where group_id = 3") == [
         ("\x1b]0;owned\x07\u202egnp\nnext",)
-    ]
-    assert ask("select step, weights from versions order by 1") == [(1, 1), (2, 2), (None, None)]
-
-
-def test_tokens_of_saved_groups_without_a_torn_file(tmp_path: Path) -> None:
-    run_dir = write_run(tmp_path / "run", num_steps=1)
-    batch = Batch(torch.tensor([1, 1]), torch.tensor([2, 1]))
-    batch["uid"] = ["0-0", "0-1"]
-    batch["group_index"] = torch.tensor([0, 0])
-    batch["response_ids"] = torch.tensor([[5, 6], [7, 0]])
-    batch["response_mask"] = torch.ones(2, 2)
-    batch["old_log_probs"] = torch.tensor([[-1.0, -2.0], [-3.0, 0.0]])
-    keep_groups(run_dir, 1, batch)
-    (run_dir / "tokens" / "000002.safetensors").write_bytes(
-        (run_dir / "tokens" / "000001.safetensors").read_bytes()[:-3]
-    )
-    query = "select step, uid, position, token, is_trained, old_log_prob, ref_log_prob from tokens"
-    assert views_of(run_dir)(query) == [
-        (1, "0-0", 0, 5, True, -1.0, None),
-        (1, "0-0", 1, 6, True, -2.0, None),
-        (1, "0-1", 0, 7, True, -3.0, None),
     ]
 
 

@@ -34,14 +34,6 @@ NODE_KEYS = (
     "retry_limit",
     "policy",
 )
-_OF_SIIRL = {
-    "node_id": "id",
-    "node_type": "type",
-    "node_role": "role",
-    "dependencies": "deps",
-    "executable_ref": "func",
-}
-"""Keys of a node in siiRL's files, with their names here."""
 WITHOUT_FUNC = ("PUT_TO_BUFFER", "GET_FROM_BUFFER", "BARRIER_SYNC", "DATA_LOAD", "ENV_INTERACT")
 """Types of nodes that need no func."""
 
@@ -148,31 +140,15 @@ def _check_node(place: int, node: object, seen: set[str]) -> None:
         raise Mismatch(
             f"has {node!r} as entry {place}, not a mapping", f"its keys are {', '.join(NODE_KEYS)}"
         )
-    renamed = [name for name in node if name in _OF_SIIRL]
-    if renamed:
-        names = ", ".join(f"'{name}' is {_OF_SIIRL[name]}" for name in renamed)
-        raise Mismatch(f"has an entry {place} in siiRL's words", f"{names} here")
-    has_own = (
-        "func" not in node
-        and str(node.get("type")).removeprefix("NodeType.").upper() in WITHOUT_FUNC
-    )
-    for name in ("id", "func"):
-        if not isinstance(node.get(name), str) and not (name == "func" and has_own):
-            raise Mismatch(
-                f"has an entry {place} without '{name}'",
-                (
-                    "every node has an id and a func: module:function; only the types "
-                    f"{', '.join(WITHOUT_FUNC)} need none"
-                ),
-            )
-    unknown = [name for name in node if name not in NODE_KEYS]
-    if unknown:
+    kind = str(node.get("type")).removeprefix("NodeType.").upper()
+    needed = ("id",) if "func" not in node and kind in WITHOUT_FUNC else ("id", "func")
+    wrong = [name for name in node if name not in NODE_KEYS]
+    if wrong or not all(isinstance(node.get(name), str) for name in needed):
+        named = f"the unknown key '{wrong[0]}'" if wrong else f"no {' or '.join(needed)}"
         raise Mismatch(
-            f"has a node '{node['id']}' with the unknown key '{unknown[0]}'",
-            (
-                f"the keys of a node are {', '.join(NODE_KEYS)}; what its function takes goes "
-                "under options"
-            ),
+            f"has an entry {place} with {named}",
+            f"the keys of a node are {', '.join(NODE_KEYS)} (siiRL's node_id, executable_ref and "
+            "dependencies are id, func and deps); what its function takes goes under options",
         )
     if node["id"] in seen:
         raise Mismatch(

@@ -196,7 +196,9 @@ class DataConfig:
         choices=("error", "left", "right", "middle"),
         taken_if=lambda own: not own.filter_overlong_prompts,
     )
-    lazy: bool = key(False, "read each training row when its group starts, on its worker")
+    lazy: bool = key(
+        False, "read each training row when its group starts, on its worker; not with tags"
+    )
     bad_rows: str = key("error", "action for an unusable row", choices=("error", "skip"))
     pass_rate: tuple[float, float] | None = key(
         None,

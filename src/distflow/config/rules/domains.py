@@ -13,7 +13,6 @@ from distflow.config.derived_settings import (
     reward_functions,
 )
 from distflow.config.keys.algorithm import DIFFERING_LOSS
-from distflow.config.keys.data import DomainConfig
 from distflow.config.keys.schema import Config
 from distflow.config.rules import (
     ACTOR,
@@ -27,21 +26,6 @@ from distflow.config.rules import (
     normalization,
 )
 from distflow.config.rules.pipeline import known_names
-
-_OF_SFT = ("response_key", "messages_key")
-_OF_RL = (
-    "reward",
-    "filter_groups",
-    "skip_outside",
-    "answer_key",
-    "n",
-    "temperature",
-    "top_p",
-    "top_k",
-    "min_p",
-    "repetition_penalty",
-    "stop",
-)
 
 
 def one_form(config: Config) -> Findings:
@@ -64,12 +48,15 @@ def one_form(config: Config) -> Findings:
 
 
 def tags(config: Config) -> Findings:
-    """Tags come from a column."""
+    """Tags come from a column, and select rows that are read before the run."""
     for name, domain in config.data.domains.items():
         key = f"data.domains.{name}.tags"
         if domain.tags and config.data.tag_key is None:
             what = "the column with the tags is not set"
             yield Finding(("data.tag_key", key), what, "set data.tag_key=tag")
+        if domain.tags and config.data.lazy:
+            what = "tags cannot select rows that are read one by one"
+            yield Finding(("data.lazy", key), what, "set data.lazy=false")
 
 
 def tag_of_one_domain(config: Config) -> Findings:
@@ -122,24 +109,6 @@ def rewards(config: Config) -> Findings:
             yield Finding((key, f"reward.functions.{name}"), what, "keep one of the two")
 
 
-def scored_domains(config: Config) -> Findings:
-    """Reward functions are those of a domain, or the default of one."""
-    domains = config.data.domains
-    known = {*domains}
-    for name, domain in domains.items():
-        if not domain.reward and name not in config.reward.functions:
-            known.add("default")
-    for name in config.reward.functions if domains and is_rl(config) else ():
-        if name not in known:
-            is_default = name == "default"
-            own = "each domain has its own functions"
-            yield Finding(
-                (f"reward.functions.{name}", "data.domains"),
-                own if is_default else "there is no such domain",
-                f"{did_you_mean(name, domains)}remove it; the domains are {', '.join(domains)}",
-            )
-
-
 def lengths(config: Config) -> Findings:
     """A domain's response limit is at most the run's."""
     longest = config.data.max_response_length
@@ -149,19 +118,6 @@ def lengths(config: Config) -> Findings:
         if own is not None and own > longest:
             what = f"a response may have at most {longest} tokens"
             yield Finding((key, "data.max_response_length"), what, "raise the latter")
-
-
-def used(config: Config) -> Findings:
-    """Every setting of a domain has an effect in the pipeline."""
-    settings: tuple[str, ...] = _OF_RL
-    what = "it has no effect: the pipeline trains on the responses in the data"
-    if is_rl(config):
-        settings = _OF_SFT
-        what = "it has no effect: the pipeline generates its responses"
-    for name, domain in config.data.domains.items():
-        for setting in settings:
-            if getattr(domain, setting) != getattr(DomainConfig, setting):
-                yield Finding((f"data.domains.{name}.{setting}",), what, "remove it")
 
 
 _RULES_OF_DOMAINS = (
@@ -220,9 +176,7 @@ RULES = (
     training_data,
     weights,
     rewards,
-    scored_domains,
     lengths,
-    used,
     of_each,
     known,
 )

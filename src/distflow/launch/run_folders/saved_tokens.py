@@ -16,13 +16,6 @@ _FILE = re.compile(r"(\d{6,18})(?:\.\d+)?\.safetensors")
 _COLUMNS = ("rollout_log_probs", "old_log_probs", "ref_log_probs", "advantages", "versions")
 
 
-def saved_steps(run_dir: Path) -> list[int]:
-    from distflow.runtime.run_recorder import TOKENS
-
-    found = (_FILE.fullmatch(file.name) for file in (run_dir / TOKENS).glob("*.safetensors"))
-    return sorted({int(match[1]) for match in found if match})
-
-
 def token_texts(run_dir: Path) -> list[str]:
     """Of the vocabulary; empty if no step was saved."""
     from distflow.runtime.run_recorder import TOKEN_TEXTS, TOKENS

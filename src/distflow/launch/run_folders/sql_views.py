@@ -11,21 +11,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from distflow.errors import UserError
-from distflow.launch.run_folders.saved_tokens import saved_steps, saved_tokens, token_texts
 from distflow.observe import run_reader
 from distflow.observe.crash_safe_files import (
-    bytes_left_out,
-    read_object,
     replacing,
-    to_number,
-    whole,
 )
-from distflow.observe.findings.doctor import examine
-from distflow.observe.findings.summary import PROBLEM_KINDS
 from distflow.observe.ledger_groups import groups_of
-from distflow.observe.report.activity import read_activity
-from distflow.observe.report.step_times import step_times
-from distflow.observe.run_records import RunRecords
 from distflow.observe.sample_files import COLUMNS, is_torn, write_sample_file
 from distflow.observe.sanitized_output import valid_utf8
 from distflow.scheduling.ledger import surviving_records
@@ -42,27 +32,15 @@ _KINDS = {"text": "VARCHAR", "number": "DOUBLE", "whole": "BIGINT", "json": "JSO
 VIEWS = {
     "metrics": "step BIGINT, kind VARCHAR, key VARCHAR, value DOUBLE, t DOUBLE, restart BIGINT",
     "samples": ", ".join(f"{name} {_KINDS[column.kind]}" for name, column in COLUMNS.items()),
-    "tokens": (
-        "step BIGINT, uid VARCHAR, position BIGINT, token BIGINT, is_trained BOOLEAN, "
-        "rollout_log_prob DOUBLE, old_log_prob DOUBLE, ref_log_prob DOUBLE, advantage DOUBLE, "
-        "version DOUBLE, text VARCHAR, owner VARCHAR"
-    ),
     "spans": (
         "actor VARCHAR, t0 DOUBLE, t1 DOUBLE, kind VARCHAR, what VARCHAR, step BIGINT, "
         "group_id BIGINT, version BIGINT, waits_for VARCHAR, restart BIGINT"
     ),
-    "times": "step BIGINT, actor VARCHAR, phase VARCHAR, waits_for VARCHAR, seconds DOUBLE",
     "groups": (
         "group_id BIGINT, state VARCHAR, step BIGINT, epoch BIGINT, data_row BIGINT, "
         "domain VARCHAR, version BIGINT, tokens BIGINT, attempts BIGINT, worker VARCHAR, "
         "started DOUBLE, completed DOUBLE, ended DOUBLE, reason VARCHAR"
     ),
-    "versions": "step BIGINT, weights BIGINT, t DOUBLE, restart BIGINT",
-    "findings": (
-        "rule VARCHAR, level VARCHAR, step BIGINT, last_step BIGINT, message VARCHAR, "
-        "action VARCHAR"
-    ),
-    "config": "key VARCHAR, value VARCHAR, source VARCHAR",
 }
 """The columns of each view, behind its first, `run VARCHAR`."""
 
@@ -171,8 +149,6 @@ def _rows_of(name: str, runs: Mapping[str, Path], missing: list[str]) -> Iterato
                 yield run, *row
         except UserError as error:
             missing.append(f"the view {name} lacks rows of {run}: {error}")
-        if name == "spans":
-            missing += _cut_spans(run_dir)
 
 
 def _table(schema: "pyarrow.Schema", rows: Sequence[Row]) -> "pyarrow.Table":
@@ -185,23 +161,10 @@ def _table(schema: "pyarrow.Schema", rows: Sequence[Row]) -> "pyarrow.Table":
     return pyarrow.table(arrays, schema=schema)
 
 
-def _cut_spans(run_dir: Path) -> Iterator[str]:
-    paths, each = run_reader.span_files(run_dir, run_reader.MAX_BYTES)
-    for path in paths:
-        if number := bytes_left_out(path, each):
-            yield f"{path} is too long: its first {number:,} bytes are missing here"
-
-
 def _metrics(run_dir: Path) -> Iterator[Row]:
     for record in run_reader.read_metrics(run_dir, max_bytes=None):
         for key, value in record.values.items():
             yield record.step, record.kind, key, value, record.t, record.restart
-
-
-def _tokens(run_dir: Path) -> Iterator[Row]:
-    texts = token_texts(run_dir)
-    for step in saved_steps(run_dir):
-        yield from saved_tokens(run_dir, step, texts)
 
 
 def _spans(run_dir: Path) -> Iterator[Row]:
@@ -214,47 +177,13 @@ def _spans(run_dir: Path) -> Iterator[Row]:
                 yield actor, *times, *about
 
 
-def _times(run_dir: Path) -> Iterator[Row]:
-    activity = read_activity(run_dir, run_reader.MAX_BYTES)
-    yield from step_times(activity, run_reader.read_metrics(run_dir)).parts
-
-
 def _groups(run_dir: Path) -> Iterator[Row]:
     for group in groups_of(surviving_records(run_dir / LEDGER)).values():
         yield group.values()
 
 
-def _versions(run_dir: Path) -> Iterator[Row]:
-    for record in surviving_records(run_dir / LEDGER):
-        if record["kind"] == "version":
-            step, weights, restart = map(whole, map(record.get, ("step", "weights", "restart")))
-            yield step, weights, to_number(record.get("t")), restart
-
-
-def _findings(run_dir: Path) -> Iterator[Row]:
-    """Of the doctor, then those that the run recorded."""
-    for found in examine(RunRecords(run_dir)).problems():
-        message = f"{found.text} {found.advice}"
-        yield found.rule, found.level, found.first, found.last, message, found.action
-    for event in run_reader.read_events(run_dir, max_bytes=None):
-        if event.kind in PROBLEM_KINDS and not event.rolled_back:
-            level = "error" if event.kind == "error" else "warning"
-            yield event.kind, level, event.step, event.step, event.message, ""
-
-
-def _config(run_dir: Path) -> Iterator[Row]:
-    sources = run_reader.config_sources(read_object(run_dir / "run.json", run_dir))
-    for key, value in run_reader.flat_config(run_dir).items():
-        yield key, value, sources.get(key, run_reader.PRESET)
-
-
 _ROWS: Mapping[str, Callable[[Path], Iterable[Row]]] = {
     "metrics": _metrics,
-    "tokens": _tokens,
     "spans": _spans,
-    "times": _times,
     "groups": _groups,
-    "versions": _versions,
-    "findings": _findings,
-    "config": _config,
 }
