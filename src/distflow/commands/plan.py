@@ -124,7 +124,6 @@ def lines(planner: "RunPlanner") -> Iterator[str]:
             yield f"  {candidate.line()}"
     yield "\ngraph"
     yield from _graph(planner)
-    yield from _groups(run)
     synced = "none, the engine uses the trained weights"
     if run.times.sync_bytes:
         synced = _bytes(run.times.sync_bytes)
@@ -141,18 +140,6 @@ def _graph(planner: "RunPlanner") -> Iterator[str]:
         engines = f", {' and '.join(node.engines)}" if node.engines else ""
         after = f" after {', '.join(node.deps)}" if node.deps else ""
         yield f"  {node.node_id} ({node.plane}{engines}) on {_ranks(ranks)}{after}"
-
-
-def _groups(run: "PredictedRun") -> Iterator[str]:
-    groups = run.plan.groups
-    if not groups:
-        return
-    yield "\nprocess groups"
-    for group in groups[:_MOST_LISTED]:
-        uses = ", ".join(f"{role} {axis}" for role, axis in group.uses)
-        yield f"  {group.name}: {_ranks(group.ranks)} ({uses})"
-    if len(groups) > _MOST_LISTED:
-        yield f"  and {len(groups) - _MOST_LISTED:,} more (--json lists them)"
 
 
 def _memory(run: "PredictedRun") -> Iterator[str]:

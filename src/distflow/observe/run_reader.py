@@ -143,29 +143,22 @@ def read_spans(run_dir: Path, max_bytes: int = 3_000_000) -> dict[str, list[Span
 
 
 def read_timeline(run_dir: Path, max_bytes: int | None = MAX_BYTES) -> Timeline:
-    """The last step that each resume kept: from its start event, else the step before the first
-    training step that it wrote.
+    """The last step that each resume kept, from its start event.
 
     max_bytes: here and below, how much of each file's end is read; None for all. Raises UserError
     if a newer distflow wrote the folder.
     """
-    events, num_unreadable = read_records(run_dir / "events.jsonl", max_bytes, run_dir)
-    version = max(
-        (whole(event.get("schema")) or 0 for event in events if event.get("kind") == "start"),
-        default=0,
-    )
-    if version > SCHEMA_VERSION:
-        raise UserError(newer(run_dir, version))
-    starts = [
-        (whole(event.get("restart")), whole(event.get("resumed_at")))
-        for event in events
-        if event.get("kind") == "start"
-    ]
-    kept_until = {restart: step for restart, step in starts if restart and step is not None}
-    silent = not starts or any(restart and step is None for restart, step in starts)
-    if silent or num_unreadable:  # a start event may be among the lost lines
-        for restart, step in _first_steps(run_dir, max_bytes).items():
-            kept_until.setdefault(restart, step - 1)
+    kept_until = {}
+    for event in read_records(run_dir / "events.jsonl", max_bytes, run_dir)[0]:
+        if event.get("kind") != "start":
+            continue
+        version = whole(event.get("schema")) or 0
+        if version > SCHEMA_VERSION:
+            raise UserError(newer(run_dir, version))
+        restart = whole(event.get("restart"))
+        step = whole(event.get("resumed_at"))
+        if restart and step is not None:
+            kept_until[restart] = step
     return Timeline(kept_until)
 
 
@@ -274,17 +267,6 @@ def read_samples(
     if damage is not None:
         damage += [said for _, said in read if said]
     return list(map(_sample, valid))
-
-
-def _first_steps(run_dir: Path, max_bytes: int | None) -> dict[int, int]:
-    """The first step that each later restart trained; a validation alone rolls nothing back."""
-    first: dict[int, int] = {}
-    for record in filter(None, iter_records(run_dir / "metrics.jsonl", max_bytes, run_dir)):
-        restart = whole(record.get("restart"))
-        step = whole(record.get("step"))
-        if restart and step is not None and record.get("kind") != "val":
-            first[restart] = min(step, first.get(restart, step))
-    return first
 
 
 def _metrics_record(record: dict[str, JSON]) -> MetricsRecord | None:

@@ -314,7 +314,7 @@ class RunFolder(AbstractContextManager["RunFolder"]):
 
     restart: counts the starts of this run in this folder, from 0. resumed_at: the step of the
     checkpoint that this restart resumes from (-1: it starts over); readers skip records of earlier
-    restarts about later steps. Without it, the step is derived from the first step written. part: 0
+    restarts about later steps. Without it, they skip none. part: 0
     claims the folder. Others do not: their spans and samples are in separate files, and they append
     whole lines of events.
 
