@@ -1,7 +1,6 @@
 """Parts of one's own, as docs/extending.md has them: a run takes them all, and one that is
 registered in part is told what to add, before a model is loaded."""
 
-import ast
 import os
 import re
 import shutil
@@ -26,7 +25,6 @@ HEAD = re.compile(
     r"# (?P<file>[\w/]+\.(?:py|toml))(?: \((?P<new>new)\)|, (?P<how>below|in place of): "
     r"(?P<text>.+))\n"
 )
-FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 
 
 SEEN = """

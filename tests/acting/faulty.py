@@ -53,20 +53,6 @@ class Pays(Line):
         )
 
 
-class Counts(Line):
-    """Its rewards are the number of simulators made in its process."""
-
-    number = 0
-
-    def __init__(self) -> None:
-        super().__init__()
-        Counts.number += 1
-
-    async def step(self, chunk: Any) -> ChunkResult:
-        result = await super().step(chunk)
-        return result._replace(rewards=[float(Counts.number)] * len(result.rewards))
-
-
 class Unseeded(Line):
     async def reset(self, seed: int, options: Any) -> Observation:
         await super().reset(seed, options)

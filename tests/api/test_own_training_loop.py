@@ -162,55 +162,7 @@ def test_generate_draws_from_the_newest_weights_and_leaves_the_groups_as_they_ar
     assert samples == [(row["step"], row["prompt"], row["response"]) for row in reference.samples()]
 
 
-def test_what_generate_cannot_run_is_said(tmp_path: Path) -> None:
-    with opened(tmp_path / "run", None) as rollouts:
-        for ids, changed, said in (
-            ("1+1=", {}, "'1.1=' is not a prompt of token ids: pass rollouts.tokenizer.encode"),
-            ([], {}, "a prompt without tokens"),
-            ([10**9], {}, "the model has .* tokens"),
-            ([1], {"n": 0}, "one or more different sample indices"),
-            ([1], {"top_p": 0}, "top_p must be in"),
-            ([1], {"max_tokens": 10**6}, "positions of the model"),
-        ):
-            with pytest.raises(UserError, match=said):
-                rollouts.generate(ids, **changed)
-        with pytest.raises(TypeError, match="temprature"):
-            rollouts.generate([1], temprature=1.0)
-
-
 MORE = {"algorithm__filter_groups__oversampling": 1.0}
-
-
-@pytest.mark.slow
-def test_with_extra_prompts_its_batches_are_those_of_a_run_too_also_after_a_resume(
-    tmp_path: Path,
-) -> None:
-    settings = {"trainer__save_freq": 2, **MORE}
-    theirs = distflow.train(
-        TINY,
-        small(tmp_path / "theirs", trainer__total_training_steps=4, **settings),
-        data=ROWS,
-        reward=digits,
-    )
-    for num_steps in (2, 4):
-        with opened(
-            tmp_path / "run", trainer__total_training_steps=num_steps, **settings
-        ) as rollouts:
-            while batch := rollouts.prepare_batch():
-                rollouts.train(batch)
-                rollouts.publish()
-    samples = [
-        (row["step"], row["prompt"], row["response"], row["score"])
-        for row in rollouts.run.samples()
-    ]
-    assert samples == [
-        (row["step"], row["prompt"], row["response"], row["score"]) for row in theirs.samples()
-    ]
-    account = verify(tmp_path / "run" / "ledger.jsonl")
-    assert (
-        account.consumed == 8
-        and account.aborted == verify(theirs.folder / "ledger.jsonl").aborted > 2
-    )
 
 
 @pytest.mark.slow
@@ -380,23 +332,6 @@ def test_each_call_may_bring_a_function_of_its_own(tmp_path: Path) -> None:
         assert prompts(rollouts.wait(2)) == [OWN[3]["prompt"], OWN[1]["prompt"]]
         rollouts.publish()
     assert set(verify(tmp_path / "run" / "ledger.jsonl").dropped) == {"not 5", "not 3"}
-
-
-@pytest.mark.slow
-def test_a_version_that_would_leave_groups_behind_is_refused(tmp_path: Path) -> None:
-    with opened(tmp_path / "run", None) as rollouts:
-        rollouts.submit(OWN[0])
-        rollouts.submit(OWN[1])
-        with pytest.raises(UserError, match="no batch was taken"):
-            rollouts.publish()
-        rollouts.wait(1)
-        with pytest.raises(
-            UserError, match=r"publish: 1 more prompt groups must be taken first.*wait\(1\)"
-        ):
-            rollouts.publish()
-        rollouts.wait(1)
-        rollouts.publish()
-        assert rollouts.version == 1
 
 
 @pytest.mark.slow

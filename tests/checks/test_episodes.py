@@ -1,6 +1,5 @@
 """Faults planted where an episode is said, told, paid and scored: the checks name each."""
 
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -56,11 +55,6 @@ def run_chats(ground: Games, flow: str = "paid", *more: str) -> Any:
         [{"prompt": [{"role": "user", "content": f"{i}:"}], "answer": "7"} for i in range(12)]
     )
     return ground.run("grpo", f"{WORKFLOW}={ground.folder}/flows.py:{flow}", *CHAT, *more)
-
-
-def wrapped(owner: Any, name: str, change: Callable[[Any], Any]) -> Callable[[Patch], None]:
-    """`change` makes the planted function of the real one."""
-    return lambda patch: patch.setattr(owner, name, change(getattr(owner, name)))
 
 
 def paid_in_reverse(patch: Patch) -> None:

@@ -9,7 +9,6 @@ from tests.checks.batches import sampled_batch
 
 STEP = 7
 STALENESS = 2
-LENGTHS = (5, 1, 4, 6)
 
 
 def check(*versions: list[int], synced: int = STEP) -> None:

@@ -6,7 +6,6 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from concurrent.futures import Future
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -57,29 +56,3 @@ def test_a_process_that_is_stopped_is_silent_and_one_that_is_late_is_not(
     while state_of(sleeper) == "T":
         pass
     assert heartbeat.silent() is None, "it runs again"
-
-
-def test_a_short_stop_is_none(sleeper: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Only one without end counts: what it was before starts the time anew."""
-    monkeypatch.setattr("distflow.cluster.heartbeat.STOPPED_S", 1e9)
-    heartbeat = Heartbeat({0: Late((process_here()[0], sleeper))})
-    os.kill(sleeper, signal.SIGSTOP)
-    while state_of(sleeper) != "T":
-        pass
-    assert [heartbeat.silent() for _ in range(3)] == [None] * 3
-
-
-def test_the_message_names_the_file_of_stacks_only_if_it_exists(tmp_path: Path) -> None:
-    heartbeat = Heartbeat({0: Late(None)})
-    stacks = tmp_path / "stacks.txt"
-    never_heard = heartbeat.describe_silence(0, stacks)
-    assert (
-        never_heard.startswith("worker 0 has not responded")
-        and "its process has not started" in never_heard
-    )
-    assert "stacks.txt" not in never_heard
-    heartbeat.silent()
-    stacks.write_text("Thread 1\n")
-    heard = heartbeat.describe_silence(0, stacks)
-    assert "its process is stopped, hangs in native code" in heard
-    assert heard.endswith(f"The stacks of the others are in {stacks}.")

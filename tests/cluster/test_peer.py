@@ -1,6 +1,5 @@
 """Calls between two ends of a socket: both ways, many at once, errors, and an end that is gone."""
 
-import asyncio
 import os
 import socket
 import threading
@@ -126,16 +125,3 @@ def test_calls_of_an_end_that_is_gone_fail(ends: Ends) -> None:
         waiting.result(60)
     with pytest.raises(PeerGone):
         ends.here.open.remote().result(60)
-
-
-def test_a_reply_that_nobody_waits_for_any_more_harms_no_other(ends: Ends) -> None:
-    async def given_up() -> None:
-        waiting = asyncio.ensure_future(asyncio.wrap_future(ends.here.wait.remote()))
-        await asyncio.sleep(0)
-        waiting.cancel()
-        await asyncio.wait([waiting])
-
-    asyncio.run(given_up())
-    reply(ends.here.open.remote())  # the call that was given up is answered now
-    assert (reply(ends.here.double.remote(np.ones(2))) == 2).all()
-    assert reply(ends.here.wait.remote()) == "opened"

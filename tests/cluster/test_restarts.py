@@ -18,7 +18,7 @@ from distflow.runtime import fault_injection
 from distflow.runtime.fault_injection import Fault
 from distflow.scheduling import ledger
 from tests.cluster.test_faults import workers
-from tests.cluster.test_supervisor import COLLECTIVE, CONSTANT, DISK, STEPS, distance, validating
+from tests.cluster.test_supervisor import COLLECTIVE, DISK, STEPS, distance, validating
 from tests.e2e.runs import Playground, Run
 from tests.ledger_audit import verify
 from tests.patience import wait_until
@@ -144,18 +144,6 @@ def test_groups_that_die_with_their_worker_between_their_step_and_its_reader_are
 
 def is_stopped(pid: int) -> bool:
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
-
-
-@pytest.mark.by_hand
-def test_a_worker_that_is_stopped_is_killed_and_replaced_and_streams_stay_within_their_staleness(
-    ground: Playground, plan: Callable[..., None]
-) -> None:
-    plan(Fault("rollout.generate", rank=1, call=3, action="SIGSTOP"))
-    steps = ("trainer.total_training_steps=4", CONSTANT, "async.max_staleness=1")
-    found = run(ground, *TWO_GENERATE, *steps, name="stopped")
-    check_whole(found)
-    assert any("worker 1 has not responded for 5 s" in note for note in found.notes("warning"))
-    assert max(step["async/version_diff/max"] for step in found.metrics()) <= 1
 
 
 TURNS = """

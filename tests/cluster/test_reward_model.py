@@ -1,7 +1,6 @@
 """Reward models over a real Ray: trained by several ranks, and on a device of their own in a run
 that they score."""
 
-import json
 from pathlib import Path
 
 import pytest
@@ -11,7 +10,7 @@ from distflow.observe.run_reader import read_samples
 from tests.cluster.test_supervisor import check_same_figures
 from tests.e2e.runs import Playground, Run
 from tests.sparse_params import BY_HAND, one_fast_in
-from tests.tiny_models import write_tiny_judge, write_tiny_reward_model
+from tests.tiny_models import write_tiny_reward_model
 
 pytestmark = pytest.mark.slow
 
@@ -91,48 +90,3 @@ def test_a_reward_model_on_devices_of_its_own_scores_as_beside_the_policy(
             parts == pytest.approx(row["reward_parts"], abs=2e-5)
             and {"custom", "reward_model"} <= parts.keys()
         )
-
-
-@pytest.mark.by_hand
-@pytest.mark.alone
-@pytest.mark.parametrize(
-    ("strategy", "apart", "lie"),
-    [
-        (
-            "torch",
-            "torch[helpful]:d1+embedded[critique]:d2",
-            [["helpful"], ["critique"], ["critique"]],
-        ),
-        ("fsdp", "fsdp[helpful]:d1+fsdp[critique]:d2", [["helpful"], ["critique"], ["critique"]]),
-        ("fsdp", "fsdp[helpful]:d1t2|fsdp[critique]:d1t2", [["critique", "helpful"]] * 2),
-    ],
-)
-def test_a_judge_and_a_reward_model_by_name_score_on_devices_of_their_own(
-    ground: Playground, strategy: str, apart: str, lie: list[list[str]]
-) -> None:
-    folder = write_tiny_reward_model(ground.folder / "scores", seed=7)
-    judge = write_tiny_judge(ground.folder / "judge")
-    (ground.folder / "question.txt").write_text("{prompt}\n{response}")
-    models = (
-        f"reward_model.models={{helpful: {{path: {folder}, weight: 0.5}}, critique: {{path: "
-        f"{judge}, judge: true, "
-        f"template: {ground.folder}/question.txt, answer_tokens: 4}}}}"
-    )
-    alone = ground.run("grpo", *STEPS, models, name="alone")
-    if strategy == "fsdp":
-        models = models.replace("answer_tokens: 4", "answer_tokens: 4, sharded: true")
-    allocation = f"trainer.allocation='embedded:d1|{strategy}:d1+{apart}'"
-    found = on_workers(ground, "grpo", *STEPS, models, allocation, name="apart")
-    check_same_figures(found, alone)
-    assert found.notes("warning") == []
-    ours, theirs = (
-        {row["uid"]: row for row in read_samples(run.folder, 1)} for run in (found, alone)
-    )
-    assert any(row["errors"] for row in theirs.values()) and not all(
-        row["errors"] for row in theirs.values()
-    )
-    for name, row in theirs.items():
-        assert ours[name]["errors"] == row["errors"] and ours[name]["extra"] == row["extra"]
-        assert ours[name]["reward_parts"] == pytest.approx(row["reward_parts"], abs=2e-5)
-    plan = json.loads((found.folder / "plan.json").read_text())
-    assert [sorted(rank["engines"]) for rank in plan["ranks"]][1:] == lie

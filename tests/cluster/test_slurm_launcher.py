@@ -14,7 +14,6 @@ import distflow
 from distflow.cli import main
 from distflow.cluster import slurm_launcher
 from distflow.errors import UserError
-from distflow.observe.writing.run_folder import claimed
 from distflow.processes.survivors import MARK
 from tests.e2e.runs import Playground, notes
 from tests.ledger_audit import verify
@@ -273,24 +272,6 @@ def test_ray_has_a_private_folder_on_each_node_that_nobody_can_guess(slurm: Slur
     places = [line.split() for line in (slurm.tools / "places").read_text().splitlines()]
     assert [mode for mode, _ in places] == ["700"] * 4 and len({path for _, path in places}) == 4
     assert not any(Path(path).exists() or str(os.getpid()) in path for _, path in places)
-
-
-@pytest.mark.slow
-def test_a_requeue_that_starts_while_the_old_job_still_runs_is_refused_by_the_folders_lock(
-    slurm: Slurm,
-) -> None:
-    assert slurm.submit() == 0
-    slurm.pretend()
-    with claimed(slurm.folder):
-        before = sorted(slurm.folder.iterdir())
-        done = slurm.job(STATUS="real", SLURM_RESTART_COUNT="1")
-        assert sorted(slurm.folder.iterdir()) == before
-    assert done.returncode == 2, done.stdout + done.stderr
-    assert (
-        f"another process (pid {os.getpid()} on " in done.stderr
-        and "is writing to the run's folder" in done.stderr
-    )
-    assert not slurm.requeued()
 
 
 @pytest.mark.slow

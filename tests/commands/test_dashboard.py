@@ -425,24 +425,6 @@ def test_the_tokens_of_a_sample_have_what_was_saved_of_them(tmp_path: Path) -> N
         assert tokens(client, "0-1")[0][4] is None, "the vocabulary ends before it"
 
 
-def test_a_step_is_given_as_a_chrome_trace(client: Client) -> None:
-    events = client.part("trace", run="project/asynchronous", step=5)["traceEvents"]
-    names = {event["name"] for event in events}
-    assert "step 5" in names and not names & {"step 4", "step 6"}
-    assert {event["ph"] for event in events} >= {"X", "M"}
-    assert len(client.part("trace", run="project/asynchronous")["traceEvents"]) > len(events)
-    status, _, text = client.ask("/api/trace?run=project/asynchronous&step=999")
-    assert status == 400 and "999" in json.loads(text)["error"]
-
-
-def test_a_step_has_its_neighbours_and_a_run_its_waits(client: Client) -> None:
-    found = client.part("step", run="project/asynchronous", step=5)
-    assert (found["previous"], found["step"], found["next"]) == (4, 5, 6)
-    times = client.part("time", run="project/asynchronous")["times"]
-    waits = {(wait["who"], wait["waits for"]) for wait in times["waits"]}
-    assert ("training", "rollout") in waits
-
-
 def test_a_killed_server_leaves_nothing_behind(tmp_path: Path) -> None:
     write_run(tmp_path / "runs" / "run")
     before = hashes(tmp_path / "runs")

@@ -72,15 +72,6 @@ def test_it_shows_tokens_lengths_duplicates_and_overlap(
     )
 
 
-def test_what_supervised_training_masks_is_said(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    train = write(tmp_path / "train.jsonl", [{"prompt": "1+2=", "response": "3"}])
-    lines = checked(capsys, "sft", *MODEL, f"data.train_files={train}")
-    (at,) = [i for i, line in enumerate(lines) if line.startswith("prompt, not trained on")]
-    assert lines[at + 2].startswith("response, trained on, 2 tokens: '3")
-
-
 def test_bad_data_is_one_message(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "empty.jsonl").write_text("")
     for name, told in (("empty.jsonl", "no rows"), ("missing.jsonl", "missing.jsonl")):

@@ -3,7 +3,6 @@ a remedy."""
 
 import json
 import re
-import shlex
 import subprocess
 import sys
 from dataclasses import asdict
@@ -163,7 +162,6 @@ def test_what_does_not_fit_is_refused_with_what_needs_less(
 def test_wrong_input_is_one_clear_message(
     words: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    import re
 
     assert main(["plan", *words]) == 2
     error = capsys.readouterr().err
@@ -230,16 +228,3 @@ def test_a_searched_allocation_is_listed_and_the_run_takes_it(
     assert f"trainer.allocation=auto: {best} " in capsys.readouterr().out
     from_python = read(words[0], words[1:], PythonInputs(), None)
     assert from_python.config.trainer.allocation == best
-
-
-@pytest.mark.slow
-def test_the_page_shows_what_the_command_prints(capsys: pytest.CaptureFixture[str]) -> None:
-    page = (Path(__file__).parents[2] / "docs" / "planning.md").read_text()
-    found = re.search(
-        r"```bash\n(distflow plan [^\n]*allocation=auto[^\n]*)\n```\n\n((?:    [^\n]*\n)+)", page
-    )
-    assert found is not None
-    assert main(shlex.split(found[1])[1:]) == 0
-    said = capsys.readouterr().out.splitlines()
-    shown = [line[4:] for line in found[2].splitlines() if line.strip() != "..."]
-    assert len(shown) >= 4 and not [line for line in shown if line not in said]

@@ -38,13 +38,3 @@ def test_one_that_fails_and_one_that_is_not_there(
     assert "no.py: there is no such file" in capfd.readouterr().err
     assert main(["sandbox", "run", str(tmp_path)]) == 2
     assert "cannot be read: Is a directory" in capfd.readouterr().err
-
-
-def test_long_output_is_cut_and_said_to_be(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    program = tmp_path / "program.py"
-    program.write_text("print('x' * 100_000)")
-    assert main(["sandbox", "run", str(program)]) == 0
-    out, err = capfd.readouterr()
-    assert out == "x" * 65_536 and "only the first 65,536 bytes of each stream" in err

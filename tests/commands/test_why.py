@@ -157,16 +157,6 @@ def test_states_are_named_as_the_scheduler_names_them(
     assert "state" not in lines[lines.index("groups") + 1], "all are trained"
 
 
-def test_without_its_samples_the_rest_is_told(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    run_dir = write_run(tmp_path)
-    (run_dir / "samples" / "000002.parquet").unlink()
-    status, lines, _ = why(capsys, str(run_dir), "2")
-    assert status == 0 and any("samples/000002.parquet is missing" in line for line in lines)
-    assert [row["group"] for row in table(lines, "groups")] == ["2", "4"]
-
-
 def test_the_newest_run_of_the_folder_is_meant(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

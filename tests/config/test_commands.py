@@ -121,31 +121,6 @@ def test_with_the_answers_it_trains_what_it_says(name):
     assert not any("verl has other defaults" in line for line in loaded.notes)
 
 
-def test_on_another_preset_what_differs_is_said_once():
-    kept = [
-        override for override in command("verl_grpo_qwen2_7b") if override not in VERL["refused"]
-    ]
-    *_, last = load_config("grpo", kept).notes
-    assert "the preset verl_grpo has" in last
-    assert f"{ACTOR}.optim.scheduler='cosine_with_warmup' (verl 'constant_with_warmup')" in last
-    assert "trainer.val_before_train=false (verl true)" in last
-    for given in ("save_freq", "test_freq", "rollout.n=", "lam", "train_batch_size"):
-        assert given not in last, "it was given, or nothing reads it"
-    assert (
-        "verl_ppo" in load_config("ppo", ["trainer.balance_batch=True"], complete=False).notes[-1]
-    )
-
-
-@pytest.mark.parametrize(
-    ("preset", "override"), [("grpo", "data.seed=3"), ("sft", "trainer.balance_batch=True")]
-)
-def test_nothing_is_said_of_verl_where_it_is_not_spoken_or_not_meant(preset, override):
-    assert not any(
-        "verl has other defaults" in line
-        for line in load_config(preset, [override], complete=False).notes
-    )
-
-
 def test_the_scripts_translation_in_the_docs_is_a_config(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "my_rewards.py").write_text(

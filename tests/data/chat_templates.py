@@ -78,11 +78,6 @@ ENDED_LATE = (
     "{% if add_generation_prompt or not loop.last %}{{ '<|im_end|>\n' }}{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
-NUMBERED = (
-    "{% for message in messages %}{{ '<|im_start|>' ~ loop.index ~ message['content'] + "
-    "'<|im_end|>\n' }}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|im_start|>' }}{% endif %}"
-)
 
 # The header is inside the mark, and so is the line break behind the end.
 MARKED_WIDE = (

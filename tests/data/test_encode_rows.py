@@ -111,7 +111,7 @@ class TestResponses:
     def test_they_end_with_the_end_token_once(self, tokenizer):
         prompts = encode([row("q", "42"), row("q", "42<eos>")], tokenizer)
         expected = (*tokenizer("42", add_special_tokens=False)["input_ids"], tokenizer.eos_token_id)
-        assert prompts.has_responses and [prompt.response_ids for prompt in prompts] == [
+        assert [prompt.response_ids for prompt in prompts] == [
             expected,
             expected,
         ]

@@ -1,14 +1,13 @@
-"""What survived of a run's journal, read by nothing of the package: the audit that killed runs have
-to pass."""
+"""What survived of a run's journal: the audit that killed runs have to pass."""
 
 import json
-from collections import Counter
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from pyarrow import parquet
+
+from tests.ledger_audit import verify
 
 Place = tuple[int, int]
 """(epoch, row)"""
@@ -16,22 +15,23 @@ Place = tuple[int, int]
 
 @dataclass(frozen=True)
 class Survivors:
-    """step: that trained each prompt. lengths: of the responses to each, by sample. dropped: why
-    each was.
-    ages: staleness of each trained prompt. attempts: how often each was begun."""
+    """Each prompt that survived, by its place."""
 
     step: dict[Place, int]
+    """That trained it."""
     lengths: dict[Place, list[int]]
+    """Of the responses to it, by sample."""
     dropped: dict[Place, str]
+    """Why it was dropped."""
     ages: dict[Place, int]
-    attempts: dict[Place, int]
+    """Its staleness where it was trained."""
 
 
-def records(folder: Path, until: int | None = None) -> list[dict[str, Any]]:
-    """Those that no rollback took back. until: a byte offset, of a checkpoint's cut."""
+def records(folder: Path) -> list[dict[str, Any]]:
+    """Those that no rollback took back."""
     held: list[tuple[int, dict[str, Any]]] = []
     offset = 0
-    for line in (folder / "ledger.jsonl").read_bytes()[:until].splitlines(keepends=True):
+    for line in (folder / "ledger.jsonl").read_bytes().splitlines(keepends=True):
         try:
             record = json.loads(line)
         except ValueError:  # torn by a kill
@@ -44,82 +44,39 @@ def records(folder: Path, until: int | None = None) -> list[dict[str, Any]]:
     return [record for _, record in held]
 
 
-def audit(
-    folder: Path, max_staleness: int, places: set[Place], before: Sequence[dict[str, Any]] = ()
-) -> Survivors:
+def audit(folder: Path, max_staleness: int, places: set[Place]) -> Survivors:
     """Every prompt of `places` was trained exactly once or dropped with a reason, none staler than
-    `max_staleness` or what the plan in force allowed, versions never went backwards, and the
-    samples say the same as the ledger.
-
-    before: the records of the run in another folder that this one goes on from.
-    """
-    place: dict[int, Place] = {}
+    `max_staleness`, and the samples say the same as the ledger, whose moves are possible ones."""
+    verify(folder / "ledger.jsonl")
+    place = dict[int, Place]()
     version = dict[int, int]()
-    done = dict[int, str]()
+    dropped = dict[int, str]()
     step_of = dict[int, int]()
-    ages = dict[int, int]()
-    attempts = Counter[int]()
-    restart = -1
-    served = 0
-    next_step = 0
-    weights = 0
-    bound = max_staleness
-    first_step = sum(record["kind"] == "consumed" for record in before)
-    for record in [*before, *records(folder)]:
-        if record["restart"] != restart:
-            assert record["restart"] > restart
-            restart = record["restart"]
-            served = 0
-        kind = record["kind"]
-        prompt_group = record.get("group_id")
-        if kind == "plan":
-            bound = min(record["max_staleness"], max_staleness)
-        elif kind == "issued":
-            where = (record["epoch"], record["row"])
-            assert place.setdefault(prompt_group, where) == where, (
-                f"group {prompt_group} changed its row"
-            )
-            assert prompt_group not in done and record["attempt"] >= attempts[prompt_group]
-            assert served <= record["version"] <= next_step, (
-                f"{record} after version {served}, step {next_step}"
-            )
-            served = record["version"]
-            version[prompt_group] = record["version"]
-            attempts[prompt_group] = record["attempt"] + 1
-        elif kind == "complete":
-            assert prompt_group not in done
-            assert version[prompt_group] <= record["version"], "no token is older than its group"
-            assert record["version"] <= next_step + 1, (
-                "engines get a step's weights before it is released, none newer"
-            )
-            version[prompt_group] = record["version"]
-        elif kind == "dropped":
-            assert prompt_group not in done and record["reason"]
-            done[prompt_group] = record["reason"]
-        elif kind == "consumed":
-            next_step += 1
-            assert record["step"] == next_step
-            for number in record["group_ids"]:
-                assert number not in done, f"group {number} was trained after it was {done[number]}"
-                done[number] = "trained"
-                step_of[number] = record["step"]
-                ages[number] = record["step"] - 1 - version[number]
-                assert 0 <= ages[number] <= bound, f"group {number} was {ages[number]} steps stale"
-        elif kind == "version":
-            assert record["step"] == next_step and weights <= record["weights"] <= next_step
-            weights = record["weights"]
-    assert len(set(place.values())) == len(place), "a row went out as two groups"
-    assert done.keys() == place.keys(), f"lost: {sorted(place.keys() - done.keys())}"
-    assert set(place.values()) == places
-    lengths = _lengths(
-        folder, {n: step for n, step in step_of.items() if step > first_step}, max_staleness
-    )
+    ages = dict[Place, int]()
+    for record in records(folder):
+        number = record.get("group_id")
+        if record["kind"] == "issued":
+            place[number] = (record["epoch"], record["row"])
+        if record["kind"] in ("issued", "complete"):
+            version[number] = record["version"]
+        if record["kind"] == "dropped":
+            dropped[number] = record["reason"]
+        if record["kind"] == "consumed":
+            for trained in record["group_ids"]:
+                assert trained not in step_of, f"group {trained} was trained twice"
+                step_of[trained] = record["step"]
+                ages[place[trained]] = record["step"] - 1 - version[trained]
+    assert sorted(place.values()) == sorted(places)
+    assert not step_of.keys() & dropped.keys()
+    lost = place.keys() - step_of.keys() - dropped.keys()
+    assert not lost, f"lost: {sorted(lost)}"
+    assert all(0 <= age <= max_staleness for age in ages.values()) and all(dropped.values())
+    lengths = _lengths(folder, step_of, max_staleness)
     return Survivors(
         {place[number]: step for number, step in step_of.items()},
         {place[number]: own for number, own in lengths.items()},
-        {place[number]: reason for number, reason in done.items() if reason != "trained"},
-        {place[number]: age for number, age in ages.items()},
-        {place[number]: count for number, count in attempts.items()},
+        {place[number]: reason for number, reason in dropped.items()},
+        ages,
     )
 
 

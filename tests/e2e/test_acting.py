@@ -81,13 +81,6 @@ def test_every_check_of_a_run_passes(playground: Playground, preset: str) -> Non
     )
 
 
-LEVELS = (
-    "algorithm.logprob_level={}",
-    "algorithm.reward_level={}",
-    "actor_rollout_ref.actor.ppo_mini_batch_size=2",
-)
-
-
 DECISIONS = (
     "algorithm.sample_level=decision",
     "actor_rollout_ref.actor.loss_agg_mode=seq-mean-token-mean",

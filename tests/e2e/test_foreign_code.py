@@ -283,20 +283,6 @@ def test_to_look_at_a_config_runs_nothing_that_it_names(
     assert trap.sprung
 
 
-def test_a_run_says_which_code_of_its_config_it_runs(
-    ground: Playground, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.syspath_prepend(ground.folder)
-    (ground.folder / "own_module.py").write_text("")
-    imports = "trainer.imports=[own_module]"
-    for command in ("train", "eval"):
-        more = (f"data.val_files={ground.folder}/rows.jsonl",) if command == "eval" else ()
-        assert cli.main([command, "grpo", *ground.overrides(command, *CHEAP, imports, *more)]) == 0
-        out = capsys.readouterr().out
-        assert "your code: trainer.imports: own_module" in out
-        assert f"your code: custom_reward_function: {ground.folder}/reward.py:compute_score" in out
-
-
 def test_verifiers_that_are_named_by_their_place_are_code_of_the_config(ground: Playground) -> None:
     file = ground.folder / "reward.py"
     more = "def {}(data_source, solution_str, ground_truth, extra_info=None):\n    return 1.0\n"

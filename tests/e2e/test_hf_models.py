@@ -55,18 +55,6 @@ def test_each_kept_checkpoint_has_the_model_that_transformers_loads(tmp_path: Pa
     assert names(models) == ["mine", "step-000002", "step-000003"]
 
 
-@pytest.mark.slow
-def test_a_model_that_cannot_be_written_is_reported_and_the_run_goes_on(tmp_path: Path) -> None:
-    ground = Playground(tmp_path)
-    run = ground.run("grpo", *CHEAP, "trainer.total_training_steps=1")
-    shutil.rmtree(ground.folder / "model")
-    told = list[str]()
-    write_hf_models(run.folder, told.append)
-    assert len(told) == 1 and "step-000001 could not be exported" in told[0]
-    assert "(trainer.save_hf_model): distflow: " in told[0]
-    assert names(run.folder / "huggingface") == []
-
-
 def test_without_checkpoints_there_is_nothing_to_write(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="trainer.save_hf_model"):
         Playground(tmp_path).spec("grpo", EXPORTS, "trainer.total_training_steps=1")

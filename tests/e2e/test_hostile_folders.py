@@ -72,13 +72,6 @@ def one_message(capsys: pytest.CaptureFixture[str], status: int) -> str:
     return err
 
 
-def one_message_out(capsys: pytest.CaptureFixture[str]) -> str:
-    out, err = capsys.readouterr()
-    assert_harmless(out + err)
-    assert not err
-    return out
-
-
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("file", FILES)
 def test_files_that_are_none(

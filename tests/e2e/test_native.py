@@ -5,28 +5,7 @@ from pathlib import Path
 import pytest
 
 from distflow.models.cpu_kernels import build
-from distflow.models.cpu_kernels.build import NotNative
-from distflow.observe.crash_safe_files import read_object
 from tests.e2e.runs import Playground
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(not build.is_there(), reason="wants a C compiler (Debian: apt-get install gcc)")
-def test_a_resume_where_there_is_no_compiler_is_told(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    ground = Playground(tmp_path)
-    name = build.name()
-    run = ground.run("grpo", "trainer.save_freq=1", "trainer.total_training_steps=1")
-    assert name.startswith("native-")
-    assert read_object(run.folder / "run.json")["native_code"] == name
-    monkeypatch.setattr(build, "outcome", lambda: NotNative("there is no C compiler"))
-    run = ground.run("grpo", "trainer.save_freq=1", "trainer.total_training_steps=2")
-    assert any(
-        f"native_code was {name} in the checkpoint and is torch now" in note
-        for note in run.notes("warning")
-    )
-    assert [step["actor/grad_norm"] > 0 for step in run.metrics()] == [True, True]
 
 
 @pytest.mark.slow

@@ -5,7 +5,6 @@ Faults in formulas, which no run can notice, are in `tests/references`."""
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import count
 from typing import Any
 
 import pytest
@@ -22,7 +21,7 @@ from distflow.rewards import router
 from distflow.rewards.function_calls import call_arguments
 from distflow.rewards.function_loading import FAILS
 from distflow.rewards.pool.pool import RewardPool
-from distflow.rewards.reward_results import Error, Score
+from distflow.rewards.reward_results import Score
 from distflow.rollout import engine_weights
 from distflow.rollout.embedded import engine as embedded_engine
 from distflow.rollout.embedded import host_lane
@@ -47,10 +46,8 @@ KL = (
     "actor_rollout_ref.actor.use_kl_loss=true",
     "actor_rollout_ref.actor.kl_loss_coef=0.5",
 )
-ENTROPY = ("grpo", "actor_rollout_ref.actor.entropy_coef=0.01")
 SMALL_MICROS = ("grpo", "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=40")
 SCORED = ("grpo", "algorithm.recompute_old_log_probs=true")
-REINFORCE = "algorithm.adv_estimator=reinforce"
 FAST = ("actor_rollout_ref.actor.optim.lr=1e-2", "actor_rollout_ref.actor.optim.scheduler=constant")
 
 
@@ -89,19 +86,6 @@ def without_end(mask: torch.Tensor) -> torch.Tensor:
 
 def first_turned(values: torch.Tensor) -> torch.Tensor:
     return torch.cat([-values[:1], values[1:]])
-
-
-def scaled_term(field: str, factor: float) -> Callable[[Patch], None]:
-    """A coefficient of the loss times `factor`."""
-
-    def wrap(original: Any) -> Any:
-        def init(self: Any, *arguments: Any, **named: Any) -> None:
-            original(self, *arguments, **named)
-            setattr(self, field, getattr(self, field) * factor)
-
-        return init
-
-    return attribute(objectives.PolicyObjective, "__init__", wrap)
 
 
 def per_micro_batch(original: Any) -> Any:
@@ -223,15 +207,6 @@ def cached_by_length() -> Callable[[Any], Any]:
     return changed_scores(
         lambda name, call, own: known.setdefault((name, len(call["solution_str"])), own.value)
     )
-
-
-def missing_as_zero(original: Any) -> Any:
-    def planted(parts: Any, weights: Any) -> Any:
-        return original(
-            {n: Score(0.0) if isinstance(v, Error) else v for n, v in parts.items()}, weights
-        )
-
-    return planted
 
 
 def unsent_on_odd_steps(original: Any) -> Any:
@@ -361,12 +336,6 @@ def one_group(batch: Batch) -> None:
     batch["advantages"] = advantages
 
 
-def clip_off(original: Any) -> Any:
-    return lambda ratio, advantages, low, high, clip_ratio_c: original(
-        ratio, advantages, 1e3, 1e3, None
-    )
-
-
 def moments_lost(patch: Patch) -> None:
     original = TorchTrainEngine.train_step
 
@@ -438,11 +407,6 @@ def greedy_rollout(patch: Patch) -> None:
         )
 
     patch.setattr(host_lane, "sample", planted)
-
-
-def drops_two_of_three(original: Any) -> Any:
-    numbers = count()
-    return lambda *values: "all_equal" if next(numbers) % 3 else original(*values)
 
 
 def other_rows(patch: Patch) -> None:

@@ -15,9 +15,7 @@ from distflow.observe.run_reader import read_events
 from tests.e2e.runs import Playground, Run
 from tests.tiny_models import (
     EOS,
-    NOTHING,
     tiny_tokenizer,
-    tiny_verdict,
     write_tiny_judge,
     write_tiny_reward_model,
 )
@@ -118,72 +116,6 @@ def test_an_engine_with_the_tokenizer_of_another_model_is_refused_before_the_fir
     ):
         Playground(tmp_path).run("grpo", form.format(folder))
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
-
-
-def judged(row: dict) -> str:
-    """What the tiny judge says of a sample, whose question ends with its response."""
-    return tiny_verdict("\n" + row["response"].replace("<", "&lt;"))
-
-
-@pytest.mark.slow
-def test_models_by_name_score_each_in_its_own_words_and_a_judges_silence_is_no_score(
-    tmp_path: Path,
-) -> None:
-    ground = Playground(tmp_path)
-    helpful = write_tiny_reward_model(tmp_path / "helpful", "qwen3", seed=7)
-    strict = write_tiny_reward_model(tmp_path / "strict", "llama", seed=8)
-    judge = write_tiny_judge(tmp_path / "judge")
-    (tmp_path / "question.txt").write_text("{prompt}\n{response}")
-    models = (
-        f"reward_model.models={{helpful: {{path: {helpful}, weight: 0.5}}, strict: {{path: "
-        f"{strict}, weight: -1}}, "
-        f"critique: {{path: {judge}, judge: true, weight: 2, template: {tmp_path}/question.txt, "
-        "answer_tokens: 4}}"
-    )
-    keys = (
-        "trainer.total_training_steps=2",
-        "trainer.save_freq=1",
-        "trust.check_freq=1",
-        "data.max_prompt_length=60",
-    )
-    keys += ("algorithm.filter_groups.enable=true", "algorithm.filter_groups.metric=score")
-    whole = ground.run("grpo", *keys, models, name="whole")
-    rows = [row for step in (1, 2) for row in read_samples(whole, step)]
-    silent = [row for row in rows if judged(row) == NOTHING]
-    assert 0 < len(silent) < len(rows) / 2
-    for row in rows:
-        parts = row["reward_parts"]
-        said = judged(row)
-        turns = [
-            {"role": "user", "content": row["prompt"]},
-            {"role": "assistant", "content": row["response"]},
-        ]
-        asked = str(tiny_tokenizer().apply_chat_template(turns, tokenize=False))
-        for name, folder in (("helpful", helpful), ("strict", strict)):
-            assert parts[name] == pytest.approx(reference(folder, asked), abs=2e-5)
-        if said == NOTHING:
-            assert (
-                row["score"] is None
-                and row["errors"] == "critique: the judge's reply is not JSON: 'no idea'"
-            )
-            assert "critique" not in parts and row["masked"] == 1.0 and row["advantage"] == 0
-        else:
-            wanted = json.loads(said[said.index('{"') :])
-            assert (parts["critique"], row["extra"]["critique"]) == (
-                wanted["score"],
-                wanted["reason"],
-            )
-            total = parts["custom"] + parts["helpful"] / 2 - parts["strict"] + 2 * parts["critique"]
-            assert row["score"] == pytest.approx(total, abs=1e-5)
-    assert sum(each["reward/errors/critique"] for each in whole.metrics()) == len(silent)
-    proven = [
-        event.fields["passed"] for event in read_events(whole.folder) if event.kind == "checks"
-    ]
-    assert {"rewards", "advantages", "groups"} <= set(sum(proven, []))
-    assert not whole.notes("warning")
-    assert {"engine_helpful", "engine_critique"} <= json.loads(
-        (whole.folder / "run.json").read_text()
-    ).keys()
 
 
 @pytest.mark.slow

@@ -99,15 +99,6 @@ def test_what_a_node_measures_of_each_group_is_recorded_as_the_mean_over_the_gro
         assert record.values["own/mean"] == pytest.approx(sum(scores) / len(scores))
 
 
-def test_a_node_that_asks_where_no_verifiers_run_is_told_what_to_do(
-    ground: Playground, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert train(ground, "that_asks") == 2
-    err = capsys.readouterr().err
-    assert "ctx.reward_fn has no reward functions" in err and "a parameter `reward_fn`" in err
-    assert err.count("distflow: ") == 1 and "Traceback" not in err
-
-
 def test_a_node_that_asks_gets_verdicts_where_another_brings_the_judge(ground: Playground) -> None:
     assert train(ground, "that_asks_and_has_a_judge", judges=True) == 0
     for record in (

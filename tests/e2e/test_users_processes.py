@@ -10,7 +10,6 @@ import time
 import uuid
 from collections import Counter
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -18,7 +17,6 @@ from distflow.observe.run_reader import read_metrics
 from tests.e2e.runs import Playground
 from tests.ledger_audit import verify
 from tests.patience import is_running, wait_until
-from tests.sparse_params import BY_HAND
 
 pytestmark = pytest.mark.slow
 
@@ -159,80 +157,6 @@ KINDS = (
 PLACES = ("workflow", "blocking workflow", "reward", "agent", "environment")
 
 
-OF_AREAL = """
-from transformers import AutoTokenizer
-from tests.environments.areal_user import GenerationHyperparameters, token_ids
-{imports}
-
-class Hyperparameters(GenerationHyperparameters):
-    def new_with_stop_and_pad_token_ids(self, tokenizer):
-        return self.new(stop_token_ids=[tokenizer.eos_token_id])
-
-def reward(prompt, completions, prompt_ids, completion_ids, answer, **data):
-    return float(sum(completion_ids) % 3 == 0)
-
-def ids_of(messages, tokenizer, enable_thinking):
-    return token_ids(tokenizer, messages, add_generation_prompt=True)
-
-tokenizer = AutoTokenizer.from_pretrained({model!r})
-workflow = RLVRWorkflow(reward, Hyperparameters(max_new_tokens=4), tokenizer{more})
-"""
-POOLED = """
-import asyncio, threading
-from concurrent.futures import ProcessPoolExecutor
-from functools import partial
-from tests.environments import areal_user
-
-class AsyncRewardWrapper:
-    executors, lock = {}, threading.Lock()
-
-    def __init__(self, reward_fn):
-        self.reward_fn = reward_fn
-        with self.lock:
-            self.executors.setdefault(1, ProcessPoolExecutor(max_workers=1))
-
-    async def __call__(self, *args, **kwargs):
-        loop = asyncio.get_event_loop()
-        call = loop.run_in_executor(self.executors[1], partial(self.reward_fn, *args, **kwargs))
-        return await asyncio.wait_for(call, timeout=15)
-
-class RLVRWorkflow(areal_user.RLVRWorkflow):
-    def __init__(self, reward_fn, gconfig, tokenizer):
-        super().__init__(reward_fn, gconfig, tokenizer)
-        self.async_reward_fn = AsyncRewardWrapper(reward_fn)
-"""
-AREAL = Path(__file__).parents[2] / ".cache" / "areal"
-REAL = ("areal/api/reward_api.py", "areal/workflow/rlvr.py")
-STAND_INS = {
-    "__init__": "",
-    "workflow_context": "def stat_scope(): return 'rollout'",
-    "workflow/__init__": "",
-    "api/__init__": """
-from areal.api.reward_api import AsyncRewardWrapper
-class RolloutWorkflow: ...
-from tests.environments.areal_user import ModelRequest
-InferenceEngine = ModelResponse = object
-""",
-    "api/cli_args": "from tests.environments.areal_user import GenerationHyperparameters",
-    "utils/__init__": "",
-    "utils/logging": "from logging import getLogger",
-    "utils/stats_tracker": """
-class _Scope:
-    def scalar(self, **values): ...
-def get(name): return _Scope()
-""",
-    "utils/dynamic_import": "import_from_string = None",
-    "utils/perf_tracer": """
-from contextlib import asynccontextmanager
-def trace_session(name): return lambda function: function
-def session_context(): return lambda function: function
-@asynccontextmanager
-async def atrace_session_phase(name): yield
-""",
-}
-"""What AReaL's two files import of AReaL, which needs much that is not installed here."""
-
-
 class UsersRun:
     """One `distflow train` in a process group of its own."""
 
@@ -258,7 +182,6 @@ class UsersRun:
                 f"{ROLLOUT}_kwargs={{function: {own}:agent}}",
                 "data.max_prompt_length=64",
             ),
-            "areal": (f"{ROLLOUT}={folder}/of_areal.py:workflow", "data.max_prompt_length=64"),
             "environment": (f"{ROLLOUT}=environment", f"{ROLLOUT}_kwargs={{env: {own}:Game}}"),
             "reward": (f"custom_reward_function.path={own}",),
         }[place]
@@ -333,14 +256,10 @@ class UsersRun:
         wait_until(lambda: not self.left(), "nothing of it is left", within_s=20.0)
 
 
-def in_places(first: int) -> list[Any]:
-    """Each kind in each place: in one of them with the slow tests, and in the others by hand."""
-    pairs = []
-    for number, kind in enumerate(KINDS, first):
-        for other, place in enumerate(PLACES):
-            marks = [BY_HAND] if (number + other) % len(PLACES) else []
-            pairs.append(pytest.param(kind, place, marks=marks))
-    return pairs
+def in_places(first: int) -> list[tuple[str, str]]:
+    """Each kind in one place, and each place with one kind or more."""
+    places = list(PLACES)
+    return [(kind, places[-number % len(places)]) for number, kind in enumerate(KINDS, first)]
 
 
 @pytest.mark.parametrize(("kind", "place"), in_places(0))
@@ -363,49 +282,6 @@ def test_ctrl_c_ends_it(tmp_path: Path, kind: str, place: str) -> None:
         os.killpg(run.process.pid, signal.SIGINT)
         assert run.status() == 130, run.said()[-3000:]
         run.check(1)
-    finally:
-        run.close()
-
-
-def write_areal(folder: Path) -> str:
-    """A package with AReaL's own files, from
-    `git clone https://github.com/inclusionAI/AReaL .cache/areal`."""
-    if not all((AREAL / name).is_file() for name in REAL):
-        pytest.skip(
-            "AReaL's sources are not there: git clone https://github.com/inclusionAI/AReaL "
-            ".cache/areal"
-        )
-    for name in REAL:
-        (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        (folder / name).write_bytes((AREAL / name).read_bytes())
-    for name, text in STAND_INS.items():
-        file = folder / "areal" / f"{name}.py"
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(text)
-    return (
-        f"import sys\nsys.path.insert(0, {str(folder)!r})\n"
-        "from areal.workflow.rlvr import RLVRWorkflow"
-    )
-
-
-@pytest.mark.parametrize("source", ["ours", "AReaL's"])
-@pytest.mark.parametrize("way", ["to its end", "Ctrl-C"])
-def test_areals_workflow_with_its_pool(tmp_path: Path, source: str, way: str) -> None:
-    imports, more = (
-        (POOLED, "") if source == "ours" else (write_areal(tmp_path), ", get_input_ids_fn=ids_of")
-    )
-    text = OF_AREAL.format(imports=imports, model=f"{tmp_path}/model", more=more)
-    (tmp_path / "of_areal.py").write_text(text)
-    is_whole = way == "to its end"
-    run = UsersRun(tmp_path, "executor", "areal", steps=3 if is_whole else 10_000)
-    try:
-        if not is_whole:
-            wait_until(
-                lambda: run.num_steps() or run.process.poll() is not None, "a step", within_s=300.0
-            )
-            os.killpg(run.process.pid, signal.SIGINT)
-        assert run.status() == (0 if is_whole else 130), run.said()[-3000:]
-        run.check(3 if is_whole else 1)
     finally:
         run.close()
 

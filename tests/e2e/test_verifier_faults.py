@@ -11,7 +11,7 @@ import pytest
 
 from distflow import cli
 from distflow.observe.run_reader import read_metrics, read_samples
-from tests.e2e.runs import Playground, notes
+from tests.e2e.runs import Playground
 from tests.patience import at_some_deadline
 from tests.sparse_params import one_fast_in
 from tests.user_code import forgotten
@@ -164,10 +164,6 @@ def that_raises():
 SHORT = {"grpo": (), "ppo": (), "dapo": ("reward.overlong.buffer_tokens=0",)}
 
 
-def warned(ground: Playground) -> list[str]:
-    return notes(ground.folder / "run", "warning")
-
-
 @pytest.mark.parametrize("preset", one_fast_in(3, ["grpo", "ppo", "dapo"]))
 def test_above_the_limit_the_run_stops_before_it_learns(
     ground: Playground, capsys: pytest.CaptureFixture[str], preset: str
@@ -195,28 +191,6 @@ def test_above_the_limit_the_run_stops_before_it_learns(
         record.step for record in read_metrics(ground.folder / "run") if record.kind == "train"
     ]
     assert learned == list(range(1, step))
-
-
-@pytest.mark.slow
-def test_errors_of_a_validation_are_told_and_end_nothing(ground: Playground) -> None:
-    ground.write_reward(
-        "def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n"
-        "    if extra_info.get('held'):\n        raise ValueError('of validation ones')\n"
-        "    return sum(map(ord, solution_str)) % 7 / 6\n"
-    )
-    rows = [{"prompt": f"{i}=", "answer": "7", "held": 1} for i in range(3)]
-    (ground.folder / "held.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    keys = (
-        f"data.val_files={ground.folder}/held.jsonl",
-        "trainer.test_freq=1",
-        "trainer.val_before_train=false",
-    )
-    assert train(ground, *keys) == 0
-    told = [message for message in warned(ground) if "reward errors" in message]
-    assert told and all(
-        message.startswith("3 of 3 scores are reward errors (100%) in a validation")
-        for message in told
-    )
 
 
 @pytest.mark.usefixtures("nodes")

@@ -172,23 +172,6 @@ def test_thinking_stays_as_it_was_drawn() -> None:
     )
 
 
-@pytest.mark.parametrize("name", FAMILIES)
-def test_what_a_template_does_is_told(name: str) -> None:
-    """Qwen 3 and DeepSeek strip thinking; Qwen 3 without thinking leaves out the empty block that
-    it prompts with."""
-    family = FAMILIES[name]()
-    first, closed, *others = chat_of(family, Engine([])).tokens.describe()
-    told = " ".join(others)
-    assert first == "each turn follows the tokens of the one before"
-    assert closed == f"a reply that was cut off is closed with {family.end!r}"
-    assert ("it would write the thinking of earlier turns anew" in told) == (
-        name in ("qwen3", "deepseek")
-    )
-    assert ("it would write earlier turns anew" in told) == (
-        name in ("qwen3 without thinking", "mistral")
-    )
-
-
 @pytest.mark.parametrize(
     ("template", "said"),
     [

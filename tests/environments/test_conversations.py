@@ -171,17 +171,6 @@ def test_the_longest_conversation_is_extended_and_texts_have_their_own() -> None
     assert agent.prompts[3] == tuple(ids(agent.family, "say "))
 
 
-def test_a_reply_without_room_leaves_the_conversation_as_it_was() -> None:
-    agent = Agent("qwen2.5", "one", "two")
-    reply = agent.says(user("1"))
-    full = agent.send([user("1"), reply, user("x" * 3000)])
-    assert (full.text, full.finish_reason, full.num_tokens) == ("", "length", 0)
-    returned = CHAT.write({}, full, {"id": ""})["choices"][0]["message"]
-    assert returned["content"] == ""
-    assert agent.says(user("1"), reply, user("2"))["content"] == "two"
-    assert agent.owners == [LINEAR]
-
-
 def test_a_text_is_continued_behind_the_stop_string_that_was_drawn_or_is_a_branch() -> None:
     agent = Agent("qwen2.5", "act\nObservation:", "two", "three")
     assert agent.send("Q: ", TEXT, stop=["\nObservation:"]).text == "act"
@@ -204,22 +193,6 @@ def test_calls_beyond_the_last_are_refused_and_the_episode_says_so() -> None:
         agent.says(user("5"))
     assert refused.value.status == 410
     assert [chat.finish_reason for chat in agent.chat.conversations] == [*["stop"] * 4, "max_turns"]
-
-
-@pytest.mark.parametrize("value", ["1e999", '"\\ud800"'])
-def test_arguments_that_no_response_can_hold_stay_text(value: str) -> None:
-    agent = Agent("qwen2.5", CALLS["qwen2.5"].replace(": 1}", f": {value}}}"))
-    message = agent.says(user("1"), tools=TOOLS)
-    assert "tool_calls" not in message and value in message["content"]
-
-
-def test_of_two_that_fit_the_longer_is_extended() -> None:
-    agent = Agent("qwen2.5", "a", "a", "b", "c")
-    history = [user("1"), agent.says(user("1"))]
-    agent.says(user("1"))  # the same again
-    history += [user("2"), agent.says(*history, user("2"))]
-    assert agent.says(*history, user("3"))["content"] == "c"
-    assert sorted(agent.owners) == [["prompt", "policy"], [*LINEAR, "environment", "policy"]]
 
 
 def test_calls_at_once_are_answered_side_by_side_each_in_a_branch_of_its_own() -> None:

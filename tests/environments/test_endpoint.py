@@ -2,14 +2,9 @@
 what it was shown."""
 
 import asyncio
-import gc
 import json
-import socket
-import struct
-import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from contextlib import closing
 from importlib import import_module
 from typing import Any
 
@@ -19,7 +14,6 @@ import pytest
 from distflow.environments.endpoint import MAX_BODY_BYTES, Endpoint
 from distflow.environments.endpoint_calls import Answer, Call
 from tests.environments.test_chat import ids
-from tests.patience import wait_until
 
 ASKED = {"role": "user", "content": "What is 1 + 1?"}
 CALLS = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": 1}}\n</tool_call>'
@@ -109,21 +103,6 @@ def test_tools_of_openai(begin: Any, streams: bool) -> None:
         "policy",
         "tool",
         "policy",
-    ]
-
-
-def test_each_call_of_a_streamed_reply_has_its_own_chunk(begin: Any) -> None:
-    """LlamaIndex reads only the first call of a chunk."""
-    episode = begin(f"{CALLS}\n{CALLS}")
-    chunks = episode.openai.chat.completions.create(
-        model="x", messages=[ASKED], tools=[TOOL], stream=True
-    )
-    calls = [
-        chunk.choices[0].delta.tool_calls for chunk in chunks if chunk.choices[0].delta.tool_calls
-    ]
-    assert [[(call.index, call.function.name) for call in each] for each in calls] == [
-        [(0, "add")],
-        [(1, "add")],
     ]
 
 
@@ -402,52 +381,3 @@ def test_errors_have_the_types_of_their_api(begin: Any) -> None:
             messages.create(model="x", max_tokens=5, messages=[ASKED])
         kinds = [failed.value.response.json()["error"]["type"] for failed in (unknown, broken)]
         assert kinds == [*known]
-
-
-ASKED_OF = {
-    "chat/completions": {"messages": [ASKED]},
-    "completions": {"prompt": "a"},
-    "responses": {"input": "a"},
-    "messages": {"messages": [ASKED], "max_tokens": 40},
-}
-
-
-@pytest.mark.parametrize("path", ASKED_OF)
-@pytest.mark.parametrize("at", [-9, 0])
-@pytest.mark.parametrize("resets", [False, True])
-def test_nothing_is_said_of_a_client_that_drops(
-    caplog: pytest.LogCaptureFixture, path: str, at: int, resets: bool
-) -> None:
-    """at: that many bytes before the end of the request, or after it."""
-    asked: list[Future[Answer]] = []
-
-    def submit(call: Call) -> "Future[Answer]":
-        future: Future[Answer] = Future()
-        asked.append(future)
-        return future
-
-    with closing(Endpoint()) as endpoint, endpoint.session(submit) as session:
-        body = {"model": "x", **ASKED_OF[path]}
-        sent = json.dumps(body).encode()
-        head = [
-            f"POST /episodes/{session.base_url.rpartition('/')[2]}/v1/{path} HTTP/1.1",
-            "Host: localhost",
-        ]
-        head += [
-            "Content-Type: application/json",
-            f"Content-Length: {len(sent)}",
-            f"x-api-key: {session.key}",
-            "",
-            "",
-        ]
-        address = endpoint.url.rpartition("/")[2].split(":")
-        with socket.create_connection((address[0], int(address[1])), timeout=60) as client:
-            client.sendall("\r\n".join(head).encode() + (sent[:at] if at < 0 else sent))
-            if at == 0:
-                wait_until(lambda: bool(asked), "the call has arrived")
-            if resets:
-                client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-        while not all(future.cancelled() for future in asked):
-            time.sleep(0.01)
-    gc.collect()
-    assert [record.getMessage() for record in caplog.records] == []

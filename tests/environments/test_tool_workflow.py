@@ -2,20 +2,16 @@
 so."""
 
 import asyncio
-import threading
 import time
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from distflow.environments.parse_tool_calls import ToolCall
 from distflow.environments.tool_workflow import EpisodeTools, Tools
 from distflow.errors import UserError
-from distflow.sandbox.interface import Limits
-from distflow.sandbox.local_sandbox import Sandbox, Session
 from tests.patience import is_running
 
 FILE = f"{Path(__file__).with_name('hostile_tools.py')}:"
@@ -119,18 +115,6 @@ def test_text_arguments_become_what_the_schema_declares(tools: Tools) -> None:
     assert answers(tools, *calls)[0] == ['{"sum": 5}', "12-hidden"]
 
 
-def test_arguments_that_are_nested_too_deeply_are_answered(tools: Tools) -> None:
-    text = "[" * 100_000
-    nested = list[object]()
-    for _ in range(5000):
-        nested = [nested]
-    texts, _ = answers(
-        tools, ToolCall("later", {"a": text}, typed=False), ToolCall("later", {"a": nested})
-    )
-    assert texts[0].startswith("error: later raised TypeError")
-    assert texts[1] == "error: the arguments of later are nested too deeply"
-
-
 def test_schemas_are_those_of_signature_and_docstring_without_options(tools: Tools) -> None:
     schemas = {schema["function"]["name"]: schema["function"] for schema in tools.schemas}
     assert schemas["later"]["parameters"] == {
@@ -208,59 +192,3 @@ def test_a_tool_that_cannot_be_used_is_refused(entry: str | dict[str, object], s
 def test_two_tools_of_one_name_are_refused() -> None:
     with pytest.raises(UserError, match="calculator"):
         Tools(["calculator", "calculator"], 1.0, 100)
-
-
-class HeldSandbox(Sandbox):
-    """Opens sessions that are held before they open, or at their first call, and records what
-    closes them."""
-
-    def __init__(self, held: str) -> None:
-        super().__init__()
-        self.held = held
-        self.reached = threading.Event()
-        self.go = threading.Event()
-        self.closed_by = list[threading.Thread]()
-
-    def reach(self, name: str) -> None:
-        if name == self.held:
-            self.reached.set()
-            assert self.go.wait(60)
-
-    def open(self, code: str, limits: Limits | None = None) -> Session:
-        self.reach("open")
-        session = super().open(code, limits)
-        call = session.call
-        close = session.close
-
-        def held_call(*args: Any) -> Any:
-            self.reach("call")
-            return call(*args)
-
-        def recorded_close() -> None:
-            self.closed_by.append(threading.current_thread())
-            close()
-
-        session.call = held_call  # type: ignore[method-assign]
-        session.close = recorded_close  # type: ignore[method-assign]
-        return session
-
-
-@pytest.mark.parametrize("held", ["open", "call"])
-def test_a_session_that_a_cancelled_call_still_uses_is_closed_by_that_call(held: str) -> None:
-    async def run(tools: Tools, sandbox: HeldSandbox) -> None:
-        with EpisodeTools(tools, ()) as episode:
-            call = asyncio.ensure_future(episode.run(ToolCall("python", {"code": "1 + 1"})))
-            await asyncio.to_thread(sandbox.reached.wait, 60)
-            call.cancel()
-            with pytest.raises(asyncio.CancelledError):
-                await call
-        assert not sandbox.closed_by, "it is in use"
-        sandbox.go.set()
-
-    with closing(Tools(["python"], 60.0, MOST)) as tools, closing(HeldSandbox(held)) as sandbox:
-        assert tools.sandbox is not None
-        tools.sandbox.close()
-        tools.sandbox = sandbox
-        asyncio.run(run(tools, sandbox))  # at its end it waits for its threads
-    (thread,) = sandbox.closed_by
-    assert thread is not threading.current_thread()

@@ -3,7 +3,6 @@ scripted policy; and a real run, whose tokens are those that the engine saw."""
 
 import asyncio
 import json
-import pickle
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -190,13 +189,6 @@ def test_a_template_without_tools_is_refused() -> None:
     tokenizer = byte_level("{{ messages[0].content }}", CHATML_TOKENS, "<|im_end|>")
     with pytest.raises(UserError, match="does not use tools"):
         talk(Policy(tokenizer, ["x"]), [{"role": "user", "content": "x"}])
-
-
-def test_it_arrives_whole_in_another_process() -> None:
-    tokenizer, form = FAMILIES["qwen2"]
-    sent = pickle.loads(pickle.dumps(ToolWorkflow(tools=["calculator"], max_turns=1)))
-    chat = run_workflow(sent, Policy(tokenizer, [CALLS[form]]), [{"role": "user", "content": "x"}])
-    assert chat.turns == 1 and chat.finish_reason == "max_turns"
 
 
 @pytest.mark.parametrize(

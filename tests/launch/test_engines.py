@@ -4,26 +4,22 @@ optimizer steps."""
 import pickle
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, cast
 
 import pytest
 import torch
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 
 from distflow.config import Config, load_config
 from distflow.errors import UserError
-from distflow.launch import scoring_engines, train_engines
+from distflow.launch import train_engines
 from distflow.launch.configured_models import critic_source
 from distflow.launch.engines import make_factories
 from distflow.launch.rollout_engines import engine_dtype, engine_options
 from distflow.models.cpu_kernels import build as native
-from distflow.models.sharding import Sharding
 from distflow.planning.plan import RankPlan
 from distflow.rollout.embedded.engine import EmbeddedEngine
 from distflow.rollout.hf_engine import HFEngine
 from distflow.runtime.resources import Resources, build_resources
-from distflow.runtime.spec import Get
 from distflow.training.torch_engine import TorchScorer, TorchTrainEngine
 from tests.tiny_models import write_tiny_model
 
@@ -117,47 +113,6 @@ def test_weights_are_spread_over_ranks_only_where_there_are_several(engine: str)
     with pytest.raises(UserError, match="trainer.n_gpus_per_node=2"):
         build(sharded, engine)
     assert build(sharded, "rollout").rollout is not None, "what only generates has whole weights"
-
-
-@pytest.mark.parametrize(
-    ("part", "key"),
-    [
-        ("policy", f"{ACTOR}.fsdp_config.offload_policy"),
-        ("critic", "critic.fsdp_config.offload_policy"),
-        ("ref", "actor_rollout_ref.ref.fsdp_config.param_offload"),
-        ("reward_model", "reward_model.fsdp_config.param_offload"),
-    ],
-)
-def test_a_model_stays_in_the_hosts_memory_where_the_config_says_so(
-    part: str, key: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    class Loaded(Exception):
-        def __init__(self, *arguments: object, sharding: Sharding | None = None, **own: object):
-            self.sharding = sharding or arguments[-1]
-
-    def load(*arguments: object, **own: Any) -> None:
-        raise Loaded(*arguments, **own)
-
-    for module in (train_engines, scoring_engines):
-        monkeypatch.setattr(module, "load_model", load)
-    monkeypatch.setattr(train_engines, "load_adapted", load)
-    monkeypatch.setattr(scoring_engines, "check_config", lambda *found: None)
-    keys = (
-        f"{ACTOR}.strategy=fsdp",
-        "trainer.launcher=ray",
-        f"{key}=true",
-        f"{MODEL}.dtype=bfloat16",
-        "reward_model.model.path=builtin:tiny-arithmetic",
-    )
-    engines = ("actor", "critic", "ref", "reward_model")
-    factories = make_factories(config("ppo", *keys), engines, (), 1)
-    mesh = object()
-    for name in ("policy", *engines[1:]):
-        get = Get(factories, RankPlan(0, "cpu", (), (), engines, ()), {"mesh": mesh, "shards": 1})
-        with pytest.raises(Loaded) as loaded:
-            get(name)
-        expected = Sharding(cast(DeviceMesh, mesh), torch.bfloat16, on_host=name == part)
-        assert loaded.value.sharding == expected
 
 
 @pytest.mark.parametrize(

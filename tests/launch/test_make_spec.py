@@ -156,15 +156,6 @@ def test_data_are_encoded_into_the_folder_of_the_run_once(playground: Playground
     assert (after.st_ino, after.st_mtime_ns) == (before.st_ino, before.st_mtime_ns)
 
 
-def test_other_data_in_the_same_folder_are_another_file(playground: Playground) -> None:
-    _, spec = playground.spec("grpo")
-    playground.write_rows([{"prompt": f"{i}-", "answer": "7"} for i in range(12)])
-    _, other = playground.spec("grpo")
-    assert isinstance(spec.rows, EncodedRows) and isinstance(other.rows, EncodedRows)
-    assert spec.rows.path != other.rows.path
-    assert (spec.rows[0].prompt_text, other.rows[0].prompt_text) == ("ab0=", "0-")
-
-
 def test_keys_are_checked_before_any_file_is_opened(playground: Playground) -> None:
     with pytest.raises(UserError, match="keys without effect"):
         playground.spec("grpo", "data.train_files=/nowhere/rows.jsonl", "critic.optim.lr=1e-3")
@@ -224,19 +215,6 @@ def test_a_pipeline_of_the_users_may_hold_what_does_not_pickle(playground: Playg
     _, spec = playground.spec("grpo", *chosen("own_pipelines:with_a_lambda"), *TWO_STEPS)
     launch_local(pickle.loads(pickle.dumps(spec)))
     assert (playground.folder / "run" / "checkpoints" / "step-000002").exists()
-
-
-@pytest.mark.parametrize("module", ["__main__", "made_by_hand"])
-def test_a_pipeline_that_no_worker_can_import(
-    playground: Playground, monkeypatch: pytest.MonkeyPatch, module: str
-) -> None:
-    by_hand = types.ModuleType(module)
-    imported = "from distflow.pipelines.grpo import grpo_pipeline"
-    code = f"{imported}\ndef homeless(config): return grpo_pipeline(config)"
-    by_hand.make = homeless(code, module)  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, module, by_hand)
-    with pytest.raises(UserError, match=rf"dag\.pipeline.*'{module}'"):
-        playground.spec("grpo", *chosen(f"{module}:make"))
 
 
 def test_a_node_that_no_worker_can_import(

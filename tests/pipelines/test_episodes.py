@@ -247,90 +247,6 @@ def test_an_episode_that_has_ended_asks_no_more() -> None:
     assert all("has ended" in str(task.exception()) for task in late[1::2])
 
 
-@STALENESS
-def test_a_limit_that_one_episode_reaches_in_a_round_holds_no_other_up(staleness: int) -> None:
-    """The first has room for two turns and asks on; the second is at its own limit of four
-    turns."""
-    numbers = iter(range(2))
-
-    async def run(chat: Chat, row: Row) -> float:
-        number = next(numbers)
-        replies = 0
-        given = (7,) * (4 if number == 0 else 1)
-        while chat.turns < 4:
-            replies += bool((await chat.ask((*given, number))).token_ids)
-        if number:
-            chat.finish_reason = "max_turns"
-        return float(replies)
-
-    engine = Engine()
-    group = asyncio.run(run_group(run, engine, staleness, max_tokens=12))
-    assert [sample.finish_reason for sample in group.samples] == ["length", "max_turns"]
-    assert [sample.outcome.reward_result.value for sample in group.samples] == [2.0, 4.0]  # type: ignore[attr-defined]
-    assert [index for _, samples in engine.asked for index in samples] == [0, 1, 0, 1, 1, 1]
-    assert all(sample.valid for sample in group.samples)
-
-
-@STALENESS
-def test_what_nobody_waits_for_is_aborted_before_the_next_round(staleness: int) -> None:
-    """A reply that a workflow stops waiting for, and one of a fork that an episode leaves
-    behind."""
-
-    class Slow(Engine):
-        """Takes some time to abort."""
-
-        def __init__(self) -> None:
-            super().__init__()
-            self.open = 0
-            self.num_aborted = 0
-            self.beside = list[int]()
-            self.began = asyncio.Event()
-
-        async def generate(self, request: GenerateRequest) -> tuple[Segment, ...]:
-            self.beside.append(self.open)
-            never = request.prompt_ids[-1] == NEVER
-            self.open += never
-            if never:
-                self.began.set()
-            try:
-                return await super().generate(request)
-            except asyncio.CancelledError:
-                self.num_aborted += 1
-                for _ in range(20):
-                    await asyncio.sleep(0)
-                self.open -= never
-                raise
-
-    async def group(leaves: bool) -> Slow:
-        engine, numbers = Slow(), iter(range(2))
-
-        async def run(chat: Chat, row: Row) -> float:
-            is_other = next(numbers)
-            await chat.ask((7,))
-            if not is_other:
-                fork = chat.fork()
-                asking = asyncio.ensure_future(fork.ask((NEVER,)))
-                await engine.began.wait()
-                if leaves:
-                    return 1.0
-                asking.cancel()
-                await asyncio.wait((asking,))
-            else:
-                await chat.fork().ask((6,))
-            await chat.ask((5,))
-            return 1.0
-
-        await asyncio.wait_for(run_group(run, engine, staleness), 60)
-        return engine
-
-    for leaves in (False, True):
-        engine = asyncio.run(group(leaves))
-        assert engine.num_aborted == 1 and engine.asked[-1][0][-1] == 5
-        assert staleness or engine.beside[-1] == engine.open == 0, (
-            "the last round begins when the engine has stopped"
-        )
-
-
 def test_the_rest_of_the_score_is_the_last_reply_s_in_time() -> None:
     """Of the first conversation, which the sample holds before its fork; the fork has what it
     earned."""
@@ -354,19 +270,6 @@ def test_the_rest_of_the_score_is_the_last_reply_s_in_time() -> None:
     assert group.batch()["response_ids"][0].tolist() == response
     assert written["token_level_scores"].tolist() == [0, 0, 0.75, 0, 0, 0, 0.25] * 2
     assert written["turn_index"].tolist() == [0, -1, 1, -1, -1, -1, 2] * 2
-
-
-def test_a_reply_without_room_is_not_the_one_that_earns_the_rest_of_the_score() -> None:
-    async def run(chat: Chat, row: Row) -> float:
-        await chat.ask((7,))
-        side = chat.fork()
-        await side.ask((6,))
-        assert not (await chat.ask((4,) * 9)).token_ids
-        return 1.0
-
-    group = asyncio.run(run_group(run, Engine(), 0))
-    assert [sample.last_turn for sample in group.samples] == [1, 1], "the fork's"
-    assert [sample.finish_reason for sample in group.samples] == ["length", "length"]
 
 
 def test_what_an_episode_changes_in_its_row_no_other_sees() -> None:

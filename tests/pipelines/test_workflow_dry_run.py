@@ -9,7 +9,6 @@ from distflow.config import load_config
 from distflow.errors import UserError
 from distflow.launch.dry_run_of_user_code import try_users_code
 from distflow.launch.make_spec import make_spec
-from distflow.pipelines.nodes.workflow_dry_run import REPLY
 from tests.e2e.runs import Playground
 
 pytestmark = pytest.mark.slow  # each trial is a process that imports PyTorch
@@ -60,7 +59,6 @@ async def forever(chat, row):
 async def dies(chat, row):
     os._exit(3)
 """
-NOTED = f"tried on the first row (rows.jsonl:1) with the reply {REPLY!r}: "
 
 
 def tried(name: str, folder: Path, *more: str) -> list[str]:

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 
 from distflow.graph import BoundPipeline, NodeRole, Pipeline, PipelineError, node
-from distflow.planning.layouts import Layout, Sizes
 from distflow.planning.plan import Channel, Plan, RankPlan, plan_local, rank_plan
 from tests.planning.valid_plan import check_plan
 
@@ -55,18 +54,6 @@ def test_everything_is_on_one_worker_and_the_planes_meet_at_the_experience_edge(
     )
     assert json.loads(json.dumps(asdict(plan)))["ranks"][0]["device"] == "cpu"
     check_plan(plan, pipeline)
-
-
-def test_where_the_roles_are_is_told_to_people() -> None:
-    layouts = (
-        Layout("rollout", "embedded", (0, 1, 2), Sizes(data=3)),
-        Layout("actor", "fsdp", (1, 3), Sizes(data=2)),
-    )
-    ranks = tuple(RankPlan(rank, "cpu", (), (), (), (), node=rank // 2) for rank in range(4))
-    assert (
-        Plan("small", ranks, (), layouts).placed()
-        == "4 on 2 machines: rollout on 0 to 2; actor on 1, 3"
-    )
 
 
 def test_an_engine_of_two_nodes_is_named_once() -> None:

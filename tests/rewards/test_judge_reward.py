@@ -280,15 +280,6 @@ def test_the_key_is_in_no_reason(runner, server):
     assert ask(runner, server) == {"score": 0.5, "reason": "you are *** or ***"}
 
 
-def test_a_key_that_no_header_can_hold_is_told_without_it(runner, server, monkeypatch):
-    monkeypatch.setenv("OPENAI_API_KEY", f"{SECRET}\n")
-    assert ask(runner, server)["score"] == 1.0 and server.keys == [f"Bearer {SECRET}"]
-    monkeypatch.setenv("OPENAI_API_KEY", f"{SECRET}\n{SECRET}")
-    with pytest.raises(ValueError, match="OPENAI_API_KEY") as raised:
-        ask(runner, server)
-    assert SECRET not in str(raised.value)
-
-
 def test_the_tags_are_the_same_in_every_run_and_of_this_sample_alone(runner, server):
     for response in ("four", "four", "five"):
         ask(runner, server, response)

@@ -1,7 +1,6 @@
 """What a node's `ctx` offers: scores on samples, and mini-batches that no number of ranks
 changes."""
 
-import asyncio
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import replace
@@ -20,7 +19,7 @@ from distflow.runtime.compiled_node import Contexts, NodeContext
 from distflow.runtime.resources import Resources
 from distflow.runtime.rollout_loop.group import Group
 from distflow.scheduling.group_states import PromptGroup
-from tests.runtime.groups import PARAMS, context, group, group_with_responses, waiting_group
+from tests.runtime.groups import PARAMS, context, group, waiting_group
 
 GROUP_IDS = (3, 4, 6, 7, 9)
 
@@ -28,12 +27,6 @@ GROUP_IDS = (3, 4, 6, 7, 9)
 class Router:
     async def __call__(self, samples: Sequence[Sample]) -> list[str]:
         return [sample.uid for sample in samples]
-
-
-@pytest.mark.parametrize("given", [{}, {"router": Router()}, {"group": group_with_responses()}])
-def test_without_reward_functions_the_error_says_how_to_get_some(given: dict[str, Any]) -> None:
-    with pytest.raises(UserError, match="a parameter `reward_fn`"):
-        asyncio.run(context(**given).reward_fn([]))
 
 
 def parts(owned: Sequence[int], step: int = 0, epoch: int = 0) -> list[list[int]]:

@@ -2,10 +2,6 @@
 
 from pathlib import Path
 
-import pytest
-import torch
-
-from distflow.runtime import run_recorder
 from distflow.runtime.run_recorder import MemoryPeaks
 from tests.e2e.runs import Playground
 
@@ -59,28 +55,3 @@ def test_a_run_records_the_phases_of_each_step(tmp_path: Path) -> None:
             0 < metrics[f"memory/process/{phase}"] <= metrics["memory/process/peak"]
             for phase in phases
         )
-
-
-def test_what_a_gpu_says_is_there_by_phase_and_nothing_where_there_is_none(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    assert run_recorder.read_gpu() == {} or torch.cuda.is_initialized()
-    readings = iter(
-        [
-            {"utilization": 0.25, "memory_used": 2.0**30},
-            {"utilization": 0.75, "memory_used": 2.0**31},
-            {},
-        ]
-    )
-    monkeypatch.setattr(run_recorder, "read_gpu", lambda: next(readings))
-    peaks = MemoryPeaks()
-    for phase in ("rollout", "train_step", "other"):
-        peaks.charge(phase)
-    assert {
-        name: value for name, value in peaks.finish_step().items() if name.startswith("gpu/")
-    } == {
-        "gpu/utilization/rollout": 0.25,
-        "gpu/memory_used/rollout": 2.0**30,
-        "gpu/utilization/train_step": 0.75,
-        "gpu/memory_used/train_step": 2.0**31,
-    }

@@ -11,22 +11,6 @@ from tests.planning.test_assign_ranks import devices, pipelines, ppo
 from tests.planning.valid_plan import check_plan
 
 
-def test_what_a_dp_group_reads_of_nodes_that_it_does_not_run_is_sent_once() -> None:
-    pipeline = ppo()
-    plan = plan_ray(
-        pipeline, devices(4, trainer__allocation="embedded:d1+torch[critic]:d1+torch:d2"), "cpu", {}
-    )
-    assert dp_groups_of(plan) == ((2, 3), (1,)), "the policy's dp group leads"
-    found = [
-        (each.source, each.target, each.writers, each.readers)
-        for each in resharded_columns(plan, pipeline)
-    ]
-    assert found == [("value", "compare", (1,), (2, 3)), ("refer", "compare", (2, 3), (1,))]
-    assert str(next(resharded_columns(plan, pipeline)).key(3)) == (
-        "step 4 of queue 'value to compare on ranks 2, 3' (version 3)"
-    )
-
-
 def test_one_team_hands_nothing_over() -> None:
     pipeline = ppo()
     assert not [*resharded_columns(plan_local(pipeline, "cpu"), pipeline)]

@@ -325,13 +325,6 @@ def working(ground: Playground, *keys: str) -> Iterator[tuple[Worker, Resources]
             yield worker, resources
 
 
-def test_a_worker_tells_the_time_of_its_nodes(ground: Playground) -> None:
-    with working(ground, "dag.enable_perf=true") as (worker, _):
-        assert worker.training_loop() == 3
-    for record in read_metrics(ground.folder / "run"):
-        assert [name for name in record.values if name.startswith("perf/")] == ["perf/actor_train"]
-
-
 def test_a_signal_that_comes_when_the_step_is_already_done_saves_it_too(
     ground: Playground, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -59,20 +59,6 @@ def test_a_traceback_shows_the_program_alone(sandbox: Sandbox) -> None:
     assert ran.exit_code == 1 and "SyntaxError" in ran.stderr and "distflow" not in ran.stderr
 
 
-def test_the_last_words_are_not_lost(sandbox: Sandbox) -> None:
-    """Whatever stream the program made for itself, and with what it prints in atexit."""
-    ran = sandbox.run(
-        "import atexit, sys\natexit.register(print, 'last')\nfile = open(1, 'w', closefd=False)\n"
-        "file.write('held\\n')\nsys.stdout.write('first ')"
-    )
-    assert sorted(ran.stdout.split()) == ["first", "held", "last"]
-    ran = sandbox.run(
-        "def main():\n    out = open(1, 'w', closefd=False)\n    out.write('held')\n    1 / 0\n"
-        "main()"
-    )
-    assert ran.stdout == "held" and ran.stderr.endswith("ZeroDivisionError: division by zero\n")
-
-
 def test_output_beyond_what_is_kept(sandbox: Sandbox) -> None:
     ran = sandbox.run("print('x' * 200_000)")
     assert (ran.status, ran.cut, len(ran.stdout)) == ("ok", True, LIMITS.output_bytes)

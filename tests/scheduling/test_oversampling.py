@@ -10,7 +10,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from distflow.launch.run_folders.groups_of_step import step_lineage
 from distflow.scheduling.coordinator import Coordinator, mark_of
 from distflow.scheduling.data_plan import DataPlan, DomainPlan
 from distflow.scheduling.difficulty_filter import Accuracy, SkipPlan
@@ -171,17 +170,6 @@ def test_prompts_that_were_aborted_count_among_those_that_are_tried_for_a_step()
     step(coordinator)
     with pytest.raises(Exhausted, match="8 drawn.*none"):
         step(coordinator, dropped=lambda prompt_group: True)
-
-
-def test_why_says_that_a_group_was_aborted(tmp_path):
-    with Journal(tmp_path / "ledger.jsonl") as ledger:
-        coordinator = Coordinator(plan_of(), ledger)
-        step(coordinator, last_first)
-        step(coordinator)
-    first = step_lineage(tmp_path / "ledger.jsonl", 1)
-    assert (first.aborted, first.aborted_tokens) == ((0, 1), 2)
-    group = step_lineage(tmp_path / "ledger.jsonl", 2).groups[0]
-    assert group.group_id == 0 and [attempt.aborted for attempt in group.attempts] == [True, False]
 
 
 def test_only_what_runs_can_be_aborted(tmp_path):

@@ -281,11 +281,6 @@ class PromptSet(PromptRows):
         return sorted({row.domain for row in self._rows})
 
     @property
-    def has_responses(self) -> bool:
-        """Whether there are responses to train on."""
-        return any(ids is not None for ids in self._responses)
-
-    @property
     def has_messages(self) -> bool:
         """Whether a prompt is chat messages."""
         return any(row.is_chat for row in self._rows)

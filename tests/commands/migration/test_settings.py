@@ -31,7 +31,6 @@ ROLL = (
     "{device_mapping: 'list(range(0,16))', data_args: {file_name: [a.jsonl], "
     "domain_interleave_probs: {a: 0.5}}}\n"
 )
-WORKER = "worker_cls: roll.pipeline.rlvr.rewards."
 FILTERS = "algorithm.filter_groups"
 OFTEN = (
     "rewards and columns: AReaL",

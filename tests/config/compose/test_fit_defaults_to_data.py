@@ -195,15 +195,6 @@ def test_no_default_is_refused_for_a_size_that_somebody_chose() -> None:
 ROOM = RunLimits(rows=10, context=40)
 
 
-def test_the_changes_are_told_with_both_values_and_why() -> None:
-    lines = [str(change) for change in fit_to(load("grpo"), RunLimits(rows=30)).fitted]
-    assert lines[0] == f"{BATCH}=30 instead of 512: the data has 30 rows to train on"
-    assert (
-        fit_to(load("grpo"), RunLimits(rows=30)).origin(BATCH)
-        == "made to fit: the data has 30 rows to train on"
-    )
-
-
 def test_the_same_room_gives_the_same_config_and_loading_it_again_changes_nothing(
     tmp_path: Path,
 ) -> None:

@@ -595,24 +595,3 @@ def test_what_the_numbers_of_a_step_mean(numbers):
         },
     )
     assert describe(config)[0] == STEPS[numbers]
-
-
-def test_describe_tells_the_rest():
-    lines = "\n".join(
-        describe(load_config("dapo", [*GOOD, "actor_rollout_ref.rollout.top_p=0.9"]).config)
-    )
-    for part in (
-        "[0.8, 1.28]",
-        "no reference is loaded",
-        "2048 + 4096 = 6144",
-        "note: top_p",
-        "30 epochs",
-    ):
-        assert part in lines
-    custom = [*GOOD, "dag.pipeline=a.b:pipeline"]
-    lines = describe(load_config("quickstart_grpo", custom, complete=False).config)
-    assert "no KL term" in lines  # it may have a reference all the same
-    assert "in the reward (kl × 0.001)" in "\n".join(describe(load_config("ppo", GOOD).config))
-    assert describe(load_config("sft", GOOD).config)[0].startswith(
-        "64 examples → 1 optimizer step of 64"
-    )

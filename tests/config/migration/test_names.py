@@ -434,21 +434,6 @@ def test_a_group_of_one_system_and_a_name_of_another_are_told_apart(tmp_path):
     }
 
 
-@pytest.mark.parametrize(
-    ("given", "shown"),
-    [
-        ("'a b'", "'a b'"),
-        ("'a =b.c=d'", "'a =b.c=d'"),
-        ('"it\'s"', "'it\\'s'"),
-        ("null", "null"),
-        ("''", "''"),
-    ],
-)
-def test_any_value_is_shown_as_it_is_written_on_the_command_line(given, shown):
-    (problem,) = refuse(f"data.reward_fn_key={given}").values()
-    assert problem.advice == f"write data.domain_key={shown}"
-
-
 @pytest.mark.parametrize("value", ["true", "1", "false"])
 def test_an_offload_is_accepted_only_where_nothing_is_to_be_offloaded(value):
     override = f"critic.model.fsdp_config.optimizer_offload={value}"

@@ -1,6 +1,5 @@
 """A run's folder, or a checkpoint's, where a model is wanted: trained from, evaluated, exported."""
 
-import html
 import json
 import shutil
 
@@ -178,34 +177,3 @@ def test_an_adapter_is_exported_alone_and_evaluated(
     assert found[0] == found[1]
     with pytest.raises(UserError, match="trained all weights: remove --adapter"):
         export_checkpoint(ground.folder / "source", ground.folder / "no-adapter", adapter=True)
-
-
-def test_the_start_says_what_is_trained_and_the_end_what_was_saved(
-    ground: Playground, capsys: pytest.CaptureFixture[str]
-) -> None:
-    lora = start(ground, f"{STEPS}=1", "actor_rollout_ref.model.lora_rank=2", name="said-lora")
-    adapter = load_file(
-        ground.folder / "said-lora" / "checkpoints" / "step-000001" / "actor.safetensors"
-    )
-    trained = sum(weight.numel() for name, weight in adapter.items() if name.startswith("model."))
-    assert any(f"LoRA of rank 2 trains {trained:,} of them (" in line for line in lora)
-    critic = load_model(ground.write_critic(), critic=True)
-    size = sum(weight.numel() for weight in critic.parameters())
-    path = f"critic.model.path={ground.folder}/critic"
-    keys = ground.overrides("said-ppo", *SAVED, path, "critic.optim.lr=2e-4", f"{STEPS}=1")
-    assert cli.main(["train", "ppo", *keys]) == 0
-    out = capsys.readouterr().out
-    assert (
-        f"critic: {ground.folder}/critic, {size:,} parameters; adamw, learning rate 0.0002" in out
-    )
-    assert "value loss" in out and "LoRA" not in out
-    lines = out.splitlines()
-    assert lines[-2:] == [
-        f"saved: {ground.folder}/said-ppo/checkpoints/step-000001",
-        f"report: {ground.folder}/said-ppo/report.html",
-    ]
-    report = (ground.folder / "said-ppo" / "report.html").read_text()
-    assert (
-        "too few measurements to say whether it learned" in lines[-5]
-        and html.escape(lines[-5]) in report
-    )

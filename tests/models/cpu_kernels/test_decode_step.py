@@ -10,7 +10,6 @@ from torch import Tensor, nn
 
 from distflow.models.cached_decoder import DecoderView
 from distflow.models.cpu_kernels import build as native
-from distflow.models.cpu_kernels.build import NotNative
 from distflow.models.cpu_kernels.decode_step import NativeStep
 from distflow.models.packed_forward import attach_packed_forward, choose_attention
 from tests.models.test_cached_decoder import make as make_model
@@ -476,19 +475,3 @@ def test_what_torch_does_not_count_is_seen_when_told() -> None:
     after = decoded(view, ids, starts)
     assert far(after, before) > 1e-3
     assert far(after, decoded(DecoderView(model), ids, starts)) < 1e-4
-
-
-@pytest.mark.parametrize(
-    ("model", "reason"),
-    [
-        (lambda: make().to(torch.bfloat16), "float32 on a CPU, but .* is in bfloat16 on cpu"),
-        (lambda: make(hidden_act="gelu"), "it does not know GELUActivation"),
-    ],
-)
-def test_what_torch_must_run_says_why(model: Callable[[], Any], reason: str) -> None:
-    made = model()
-    with pytest.raises(NotNative, match=reason):
-        NativeStep(made)
-    view = DecoderView(made, native=True)
-    assert view.why_not_native is not None
-    assert torch.isfinite(decoded(view, [[5, 6, 7]], [2])).all()

@@ -170,9 +170,3 @@ def test_advice_fits_its_situation(name: str, tmp_path: Path) -> None:
     said = said_of(tmp_path / "run", changed, config)
     assert all(part in said for part in wanted), said
     assert not any(part in said for part in unwanted), said
-
-
-@pytest.mark.parametrize("name", SITUATIONS)
-def test_an_old_run_without_the_accuracy_is_judged_too(name: str, tmp_path: Path) -> None:
-    changed, config, *_ = SITUATIONS[name]
-    said_of(tmp_path / "run", {**changed, "reward/accuracy": (float("nan"),) * NUM_STEPS}, config)

@@ -7,8 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from distflow.observe.findings.doctor import examine
-from distflow.observe.findings.finding import Finding
 from distflow.observe.findings.learning_rules import (
     accuracy_counts_nothing,
     constant_reward,
@@ -18,7 +16,6 @@ from distflow.observe.findings.learning_rules import (
 )
 from distflow.observe.findings.step_rules import StepRules
 from distflow.observe.report.build import report_data
-from distflow.observe.run_records import RunRecords
 from distflow.observe.writing.run_folder import RunFolder
 
 Steps = dict[int, dict[str, float]]
@@ -231,17 +228,3 @@ def test_reward_errors_are_shown_with_their_exception(tmp_path: Path) -> None:
         "on 1 validation response"
     ) in said
     assert "“custom: KeyError: 'answer' (at r.py:3)” (4 times in the samples)" in said
-
-
-def test_nothing_is_remarked_where_nothing_is_remarkable(tmp_path: Path) -> None:
-    healthy = steps(
-        reward__min=(0.0,) * 4,
-        reward__max=(1.0,) * 4,
-        reward__errors=(0.0,) * 4,
-        rollout__truncated=(0.01,) * 4,
-    )
-    with RunFolder(tmp_path, 0) as run:
-        for step, values in healthy.items():
-            run.metrics(step, "train", values)
-    assert examine(RunRecords(tmp_path)).findings == []
-    assert isinstance(constant_reward(steps(reward__min=(0.0,), reward__max=(0.0,)), {}), Finding)

@@ -7,7 +7,6 @@ import pytest
 
 from distflow.observe.report.build import report_data
 from distflow.observe.report.domains import domain_table
-from distflow.observe.reward_remarks import failure, remarks
 from distflow.observe.writing.run_folder import RunFolder
 
 # The domain `math` is called like a part; `lab/calc` lies below no domain of its own.
@@ -64,29 +63,6 @@ def test_a_run_of_one_domain_has_no_more_than_before() -> None:
         step: {n: v for n, v in values.items() if "calc" not in n} for step, values in STEPS.items()
     }
     assert domain_table(one) == []
-
-
-def test_what_was_said_is_told_by_part() -> None:
-    row = {
-        "reward_parts": {"lib/mine.py:judge": 1.0, "math": 0.0},
-        "extra": {
-            "lib/mine.py:judge/why": "x",
-            "math/extracted": None,
-            "math/wanted": "7",
-            "math/acc": 0.0,
-        },
-        "score": 1.0,
-        "acc": 0.0,
-    }
-    assert remarks(row) == {
-        "lib/mine.py:judge": {"why": "x"},
-        "math": {"extracted": None, "wanted": "7"},
-    }
-    assert failure(row) is None
-    assert (
-        failure({"errors": "no score within 2 s"}) == "timeout"
-        and failure({"errors": ["judge: x"]}) == "error"
-    )
 
 
 def test_the_report_has_a_domains_table(tmp_path: Path) -> None:

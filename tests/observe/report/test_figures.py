@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from distflow.observe.report.build import report_data
 from distflow.observe.report.chart_data import (
     Z_95,
     choose_charts,
@@ -44,18 +43,6 @@ def test_error_bars_belong_to_accuracies_of_a_known_number_of_problems() -> None
     assert bars["val_correct/all/mean"] == [[0.4038, 0.5962], None, None] and bars[
         "val_correct/all/odd"
     ] == [None]
-
-
-def test_problems_are_counted_by_domain(tmp_path: Path) -> None:
-    rows = [
-        {"prompt": f"{i}", "domain": "a" if i < 3 else "b", "kind": kind}
-        for i in range(5)
-        for kind in "gs"
-    ]
-    with RunFolder(tmp_path, 0) as run:
-        run.samples(0, rows, "val")
-        run.samples(4, rows[:2], "val")
-    assert num_problems(tmp_path, Timeline()) == {"all": 5, "a": 3, "b": 2}
 
 
 @pytest.mark.parametrize(("ground_truth", "number"), [("7", 1), ("", 3), (None, 3)])
@@ -122,20 +109,6 @@ def test_only_the_end_of_long_span_files_is_read(tmp_path: Path) -> None:
     assert [int(span.what) for span in spans] == list(range(1000 - len(spans), 1000)), (
         "whole lines alone"
     )
-
-
-def test_bytes_are_shown_as_gib_and_the_changes_of_a_config_as_they_were_written(
-    tmp_path: Path,
-) -> None:
-    change = {"key": "trainer.seed", "before": "1", "now": "3", "where": "command line"}
-    with RunFolder(tmp_path, 0) as run:
-        run.write_json("run.json", {"preset": "grpo", "changed": [change, "odd"]})
-        for step in (1, 2):
-            run.metrics(step, "train", {"memory/process/peak": step * 2.0**29})
-    data = report_data(tmp_path)
-    assert data["series"]["y"]["memory/process/peak"] == [0.5, 1.0]
-    assert [chart["unit"] for chart in data["charts"]] == ["GiB"]
-    assert data["changed"] == [change] and data["preset"] == "grpo"
 
 
 def test_the_phases_that_take_most_memory_are_on_its_chart_however_many_there_are() -> None:

@@ -38,16 +38,6 @@ def test_the_same_wait_of_two_loops_lasts_until_both_have_ended(
         assert len(waits.now()) == 1
 
 
-def test_a_wait_in_words(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("time.time", lambda: 5.0)
-    waits = Waits()
-    with waits("training", "step 3", on="rollout"):
-        monkeypatch.setattr("time.time", lambda: 12.4)
-        assert [str(wait) for wait in waits.now()] == [
-            "training has waited 7 s for step 3 (on: rollout)"
-        ]
-
-
 def test_a_wait_of_a_prompt_group_has_its_id_and_none_is_recorded_without_a_group() -> None:
     ended = list[Wait]()
     waits = Waits(lambda wait, end: ended.append(wait))

@@ -13,7 +13,6 @@ from distflow.errors import UserError
 from distflow.rewards.pool.domain_pools import Patience, Pools, RewardSettings
 from distflow.rewards.reward_results import Error, Score, Timeout
 from distflow.rewards.router import RewardOutcome, RewardRouter
-from tests.patience import at_some_deadline
 from tests.rewards.routers import make_router, pids_of
 
 FAULTY = str(Path(__file__).with_name("faulty_verifiers.py"))
@@ -144,29 +143,6 @@ def test_a_batch_is_asked_for_again_as_a_whole(tmp_path: Path) -> None:
             Score(2.0),
         ]
     assert (tmp_path / "calls").read_text() == "33", "twice, with all three"
-
-
-@pytest.mark.slow
-def test_hangs_cost_their_deadlines_over_the_places() -> None:
-    """Fault 18, smaller: 8 of 80 hang in C code."""
-    hangs = 8
-    places = 4
-    asked = [sample("default", "echo", value=i) for i in range(72)]
-    asked += [sample("default", "hang in c") for _ in range(hangs)]
-
-    def check(deadline_s: float) -> None:
-        with router_of("default", timeout_s=deadline_s, num_workers=places) as router:
-            began = time.monotonic()
-            reward_results = [judgement.reward_result for judgement in judge(router, asked)]
-            took = time.monotonic() - began
-        assert (
-            reward_results == [Score(float(i)) for i in range(72)] + [Timeout(deadline_s)] * hangs
-        )
-        assert took < 0.75 * hangs * deadline_s, (
-            "one after another would cost all of it, and the places a quarter"
-        )
-
-    at_some_deadline(check, 1.0, 10.0)
 
 
 def test_one_that_cannot_be_loaded_leaves_none_behind(monkeypatch: pytest.MonkeyPatch) -> None:

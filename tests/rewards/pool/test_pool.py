@@ -6,10 +6,7 @@ import os
 import signal
 import subprocess
 import sys
-import tempfile
 import time
-import tracemalloc
-import types
 from collections.abc import Iterator
 from pathlib import Path
 from textwrap import dedent
@@ -19,7 +16,6 @@ import pytest
 from distflow.data.sample import Sample, Segment
 from distflow.errors import UserError
 from distflow.rewards.pool.pool import PoolSettings, RewardPool
-from distflow.rewards.pool.process import RewardProcess
 from distflow.rewards.reward_results import Error, RewardResult, Score, Timeout
 from tests.patience import at_some_deadline, is_running
 from tests.rewards.routers import make_router, pids_of
@@ -291,21 +287,6 @@ def test_a_function_that_cannot_be_loaded_is_the_users_error(tmp_path, source, m
             )
         )
     assert message in str(raised.value) and "reward.py" in str(raised.value)
-
-
-def test_of_what_a_worker_has_printed_only_the_end_is_read() -> None:
-    worker = object.__new__(RewardProcess)
-    worker._child = types.SimpleNamespace(wait=lambda timeout: 3)
-    with tempfile.TemporaryFile() as worker._stderr:
-        worker._stderr.truncate(2**28)
-        worker._stderr.seek(0, os.SEEK_END)
-        worker._stderr.write(b"the end")
-        tracemalloc.start()
-        try:
-            assert worker.cause_of_death().endswith("the end)")
-            assert tracemalloc.get_traced_memory()[1] < 2**20
-        finally:
-            tracemalloc.stop()
 
 
 @pytest.mark.slow

@@ -196,17 +196,6 @@ def test_the_oldest_blocks_go_when_room_is_needed(monkeypatch: pytest.MonkeyPatc
     story(model, tell, on_device=few)
 
 
-def test_a_batch_invariant_engine_keeps_nothing_so_that_bits_follow_from_the_request() -> None:
-    async def tell(own: EmbeddedEngine) -> None:
-        first = turn(prompt_of(40))
-        second = after(first, (await turns(own, [first], 1))[0])
-        (made,) = await turns(own, [second], 1)
-        assert made.num_cached_tokens == 0
-        assert made == (await own.generate(replace(second, may_continue=False)))[0]
-
-    story(make_model(), tell, batch_invariant=True)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("engine", ENGINES)
 def test_the_same_turns_give_the_same_bits_in_a_new_engine_and_after_a_new_version(

@@ -182,19 +182,6 @@ def test_a_pause_leaves_requests_open_and_an_update_in_it_ends_their_parts(updat
         asyncio.run(asyncio.wait_for(story(server), 100))
 
 
-def test_an_address_where_nobody_is_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(http_engine, "ATTACH_S", 0.1)
-
-    async def run() -> None:
-        async with SGLangEngine(
-            make_model(), tiny_tokenizer(), version=FIRST, url="http://127.0.0.1:1"
-        ):
-            raise AssertionError("entered")
-
-    with pytest.raises(UserError, match="rollout.url=http://127.0.0.1:1: no server answers there"):
-        asyncio.run(run())
-
-
 @pytest.mark.parametrize(
     ("served", "lie", "error", "text"),
     [

@@ -144,17 +144,6 @@ def test_a_new_start_has_an_account_of_its_own_and_the_old_one_is_kept(ground: P
     assert went_on.steps == 4 and steps(ground.folder / "other") == [4]
 
 
-@pytest.mark.slow
-def test_going_on_from_another_run_tells_nothing_of_the_one_that_was_there(
-    ground: Playground,
-) -> None:
-    launch(ground, f"{STEPS}=2", name="source")
-    launch(ground, f"{STEPS}=3", name="run")
-    outcome, said = launch(ground, f"{STEPS}=3", resume=str(ground.folder / "source"))
-    assert outcome.steps == 3 and "earlier/1" in said
-    assert steps(ground.folder / "run") == [3]
-
-
 def test_going_back_within_a_run_keeps_its_account(ground: Playground) -> None:
     launch(ground, f"{STEPS}=3")
     outcome, said = launch(

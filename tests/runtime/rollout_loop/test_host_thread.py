@@ -129,26 +129,6 @@ def test_an_interrupt_while_it_waits_or_computes_leaves_nobody_waiting(computes:
         assert sorted(one.result(WITHIN_S) for one in asked) == [False, False, True][: len(asked)]
 
 
-def test_what_does_not_end_is_abandoned_and_the_waiter_is_told() -> None:
-    host, waited = HostThread(), Future[int]()
-
-    def hangs(back: Callable[[], bool]) -> None:
-        while True:
-            time.sleep(0.001)
-
-    def gives_up() -> bool:
-        until_it_computes(host)
-        waited.set_exception(TimeoutError("it hangs"))
-        return host.abandon(WITHIN_S)
-
-    with other_threads() as pool:
-        asked = pool.submit(asks_later, host, hangs)
-        given_up = pool.submit(gives_up)
-        with pytest.raises(TimeoutError, match="it hangs"):
-            host.wait(lambda: waited)
-        assert asked.result(WITHIN_S) and given_up.result(WITHIN_S)
-
-
 def test_a_storm_of_stretches_and_short_waits_loses_none() -> None:
     """Each stretch is computed here, or handed back; none is computed twice, and nobody waits for
     ever."""

@@ -56,18 +56,6 @@ def test_garbage_is_not_served(value: float, dtype: torch.dtype) -> None:
     assert "commit" not in port.log
 
 
-def test_no_more_than_a_bucket_is_made_ahead() -> None:
-    made: list[str] = []
-
-    def lazily() -> Iterator[tuple[str, Tensor]]:
-        for name, tensor in weights(2, 2, 2):
-            made.append(name)
-            yield name, tensor
-
-    next(buckets(lazily(), 8))
-    assert made == ["w0", "w1"]
-
-
 class Port:
     def __init__(self) -> None:
         self.log: list[Any] = []
@@ -85,20 +73,6 @@ class Port:
 class Actor:
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         return iter(weights(2, 2))
-
-
-class Canary:
-    """Sings at the start only."""
-
-    def is_due(self, at_start: bool) -> bool:
-        return at_start
-
-    async def generate_responses(self) -> str:
-        return "song"
-
-    def compare(self, responses: str, at_start: bool) -> dict[str, float]:
-        assert responses == "song"
-        return {"canary/mean_abs": float(at_start)}
 
 
 class Services:
@@ -131,12 +105,6 @@ def test_an_engine_on_the_trainer_s_storage_is_only_told() -> None:
     port = Port()
     weight_sender(port, sends=False).sync(Version(0, 3))
     assert port.log == [("begin", 3), "commit"]
-
-
-def test_the_canary_sings_when_it_is_due() -> None:
-    made = weight_sender(Port(), canary=Canary())
-    assert made.sync(Version(0, 0), at_start=True) == {"canary/mean_abs": 1.0}
-    assert made.sync(Version(0, 1)) == {}
 
 
 class Engine:
