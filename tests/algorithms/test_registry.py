@@ -60,7 +60,7 @@ def test_an_estimator_of_the_seeds_style() -> None:
         ones = torch.ones(1, 2)
         assert find_adv_est("test_custom_adv").fn(ones, ones, index=3)[0].tolist() == [[1.0, 1.0]]
         assert find_adv_est("test_custom_adv").scope == "group"
-        assert describe_estimator("test_custom_adv").startswith("test_custom_adv: ")
+        assert describe_estimator("test_custom_adv") == "test_custom_adv()"
     finally:
         del ADV_ESTIMATORS["test_custom_adv"]
 

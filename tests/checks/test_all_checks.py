@@ -417,7 +417,7 @@ def apart(monkeypatch: pytest.MonkeyPatch, by: float) -> None:
 
 
 @slow
-@pytest.mark.parametrize("answer", ["correct", "stop", "warn"])
+@pytest.mark.parametrize("answer", ["stop", "warn"])
 def test_on_mismatch(playground: Playground, monkeypatch: pytest.MonkeyPatch, answer: str) -> None:
     apart(monkeypatch, 5e-4)
     scored = "algorithm.recompute_old_log_probs=true"
@@ -428,15 +428,7 @@ def test_on_mismatch(playground: Playground, monkeypatch: pytest.MonkeyPatch, an
         return
     run = playground.run(*given)
     (warning,) = run.notes("warning")
-    # from the step after the one that was found apart
-    corrects = "rollout_corr/rollout_is_mean" in run.metrics()[1]
-    assert (
-        corrects
-        == (answer == "correct")
-        == ("is weighted by the ratio of the two from here on" in warning)
-    )
-    if corrects:
-        assert run.metrics()[1]["rollout_corr/rollout_is_mean"] == pytest.approx(1.0005, abs=1e-4)
+    assert "rollout_correction.rollout_is=token" in warning
 
 
 def test_every_check_states_its_needs() -> None:

@@ -227,10 +227,7 @@ def check(config, text):
 def test_a_preset_has_verls_defaults(preset, text):
     config = load_config(preset, complete=False).config
     check(config, text)
-    assert (config.data.answer_key, config.trust.on_mismatch) == (
-        "reward_model.ground_truth",
-        "warn",
-    )
+    assert config.data.answer_key == "reward_model.ground_truth"
 
 
 def test_verls_references_are_followed():

@@ -81,39 +81,6 @@ def test_the_rollouts_own_may_be_taken(playground: Playground) -> None:
     assert int(scored.sum()) == 8 and run.metrics()[1]["mismatch/same_version/share"] == 1
 
 
-def drifts(monkeypatch: pytest.MonkeyPatch) -> tuple[str, ...]:
-    """A bfloat16 run whose tolerance is below its rounding."""
-    monkeypatch.setattr(Tolerance, "of", staticmethod(lambda exact: Tolerance(1e-3, 0.5)))
-    rounded = (
-        "actor_rollout_ref.model.dtype=bfloat16",
-        "actor_rollout_ref.rollout.enforce_eager=true",
-    )
-    return (*CHECKED, *rounded, "trainer.save_groups=all")
-
-
-def test_once_apart_each_token_is_weighed_from_the_next_step_on(
-    playground: Playground, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    run = playground.run("grpo", *drifts(monkeypatch))
-    metrics = run.metrics()
-    assert [step["rollout_corr/on"] for step in metrics] == [1, 1, 1]
-    assert ["rollout_corr/rollout_is_mean" in step for step in metrics] == [False, True, True]
-    assert ["actor/rollout_is_weight" in step for step in metrics] == [False, True, True]
-    assert "from here on" in run.notes("warning")[0]
-    batch = tokens(run, 2)
-    ratio = (
-        (batch.flat("old_log_probs") - batch.flat("rollout_log_probs"))
-        .double()
-        .exp()
-        .clamp(max=2.0)
-    )
-    weights = batch.flat("rollout_is_weights")
-    made = batch.flat("loss_mask") > 0
-    torch.testing.assert_close(weights[made].double(), ratio[made], rtol=1e-5, atol=1e-6)
-    assert float((ratio[made] - 1).abs().max()) > 1e-2
-    assert all("loss" in note.partition("not checked")[0] for note in run.notes("checks"))
-
-
 def test_a_loss_that_is_given_other_log_probs_is_found(
     playground: Playground, monkeypatch: pytest.MonkeyPatch
 ) -> None:

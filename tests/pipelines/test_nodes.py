@@ -485,7 +485,7 @@ def trained(
         "num_prompts": 2,
         "warmup": warmup,
     }
-    return update(batch, engine, ctx, OneRank(), **options), engine, first  # type: ignore[arg-type]
+    return update(batch, engine, ctx, **options), engine, first  # type: ignore[arg-type]
 
 
 def test_an_update_is_each_mini_batch_of_each_epoch_and_begins_behind_the_warm_up() -> None:

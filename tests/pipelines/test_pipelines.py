@@ -52,7 +52,6 @@ def test_grpo_scores_before_it_compares() -> None:
         "function_reward",
         "actor_old_log_prob",
         "reference_log_prob",
-        "mismatch_weights",
         "calculate_advantages",
         "actor_train",
     ]

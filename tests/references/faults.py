@@ -352,8 +352,8 @@ FORMULA_FAULTS = {
     ),
     "Dr.GRPO that scales": FormulaFault(
         CRITIC_FREE,
-        '        case "none":\n            return group_estimator_base.GroupRule()',
-        '        case "none":\n            return group_estimator_base.GroupRule(scale="std")',
+        '        case "none":\n            return GroupRule()',
+        '        case "none":\n            return GroupRule(scale="std")',
     ),
     "GPG without its alpha": FormulaFault(
         CRITIC_FREE, "num_samples / num_counted.clamp(min=1) * centred", "centred"

@@ -19,7 +19,6 @@ from distflow.data.sample import Sample, Segment
 from distflow.models.loading import load_model
 from distflow.pipelines.nodes.updates import update
 from distflow.runtime.compiled_node import NodeContext
-from distflow.training.engine import OneRank
 from distflow.training.optimizer import make_optimizer, make_schedule
 from distflow.training.torch_engine import TorchScorer, TorchTrainEngine
 from tests.tiny_models import write_tiny_model
@@ -236,7 +235,7 @@ def test_the_loss_and_its_step_are_those_of_the_conversations_apart(
         "records": "trainer_log_probs",
         "sample_level": level,
     }
-    found = update(batch, engine, ctx, OneRank(), objective=objective, **options)
+    found = update(batch, engine, ctx, objective=objective, **options)
     assert found.metrics["actor/loss"] == pytest.approx(float(loss.detach()), abs=1e-7)
     recorded = found.batch.flat("trainer_log_probs")[batch.flat("response_mask") > 0]  # type: ignore[union-attr]
     torch.testing.assert_close(recorded.double(), log_probs.detach(), rtol=0, atol=1e-6)

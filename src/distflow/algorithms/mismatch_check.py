@@ -80,14 +80,13 @@ def check_mismatch(
     tolerance: Tolerance,
     stops: bool = False,
     keeps_kv: bool = True,
-    weighs: bool = False,
     reduce: Reduce | None = None,
 ) -> tuple[dict[str, float], str | None]:
     """(metrics of the global batch, a warning or None). Raises TrustError if the two cannot be one
     policy.
 
     The limits apply to tokens of the trainer's own version: others also differ by staleness. stops:
-    a warning stops the run too. weighs: correction weights are on from the next step. keeps_kv: see
+    a warning stops the run too. keeps_kv: see
     `causes`. The trainer's log-probs are `trainer_log_probs` if the batch has them (NaN in samples
     that were not scored), else `prox_log_probs` (then `old_log_probs` are the engine's).
     """
@@ -148,11 +147,11 @@ def check_mismatch(
             "of prompt and "
             "response"
         )
-    return metrics, _warning(batch, metrics, tolerance, stops, weighs)
+    return metrics, _warning(batch, metrics, tolerance, stops)
 
 
 def _warning(
-    batch: Batch, metrics: Mapping[str, float], tolerance: Tolerance, stops: bool, weighs: bool
+    batch: Batch, metrics: Mapping[str, float], tolerance: Tolerance, stops: bool
 ) -> str | None:
     """Raises TrustError if tokens of the same weights differ too far."""
     mean = metrics.get("mismatch/same_version/mean_abs", 0.0)
@@ -173,8 +172,8 @@ def _warning(
     )
     if stops:
         raise TrustError(f"{message}, above {tolerance.mean:g}, and trust.on_mismatch=stop")
-    if weighs or "rollout_is_weights" in batch:
-        return f"{message}; each token's loss is weighted by the ratio of the two from here on"
+    if "rollout_is_weights" in batch:
+        return f"{message}; each token's loss is weighted by the ratio of the two"
     return f"{message}; algorithm.rollout_correction.rollout_is=token weighs it out"
 
 

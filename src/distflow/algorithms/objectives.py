@@ -104,7 +104,7 @@ class PolicyObjective(_Objective):
     sum of its absolute per-token values: exactly 0 means a dead term.
 
     options: of the loss. kl_loss_type: None omits the KL term. weights_field: the column of rollout
-    correction weights, or None. weights_optional: a batch without the column is not corrected.
+    correction weights, or None.
     interpolates: `prox_log_probs` is not a column but computed from `old_log_probs` and
     `prox_alpha` (see `algorithms/rollout_correction.py`). derives_old: a batch without
     `old_log_probs` uses the current ones, detached. correction: weights the loss by proximal (or
@@ -129,7 +129,6 @@ class PolicyObjective(_Objective):
     kl_loss_type: str | None = None
     kl_loss_coef: float = 0.0
     weights_field: str | None = None
-    weights_optional: bool = False
     interpolates: bool = False
     derives_old: bool = False
     correction: Correction | None = None
@@ -186,7 +185,7 @@ class PolicyObjective(_Objective):
     @property
     def reads(self) -> tuple[str, ...]:
         extra = ("ref_log_prob",) if self.kl_loss_type else ()
-        weights = (self.weights_field,) if self.weights_field and not self.weights_optional else ()
+        weights = (self.weights_field,) if self.weights_field else ()
         masked = (
             ("advantages", "rollout_log_probs")
             if self.off_policy_mask_threshold is not None
@@ -215,14 +214,13 @@ class PolicyObjective(_Objective):
     @property
     def optional(self) -> tuple[str, ...]:
         """The columns that it uses if a mini-batch has them."""
-        weights = (self.weights_field,) if self.weights_field and self.weights_optional else ()
         old = ("old_log_probs",) if self.derives_old else ()
         others = []
         for each in self.domains.values():
             for name in each.optional:
                 if name not in self.reads:
                     others.append(name)
-        return tuple(dict.fromkeys((*self.policy_loss.optional, *weights, *old, *others)))
+        return tuple(dict.fromkeys((*self.policy_loss.optional, *old, *others)))
 
     def counts(self, batch: Batch) -> Counts:
         """Also `units`: actions or chunks with a token under `loss_mask`, unless it counts
@@ -390,7 +388,7 @@ class PolicyObjective(_Objective):
                 "rollout_is_weight": weights,
                 "rollout_is_corrected": changed,
             }
-        if field is None or (self.weights_optional and field not in micro):
+        if field is None:
             return None, {}
         return under_mask(micro[field], mask), {}
 

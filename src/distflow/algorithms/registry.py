@@ -47,15 +47,11 @@ AdvantageEstimator = Enum(  # type: ignore[misc]
 class AdvEstimator:
     """An estimator. `fn` is a node function that a pipeline can run. scope: a function without a
     declared one may compare all samples that it receives.
-
-    describe: called with the values of all its options by keyword, returns the formula that it
-    computes.
     """
 
     name: str
     fn: Callable[..., object]
     scope: Scope = "global"
-    describe: Callable[..., str] | None = None
 
     def __post_init__(self) -> None:
         declares = node(scope=self.scope, role=NodeRole.ADVANTAGE, writes=("advantages", "returns"))
@@ -199,7 +195,6 @@ class Registry(dict[str, Registered]):
 def register_adv_est(
     name: str | Enum,
     scope: Scope = "group",
-    describe: Callable[..., str] | None = None,
 ) -> Callable[[Fn], Fn]:
     """Register an advantage estimator
     `(token_level_rewards, response_mask, ...) -> (advantages, returns)`.
@@ -207,12 +202,12 @@ def register_adv_est(
     Parameters are fields of the batch, keyword-only ones are options; `**kwargs` is accepted.
     token_level_rewards, response_mask and both results are `(bs, response_length)`; group_index and
     valid are `(bs,)`. scope: which samples it must see together ("sample", "group", "global").
-    describe: see `AdvEstimator`. Registering a name again replaces the function, with a warning.
+    Registering a name again replaces the function, with a warning.
     """
     key = str(name.value) if isinstance(name, Enum) else name
 
     def register(fn: Fn) -> Fn:
-        ADV_ESTIMATORS.add(key, AdvEstimator(key, fn, scope, describe))
+        ADV_ESTIMATORS.add(key, AdvEstimator(key, fn, scope))
         return fn
 
     return register
@@ -263,16 +258,12 @@ def takes_weights(name: str) -> bool:
 
 
 def describe_estimator(name: str, options: Mapping[str, object] | None = None) -> str:
-    """One line that describes what the estimator computes with these options (by default, the
-    defaults)."""
+    """The estimator's name and options (by default, the defaults) in one line."""
     estimator = find_adv_est(name)
     known = estimator.options
     values = known | {key: value for key, value in (options or {}).items() if key in known}
-    if estimator.describe is not None:
-        return f"{name}: {estimator.describe(**values)}"
     shown = ", ".join(f"{key}={value}" for key, value in values.items())
-    call = f"{shown_name(estimator.fn)}({shown})"
-    return call if ":" in name else f"{name}: {call}"
+    return f"{shown_name(estimator.fn) if ':' in name else name}({shown})"
 
 
 def check_options(what: str, options: Iterable[str], known: Iterable[str]) -> None:

@@ -141,10 +141,8 @@ class Invariants:
         found = dict[str, float]()
         warning = None
         if self.samples:
-            weighs = bool(metrics.get("rollout_corr/on"))
-            stops = self.stops_on_mismatch
             found, warning = check_mismatch(
-                batch, step, self.tolerance, stops, self.keeps_kv, weighs, reduce
+                batch, step, self.tolerance, self.stops_on_mismatch, self.keeps_kv, reduce
             )
         gap = found.get("mismatch/same_version/mean_abs", 0.0)
         if warning is not None and (not self._warned_at or gap > 2 * self._warned_at):

@@ -39,7 +39,6 @@ from distflow.import_target import (
 )
 from distflow.launch.threads import make_process_ready
 from distflow.pipelines.nodes.objectives_from_config import may_derive_old
-from distflow.pipelines.nodes.rollout_correction import weigh_after_drift
 from distflow.pipelines.nodes.rollout_reward_filter import drop_unless, load_responses
 from distflow.pipelines.nodes.scored_tokens import score_policy
 from distflow.pipelines.nodes.updates import train_unscored_actor, update
@@ -147,18 +146,15 @@ def _unscored(graph: TaskGraph, pipeline: BoundPipeline, config: Config) -> Boun
 
     A user's function that receives the whole batch may read them.
     """
-    scoring = [
-        node for node in pipeline.nodes if innermost(node.fn) in (score_policy, weigh_after_drift)
-    ]
+    scoring = [node for node in pipeline.nodes if innermost(node.fn) is score_policy]
     updates = [
         node for node in pipeline.nodes if innermost(node.fn) is update and takes_policy_loss(node)
     ]
-    columns = {"old_log_probs", "rollout_is_weights"}
     for node in pipeline.nodes:
         gets_batch = (
             not is_ours(node.fn) and "batch" in node.contract.reserved and node.plane == "training"
         )
-        reads = columns & {*node.contract.reads, *node.contract.optional}
+        reads = "old_log_probs" in (*node.contract.reads, *node.contract.optional)
         if node not in scoring and node not in updates and (reads or gets_batch):
             return pipeline
     if not scoring or len(updates) != 1:

@@ -14,7 +14,7 @@ from distflow.graph import Pipeline, TaskGraph
 from distflow.import_target import load_function
 from distflow.pipelines import nodes
 from distflow.pipelines.nodes.advantages import changes_rewards, weighs_samples
-from distflow.pipelines.nodes.objectives_from_config import corrects_drift, interpolates_prox
+from distflow.pipelines.nodes.objectives_from_config import interpolates_prox
 from distflow.pipelines.nodes.settings_by_domain import masks_samples
 
 
@@ -79,11 +79,9 @@ def prepare_training_data(pipeline: Pipeline, config: Config) -> None:
     correction = config.algorithm.rollout_correction
     if correction.rollout_is and not interpolates_prox(config):  # it is known only within the loss
         pipeline.add_node("mismatch_weights", nodes.correct_mismatch, phase="mismatch_weights")
-    elif corrects_drift(config):
-        pipeline.add_node("mismatch_weights", nodes.correct_drift, phase="mismatch_weights")
     if correction.rollout_rs:
         # Weights are computed for whole sequences, rejected tokens included.
-        after = ["mismatch_weights"] if correction.rollout_is or corrects_drift(config) else []
+        after = ["mismatch_weights"] if correction.rollout_is else []
         pipeline.add_node(
             "mismatch_rejection", nodes.reject_mismatch, after, phase="mismatch_rejection"
         )

@@ -25,8 +25,18 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from distflow.algorithms.advantages import group_estimator_base
 from distflow.algorithms.advantages.gae import discounted_sum
+from distflow.algorithms.advantages.group_estimator_base import (
+    GroupRule,
+    Groups,
+    advantages_of_rule,
+    counted_tokens,
+    group_advantage,
+    on_tokens,
+    on_turns,
+    sample_scores,
+    sum_by_turn,
+)
 from distflow.algorithms.masked_reductions import Reduce, global_sum, masked_whiten, under_mask
 from distflow.algorithms.registry import register_adv_est
 
@@ -37,28 +47,20 @@ def grpo_rule(
     norm_adv_by_std_in_grpo: bool = True,
     adv_epsilon: float = 1e-6,
     scale_rewards: ScaleRewards | None = None,
-) -> group_estimator_base.GroupRule:
+) -> GroupRule:
     """GRPO as a `GroupRule`. scale_rewards: None means "group" or "none", by
     `norm_adv_by_std_in_grpo`."""
     match scale_rewards or ("group" if norm_adv_by_std_in_grpo else "none"):
         case "group":
-            return group_estimator_base.GroupRule(scale="std", epsilon=adv_epsilon)
+            return GroupRule(scale="std", epsilon=adv_epsilon)
         case "batch":
-            return group_estimator_base.GroupRule(
-                scale="batch_std", alone="zero", epsilon=adv_epsilon
-            )
+            return GroupRule(scale="batch_std", alone="zero", epsilon=adv_epsilon)
         case "none":
-            return group_estimator_base.GroupRule()
+            return GroupRule()
     raise ValueError(f"scale_rewards '{scale_rewards}' is unknown; choose group, batch or none")
 
 
-def describe_grpo(
-    norm_adv_by_std_in_grpo: bool, adv_epsilon: float, scale_rewards: ScaleRewards | None
-) -> str:
-    return str(grpo_rule(norm_adv_by_std_in_grpo, adv_epsilon, scale_rewards))
-
-
-@register_adv_est("grpo", scope="global", describe=describe_grpo)
+@register_adv_est("grpo", scope="global")
 def compute_grpo_advantage(
     token_level_rewards: Tensor,
     response_mask: Tensor,
@@ -77,17 +79,11 @@ def compute_grpo_advantage(
     Raises ValueError for an unknown `scale_rewards`.
     """
     rule = grpo_rule(norm_adv_by_std_in_grpo, adv_epsilon, scale_rewards)
-    return group_estimator_base.advantages_of_rule(
-        token_level_rewards, response_mask, group_index, rule, valid, reduce
-    )
+    return advantages_of_rule(token_level_rewards, response_mask, group_index, rule, valid, reduce)
 
 
-compute_cpgd_advantage = register_adv_est("cpgd", scope="global", describe=describe_grpo)(
-    compute_grpo_advantage
-)
-compute_gspo_advantage = register_adv_est("gspo", scope="global", describe=describe_grpo)(
-    compute_grpo_advantage
-)
+compute_cpgd_advantage = register_adv_est("cpgd", scope="global")(compute_grpo_advantage)
+compute_gspo_advantage = register_adv_est("gspo", scope="global")(compute_grpo_advantage)
 
 
 DEFAULT_DOMAIN = "default"
@@ -95,19 +91,7 @@ WhitenOver = Literal["tokens", "samples"]
 Weights = Mapping[str, Mapping[str, float]]
 
 
-def _describe_parts(
-    reward_weights: Weights | None,
-    norm_adv_by_std_in_grpo: bool,
-    adv_epsilon: float,
-    whiten_over: WhitenOver,
-) -> str:
-    rule = grpo_rule(norm_adv_by_std_in_grpo, adv_epsilon)
-    return (
-        f"Σ weight · ({rule}) over the parts of the reward, whitened over the batch's {whiten_over}"
-    )
-
-
-@register_adv_est("gdpo", scope="global", describe=_describe_parts)
+@register_adv_est("gdpo", scope="global")
 def compute_gdpo_advantage(
     response_mask: Tensor,
     group_index: Tensor,
@@ -141,29 +125,20 @@ def compute_gdpo_advantage(
         has_part = is_valid & torch.tensor(
             [name in parts for parts in reward_parts], device=summed.device
         )
-        summed = summed + weight * group_estimator_base.group_advantage(
-            scores, group_index, rule, has_part
-        )
+        summed = summed + weight * group_advantage(scores, group_index, rule, has_part)
     if whiten_over == "samples":
         whitened = masked_whiten(summed, is_valid, reduce)
-        advantages = group_estimator_base.on_tokens(whitened, response_mask)
+        advantages = on_tokens(whitened, response_mask)
     else:
         spread = summed[:, None].expand(response_mask.shape)
-        advantages = masked_whiten(
-            spread, group_estimator_base.counted_tokens(response_mask, valid), reduce
-        )
+        advantages = masked_whiten(spread, counted_tokens(response_mask, valid), reduce)
     return advantages, advantages.clone()
 
 
 AlphaCounts = Literal["groups", "rewards"]
 
 
-def _describe_scale(f_norm: float, alpha_counts: AlphaCounts) -> str:
-    counted = "of groups with an advantage" if alpha_counts == "groups" else "with a reward ≠ 0"
-    return f"samples / samples {counted} · ({group_estimator_base.GroupRule()}) / {f_norm:g}"
-
-
-@register_adv_est("gpg", scope="global", describe=_describe_scale)
+@register_adv_est("gpg", scope="global")
 def compute_gpg_advantage(
     token_level_rewards: Tensor,
     response_mask: Tensor,
@@ -182,28 +157,17 @@ def compute_gpg_advantage(
     global batch. With `alpha_counts="rewards"` B − M is the number of samples with a reward other
     than 0, as in verl. A group of one keeps its reward, times α.
     """
-    scores = group_estimator_base.sample_scores(token_level_rewards, response_mask)
-    groups = group_estimator_base.Groups(group_index, valid)
-    centred = group_estimator_base.group_advantage(
-        scores, group_index, group_estimator_base.GroupRule(), valid
-    )
+    scores = sample_scores(token_level_rewards, response_mask)
+    groups = Groups(group_index, valid)
+    centred = group_advantage(scores, group_index, GroupRule(), valid)
     counted = groups.sum(centred != 0) > 0 if alpha_counts == "groups" else scores != 0
     counts = torch.stack([groups.valid.sum(), (groups.valid & counted).sum()]).double()
     num_samples, num_counted = global_sum(counts, reduce).unbind()
-    advantages = group_estimator_base.on_tokens(
-        num_samples / num_counted.clamp(min=1) * centred / f_norm, response_mask
-    )
+    advantages = on_tokens(num_samples / num_counted.clamp(min=1) * centred / f_norm, response_mask)
     return advantages, advantages.clone()
 
 
-def _describe_lead(norm_adv_by_std_in_grpo: bool, adv_epsilon: float) -> str:
-    gap = "best − second best reward of its group"
-    if norm_adv_by_std_in_grpo:
-        gap = f"({gap}) / (std of its group + {adv_epsilon:g})"
-    return f"{gap} for the best sample, 0 for the others"
-
-
-@register_adv_est("grpo_passk", scope="group", describe=_describe_lead)
+@register_adv_est("grpo_passk", scope="group")
 def compute_grpo_passk_advantage(
     token_level_rewards: Tensor,
     response_mask: Tensor,
@@ -217,29 +181,17 @@ def compute_grpo_passk_advantage(
 
     If several share the best reward, and in a group of one, all get 0. Returns are the advantages.
     """
-    groups = group_estimator_base.Groups(group_index, valid)
-    scores = under_mask(
-        group_estimator_base.sample_scores(token_level_rewards, response_mask), groups.valid
-    )
+    groups = Groups(group_index, valid)
+    scores = under_mask(sample_scores(token_level_rewards, response_mask), groups.valid)
     is_best = groups.valid & (scores == groups.max(scores))
     second = groups.max(torch.where(is_best, -torch.inf, scores))
     is_only_best = is_best & (groups.sum(is_best) == 1) & (groups.size > 1)
     scale = groups.std(scores) + adv_epsilon if norm_adv_by_std_in_grpo else torch.ones_like(scores)
-    advantages = group_estimator_base.on_tokens(
-        under_mask((scores - second) / scale, is_only_best), response_mask
-    )
+    advantages = on_tokens(under_mask((scores - second) / scale, is_only_best), response_mask)
     return advantages, advantages.clone()
 
 
-def _describe_turns(norm_adv_by_std_in_grpo: bool, adv_epsilon: float, turn_discount: float) -> str:
-    rule = grpo_rule(norm_adv_by_std_in_grpo, adv_epsilon)
-    return (
-        f"{rule}, of returns from each turn on (turn_discount {turn_discount:g}), among turns of "
-        "the same number"
-    )
-
-
-@register_adv_est("grpo_turns", scope="group", describe=_describe_turns)
+@register_adv_est("grpo_turns", scope="group")
 def compute_grpo_turns_advantage(
     token_level_rewards: Tensor,
     response_mask: Tensor,
@@ -257,20 +209,18 @@ def compute_grpo_turns_advantage(
     G_k = Σ_(j ≥ k) turn_discount^(j−k) r_j, r_j the sum of the rewards on the tokens of turn j. A
     turn that only one sample has gets 0.
     """
-    index = torch.where(group_estimator_base.counted_tokens(response_mask, valid), turn_index, -1)
-    returns = group_estimator_base.sum_by_turn(token_level_rewards, index)
+    index = torch.where(counted_tokens(response_mask, valid), turn_index, -1)
+    returns = sum_by_turn(token_level_rewards, index)
     num_turns = returns.shape[1]
     for turn in reversed(range(num_turns - 1)):
         returns[:, turn] += turn_discount * returns[:, turn + 1]
-    is_there = group_estimator_base.sum_by_turn(torch.ones_like(index), index) > 0
+    is_there = sum_by_turn(torch.ones_like(index), index) > 0
     peers = torch.as_tensor(group_index)[:, None] * num_turns + torch.arange(
         num_turns, device=returns.device
     )
     rule = replace(grpo_rule(norm_adv_by_std_in_grpo, adv_epsilon), alone="zero")
-    found = group_estimator_base.group_advantage(
-        returns.flatten(), peers.flatten(), rule, is_there.flatten()
-    )
-    advantages = group_estimator_base.on_turns(found.view_as(returns), index)
+    found = group_advantage(returns.flatten(), peers.flatten(), rule, is_there.flatten())
+    advantages = on_turns(found.view_as(returns), index)
     return advantages, advantages.clone()
 
 
@@ -280,11 +230,7 @@ def rewards_to_go(token_level_rewards: Tensor, mask: Tensor, gamma: float) -> Te
     return under_mask(discounted_sum(under_mask(token_level_rewards, mask), mask, gamma), mask)
 
 
-@register_adv_est(
-    "reinforce",
-    scope="sample",
-    describe=lambda gamma: f"reward to go, discounted by gamma {gamma:g}",
-)
+@register_adv_est("reinforce", scope="sample")
 def compute_reinforce_advantage(
     token_level_rewards: Tensor,
     response_mask: Tensor,
@@ -294,17 +240,11 @@ def compute_reinforce_advantage(
 ) -> tuple[Tensor, Tensor]:
     """Reward to go of each policy token; returns are the same. Tokens between the policy's pass it
     on undiscounted."""
-    returns = rewards_to_go(
-        token_level_rewards, group_estimator_base.counted_tokens(response_mask, valid), gamma
-    )
+    returns = rewards_to_go(token_level_rewards, counted_tokens(response_mask, valid), gamma)
     return returns, returns.clone()
 
 
-@register_adv_est(
-    "reinforce_plus_plus",
-    scope="global",
-    describe=lambda gamma: f"reward to go, discounted by gamma {gamma:g}, whitened over the batch",
-)
+@register_adv_est("reinforce_plus_plus", scope="global")
 def compute_reinforce_plus_plus_advantage(
     token_level_rewards: Tensor,
     response_mask: Tensor,
@@ -315,16 +255,12 @@ def compute_reinforce_plus_plus_advantage(
 ) -> tuple[Tensor, Tensor]:
     """Rewards to go of the policy's tokens, whitened over the global batch of valid samples;
     returns are unwhitened."""
-    mask = group_estimator_base.counted_tokens(response_mask, valid)
+    mask = counted_tokens(response_mask, valid)
     returns = rewards_to_go(token_level_rewards, mask, gamma)
     return masked_whiten(returns, mask, reduce), returns
 
 
-@register_adv_est(
-    "reinforce_plus_plus_baseline",
-    scope="global",
-    describe=lambda: f"{group_estimator_base.GroupRule()}, whitened over the batch",
-)
+@register_adv_est("reinforce_plus_plus_baseline", scope="global")
 def compute_reinforce_plus_plus_baseline_advantage(
     token_level_rewards: Tensor,
     response_mask: Tensor,
@@ -338,20 +274,14 @@ def compute_reinforce_plus_plus_baseline_advantage(
 
     Returns are the advantages. A group of one keeps its reward before whitening.
     """
-    scores = group_estimator_base.sample_scores(token_level_rewards, response_mask)
-    centred = group_estimator_base.group_advantage(
-        scores, group_index, group_estimator_base.GroupRule(), valid
-    )
+    scores = sample_scores(token_level_rewards, response_mask)
+    centred = group_advantage(scores, group_index, GroupRule(), valid)
     spread = centred[:, None].expand(response_mask.shape)
-    advantages = masked_whiten(
-        spread, group_estimator_base.counted_tokens(response_mask, valid), reduce
-    )
+    advantages = masked_whiten(spread, counted_tokens(response_mask, valid), reduce)
     return advantages, advantages.clone()
 
 
-@register_adv_est(
-    "remax", scope="sample", describe=lambda: "reward to go − reward of a greedy sample"
-)
+@register_adv_est("remax", scope="sample")
 def compute_remax_advantage(
     token_level_rewards: Tensor,
     response_mask: Tensor,
@@ -360,16 +290,16 @@ def compute_remax_advantage(
 ) -> tuple[Tensor, Tensor]:
     """Undiscounted reward to go − baseline, reward_baselines `(bs,)`, on every policy token;
     returns are the reward to go."""
-    mask = group_estimator_base.counted_tokens(response_mask, valid)
+    mask = counted_tokens(response_mask, valid)
     returns = rewards_to_go(token_level_rewards, mask, 1.0)
     advantages = under_mask(returns - reward_baselines.double()[:, None], mask)
     return advantages, returns
 
 
-RLOO = group_estimator_base.GroupRule(leave_one_out=True, alone="zero")
+RLOO = GroupRule(leave_one_out=True, alone="zero")
 
 
-@register_adv_est("rloo", scope="group", describe=lambda: str(RLOO))
+@register_adv_est("rloo", scope="group")
 def compute_rloo_advantage(
     token_level_rewards: Tensor,
     response_mask: Tensor,
@@ -378,15 +308,13 @@ def compute_rloo_advantage(
 ) -> tuple[Tensor, Tensor]:
     """reward − mean of the group's other rewards, on every policy token; 0 in a group of one;
     returns are the same."""
-    return group_estimator_base.advantages_of_rule(
-        token_level_rewards, response_mask, group_index, RLOO, valid
-    )
+    return advantages_of_rule(token_level_rewards, response_mask, group_index, RLOO, valid)
 
 
-OPO = group_estimator_base.GroupRule(baseline="length_weighted_mean")
+OPO = GroupRule(baseline="length_weighted_mean")
 
 
-@register_adv_est("opo", scope="group", describe=lambda: str(OPO))
+@register_adv_est("opo", scope="group")
 def compute_opo_advantage(
     token_level_rewards: Tensor,
     response_mask: Tensor,
@@ -398,6 +326,4 @@ def compute_opo_advantage(
 
     Lengths count the policy's tokens. A group of one keeps its reward.
     """
-    return group_estimator_base.advantages_of_rule(
-        token_level_rewards, response_mask, group_index, OPO, valid
-    )
+    return advantages_of_rule(token_level_rewards, response_mask, group_index, OPO, valid)

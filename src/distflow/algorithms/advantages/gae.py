@@ -58,19 +58,7 @@ def last_value(values: Tensor, mask: Tensor) -> Tensor:
     return last
 
 
-def _describe(
-    gamma: float, lam: float, bootstrap_truncated: bool, whiten: bool, over_turns: bool
-) -> str:
-    end = "the last value" if bootstrap_truncated else "0"
-    whitened = ", whitened over the batch" if whiten else ""
-    turns = " over turns" if over_turns else ""
-    return (
-        f"GAE{turns} with gamma {gamma:g}, lambda {lam:g}, value after a truncated response "
-        f"{end}{whitened}"
-    )
-
-
-@register_adv_est("gae", scope="global", describe=_describe)
+@register_adv_est("gae", scope="global")
 def compute_gae_advantage(
     token_level_rewards: Tensor,
     response_mask: Tensor,
@@ -129,14 +117,7 @@ def compute_gae_advantage(
     return advantages, returns
 
 
-def _describe_agents(gamma: float, lam: float, bootstrap_truncated: bool, whiten: bool) -> str:
-    return (
-        f"{_describe(gamma, lam, bootstrap_truncated, whiten, False)}, over agents in the order in "
-        "which they spoke"
-    )
-
-
-@register_adv_est("gae_marft", scope="global", describe=_describe_agents)
+@register_adv_est("gae_marft", scope="global")
 def compute_gae_marft_advantage(
     token_level_rewards: Tensor,
     response_mask: Tensor,

@@ -28,17 +28,6 @@ class GroupRule:
     alone: Literal["reward", "zero"] = "reward"
     epsilon: float = 1e-6
 
-    def __str__(self) -> str:
-        baseline_of = "the others of its group" if self.leave_one_out else "its group"
-        mean = "mean" if self.baseline == "mean" else "length-weighted mean"
-        difference = f"reward − {mean} of {baseline_of}"
-        if self.scale == "none":
-            return difference
-        return (
-            f"({difference}) / (std of {'its group' if self.scale == 'std' else 'the batch'} + "
-            f"{self.epsilon:g})"
-        )
-
 
 class Groups:
     """Samples by group, and sums over the valid ones. Every method returns one float64 value per

@@ -24,12 +24,9 @@ class TrustConfig:
         minimum=0,
     )
     on_mismatch: str = key(
-        "correct",
-        (
-            "if rollout and trainer log-probs diverge: weight tokens by their ratio from then on, "
-            "stop, or only warn"
-        ),
-        choices=("correct", "stop", "warn"),
+        "warn",
+        "if rollout and trainer log-probs diverge: stop, or only warn",
+        choices=("stop", "warn"),
         taken_by="rollout",
     )
     max_skipped_updates: int = key(5, "consecutive non-finite updates that stop the run", minimum=1)

@@ -13,7 +13,6 @@ from distflow.pipelines.nodes.advantages import (
     whiten_rewards,
 )
 from distflow.pipelines.nodes.rollout_correction import (
-    correct_drift,
     correct_mismatch,
     reject_mismatch,
 )

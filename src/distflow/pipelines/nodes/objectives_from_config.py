@@ -8,7 +8,6 @@ from distflow.algorithms.registry import (
     check_options,
     find_policy_loss,
     is_decoupled,
-    takes_weights,
 )
 from distflow.algorithms.rollout_correction import Correction
 from distflow.builtin_names import WORKFLOWS
@@ -22,25 +21,15 @@ from distflow.config.derived_settings import (
 )
 from distflow.import_target import load_function
 
-DRIFT_CORRECTION = Correction("token", 2.0)
-"""The weights that are switched on when rollout and trainer drift apart."""
 
-
-def policy_objective(
-    config: Config, derives_old: bool = False, corrected: bool = False
-) -> PolicyObjective:
+def policy_objective(config: Config, derives_old: bool = False) -> PolicyObjective:
     """The actor's loss. derives_old: its own log-probs serve as the old ones, see `may_derive_old`.
-    corrected: the loss computes importance weights itself, after engine and trainer have drifted
-    apart.
-
     Raises ValueError for an unknown loss or option.
     """
     actor = config.actor_rollout_ref.actor
     corrects = config.algorithm.rollout_correction.rollout_is is not None
     loss = find_policy_loss(actor.policy_loss)
     interpolates = interpolates_prox(config)
-    corrects_on_drift = corrects_drift(config)
-    has_weights = corrects_on_drift and not derives_old or corrects and not interpolates
     return PolicyObjective(
         loss,
         _loss_options(loss, config),
@@ -49,18 +38,13 @@ def policy_objective(
         entropy_coef=actor.entropy_coef,
         kl_loss_type=actor.kl_loss_type if actor.use_kl_loss else None,
         kl_loss_coef=actor.kl_loss_coef if actor.use_kl_loss else 0.0,
-        weights_field="rollout_is_weights" if has_weights else None,
-        weights_optional=corrects_on_drift,
+        weights_field="rollout_is_weights" if corrects and not interpolates else None,
         interpolates=interpolates,
         derives_old=derives_old,
-        correction=DRIFT_CORRECTION
-        if corrected
-        else correction(config)
-        if corrects and interpolates
-        else None,
+        correction=correction(config) if corrects and interpolates else None,
         off_policy_mask_threshold=actor.off_policy_mask_threshold,
         actor={**vars(actor), **actor.policy_loss_kwargs} if loss.returns_scalar else {},
-        domains=_by_domain(config, derives_old, corrected),
+        domains=_by_domain(config, derives_old),
         logprob_level=config.algorithm.logprob_level,
         action_dim=_unit_tokens(config) if config.algorithm.logprob_level == "action" else 1,
     )
@@ -73,15 +57,13 @@ def _unit_tokens(config: Config) -> int:
     return int(count(config))
 
 
-def _by_domain(config: Config, derives_old: bool, corrected: bool) -> dict[str, PolicyObjective]:
+def _by_domain(config: Config, derives_old: bool) -> dict[str, PolicyObjective]:
     """The objectives of the domains with their own policy loss."""
     found = dict[str, PolicyObjective]()
     run = find_policy_loss(config.actor_rollout_ref.actor.policy_loss)
     for domain in own_losses(config):
         try:
-            each = found[domain] = policy_objective(
-                config_of(config, domain), derives_old, corrected
-            )
+            each = found[domain] = policy_objective(config_of(config, domain), derives_old)
         except ValueError as error:
             raise ValueError(f"algorithm.domains.{domain}: {error}") from error
         pair = (run, each.policy_loss)
@@ -148,24 +130,6 @@ def correction(config: Config) -> Correction:
     settings = config.algorithm.rollout_correction
     # the config checks them
     return Correction(settings.rollout_is, settings.rollout_is_threshold)  # type: ignore[arg-type]
-
-
-def corrects_drift(config: Config) -> bool:
-    """Whether weights are switched on when rollout and trainer drift apart: if none are on already,
-    and the loss accepts weights, and so do those of the domains. The decoupled loss has its own
-    weights; a ratio to the rollout policy needs none."""
-    name = config.actor_rollout_ref.actor.policy_loss
-    if not all(corrects_drift(config_of(config, domain)) for domain in own_losses(config)):
-        return False
-    if (
-        config.algorithm.rollout_correction.rollout_is
-        or is_decoupled(name)
-        or takes_rollouts(config)
-    ):
-        return False
-    if config.algorithm.logprob_level != "token":  # the weights are of tokens
-        return False
-    return takes_weights(name) and config.trust.on_mismatch == "correct"
 
 
 def loss_terms(config: Config) -> tuple[str, ...]:

@@ -7,7 +7,6 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from distflow.algorithms.mismatch_check import Tolerance
 from distflow.algorithms.objectives import PairObjective, PolicyObjective, SFTObjective
 from distflow.config import Config
 from distflow.config.derived_settings import algorithms, takes_values, trained_policies
@@ -16,15 +15,13 @@ from distflow.graph import NodeOutput, NodeRole, node, node_factory
 from distflow.graph.fields import register_field
 from distflow.graph.node_spec import Names
 from distflow.pipelines.nodes.objectives_from_config import (
-    corrects_drift,
     interpolates_prox,
     policy_objective,
     takes_rollouts,
     value_objective,
 )
-from distflow.pipelines.nodes.rollout_correction import drift_weights, has_drifted
 from distflow.runtime.compiled_node import NodeContext
-from distflow.training.engine import Collective, Counts, LossFn, Sums, TrainEngine
+from distflow.training.engine import Counts, LossFn, Sums, TrainEngine
 from distflow.training.multi_policy_engine import MultiPolicyTrainer
 
 register_field(
@@ -75,14 +72,9 @@ def train_unscored_actor(config: Config) -> Callable[..., object]:
         num_prompts=config.actor_rollout_ref.actor.ppo_mini_batch_size,
         warmup=config.trainer.critic_warmup,
         records="old_log_probs",
-        corrected=policy_objective(config, derives_old=True, corrected=True)
-        if corrects_drift(config)
-        else None,
-        limit=Tolerance.of(exact=config.actor_rollout_ref.model.dtype == "float32").mean,
         sample_level=config.algorithm.sample_level,
     )
-    reads = (*_columns(objective), "response_mask", "rollout_log_probs")
-    return _declared(reads, closed, ("old_log_probs", "rollout_is_weights"))
+    return _declared(_columns(objective), closed, "old_log_probs")
 
 
 @node_factory
@@ -149,7 +141,6 @@ def update(
     batch: Batch,
     engine: TrainEngine,
     ctx: NodeContext,
-    reduce: Collective,
     *,
     name: str,
     objective: LossFn,
@@ -158,8 +149,6 @@ def update(
     warmup: int = 0,
     records: str | None = None,
     trains: Mapping[str | None, bool] | None = None,
-    corrected: LossFn | None = None,
-    limit: float = torch.inf,
     sample_level: str = "episode",
 ) -> NodeOutput:
     """One optimizer step for each mini-batch of `num_prompts` groups in each epoch, from step
@@ -168,22 +157,19 @@ def update(
     Metrics are means over the mini-batches with a token that counts, named `name/...`; `skipped`
     and `empty` are numbers of mini-batches. records: the column for the log-probs of the first
     update, NaN in other samples. trains: by domain, None for the others, whether it trains on these
-    samples; None for all. corrected: the loss from the step after engine and trainer have drifted
-    apart by more than `limit`, measured on the recorded log-probs; None for no weights then.
-    sample_level: episode, or decision: mini-batches then have a sample for each decision of an
-    episode."""
+    samples; None for all. sample_level: episode, or decision: mini-batches then have a sample for
+    each decision of an episode."""
     if trains is not None:
         batch = batch.select(
             [row for row, each in enumerate(batch["domain"]) if trains.get(each, trains[None])]
         )
     samples, places = batch.by_decision() if sample_level == "decision" else (batch, None)
-    loss_fn = corrected if corrected is not None and ctx.state.get("on") else objective
     updates = list[dict[str, float]]()
     unmoved = True
     rows = dict[str, Tensor]()
     for epoch in range(epochs if ctx.step >= warmup else 0):
         for mini_batch in ctx.minibatches(samples, num_prompts, epoch):
-            loss = ctx.before_update(engine, mini_batch, loss_fn)
+            loss = ctx.before_update(engine, mini_batch, objective)
             metrics = engine.train_step(
                 mini_batch, RecordingLoss(loss, rows) if records and unmoved else loss
             )
@@ -198,25 +184,13 @@ def update(
     if places is not None:  # given tokens between decisions have none
         own = own.new_zeros(int(batch.lengths("response").sum())).index_copy(0, places, own)
     scored[records] = own
-    if corrected is None:
-        return NodeOutput(scored, measured)
-    own = scored[records]
-    rollout = scored["rollout_log_probs"]
-    if loss_fn is corrected:
-        weights, statistics = drift_weights(own, rollout, scored["loss_mask"], reduce)
-        scored["rollout_is_weights"] = weights
-        measured = measured | statistics
-    ctx.state["on"] = loss_fn is corrected or has_drifted(
-        own, rollout, scored["response_mask"], limit, reduce
-    )
-    return NodeOutput(scored, measured | {"rollout_corr/on": float(ctx.state["on"])})
+    return NodeOutput(scored, measured)
 
 
 def update_policies(
     batch: Batch,
     engine: MultiPolicyTrainer,
     ctx: NodeContext,
-    reduce: Collective,
     *,
     name: str,
     objective: LossFn,
@@ -230,7 +204,7 @@ def update_policies(
     for policy, own in engine.engines.items():
         names = name if policy == first else f"policies/{policy}"
         run = partial(update, num_prompts=num_prompts, epochs=epochs, warmup=warmup)
-        measured |= run(own.own(batch), own, ctx, reduce, name=names, objective=objective).metrics
+        measured |= run(own.own(batch), own, ctx, name=names, objective=objective).metrics
     return NodeOutput(None, measured)
 
 
