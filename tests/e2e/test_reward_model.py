@@ -129,7 +129,7 @@ def test_models_by_domain_score_their_own_rows_beside_functions_by_domain(tmp_pa
     helpful = write_tiny_reward_model(tmp_path / "helpful", "qwen3", seed=7)
     judge = write_tiny_judge(tmp_path / "judge")
     (tmp_path / "question.txt").write_text("{prompt}\n{response}")
-    judged_by = f"judge: true, template: {tmp_path}/question.txt, choices: [0, 1], domains: [math]"
+    judged_by = f"judge: true, template: {tmp_path}/question.txt, answer_tokens: 4, domains: [math]"
     models = (
         f"{{helpful: {{path: {helpful}, domains: [chat]}}, critique: {{path: {judge}, "
         f"{judged_by}}}}}"
@@ -147,6 +147,9 @@ def test_models_by_domain_score_their_own_rows_beside_functions_by_domain(tmp_pa
         domain = source[row["prompt"]]
         seen.add(domain)
         added = {"math": {"critique"}, "chat": {"helpful", "length"}}[domain]
+        if row["score"] is None:
+            assert domain == "math" and parts.keys() == {"custom"}, "the judge was silent"
+            continue
         assert parts.keys() == {"custom", *added}, row["errors"]
         total = sum(parts.values()) + (2 * parts["custom"] if domain == "math" else 0)
         assert row["score"] == pytest.approx(total, abs=1e-5)

@@ -40,7 +40,7 @@ class _Worker:
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     def leave(self) -> None:
-        """Kill the process; its episodes begin in another worker."""
+        """Kill the process; the groups of its episodes are issued again."""
         self.is_gone = True
         self.num_episodes = 0
         if self.process is not None:

@@ -1,5 +1,5 @@
 """Runs unmodified AReaL workflows: `arun_episode(engine, data)` requests responses in tokens from
-an engine and returns the trajectory as tensors, which is checked against what the engine drew."""
+an engine and returns the trajectory as tensors, whose tokens and mask must be what it drew."""
 
 import asyncio
 from collections.abc import Mapping, Sequence

@@ -2,7 +2,7 @@
 
 Right ones are a row's ground truth in every form (box, phrase, ...), wrong ones are variations that
 `math` does not call equal to it. Forms of which the function reads at most half are not tried
-further. Also measures how far a reward agrees with people's labels.
+further.
 """
 
 import asyncio
