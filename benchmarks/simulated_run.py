@@ -299,8 +299,6 @@ class _Simulation:
         self._issue()
         if self.state != "waits" or self.coordinator.finished:
             return
-        for record in self.coordinator.end_surplus(None):
-            self._forget(record)
         step = self.coordinator.step
         numbers = self.coordinator.ready(step)
         if numbers is None:
@@ -483,10 +481,7 @@ class _Simulation:
         """A group was ended: its responses leave the engine."""
         group = self.groups.pop(record.group_id, None)
         if group is None:  # it was complete
-            self.workers.abort(record)
             return
-        if self.setup.plan.max_staleness:
-            self.workers.abort(record)
         engine = group.engine
         engine.advance(self.now)
         engine.waiting = deque(each for each in engine.waiting if each[0] is not group)

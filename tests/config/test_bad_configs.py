@@ -492,6 +492,12 @@ BAD: dict[str, tuple[str, list[str], str, tuple[str, ...]]] = {
         "algorithm.filter_groups.oversampling",
         ("≥ 0",),
     ),
+    "more groups ahead of training": (
+        "grpo",
+        ["algorithm.filter_groups.oversampling=0.5", "async.max_staleness=1"],
+        "algorithm.filter_groups.oversampling",
+        ("async.max_staleness=0",),
+    ),
     "no group in flight": (
         "grpo",
         ["async.max_concurrent_rollouts=0"],

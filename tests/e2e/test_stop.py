@@ -150,7 +150,7 @@ def test_what_a_hard_kill_left_half_written_is_swept_by_the_next_start(ground: P
         partial / ".tmpQnv85k",
         ground.folder / "run" / "samples" / "000001.parquet.abcd_123.distflow-partial",
     )
-    for path in (partial / ".distflow-begun", *left):
+    for path in left:
         path.write_text("half")
     assert start(ground, "run", "trainer.save_freq=1", "trainer.total_epochs=1").status() == 0
     assert not any(path.exists() for path in (*left, partial))

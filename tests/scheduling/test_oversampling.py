@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from distflow.scheduling.coordinator import Coordinator, mark_of
 from distflow.scheduling.data_plan import DataPlan, DomainPlan
 from distflow.scheduling.difficulty_filter import Accuracy, SkipPlan
-from distflow.scheduling.group_states import MAX_ABORTS, CountsError, GroupState, Places
+from distflow.scheduling.group_states import MAX_ABORTS, CountsError, Places
 from distflow.scheduling.ledger import Ledger, timeline
 from distflow.scheduling.sample_queue import Exhausted
 from tests.ledger_audit import verify
@@ -308,88 +308,3 @@ def test_with_domains_and_rows_that_are_passed_over(
         found = before + run(Coordinator(plan, ledger, snapshot), 14 - cut)
     verify(folder / "cut.jsonl")
     assert [numbers for numbers, _ in found] == [numbers for numbers, _ in whole]
-
-
-def ahead(**changes):
-    """A batch of 2, at staleness 1: 4 groups that staleness allows, and one more while the step
-    lacks some."""
-    return Coordinator(plan_of(batch=2, max_staleness=1, total_steps=20, **changes))
-
-
-def finish(coordinator, *numbers):
-    for number in numbers:
-        coordinator.complete(number, 3)
-
-
-def test_ahead_of_training_one_that_was_aborted_too_often_is_waited_for():
-    coordinator = ahead()
-    for at in range(9):
-        while coordinator.queue.num_untaken < 2:
-            coordinator.issue_groups()
-            running = [
-                group.group_id
-                for group in coordinator.queue.live
-                if group.state is GroupState.GENERATING
-            ]
-            finish(coordinator, *(number for number in running if number))
-        coordinator.end_surplus(None)
-        if coordinator.ready(at) is None:
-            break
-        coordinator.release(at)
-    late = coordinator.queue.prompt_group(0)
-    assert late.num_aborts == late.attempt == MAX_ABORTS and late.due(1) <= at + 1, "it is due soon"
-    finish(coordinator, 0)
-    assert len(coordinator.end_surplus(None)) == 1 and 0 in (coordinator.ready(at) or ())
-
-
-@settings(derandomize=True, max_examples=60, deadline=None)
-@given(
-    staleness=st.integers(1, 3),
-    share=st.sampled_from(["0.1", "1/2", "1", "5/2"]),
-    most=st.sampled_from([None, 3]),
-    dropped=st.sampled_from([0, 0.3]),
-    domains=st.booleans(),
-    seed=st.integers(0, 2**32 - 1),
-)
-def test_ahead_of_training_in_any_order(
-    tmp_path_factory, staleness, share, most, dropped, domains, seed
-):
-    """No group is lost, none is too old, and a step waits for running groups only while it lacks
-    some, or for one that was aborted three times."""
-    rng = random.Random(seed)
-    path = tmp_path_factory.mktemp("ahead") / "ledger.jsonl"
-    changes = {
-        "batch": 3,
-        "share": share,
-        "max_staleness": staleness,
-        "max_concurrent": most,
-        "total_steps": 9,
-    }
-    plan = domains_of(("a", 7, 2), ("b", 50, 1), **changes) if domains else plan_of(**changes)
-    with Journal(path) as ledger:
-        coordinator = Coordinator(plan, ledger)
-        seen = 0
-        while not coordinator.finished:
-            seen = rng.randint(max(seen, coordinator.step - 1), coordinator.step)
-            coordinator.issue_groups(seen)
-            running = [g for g in coordinator.queue.live if g.state is GroupState.GENERATING]
-            for group in rng.sample(running, min(len(running), rng.randint(0, 4))):
-                if rng.random() < dropped:
-                    coordinator.drop(group.group_id, "dull")
-                else:
-                    coordinator.complete(group.group_id, 3)
-            coordinator.end_surplus(None)
-            if coordinator.ready(coordinator.step) is not None:
-                coordinator.release(coordinator.step)
-            elif not any(
-                queue.num_lacking > 0 for queue in coordinator.queue.domain_queues.values()
-            ):
-                live = coordinator.queue.live
-                assert any(
-                    g.num_aborts >= MAX_ABORTS for g in live if g.state is GroupState.GENERATING
-                )
-    account = verify(path)
-    assert (
-        account.consumed == 27
-        and max(g.num_aborts for g in [*coordinator.queue.live, *running]) <= MAX_ABORTS
-    )

@@ -58,7 +58,14 @@ def test_the_longest_response_ends_the_wave_and_decoding_slows_with_the_load() -
 
 SETUPS = st.builds(
     lambda batch, size, eta, engines, slots, every, shared, seed, over: Setup(
-        plan(8, batch, size, max_staleness=eta, saves=Frequency(3), oversampling=Fraction(over, 2)),
+        plan(
+            8,
+            batch,
+            size,
+            max_staleness=eta,
+            saves=Frequency(3),
+            oversampling=Fraction(0 if eta else over, 2),
+        ),
         costs(
             0.05,
             3.0,

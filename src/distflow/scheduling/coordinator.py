@@ -260,20 +260,6 @@ class Coordinator:
         for group in groups:
             self._counts[group.domain].aborted += 1
 
-    def end_surplus(self, wanted: int | None) -> list[PromptGroup]:
-        """Let groups that the next step, or the part of `wanted` groups, does not need wait to be
-        issued again. Returns them."""
-        if wanted is None and self.queue.num_taken:
-            return []
-        numbers = self.queue.surplus(self.plan.consumer_batch if wanted is None else wanted)
-        running = [number for number in numbers if not self.queue.holds(number)]
-        if running:
-            self.abort(running, 0)
-        for number in numbers:
-            if self.queue.holds(number):
-                self.lose(number)
-        return [self.queue.prompt_group(number) for number in numbers]
-
     def lose(self, number: int) -> None:
         """Note that a complete group that no step has taken was lost with the process that held its
         samples: it waits to be issued again, which uses up none of its three attempts."""

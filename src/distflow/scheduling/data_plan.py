@@ -222,7 +222,7 @@ class DataPlan:
             )
         assert min(self.num_rows, self.consumer_batch, self.group_size) > 0
         assert self.max_num_gen_batches is None or self.max_num_gen_batches > 0
-        assert self.oversampling >= 0
+        assert self.oversampling >= 0 and not (self.oversampling and self.max_staleness)
 
     @property
     def sources(self) -> tuple[DomainPlan, ...]:

@@ -9,7 +9,7 @@ from math import ceil
 from typing import Any
 
 from distflow.scheduling.domain_quotas import Quotas
-from distflow.scheduling.group_states import MAX_ABORTS, CountsError, GroupState, PromptGroup
+from distflow.scheduling.group_states import CountsError, GroupState, PromptGroup
 
 
 @dataclass
@@ -202,33 +202,6 @@ class DomainQueue:
                 )
             chosen += sorted(members.complete)[:taken]
         return self._check(step, chosen)
-
-    def surplus(self, wanted: int) -> list[int]:
-        """The groups to end so that `first` need not wait for running ones: the latest running
-        ones, then the latest complete ones. Empty if the step waits for one that was aborted too
-        often. The step must lack no group."""
-        num_later = max(0, self.num_wanted - wanted)
-        num_taken = 0
-        left = list[int]()
-        ended = list[int]()
-        for due in sorted(self._due):
-            complete = sorted(self._due[due].complete)
-            taken = min(len(complete), wanted - num_taken)
-            num_taken += taken
-            left += [*self._due[due].running, *complete[taken:]]
-            if (num_over := len(left) - self._later(due) - num_later) <= 0:
-                continue
-            left.sort(key=lambda number: (self._groups[number].complete, -number))
-            running = [number for number in left if not self._groups[number].complete]
-            must_stay = {
-                number for number in running if self._groups[number].num_aborts >= MAX_ABORTS
-            }
-            over = [number for number in left if number not in must_stay][:num_over]
-            if must_stay and not {*over} <= {*running} or len(over) < num_over:
-                return []
-            ended += over
-            left = [number for number in left if number not in over]
-        return ended
 
     def dropped(self) -> Counter[str]:
         """Counts of dropped groups by reason, for due steps that are not consumed."""

@@ -11,9 +11,8 @@ from distflow.scheduling.group_states import PromptGroup
 class RolloutWorker:
     """number: its place. engine_version: the lowest weight version of its engine, as last reported.
     assigned: ids of groups that it has not fetched yet. running: ids of all its groups, including
-    those, with the attempt of each. stored: ids of complete groups stored with it. ended: groups
-    that it must still be told to end. takes: False for a later worker before its first request, and
-    for a lost one."""
+    those, with the attempt of each. stored: ids of complete groups stored with it. takes: False for
+    a later worker before its first request, and for a lost one."""
 
     name: str
     number: int
@@ -21,7 +20,6 @@ class RolloutWorker:
     assigned: list[int] = field(default_factory=list)
     running: dict[int, int] = field(default_factory=dict)
     stored: set[int] = field(default_factory=set)
-    ended: list[PromptGroup] = field(default_factory=list)
     foresaw: int = -1
     """The last step during which it was told the groups of the next one."""
     takes: bool = True
@@ -93,26 +91,6 @@ class GroupsByWorker:
             worker.running.pop(group_id)
             if complete:
                 worker.stored.add(group_id)
-
-    def abort(self, group: PromptGroup) -> None:
-        """Drop a group that runs or is stored with its worker, whose late results are then
-        ignored."""
-        worker = self._working_on.pop(group.group_id, None)
-        if worker is None:
-            self.take([group.group_id])
-            return
-        worker.running.pop(group.group_id)
-        self._taken_away.add((group.group_id, group.attempt))
-        if group.group_id in worker.assigned:
-            worker.assigned.remove(group.group_id)
-        else:
-            worker.ended.append(group)
-
-    def fetch_ended(self, number: int) -> list[PromptGroup]:
-        """The groups that a worker is to end."""
-        ended = self._all[number].ended
-        self._all[number].ended = []
-        return ended
 
     def take(self, group_ids: Iterable[int]) -> dict[int, RolloutWorker]:
         """A step takes these groups. Returns the worker that stores each, if any does."""

@@ -39,10 +39,9 @@ class SampleQueue:
     then by
     group id, and the remaining ones must fit after the last part (`num_owed`).
 
-    With `oversampling` more groups run than the step has slots. Above staleness 0 groups that would
-    be left past their due step are ended once the step can form without them (`surplus`). At
-    staleness 0 the step takes those that finish first on their worker (`give_places`), and the
-    others are aborted: they are issued again before new ones.
+    With `oversampling`, at staleness 0, more groups run than the step has slots. The step takes
+    those that finish first on their worker (`give_places`), and the others are aborted: they are
+    issued again before new ones.
 
     closed: whether no further group will come, so that the last step may be short. when_exhausted:
     if no more groups may be issued and the step is not full, raise an error, or continue with a
@@ -67,7 +66,6 @@ class SampleQueue:
         self.quotas = quotas or Quotas(consumer_batch, next_step)
         self._consumer_batch = consumer_batch
         self._max_staleness = max_staleness
-        self._oversampling = oversampling
         self._when_exhausted = when_exhausted
         self._groups: dict[int, PromptGroup] = {}
         self.domain_queues: Mapping[str, DomainQueue] = {
@@ -259,15 +257,6 @@ class SampleQueue:
         for (queue, _), numbers in zip(needs, parts, strict=True):
             queue.take(sorted(numbers))
         return tuple(sorted(number for numbers in parts for number in numbers))
-
-    def surplus(self, wanted: int) -> list[int]:
-        """With `oversampling`, above staleness 0: groups to end, so that `part` need not wait for
-        them. Also those of a domain that has its groups while others lack some, whose new groups
-        start in their place."""
-        if not (self._oversampling and self._max_staleness):
-            return []
-        needs = [(queue, own) for queue, own in self._needs(wanted) if queue.num_untaken >= own]
-        return [number for queue, own in needs for number in queue.surplus(own)]
 
     def untake(self, numbers: Collection[int] | None = None) -> None:
         """Put back these groups that the next step has taken, or all of them."""

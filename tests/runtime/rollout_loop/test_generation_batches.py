@@ -216,28 +216,3 @@ def test_a_group_that_fails_is_replaced_as_ever() -> None:
     counts = counted()
     assert run(plane, counts) == [[0, 1, 2, 6]]
     assert counts.checked_counts().dropped == {"error": 3}
-
-
-def test_ahead_of_training_late_groups_are_ended_where_they_run() -> None:
-    """0 never ends, 1 is long at work in its reward function."""
-    at_work = []
-
-    @node(writes="scores", role="REWARD", scope="group", reads=("response_mask",))
-    async def reward_fn(group: Group) -> Any:
-        if group.prompt_group.group_id == 1 and group.prompt_group.attempt == 0:
-            at_work.append(group.prompt_group)
-            await asyncio.sleep(60)
-        return [1.0, 0.0]
-
-    engine = CountingEngine({0: 10**9, 1: 5})
-    counts = counted(max_staleness=1)
-    plane = plane_of(engine, bound(reward_fn))
-    plane.in_batches = plane.stops_early = False
-    engine._open.set()
-    taken = [number for numbers in run(plane, counts, steps=4) for number in numbers]
-    assert (
-        len(taken) == len(set(taken)) == 16 and 0 not in taken and 1 in taken and len(at_work) == 1
-    )
-    assert engine.num_running == 0 and engine.num_cancelled >= 1
-    assert counts.checked_counts().aborted >= 2 and counts.checked_counts().aborted_tokens >= 2
-    assert plane.events.ended[0] == "aborted: the step was complete"  # type: ignore[index]

@@ -1,9 +1,10 @@
 """Rules of rollout engines and their servers: options, devices, weight syncs."""
 
 import re
+from operator import attrgetter
 
 from distflow.builtin_names import ROLLOUT_ENGINES, RolloutEngineEntry
-from distflow.config.derived_settings import is_rl
+from distflow.config.derived_settings import find_pipeline, is_rl
 from distflow.config.keys.reward import scoring_models
 from distflow.config.keys.schema import Config
 from distflow.config.rules import ACTOR, ROLLOUT, Finding, Findings
@@ -47,6 +48,22 @@ def weight_sync(config: Config) -> Findings:
             f"a weight sync every {every} steps makes samples up to {count_of(every - 1, 'step')} "
             f"old, but {staleness} is allowed",
             f"set {ACTOR}.model_update_frequency={staleness + 1} or less",
+        )
+
+
+def oversampling(config: Config) -> Findings:
+    """More groups than a step needs run only where generation and training alternate."""
+    pipeline = find_pipeline(config)
+    key = "algorithm.filter_groups.oversampling"
+    share = config.algorithm.filter_groups.oversampling
+    if pipeline is not None and pipeline.oversample_factor:
+        key = pipeline.oversample_factor
+        share = attrgetter(key)(config) - 1
+    if is_rl(config) and share > 0 and config.async_.max_staleness:
+        yield Finding(
+            (key, "async.max_staleness"),
+            "ahead of training groups start as soon as the staleness allows, and none is aborted",
+            "remove it, or set async.max_staleness=0",
         )
 
 
@@ -112,6 +129,7 @@ def tensor_parallel(config: Config) -> Findings:
 
 RULES = (
     weight_sync,
+    oversampling,
     running_servers,
     engine_options,
     judges,

@@ -13,6 +13,7 @@ import errno
 import math
 import os
 import re
+import shutil
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -25,11 +26,9 @@ from safetensors import SafetensorError
 from distflow.errors import UserError, resume_advice
 from distflow.observe.crash_safe_files import sync, write_atomically
 from distflow.runtime.checkpoint.files import (
-    BEGUN,
     LATEST,
     MANIFEST,
     PARTIAL,
-    REMOVED,
     CheckpointError,
     DamagedError,
     Layout,
@@ -44,10 +43,9 @@ from distflow.runtime.checkpoint.files import (
     parts_in,
     read_manifest,
     read_part,
-    remove_checkpoint,
     remove_leftovers,
-    remove_partial,
     serial_of,
+    set_aside,
     verify,
     write_manifest,
     write_part,
@@ -171,7 +169,7 @@ class Writing:
                 raise GivenUp(self.step, folder)
             if missing:
                 with suppress(OSError):
-                    remove_partial(self.partial)
+                    shutil.rmtree(set_aside(self.partial), ignore_errors=True)
                 raise CheckpointError(
                     f"the checkpoint of step {self.step} was not written to {folder}: "
                     f"{', '.join(missing)} "
@@ -180,7 +178,6 @@ class Writing:
             files = {path.name: describe(path) for path in parts_in(self.partial)}
             score = metric if metric is not None and math.isfinite(metric) else None
             write_manifest(self.partial, Manifest(self.step, next_serial(folder), score, files))
-            (self.partial / BEGUN).unlink()
             self.store.on_point("manifest")
             final = self.partial.with_name(self.partial.name.removesuffix(PARTIAL))
             self.partial.rename(final)
@@ -196,7 +193,7 @@ class Writing:
 
     def _given_up(self) -> bool:
         """Whether a process that could not write removed the checkpoint."""
-        return not (self.partial / BEGUN).exists()
+        return not self.partial.exists()
 
     def _remove_old(self) -> None:
         """Keep only the newest few and the best few; the one just written always stays."""
@@ -209,12 +206,10 @@ class Writing:
         best = sorted(metrics, key=lambda path: metrics[path], reverse=True)
         kept = {*paths[-self.store.keep_last :], *best[: self.store.keep_best]}
         for path in paths:
-            aside = path.with_name(path.name + REMOVED)
-            somebodys = path.is_symlink() or aside.exists()  # our own leftovers are gone by now
-            if path not in kept and not somebodys:
-                path.rename(aside)
+            if path not in kept and not path.is_symlink():
+                aside = set_aside(path)
                 self.store.on_point(f"removing {path.name}")
-                remove_checkpoint(aside)
+                shutil.rmtree(aside, ignore_errors=True)
 
 
 class CheckpointStore:

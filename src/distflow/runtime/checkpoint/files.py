@@ -6,8 +6,7 @@ needs. The files are those of `torch.distributed.checkpoint`'s Hugging Face stor
 that include the place of each shard in its whole tensor. That package plans what is written and
 read, without a process group.
 
-The folder may contain other files. Only our own are removed: those listed in our manifests, and
-those of a killed save, in a folder with the mark of `make_partial`.
+The folder may contain other files. Only folders named like our checkpoints are removed.
 """
 
 import hashlib
@@ -15,9 +14,9 @@ import json
 import math
 import os
 import re
+import shutil
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import chain, count
 from os import PathLike
@@ -48,7 +47,6 @@ FORMAT = 1
 LATEST: Final = "latest"
 PARTIAL: Final = ".partial"
 REMOVED: Final = ".removed"
-BEGUN: Final = ".distflow-begun"
 
 _MAX_MANIFEST_BYTES: Final = 4 * 2**20
 _CHECKPOINT: Final = re.compile(r"step-(\d{6,})(-\d+)?")
@@ -338,22 +336,16 @@ def make_partial(folder: Path, step: int) -> Path:
     taken = {path.name.removesuffix(PARTIAL) for path in folder.iterdir()}
     partial = folder / (next(name for name in names if name not in taken) + PARTIAL)
     partial.mkdir(mode=0o700)
-    os.close(os.open(partial / BEGUN, os.O_CREAT | os.O_EXCL, 0o600))
     return partial
 
 
 def partial_of(folder: Path, step: int) -> Path | None:
     """The folder in which a checkpoint of `step` is being written; `make_partial` ensures that
     there is at most one."""
-    partials = (path for path in _folders(folder, PARTIAL) if (path / BEGUN).exists())
-    return next(
-        (
-            path
-            for path in partials
-            if path.name.split("-")[1].removesuffix(PARTIAL) == f"{step:06d}"
-        ),
-        None,
-    )
+    for path in _folders(folder, PARTIAL):
+        if path.name.split("-")[1].removesuffix(PARTIAL) == f"{step:06d}":
+            return path
+    return None
 
 
 def parts_in(partial: Path) -> list[Path]:
@@ -365,63 +357,24 @@ def parts_in(partial: Path) -> list[Path]:
 def remove_leftovers(folder: Path) -> None:
     """Remove the leftovers of a killed save or removal."""
     for path in _folders(folder, PARTIAL):
-        remove_partial(path)
+        shutil.rmtree(set_aside(path), ignore_errors=True)
     for path in _folders(folder, REMOVED):
-        if _is_begun(path):
-            _remove_begun(path)
-        else:
-            remove_checkpoint(path)
-    _unlink(
-        path
-        for path in _entries(folder)
-        if path.name.startswith(f"{LATEST}.") and is_aside(path.name)
-    )
+        shutil.rmtree(path, ignore_errors=True)
+    for path in _entries(folder):
+        if path.name.startswith(f"{LATEST}.") and is_aside(path.name):
+            path.unlink(missing_ok=True)
 
 
-def remove_partial(partial: Path) -> None:
-    """Remove an uncommitted checkpoint. Files that are not ours stay. A process that still writes
-    to it fails, and adds nothing."""
-    if not _is_begun(partial):
-        remove_checkpoint(partial)
-        return
-    aside = partial.with_name(partial.name.removesuffix(PARTIAL) + REMOVED)
-    _remove_begun(partial if aside.exists() else partial.rename(aside))
-
-
-def remove_checkpoint(path: Path) -> None:
-    """Remove a checkpoint: the files listed in its manifest, then the manifest. Files that are not
-    ours stay, and so do the targets of links."""
-    if path.is_symlink():
-        return
-    with suppress(DamagedError):
-        _unlink(path / name for name in read_manifest(path).files)
-        (path / MANIFEST).unlink()
-    _remove_empty(path)
+def set_aside(path: Path) -> Path:
+    """Rename a checkpoint that is to be removed; returns its path. A process that still writes to
+    it fails, and adds nothing."""
+    aside = path.with_name(path.name.removesuffix(PARTIAL) + REMOVED)
+    shutil.rmtree(aside, ignore_errors=True)
+    return path.rename(aside)
 
 
 def _digest(body: Mapping[str, object]) -> str:
     return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
-
-
-def _is_begun(folder: Path) -> bool:
-    return (folder / BEGUN).exists() and not folder.is_symlink()
-
-
-def _remove_begun(folder: Path) -> None:
-    _unlink(path for path in _entries(folder) if _PART.fullmatch(path.name) or is_aside(path.name))
-    (folder / BEGUN).unlink()
-    _remove_empty(folder)
-
-
-def _remove_empty(folder: Path) -> None:
-    if not any(folder.iterdir()):
-        folder.rmdir()
-
-
-def _unlink(paths: Iterable[Path]) -> None:
-    for path in list(paths):
-        if not path.is_dir():
-            path.unlink(missing_ok=True)
 
 
 def _folders(folder: Path, end: str) -> list[Path]:
@@ -430,7 +383,9 @@ def _folders(folder: Path, end: str) -> list[Path]:
     return [
         path
         for path in named
-        if _CHECKPOINT.fullmatch(path.name.removesuffix(end)) and path.is_dir()
+        if _CHECKPOINT.fullmatch(path.name.removesuffix(end))
+        and path.is_dir()
+        and not (end and path.is_symlink())
     ]
 
 

@@ -6,7 +6,6 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from weakref import WeakSet
 
 from distflow.algorithms.group_filter import TOO_FEW_SCORES
 from distflow.data.batch import Batch
@@ -36,7 +35,6 @@ from distflow.runtime.rollout_loop.generation_batches import (
     EarlyStop,
     GenerationBatch,
     GroupTask,
-    cancel,
     group_task,
 )
 from distflow.runtime.rollout_loop.group import Group, accuracy_of, finished_group
@@ -52,7 +50,7 @@ from distflow.runtime.sample_queue.protocol import (
     SampleQueuePort,
 )
 from distflow.runtime.spec import Spec
-from distflow.scheduling.group_states import GroupState, PromptGroup
+from distflow.scheduling.group_states import PromptGroup
 
 MakeContext = Callable[[Group, str], NodeContext]
 
@@ -107,8 +105,6 @@ class RolloutLoop:
     """Groups that start together also send their later requests together."""
     row_loader: RowLoader | None = None
     """Loads the groups that start together, in place of the steps; None if there is more to do."""
-    surplus: "WeakSet[asyncio.Task[None]]" = field(default_factory=WeakSet)
-    """Tasks of groups that the queue ended."""
     _batch: GenerationBatch | None = field(default=None, init=False)
 
     @staticmethod
@@ -212,7 +208,7 @@ class RolloutLoop:
         depend on timing, and ended before the next one is fetched. Otherwise groups start as
         capacity allows. Raises RolloutLoopFailed, or the user's error.
         """
-        running = dict[int, asyncio.Task[None]]()
+        running = set[asyncio.Task[None]]()
         client = self.client
         try:
             # a failing task ends them all: no step waits for its group
@@ -226,15 +222,6 @@ class RolloutLoop:
                             if self.row_loader.batch_ahead is not None:
                                 queue.store_ahead(self.row_loader.batch_ahead)
                         continue
-                    for group in prompt_groups:
-                        if group.state is GroupState.WAITING and group.group_id in running:
-                            self.surplus.add(running[group.group_id])
-                            groups.create_task(
-                                cancel([running.pop(group.group_id)], self.plain_calls)
-                            )
-                    prompt_groups = [
-                        group for group in prompt_groups if group.state is not GroupState.WAITING
-                    ]
                     if self.row_loader is not None:
                         self._load_rows(self.row_loader, prompt_groups, queue)
                         continue
@@ -243,16 +230,11 @@ class RolloutLoop:
                     if self.in_batches:
                         await self._run_batch(prompt_groups, queue)
                     else:
-                        started = {
-                            prompt_group.group_id: groups.create_task(
-                                self._run_group(prompt_group, queue)
-                            )
-                            for prompt_group in prompt_groups
-                        }
-                        running = {
-                            number: task for number, task in running.items() if not task.done()
-                        } | started
-                for task in running.values():
+                        for prompt_group in prompt_groups:
+                            task = groups.create_task(self._run_group(prompt_group, queue))
+                            running.add(task)
+                            task.add_done_callback(running.discard)
+                for task in list(running):
                     task.cancel()
         except BaseExceptionGroup as failures:
             first = failures.exceptions[0]
@@ -343,13 +325,8 @@ class RolloutLoop:
                 raise
             await self._turn(stop, accepted=drop is None)
         except asyncio.CancelledError:
-            if (stop is not None and stop.over) or asyncio.current_task() in self.surplus:
+            if stop is not None and stop.over:
                 self._end(prompt_group, "aborted: the step was complete", started)
-                num_tokens = sum(
-                    len(part.token_ids) for each in group.samples for part in each.response_segments
-                )
-                if stop is None and num_tokens:
-                    queue.abort(AbortedGroups({}, num_tokens))
             raise
         except NodeError as err:
             failure = Failure(str(err), users=isinstance(err, UserError))

@@ -190,8 +190,7 @@ class RolloutQueue(Protocol):
         """consumes capacity · waits for released steps and dropped groups · produces groups to
         start together
 
-        Groups waiting to be issued again come first, if any; this worker is to end them. If groups
-        are only loaded, `ForeseenGroups` come while a step trains.
+        If groups are only loaded, `ForeseenGroups` come while a step trains.
 
         engine_version: the lowest weight version of this worker's engines; None if it has none.
         """

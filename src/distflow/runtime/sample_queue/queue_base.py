@@ -127,9 +127,8 @@ class SharedSampleQueue(Generic[T]):
         )
 
     def groups_for(self, worker: int, engine_version: int | None) -> list[PromptGroup] | None:
-        """The groups that this worker is to start now, after those that it is to end, which wait to
-        be issued again; None if the run has failed. engine_version: the lowest weight version of
-        its engine, or None."""
+        """The groups that this worker is to start now; None if the run has failed. engine_version:
+        the lowest weight version of its engine, or None."""
         with self._lock:
             return None if self._is_over(worker) else self._hand_out(worker, engine_version)
 
@@ -410,10 +409,9 @@ class SharedSampleQueue(Generic[T]):
         fetched = self._workers.fetch(worker)
         prompt_groups = [self._coordinator.queue.prompt_group(group_id) for group_id in fetched]
         self._lock.notify_all()
-        handed_out = [*self._workers.fetch_ended(worker), *prompt_groups]
         loads_rows = self._coordinator.plan.loads_rows
-        if handed_out or not loads_rows or self._taken_step != self._coordinator.step:
-            return handed_out
+        if prompt_groups or not loads_rows or self._taken_step != self._coordinator.step:
+            return prompt_groups
         foreseen = self._coordinator.foresee()
         return protocol.ForeseenGroups(self._workers.foresee(worker, self._taken_step, foreseen))
 
@@ -483,11 +481,6 @@ class SharedSampleQueue(Generic[T]):
         self._wake()
 
     def _ready(self, step: int, wanted: int | None) -> tuple[int, ...] | None:
-        if ended := self._coordinator.end_surplus(wanted):
-            for group in ended:
-                self._workers.abort(group)
-                self._groups.pop(group.group_id, None)
-            self._wake()
         try:
             return (
                 self._coordinator.ready(step)
