@@ -1,7 +1,6 @@
 """The documentation is true: its code runs, its commands parse, its keys, links, files and
 functions exist."""
 
-import ast
 import contextlib
 import io
 import re
@@ -263,40 +262,3 @@ def test_files_that_are_named_exist(page: Path) -> None:
             assert (ROOT / text).is_file() or (SOURCE / text).is_file(), (
                 f"{name_of(page)} names {text}"
             )
-
-
-@pytest.mark.parametrize("page", ["architecture.md", "extending.md", "trust.md"])
-def test_files_named_without_their_folder_exist(page: str) -> None:
-    names = {path.name for path in SOURCE.rglob("*")}
-    named = {
-        text for text in quoted(ROOT / "docs" / page) if re.fullmatch(r"\w+\.(py|toml|js)", text)
-    }
-    assert named <= names, f"docs/{page} names {sorted(named - names)}"
-
-
-@pytest.mark.parametrize("page", PAGES, ids=name_of)
-def test_names_are_in_the_files_where_a_page_says_they_are(page: Path) -> None:
-    for name, file in re.findall(r"`([\w.]+)` in `([\w/]+\.py)`", page.read_text()):
-        found = [
-            path.read_text() for path in SOURCE.rglob("*.py") if f"/{path}".endswith(f"/{file}")
-        ]
-        assert any(re.search(rf"\b{name.split('.')[-1]}\b", text) for text in found), (
-            f"{name_of(page)}: {file} has no {name}"
-        )
-
-
-@pytest.mark.parametrize("page", PAGES, ids=name_of)
-def test_functions_of_a_walk_are_in_the_files_it_names(page: Path) -> None:
-    for file, function in re.findall(r"`([\w/]+\.py)` · `([\w.]+)`", page.read_text()):
-        assert function in definitions(SOURCE / file), f"{name_of(page)}: {file} has no {function}"
-
-
-def definitions(path: Path) -> set[str]:
-    found = set()
-    for item in ast.parse(path.read_text()).body:
-        if isinstance(item, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-            found.add(item.name)
-        if isinstance(item, ast.ClassDef):
-            inner = (n for n in item.body if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef))
-            found |= {f"{item.name}.{n.name}" for n in inner}
-    return found

@@ -10,12 +10,9 @@ import pytest
 from distflow.errors import hint, nearest
 from distflow.import_target import (
     LoadError,
-    SourceFile,
-    is_ours,
     load,
     load_function,
     load_module,
-    shown_name,
 )
 
 SOURCE = """
@@ -69,11 +66,6 @@ def test_what_a_file_defines_can_be_sent_to_processes(
     assert pickle.loads(pickle.dumps(judge)) is judge
 
 
-def test_a_function_of_a_users_file_is_not_ours(file: Path) -> None:
-    first = load_function(f"{file}:first")
-    assert not is_ours(first) and shown_name(first) == "my_file.py:first"
-
-
 def test_a_file_that_raised_is_loaded_anew(tmp_path: Path) -> None:
     file = tmp_path / "mended.py"
     file.write_text("value = {}['lost']\n")
@@ -120,14 +112,3 @@ def test_a_hint_names_the_nearest_else_what_there_is() -> None:
     assert hint("qqq", ["b", "a"]) == "; known: a, b"
     assert hint("qqq", [f"name_{i:02d}" for i in range(20)]).endswith("name_11, ...")
     assert hint("qqq", []) == ""
-
-
-def test_a_name_that_a_function_binds_by_global_is_found_in_the_text() -> None:
-    source = SourceFile(
-        b"def prepare():\n    global compute_score\n    compute_score = len\n\nprepare()\n"
-    )
-    assert (
-        source.defines("compute_score")
-        and source.defines("prepare")
-        and not source.defines("other")
-    )

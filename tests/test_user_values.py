@@ -82,8 +82,3 @@ def test_anything_else_is_named(value: object, says: str) -> None:
 def test_plain_forms(value: object, wanted: Any) -> None:
     found = plain_value(value)
     assert found == wanted and type(found) is type(wanted)
-
-
-@pytest.mark.parametrize("value", [1j, object(), b"bytes", Fraction(10**400)])
-def test_what_has_no_plain_form_stays(value: object) -> None:
-    assert plain_value(value) is value

@@ -88,14 +88,6 @@ def test_bounds_from_numbers_lists_and_statistics(tmp_path: Path) -> None:
             action_bounds(wrong)
 
 
-def test_values_are_on_the_scale_of_the_bounds_and_clipped_only_where_they_are_executed() -> None:
-    codec = ContinuousActions((-2.0, 0.0), (2.0, 1.0), first=0, chunk=3)
-    assert (codec.dim, codec.num_tokens) == (2, 6)
-    # the last step is cut
-    assert codec.decode([-1.0, 1.0, 0.5, 0.0, 7.0]).tolist() == [[-2.0, 1.0], [1.0, 0.5]]
-    assert codec.decode([1.5, -9.0]).tolist() == [[2.0, 0.0]]
-
-
 def test_actions_of_a_flow_are_the_values_of_the_last_step() -> None:
     codec = ContinuousActions((-2.0,), (2.0,), first=0, chunk=2, steps=2, bins=4, noise=0.5)
     assert codec.num_tokens == 6 and codec.head == {

@@ -276,18 +276,6 @@ def test_submitted_prompts_come_back_in_their_order(tmp_path: Path) -> None:
     )
 
 
-def test_submitted_prompts_go_before_those_of_the_data(tmp_path: Path) -> None:
-    with opened(tmp_path / "run") as rollouts:
-        rollouts.submit(OWN[0])
-        mixed = rollouts.prepare_batch()
-        rollouts.publish()
-        rest = rollouts.prepare_batch()
-    own, *data = prompts(mixed)
-    assert own == OWN[0]["prompt"] and set(data + prompts(rest)) <= {row["prompt"] for row in ROWS}
-    assert len(set(data + prompts(rest))) == 3, "no row of the data was passed over or came twice"
-    verify(tmp_path / "run" / "ledger.jsonl")
-
-
 @pytest.mark.parametrize("staleness", one_fast_in(2, [1, 0]))
 def test_a_timeout_loses_nothing(tmp_path: Path, staleness: int, go_on: Path) -> None:
     with opened(tmp_path / "run", None, reward=slow, async__max_staleness=staleness) as rollouts:
@@ -299,20 +287,6 @@ def test_a_timeout_loses_nothing(tmp_path: Path, staleness: int, go_on: Path) ->
         batch = rollouts.wait(2, timeout=60)
         assert prompts(batch) == [row["prompt"] for row in OWN[:2]]
         assert rollouts.stats.rejected == 0
-
-
-@pytest.mark.slow
-def test_what_is_not_accepted_is_replaced_and_counted(tmp_path: Path) -> None:
-    def odd(group: Batch) -> bool:
-        return group["ground_truth"][0] in {"3", "5"}
-
-    with opened(tmp_path / "run", should_accept=odd) as rollouts:
-        batch = rollouts.prepare_batch()
-        assert set(batch["ground_truth"]) <= {"3", "5"} and len(batch) == 4
-        rollouts.publish()
-        assert rollouts.stats.rejected >= 1
-    account = verify(tmp_path / "run" / "ledger.jsonl")
-    assert set(account.dropped) == {"rejected"}
 
 
 @pytest.mark.slow

@@ -210,25 +210,6 @@ def test_a_run_goes_on_where_ranks_compute_layers_together(ground: Playground, a
     assert distance(whole.weights(5), longer.weights(5)) < 1e-6
 
 
-@pytest.mark.by_hand
-def test_engines_that_free_their_memory_while_training_change_no_number_over_two_workers(
-    ground: Playground,
-) -> None:
-    """Weights that ranks share are gathered into the memory that the engine allocates again."""
-    keys = (*STEPS, *SHARDED, "actor_rollout_ref.model.dtype=bfloat16")
-    plain = run(ground, *keys, name="kept")
-    freed = run(ground, *keys, "actor_rollout_ref.rollout.free_cache_engine=true", name="freed")
-    ours, theirs = (
-        [
-            {name: value for name, value in step.items() if not name.startswith(TIMES)}
-            for step in each.metrics()
-        ]
-        for each in (freed, plain)
-    )
-    assert len(ours) == 4 and ours == theirs
-    assert freed.notes("warning") == plain.notes("warning")
-
-
 @pytest.mark.parametrize("mode", one_fast_in(2, [DISK, COLLECTIVE], others=BY_HAND))
 @pytest.mark.by_hand
 def test_weights_spread_over_two_workers_go_to_an_engine_elsewhere(

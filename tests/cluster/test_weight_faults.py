@@ -11,7 +11,6 @@ import ray
 from ray.exceptions import RayActorError
 
 from distflow.cluster.collective_weight_transport import InPair
-from distflow.errors import TrustError
 from distflow.observe.writing.timing import Wait, Waits
 from distflow.rollout.engine_weights import stripe_hashes
 from distflow.runtime import fault_injection
@@ -117,24 +116,6 @@ def test_a_flipped_bit_is_found_by_the_hash_and_the_bucket_comes_again(
     ]
     assert [note.partition("its hash")[0] for note in notes] == refused
     assert list(tmp_path.iterdir()) == []
-
-
-def test_a_bucket_that_is_refused_every_time_ends_it_and_names_who_refused(
-    workers: dict[int, Any], way: str, tmp_path: Path, plan: Callable[..., None]
-) -> None:
-    plan(*(Fault("weights.arrived", 5, call, action="flip") for call in (2, 3, 4)))
-    arm(workers)
-    old = newest(workers)
-    fleet = weights_to(rollout_workers_of(workers, lambda note: None), carrier(way, tmp_path))
-    with pytest.raises(
-        TrustError,
-        match=(
-            r"bucket 1 of the weights of step 2 was sent 3 times, .* \(worker 5: its hash "
-            r"differs"
-        ),
-    ):
-        publisher(Trainer(2), fleet).sync(after(old))
-    assert states(workers) == served(old) * 2, "none serves a part of it"
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -71,51 +71,12 @@ class CliRun:
             time.sleep(0.005)
 
 
-class TerminalRun(CliRun):
-    """One start of `distflow` in a terminal of its own, of which `ours` is the other side."""
-
-    def __init__(self, arguments: list[str]) -> None:
-        self.ours, theirs = os.openpty()
-        self._theirs: int | None = theirs
-        self._shown = b""
-        self._process = forks.Process(
-            target=_main_in_terminal, args=(os.ttyname(theirs), arguments)
-        )
-        self._process.start()
-
-    def said(self) -> str:
-        return self._shown.decode(errors="replace")
-
-    def read_until(self, condition: Callable[[], object]) -> None:
-        """What the terminal shows, until `condition()` holds or nobody has the terminal any
-        more."""
-        while not condition():
-            try:
-                self._shown += os.read(self.ours, 65536)
-            except OSError:  # how Linux tells that the other side is closed
-                break
-            if self._theirs is not None:  # whoever shows something has opened it
-                os.close(self._theirs)
-                self._theirs = None
-
-
 def _main(log: str, arguments: list[str], environment: Mapping[str, str]) -> None:
     os.environ.update(environment)
     tempfile.tempdir = None  # asked for again: the process that was forked knew another one
     signal.signal(signal.SIGHUP, signal.SIG_DFL)  # `nohup pytest` ignores it, and so would the run
     _show_on(os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND))
     os.setpgrp()
-    sys.exit(cli.main(arguments))
-
-
-def _main_in_terminal(name: str, arguments: list[str]) -> None:
-    os.environ["TERM"] = "xterm-256color"
-    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # as above
-    os.setsid()
-    terminal = os.open(name, os.O_RDWR)  # which so is the session's
-    os.dup2(terminal, 0)
-    _show_on(terminal)
-    os.close(terminal)
     sys.exit(cli.main(arguments))
 
 

@@ -140,25 +140,6 @@ def test_steps_without_an_update_send_nothing_and_count_on(
 
 
 @pytest.mark.slow
-def test_weights_go_out_every_second_step_and_age_between(
-    playground: Playground, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    pushed = Pushed(monkeypatch)
-    run = playground.run(
-        "grpo",
-        "async.max_staleness=2",
-        "actor_rollout_ref.actor.model_update_frequency=2",
-        "trainer.total_training_steps=7",
-        name="every_second",
-    )
-    assert pushed.sent == [0, 2, 4, 6] and not pushed.named
-    versions = {version for row in samples(run) for version in row["versions"]}
-    assert versions <= {0, 2, 4, 6}
-    assert max(m["async/version_diff/max"] for m in run.metrics()) <= 2
-    verify(run.folder / "ledger.jsonl")
-
-
-@pytest.mark.slow
 def test_an_evaluation_has_one_version_and_goes_first(playground: Playground) -> None:
     run = playground.run(
         "grpo",

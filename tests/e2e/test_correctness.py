@@ -125,25 +125,6 @@ def test_a_wrong_answer_stays_wrong_whatever_else_pays(ground: Playground) -> No
     assert validated(ground) and set(validated(ground).values()) == {0.0}
 
 
-def test_eval_counts_the_same(ground: Playground, capsys: pytest.CaptureFixture[str]) -> None:
-    ground.write_reward(f"{ASKED}return 1.0\n")
-    keys = (*ground.overrides("run", *PENALISED), f"data.val_files={ground.folder}/rows.jsonl")
-    assert (
-        cli.main(
-            ["eval", "grpo", *(key for key in keys if not key.startswith("trainer.test_freq"))]
-        )
-        == 0
-    )
-    assert (
-        "val_correct/all/mean" in (out := capsys.readouterr().out)
-        and "1" in out.partition("val_correct/all/mean")[2][:12]
-    )
-    assert "validation data: " in out and "train data: " not in out, (
-        "the rows are named as what they are"
-    )
-    assert "advantages" not in out, "nothing is trained"
-
-
 @pytest.mark.slow
 def test_the_filter_of_dapo_does_not_take_a_penalty_for_a_difference(
     ground: Playground, capsys: pytest.CaptureFixture[str]

@@ -139,18 +139,3 @@ def test_what_an_estimator_must_not_return_is_named_with_the_function(
     assert main(["train", "grpo", MODEL, "data.train_files=rows.jsonl", REWARD, *keys]) == 2
     told = capsys.readouterr().err
     assert said in told and "mine.py:own" in told
-
-
-@pytest.mark.slow
-def test_a_program_of_ones_own_runs_with_a_preset(
-    bare: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (bare / "pipe.py").write_text(
-        "from distflow.pipelines.grpo import grpo_pipeline\n\n\ndef prog(config):\n"
-        "    return grpo_pipeline(config)\n"
-    )
-    pipeline = ("dag.pipeline=pipe.py:prog", "trainer.total_training_steps=1")
-    assert main(["train", "grpo", MODEL, "data.train_files=rows.jsonl", REWARD, *pipeline]) == 0, (
-        capsys.readouterr().err
-    )
-    assert "your code: dag.pipeline: pipe.py:prog" in capsys.readouterr().out

@@ -154,21 +154,6 @@ def test_configs_that_stand_for_too_much(
         assert "own.yaml" in one_message(capsys, status) or kind in ("deep", "digits", "escapes")
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_configs_that_are_no_files(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], kind: str
-) -> None:
-    folder = tmp_path / "handed" / "over"
-    folder.mkdir(parents=True)
-    (folder / "own.yaml").write_text("trainer: {seed: 2}\n")
-    (folder / "built.yaml").write_text("defaults: [own, _self_]\n")
-    KINDS[kind](folder / "own.yaml")
-    for name in ("own", "built"):
-        status = look("config", folder / f"{name}.yaml")
-        assert (status == 0) == (kind == "link out"), "a config may be a link"
-        assert "own" in one_message(capsys, status) or status == 0
-
-
 def watched(commands: list[list[str]]) -> tuple[list[int], int]:
     """The statuses of commands that one process runs after one another, and the most memory that it
     had, in MB."""

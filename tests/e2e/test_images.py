@@ -147,20 +147,6 @@ def test_a_critic_of_images_is_refused(playground: Playground) -> None:
         playground.spec("ppo", *HF)
 
 
-def test_a_column_of_images_needs_a_model_that_reads_them(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="data.image_key=picture: the model .* reads text alone"):
-        Playground(tmp_path).spec("grpo", "data.image_key=picture")
-
-
-def test_text_alone_needs_a_word(playground: Playground) -> None:
-    _, spec = playground.spec("grpo", *HF, "data.image_key=null")
-    assert not any(row.images for row in spec.rows)
-
-
-def test_the_engine_that_reads_images_is_chosen(playground: Playground) -> None:
-    assert playground.spec("grpo", *HF[1:])[1].config.actor_rollout_ref.rollout.name == "hf"
-
-
 @pytest.mark.parametrize(
     ("row", "says"),
     [

@@ -1,7 +1,6 @@
 """Ctrl-C, SIGTERM, SIGKILL: a run leaves as it was asked to, and leaves no process behind."""
 
 import json
-import os
 import signal
 import time
 from pathlib import Path
@@ -10,7 +9,7 @@ import pytest
 
 from distflow.observe.run_reader import read_events
 from distflow.runtime.stop_signals import SIGNALS
-from tests.e2e.cli_runs import CliRun, Left, TerminalRun, children_of, is_alive, same_run
+from tests.e2e.cli_runs import CliRun, Left, children_of, is_alive, same_run
 from tests.e2e.runs import Playground
 from tests.sparse_params import BY_HAND, one_fast_in
 
@@ -121,24 +120,6 @@ def test_an_evaluation_ends_and_leaves_no_folder_behind(
     assert "Traceback" not in run.said()
     assert list((ground.folder / "tmp").iterdir()) == []
     assert_gone(children)
-
-
-def test_a_terminal_that_goes_away_stops_the_run_and_loses_nothing(ground: Playground) -> None:
-    """Closing a terminal hangs up, and nothing can be written to it any more."""
-    ground.write_reward(SLOW_REWARD.format(folder=str(ground.folder), seconds=0.02))
-    keys = ground.overrides(
-        "closed",
-        "trust.check_rewards=false",
-        "trainer.save_freq=100000",
-        "trainer.total_epochs=100000",
-    )
-    run = TerminalRun(["train", "grpo", *keys])
-    run.read_until((ground.folder / "judging").exists)
-    os.close(run.ours)
-    assert run.status() == 129
-    assert end_event(ground.folder / "closed") == "stopped"
-    assert Left(ground.folder / "closed").checkpoint.step >= 1
-    assert (ground.folder / "closed" / "report.html").exists()
 
 
 @pytest.mark.slow

@@ -144,38 +144,6 @@ def test_a_row_without_a_domain_is_told_with_its_file_and_line(
     assert spec.num_left_out == {"train": 3, "val math": 2, "val code": 1}, "each once"
 
 
-@pytest.mark.parametrize(
-    ("said", "change"),
-    [
-        (
-            r"no row of .* has the column 'kind' \(data.tag_key\); set data.tag_key=tag",
-            "data.tag_key=kind",
-        ),
-        (
-            r"data.domains.rest.tags: no row of data.train_files has the tag x or y",
-            "data.domains.rest={tags: [x, y]}",
-        ),
-        ("the tag 'gsm' is named twice", "data.domains.code.tags=[mbpp,apps,gsm]"),
-        (
-            "the domain 'code' has no data to train on.*data.domains.code.tags",
-            "data.domains.code.tags=[]",
-        ),
-        ("the column with the tags is not set", "data.tag_key=null"),
-        ("they select rows of data.train_files, which is not set", "data.train_files=null"),
-        (
-            "both name data of the domain 'code', which has tags",
-            "data.domains.code.train_files=x.jsonl",
-        ),
-    ],
-)
-def test_tags_and_domains_that_do_not_fit_are_told_before_the_start(
-    ground: Playground, said: str, change: str
-) -> None:
-    more = ["data.val_files=null"] if "which is not set" in said else []
-    with pytest.raises(UserError, match=f"(?s){said}"):
-        ground.spec("grpo", *given(ground, change, *more))
-
-
 def test_the_run_finds_rows_in_another_domain_than_their_tags(
     ground: Playground, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -288,28 +288,6 @@ def saved(run: Any) -> Batch:
     )
 
 
-def test_single_turn_is_bit_equal_to_a_run_without_a_workflow(tmp_path: Path) -> None:
-    playground = Playground(tmp_path)
-    common = ("grpo", "trainer.total_training_steps=2", "trainer.save_groups=all")
-    plain = saved(playground.run(*common, name="plain"))
-    single = saved(
-        playground.run(*common, f"{WORKFLOW}=single_turn", "trust.check_freq=1", name="single")
-    )
-    names = (
-        "prompt_ids",
-        "response_ids",
-        "rollout_log_probs",
-        "response_mask",
-        "scores",
-        "acc",
-        "advantages",
-    )
-    for name in names:
-        assert torch.equal(plain.flat(name), single.flat(name)), name
-    for name in ("responses", "finish_reason", "reward_parts", "uid"):
-        assert plain[name] == single[name]
-
-
 def test_errors_and_rejected_episodes_are_left_out_and_told_apart(playground: Playground) -> None:
     """Of 48 episodes a tenth each raises before a token, returns a text, or is rejected."""
     run = playground.run(

@@ -1,6 +1,5 @@
 """What a config and the data's columns make of a graph."""
 
-import dataclasses
 import functools
 
 import pytest
@@ -299,15 +298,3 @@ def test_services_of_the_program(config):
         bound_pipeline.node("x").contract.options == {}
         and bound_pipeline.node("x").contract.reads == ()
     )
-
-
-def test_the_program_does_not_change_with_its_graph(config):
-    graph = one(discounted, node_role="ADVANTAGE")
-    bound_pipeline = graph.bind(config, REWARDS)
-    graph.update_node("x", lam=0.1)
-    graph.remove_node("x")
-    assert bound_pipeline.node("x").options["lam"] == 0.95
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        bound_pipeline.nodes = ()
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        bound_pipeline.nodes[0].plane = "training"

@@ -51,18 +51,6 @@ def test_engines_and_reserved_names_may_be_positional():
     assert contract.reserved == ("batch",) and contract.reads == ()
 
 
-def test_positional_parameters_with_a_default():
-    def f(token_level_rewards, my_field=None, epsilon: float = 1e-6, values=0.0): ...
-
-    contract = contract_of(f)
-    assert contract.optional == ("my_field", "values"), (
-        "None, or a known field, makes an optional field"
-    )
-    assert contract.options == {"epsilon": 1e-6}
-    assert contract_of(lambda my_bonus=0.0: None).options == {"my_bonus": 0.0}
-    assert contract_of(lambda my_bonus=0.0: None, known=["my_bonus"]).optional == ("my_bonus",)
-
-
 def test_a_given_option_is_no_field():
     def f(token_level_rewards, gamma, lam=None): ...
 

@@ -238,19 +238,6 @@ def test_stop_ids_are_those_of_model_tokenizer_and_chat_template(folder: Path) -
     assert stop_token_ids(model, tokenizer) == (2, 9, im_end)
 
 
-def test_a_model_may_lie_in_an_installed_package_which_is_not_imported(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    package = tmp_path / "package_with_weights"
-    package.mkdir()
-    (package / "__init__.py").write_text("raise RuntimeError('imported')")
-    monkeypatch.syspath_prepend(tmp_path)
-    assert resolve_path("package:package_with_weights") == str(package)
-    for name in ("no_such_package", "package_with_weights.inner", ""):
-        with pytest.raises(UserError, match="is not installed"):
-            resolve_path(f"package:{name}")
-
-
 @pytest.mark.parametrize(
     ("file", "changes", "message"),
     [
@@ -318,28 +305,3 @@ def test_a_tokenizer_that_adds_too_much_is_refused(
     edit_json(folder / "tokenizer.json", **{part: state})
     with pytest.raises(UserError, match=f"the {part} of the tokenizer"):
         load_tokenizer(folder)
-
-
-def test_a_tokenizer_that_adds_many_tokens_is_refused_and_its_largest_length_may_be_unbounded(
-    folder: Path,
-) -> None:
-    edit_json(folder / "tokenizer_config.json", model_max_length=10**30)
-    load_tokenizer(folder)
-    edit_json(
-        folder / "tokenizer_config.json",
-        extra_special_tokens={f"t{i}_token": f"<{i}>" for i in range(60_000)},
-    )
-    with pytest.raises(UserError, match="'extra_special_tokens'.*60,000"):
-        load_tokenizer(folder)
-    edit_json(folder / "tokenizer_config.json", extra_special_tokens={}, model_max_length="x")
-    with pytest.raises(UserError, match="model_max_length 'x'"):
-        load_tokenizer(folder)
-
-
-def test_code_of_a_model_is_not_asked_about(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """`transformers` would ask in the terminal whether to run it."""
-    edit_json(folder / "config.json", model_type="evil", auto_map={"AutoConfig": "evil.Evil"})
-    edit_json(folder / "tokenizer_config.json", tokenizer_class="PreTrainedTokenizerFast")
-    (folder / "processor_config.json").write_text("{}")
-    monkeypatch.setattr("builtins.input", lambda text: pytest.fail(text))
-    load_tokenizer(folder)

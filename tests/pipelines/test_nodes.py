@@ -15,10 +15,8 @@ from distflow.config.keys.reward import OnError
 from distflow.data.batch import Batch
 from distflow.data.encoded_prompts import PromptRow
 from distflow.data.sample import Sample, Segment
-from distflow.errors import UserError
 from distflow.graph import Drop, NodeOutput
 from distflow.pipelines.nodes import (
-    compute_reward,
     dynamic_sampling,
     greedy_baseline,
     train_actor,
@@ -346,14 +344,6 @@ def test_a_text_has_no_special_tokens_and_its_tokens_keep_them() -> None:
     )
 
 
-@pytest.mark.parametrize(("estimator", "needed"), [("grpo", 2), ("reinforce_plus_plus", 0)])
-def test_how_many_scores_a_group_needs_is_the_estimator_s_to_say(
-    estimator: str, needed: int
-) -> None:
-    config = load_config("grpo", [f"algorithm.adv_estimator={estimator}"], complete=False).config
-    assert compute_reward(config).keywords["min_valid"] == needed  # type: ignore[attr-defined]
-
-
 def test_a_group_of_one_is_never_dropped_for_too_few_scores() -> None:
     group = answered()
     work = reward_samples(
@@ -390,13 +380,6 @@ def test_a_group_whose_scored_samples_do_not_differ_is_dropped(
         torch.tensor(ACC), torch.tensor(scores), torch.tensor(valid), PARTS, metric=metric
     )
     assert (drop.reason if drop else None) == reason
-
-
-def test_a_filter_by_a_part_where_no_node_writes_parts_is_refused() -> None:
-    columns = torch.tensor(ACC), torch.tensor(ACC), torch.ones(3, dtype=torch.bool)
-    assert dynamic_sampling(*columns, metric="acc") is None
-    with pytest.raises(UserError, match=r"filter_groups.metric=math: no node writes reward_parts"):
-        dynamic_sampling(*columns, metric="math")
 
 
 class TokenScorer:

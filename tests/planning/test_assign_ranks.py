@@ -258,22 +258,6 @@ def test_pipelines_side_by_side_share_devices_by_parameters_or_evenly() -> None:
     assert share_devices(parts, spread) == [((1, 3),), ((0, 2),)]
 
 
-def test_several_parts_of_one_of_the_pipelines_have_devices_each() -> None:
-    parts = [
-        pipeline_parts(two_parts(), {"actor": "1M", "critic": "5M"}),
-        pipeline_parts(grpo(), {"actor": "3M"}),
-    ]
-    assert share_devices(parts, devices(3, 3)) == [((3, 4, 6, 7, 8), (5,)), ((0, 1, 2),)]
-    plan = plan_ray(
-        two_parts(),
-        devices(3, 3, trainer__devices=((4, 5, 6, 7, 8), (3,))),
-        "cpu",
-        {"critic": "5M"},
-    )
-    assert (plan.layout("critic").ranks, plan.layout("actor").ranks) == ((1, 2, 3, 4, 5), (0,))
-    assert [rank.node for rank in plan.ranks] == [1, 1, 1, 2, 2, 2]
-
-
 def test_fewer_devices_than_pipelines_are_refused() -> None:
     parts = [pipeline_parts(grpo(), SMALL)] * 3
     with pytest.raises(UserError, match="3 independent parts, but only 2 devices"):
@@ -320,28 +304,6 @@ def test_devices_that_are_not_there_twice_or_for_other_parts_are_refused(
         match="one list for each of the 1 independent parts, of different numbers below 4",
     ):
         plan_ray(grpo(), devices(2, 2, trainer__devices=wrong), "cpu", LARGE)
-
-
-def test_what_nothing_waits_for_runs_with_the_actor() -> None:
-    def look(values, ctx): ...
-
-    pipeline = (
-        Pipeline("looking")
-        .add_node("answer", answer)
-        .add_node("grade", grade, node_role=NodeRole.REWARD)
-    )
-    pipeline.add_node("refer", refer, plane="training").add_node("value", value, plane="training")
-    pipeline.add_node("compare", compare, plane="training").add_node("learn", learn)
-    pipeline.add_node("look", look, ["learn"], plane="training")
-    bound_pipeline = pipeline.build().bind(Config(), ["prompts"])
-    allocation = "embedded:d1+torch:d1+torch[critic]:d1"
-    plan = plan_ray(bound_pipeline, devices(3, trainer__allocation=allocation), "cpu", {})
-    check_plan(plan, bound_pipeline)
-    assert [rank.training_nodes for rank in plan.ranks] == [
-        (),
-        ("refer", "compare", "learn", "look"),
-        ("value",),
-    ]
 
 
 def test_on_gpus_gloo_stands_beside_nccl_from_the_threshold_on() -> None:

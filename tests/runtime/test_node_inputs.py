@@ -1,7 +1,5 @@
 """What a bound node's function is called with."""
 
-import functools
-
 import pytest
 
 from distflow.config import Config
@@ -73,14 +71,6 @@ def test_what_the_call_has_is_passed_as_far_as_it_is_wanted():
     assert inputs_of(lambda batch, group: None, call=call) == {"batch": "B", "group": "G"}
 
 
-def test_one_compilation_serves_many_calls():
-    inputs = compile_inputs(bound_of(lambda prompts, ctx: None), {})
-    assert [inputs({"prompts": i}, {"ctx": -i}) for i in (1, 2)] == [
-        {"prompts": 1, "ctx": -1},
-        {"prompts": 2, "ctx": -2},
-    ]
-
-
 def test_options_and_the_config(config):
     def f(prompts, gamma, config, *, lam, scale=1.0): ...
 
@@ -92,14 +82,6 @@ def test_options_and_the_config(config):
         "scale": 1.0,
         "config": config.algorithm,
     }
-
-
-def test_the_function_can_be_called_with_it():
-    def f(prompts, ctx, values=None, *, scale, shift=1):
-        return prompts, ctx, values, scale, shift
-
-    fn = functools.partial(f, scale=2)
-    assert fn(**inputs_of(fn, call={"ctx": "C"}, shift=3)) == (["p"], "C", None, 2, 3)
 
 
 def test_a_batch_reward_receives_its_batch_config_and_options(config):

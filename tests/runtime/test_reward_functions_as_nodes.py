@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from distflow.data.batch import Batch
-from distflow.graph import NodeOutput, node
+from distflow.graph import NodeOutput
 from distflow.runtime.rollout_loop.group import Group
 from distflow.runtime.rollout_loop.user_calls import PlainCalls
 from distflow.runtime.run_errors import UserNodeError
@@ -109,25 +108,6 @@ def test_two_scores_for_a_sample_and_no_batch_at_all_are_refused() -> None:
             UserNodeError, match=f"node 'x' returned {words.removeprefix('returned ')}"
         ):
             judged(function)
-
-
-def test_a_reward_in_our_own_form_is_called_as_it_is() -> None:
-    @node(writes="scores")
-    def lengths(batch: Batch, response_mask: torch.Tensor) -> torch.Tensor:
-        return response_mask.sum(-1)
-
-    assert judged(lengths)["scores"].tolist() == [2.0, 4.0]  # type: ignore[attr-defined]
-
-
-def test_an_async_reward_of_a_batch_is_awaited() -> None:
-    async def compute_custom_reward(batch, config, **kwargs):  # type: ignore[no-untyped-def]
-        await asyncio.sleep(0)
-        batch["scores"] = [float(len(text)) for text in batch["responses"]]
-        batch["acc"] = [True, False]
-        return batch
-
-    on = judged(compute_custom_reward)
-    assert on["scores"].tolist() == [2.0, 2.0] and on["acc"].tolist() == [1.0, 0.0]  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize(

@@ -1,10 +1,8 @@
 """Signals: the first is told from another thread, whatever lock the main thread holds."""
 
-import multiprocessing
 import os
 import signal
 import threading
-import time
 from collections.abc import Iterator
 
 import pytest
@@ -72,28 +70,3 @@ def test_a_hang_up_insists_on_nothing(first: signal.Signals) -> None:
         os.kill(os.getpid(), signal.SIGHUP)
         os.kill(os.getpid(), signal.SIGTERM)
         assert stop.signal == signal.SIGHUP
-
-
-def test_another_thread_sets_no_handler() -> None:
-    ran = []
-
-    def work() -> None:
-        with interruptible(), StopRequest(lambda name: None):
-            ran.append(True)
-
-    thread = threading.Thread(target=work)
-    thread.start()
-    thread.join()
-    assert ran
-
-
-def test_a_process_that_is_forked_inside_delays_no_end_and_has_no_handler_of_ours() -> None:
-    with StopRequest(lambda name: None) as stop:
-        process = multiprocessing.get_context("fork").Process(target=time.sleep, args=(600,))
-        process.start()
-        os.kill(process.pid or 0, signal.SIGINT)  # Ctrl-C, which is for the run
-    time.sleep(0.2)
-    assert process.is_alive() and not stop.wanted
-    process.terminate()
-    process.join(60)
-    assert process.exitcode == -signal.SIGTERM

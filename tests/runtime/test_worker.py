@@ -281,22 +281,6 @@ def test_a_fault_of_the_reward_function_in_a_validation_is_none_of_the_next_step
     assert [metrics["reward/errors"] for metrics in run.metrics()] == [0.0] * 3
 
 
-@pytest.mark.slow
-def test_of_losses_the_lowest_is_the_best(ground: Playground) -> None:
-    keys = (
-        "trainer.keep_best=true",
-        "trainer.keep_best_metric=sft/val_loss",
-        "trainer.save_freq=1",
-    )
-    data = (f"data.val_files={ground.folder}/rows.jsonl", "trainer.test_freq=1")
-    run = ground.run("sft", *SFT, *keys, *data)
-    losses = {r.step: r.values["sft/val_loss"] for r in read_metrics(run.folder) if r.kind == "val"}
-    assert read_manifest(run.folder / "checkpoints" / "step-000003").metric == -losses[3]
-    # nothing is generated, none is sent
-    timed = {name for name in run.metrics()[-1] if name.startswith("timing_s/")}
-    assert "timing_s/data" in timed and not {"timing_s/rollout", "timing_s/update_weights"} & timed
-
-
 SFT = (
     "data.response_key=answer",
     "~reward.functions",

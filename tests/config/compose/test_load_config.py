@@ -128,22 +128,6 @@ def test_a_file_with_the_name_of_the_preset_beside_it_is_no_base(write):
         assert "grpo.yaml next to it" in problem.what and "name the intended base" in problem.advice
 
 
-def test_a_file_may_have_any_name_and_place(tmp_path):
-    folder = tmp_path / "my runs, v1.5"
-    folder.mkdir()
-    (folder / "a=b c.1.yaml").write_text("defaults: [grpo, _self_]\n" + BASE)
-    assert load_config(str(folder / "a=b c.1.yaml")).config.dag.pipeline == "grpo"
-
-
-def test_set_keys_are_those_that_differ_from_the_default():
-    loaded = load_config(
-        "ppo", [*GOOD, "algorithm.gamma=1.0", "algorithm.lam=0.9", "reward.functions.x=[math]"]
-    )
-    assert "algorithm.gamma" in loaded.origins and "algorithm.gamma" not in loaded.set_keys
-    assert loaded.set_keys["algorithm.lam"] == "command line"
-    assert loaded.set_keys["reward.functions"] == "command line"
-
-
 @pytest.mark.parametrize("form", ["trainer.seed=7", "+trainer.seed=7", "++trainer.seed=7"])
 def test_the_forms_of_an_override_mean_the_same(form):
     assert load_config("grpo", [*GOOD, form]).config.trainer.seed == 7

@@ -253,14 +253,6 @@ def test_thinned_curves_keep_extremes_order_and_nans() -> None:
     ]
 
 
-@pytest.mark.parametrize("number", [1, 2, 7, 8, 9, 1499, 1500, 1501, 3001])
-def test_columns_have_one_length_whatever_the_number_of_steps(number: int) -> None:
-    for max_points in (4, 8, 1500):
-        found = series({step: {"a": 1.0} for step in range(number)}, max_points)
-        assert len(found["x"]) == len(found["y"]["a"]) <= max(max_points, 2)
-        assert found["thinned"] == (number > max_points)
-
-
 def test_problems_are_matched_by_their_text_and_averaged(tmp_path: Path) -> None:
     def rows(scores: dict[str, list[float | None]]) -> list[dict]:
         return [

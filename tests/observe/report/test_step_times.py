@@ -95,23 +95,6 @@ def test_a_worker_is_idle_while_it_neither_trains_nor_draws_nor_loads_weights() 
     assert times.idle_share() == pytest.approx(6 / 19)
 
 
-def test_workers_that_only_generate_are_idle_while_others_train() -> None:
-    spans: Spans = {
-        "training": [
-            phase(0, 8, "rollout"),
-            wait(0, 8, "step 1", "rollout"),
-            phase(8, 20, "train_step"),
-        ],
-        "rollout-1": [wait(0, 4, "responses", "rollout engine", 1)],
-        "rollout-2": [wait(8, 20, "capacity", "coordinator")],
-        "engine-1": [draws(0, 4)],
-        "engine-2": [draws(0, 8)],
-    }
-    times = times_of(spans, 20)
-    assert times.workers == 3
-    assert times.idle[1] == 8 + 16 + 12
-
-
 def test_a_server_that_logs_no_decoding_works_while_it_has_a_request() -> None:
     spans: Spans = {
         "training": [phase(0, 10, "rollout"), wait(0, 10, "step 1", "rollout")],
@@ -213,17 +196,6 @@ def test_many_steps_share_bars() -> None:
     assert [bar["steps"] for bar in bars[:2]] == ["1-3", "4-6"]
     assert bars[-1]["steps"] == "400-401"
     assert sum(bar["seconds"][0] for bar in bars) == 401
-
-
-def test_torn_spans_lose_only_their_own_time(tmp_path: Path) -> None:
-    write_run(tmp_path / "run", range(1, 5))
-    path = tmp_path / "run" / "spans" / "training.jsonl"
-    path.write_bytes(path.read_bytes()[:-20] + b"\n{\xff}\n")
-    times = RunRecords(tmp_path / "run").times
-    trained = [part.step for part in times.parts if part.phase == "train_step"]
-    assert trained == [1, 2, 3]
-    path.unlink()
-    assert RunRecords(tmp_path / "run").times.waits().keys() == {("reward", "reward functions")}
 
 
 def test_the_report_shows_who_waits_for_whom(tmp_path: Path) -> None:

@@ -1,7 +1,6 @@
 """Trackers get every value, and whatever they do the run goes on and hears of it once."""
 
 import math
-import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -256,16 +255,6 @@ def test_swanlab_without_a_key_is_offline_and_never_asks(
     track_two_starts("swanlab", tmp_path)
     files = list((tmp_path / "swanlog").glob("run-*/run-*.swanlab"))
     assert len(files) == 2 and all(b"reward/mean_score" in file.read_bytes() for file in files)
-
-
-@pytest.mark.parametrize("name", ["tensorboard", "wandb", "trackio", "mlflow", "swanlab"])
-def test_a_missing_package_names_the_extra(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(sys, "path", [])
-    monkeypatch.delitem(sys.modules, name, raising=False)
-    with pytest.raises(TrackerError, match=rf"pip install 'distflow\[{name}\]'"):
-        open_some([name], tmp_path, [])
 
 
 def test_an_unknown_tracker_is_refused_with_the_choice(tmp_path: Path) -> None:

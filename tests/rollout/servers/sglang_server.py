@@ -41,8 +41,6 @@ LIES = {
     "older label": "names an older version of the weights in its answers",
     "keeps its label": "does not take the name of a version",
     "keeps its weights": "says that it has new weights, and serves the old",
-    "keeps up_proj": "says that it has new weights, and serves the old ones of one projection",
-    "keeps its keys": "serves new weights over keys and values of prompts under old ones",
     "refuses": "does not take new weights",
     "aborts": "aborts requests by itself",
     "dies": "dies in an update",
@@ -256,8 +254,6 @@ class SGLang:
                 for file in sorted(Path(body["model_path"]).iterdir())
                 for n, w in load_file(file).items()
             }
-            if self.lie == "keeps up_proj":
-                weights |= {n: w for n, w in self.model.named_parameters() if "up_proj" in n}
             try:
                 await self._load(weights)
             except ValueError as err:
@@ -267,19 +263,11 @@ class SGLang:
         if self.later:
             self.lie = self.later
             self.later = ""
-            if self.lie == "keeps its keys":
-                self._keep_keys()
         return {
             "success": True,
             "message": "Succeeded to update model weights.",
             "num_paused_requests": 0,
         }
-
-    def _keep_keys(self) -> None:
-        for lane in self.engine._lanes:
-            rows = lane.prompts.rows
-            lane.prompts.clear = lambda: None
-            lane.prompts.rows = lambda version, *rest, rows=rows: rows("any", *rest)
 
     async def _load(self, weights: dict[str, Any]) -> None:
         self.num_updates += 1

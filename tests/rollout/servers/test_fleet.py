@@ -114,22 +114,6 @@ def test_groups_stay_together_and_turns_come_back() -> None:
     with_fleet(story)
 
 
-@pytest.mark.slow
-def test_long_requests_count_for_more() -> None:
-    """One with many tokens weighs as much as the others together."""
-
-    async def story(fleet: Fleet, servers: list[SGLang]) -> None:
-        (long,), short = groups(1, max_tokens=60), groups(4, first=1, max_tokens=2)
-        await ask(fleet, [long, *short])
-        assert (
-            long.prompt_ids in servers[0].prompts
-            and len(servers[0].prompts) == 3
-            and len(servers[1].prompts) == 12
-        )
-
-    with_fleet(story, num_servers=2)
-
-
 def test_an_update_that_one_server_refuses_does_not_hold_the_others(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -4,7 +4,6 @@ sentence."""
 import asyncio
 import json
 import socket
-import threading
 from collections.abc import Awaitable, Callable, Iterator
 from typing import Any
 
@@ -277,55 +276,6 @@ def test_tokens_behind_a_stop_are_cut_off(server: Server) -> None:
         lie_about_first(server, shorten)
         with pytest.raises(TrustError, match="ends by 'length' after 2 of 4 tokens"):
             await engine.generate(request())
-
-    run(make(server.url), story)
-
-
-@pytest.mark.parametrize(
-    "results",
-    [[[["AAAA"] * 2]], [[["-1.0, -0.5"] * 2]], [[[None] * 2]], [[[""]]], [[]], [], None],
-    ids=str,
-)
-def test_log_probs_that_are_no_numbers(server: Server, results: Any) -> None:
-    async def story(engine: VllmEngine) -> None:
-        answer = {"results": results}
-        server.lie = lambda path, asked, true: (
-            answer if asked.get("method") == "distflow_take_drawn" else true
-        )
-        with pytest.raises(TrustError, match="in a form that its interface"):
-            await engine.generate(request())
-
-    run(make(server.url), story)
-
-
-def test_requests_that_end_together_are_taken_together(server: Server) -> None:
-    """While the numbers of the first one are on their way."""
-
-    async def story(engine: VllmEngine) -> None:
-        first = threading.Event()
-
-        def lie(path: str, asked: dict[str, Any], true: Any) -> Any:
-            if asked.get("method") == "distflow_take_drawn" and not first.is_set():
-                first.set()
-                server.released.wait(DEADLINE_S)
-            return true
-
-        server.lie = lie
-        tasks = [asyncio.create_task(engine.generate(request()))]
-        while not first.is_set():
-            await asyncio.sleep(0.01)
-        tasks += [asyncio.create_task(engine.generate(request())) for _ in range(5)]
-        while len(engine._ended) < 5:
-            await asyncio.sleep(0.01)
-        server.released.set()
-        for result in await asyncio.gather(*tasks):
-            assert [each.rollout_log_probs for each in result] == [(-1.0,) * 4] * 2
-        taken = [
-            asked["args"][0]
-            for _, asked in server.asked
-            if asked.get("method") == "distflow_take_drawn"
-        ]
-        assert [len(each) for each in taken] == [1, 5]
 
     run(make(server.url), story)
 
@@ -648,28 +598,6 @@ def test_one_that_was_started_anew_is_not_believed(
         assert server.hashes == held and engine.number_of_server == 1
 
     run(make(server.url), story)
-
-
-def test_one_that_has_slept_loads_all_weights_again(server: Server) -> None:
-    """Those below an adapter are as undefined as the rest, though their hashes have not changed."""
-
-    def lie(path: str, asked: dict[str, Any], true: Any) -> Any:
-        if asked.get("method") == "distflow_describe":
-            true["results"][0]["can_sleep"] = True
-        return true
-
-    async def story(engine: VllmEngine) -> None:
-        await engine.pause(release=True)
-        await engine.load_weights(Version(0, 1), list(engine.model.named_parameters()))
-        calls = [asked.get("method", path) for path, asked in server.asked]
-        after_sleep = calls[
-            calls.index("/sleep", calls.index("/reset_prefix_cache", calls.index("/resume"))) :
-        ]
-        wanted = ("/wake_up", "distflow_forget_weights", "distflow_load")
-        assert [call for call in after_sleep if call in wanted] == [*wanted]
-
-    server.lie = lie
-    run(make(server.url, free_cache_engine=True), story)
 
 
 def test_a_cancelled_request_is_closed(server: Server) -> None:

@@ -181,23 +181,6 @@ def test_processes_write_their_own_parts_and_one_commits(tmp_path):
     assert store.load().metric == 0.5
 
 
-def test_a_part_is_joined_to_the_checkpoint_of_its_step_only(tmp_path):
-    store = CheckpointStore(tmp_path)
-    with pytest.raises(
-        CheckpointError, match=f"no checkpoint of step 2 is being written to {tmp_path}"
-    ):
-        store.writing(2)
-    save(store, 2, parts_of(2))
-    with pytest.raises(CheckpointError, match="no checkpoint of step 2 is being written"):
-        store.writing(2)
-    store.begin(2)
-    store.writing(2).write("coordinator", {"again": True})
-    with pytest.raises(CheckpointError, match="no checkpoint of step 3 is being written"):
-        store.writing(3)
-    store.writing(2).commit(["coordinator"])
-    assert store.load().load("coordinator") == {"again": True}
-
-
 def test_a_part_that_was_announced_and_is_missing_commits_nothing(tmp_path):
     store = CheckpointStore(tmp_path)
     parts = parts_of(2)
@@ -341,23 +324,6 @@ def test_nobody_else_can_read_a_checkpoint_whatever_the_umask(tmp_path, umask):
     assert folders <= {"0o700", "0o500"}
 
 
-def test_a_reader_leaves_a_running_save_alone(tmp_path):
-    seen = []
-
-    def on_point(point):
-        assert_whole(CheckpointStore(tmp_path).load(), 1)
-        seen.append(point)
-
-    save(CheckpointStore(tmp_path), 1, parts_of(1))
-    save(
-        CheckpointStore(tmp_path, on_point=lambda p: on_point(p) if p != "latest" else None),
-        2,
-        parts_of(2),
-    )
-    assert "manifest" in seen
-    assert_whole(CheckpointStore(tmp_path).load(), 2)
-
-
 # Fault 13: disk full
 
 
@@ -482,30 +448,3 @@ def test_all_damaged_is_an_error_that_names_each(tmp_path):
         CheckpointError, match="no checkpoint .* is complete: .*step-000002.*step-000001"
     ):
         store.load()
-
-
-NO_NAMES = [
-    None,
-    "",
-    "step-000099",
-    "../elsewhere",
-    b"\xff\xfe\x00\x80",
-    b"\x00" * 1_000_000,
-    "a folder",
-]
-
-
-@pytest.mark.parametrize("content", NO_NAMES)
-def test_a_lost_pointer_costs_nothing(tmp_path, content):
-    store = CheckpointStore(tmp_path)
-    for step in (1, 2):
-        save(store, step, parts_of(step))
-    (tmp_path / "latest").unlink()
-    if content == "a folder":
-        (tmp_path / "latest").mkdir()
-    elif content is not None:
-        (tmp_path / "latest").write_bytes(
-            content if isinstance(content, bytes) else content.encode()
-        )
-    assert_whole(store.load(), 2)
-    assert_whole(CheckpointStore(tmp_path / "new run").load(tmp_path), 2)

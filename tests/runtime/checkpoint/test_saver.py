@@ -102,18 +102,6 @@ def test_the_run_goes_on_while_what_it_had_is_written(job: Job) -> None:
     assert {thread for *_, thread in job.saved} == {threading.get_ident()}
 
 
-def test_a_check_tells_of_what_is_whole_and_leaving_waits_for_what_is_not(job: Job) -> None:
-    with job.saver() as saver:
-        job.learn(1)
-        job.save(saver, 1)
-        while not job.saved:
-            saver.check()
-        assert job.steps() == [1] and not saver.is_busy
-        job.learn(2)
-        job.save(saver, 2)
-    assert [entry[0] for entry in job.saved] == [1, 2] and job.steps() == [2]
-
-
 @pytest.mark.parametrize("point", ["part run", "manifest"])
 @pytest.mark.parametrize("told_by", ["check", "save", "leaving"])
 def test_a_write_that_fails_is_raised_and_costs_nothing_that_was_saved(

@@ -9,7 +9,7 @@ from distflow.data.encoded_prompts import PromptRow
 from distflow.data.sample import Sample, Segment
 from distflow.graph.fields import Axis
 from distflow.rollout.engine import Stream
-from distflow.runtime.rollout_loop.group import Group, finished_group
+from distflow.runtime.rollout_loop.group import Group
 from distflow.scheduling.group_states import PromptGroup
 from tests.runtime.groups import PARAMS, group_with_responses, prompt_group, waiting_group
 
@@ -46,13 +46,6 @@ def test_what_is_drawn_follows_from_the_seed_and_the_prompt_group_s_stream_epoch
     group = Group(of, PromptRow(5, (1, 2, 3), "p", "r0", "default", {}), PARAMS, seed=9)
     assert group.stream == Stream(9, "val/sums/sampled", 2, 5) and group.wanted == (0, 1, 2)
     assert group.greedy().stream == group.stream
-
-
-def test_columns_that_somebody_adds_to_the_group_s_batch_are_not_the_group_s() -> None:
-    group = group_with_responses()
-    group.batch()["returns"] = torch.zeros(2, 4)
-    group.write({"advantages": torch.ones(2, 4)})
-    assert "returns" not in group and "returns" not in group.batch() and "advantages" in group
 
 
 def test_columns_are_read_as_tensors_and_lists_by_their_names_and_aliases() -> None:
@@ -163,10 +156,3 @@ def test_a_sample_s_text_and_reason_come_with_its_tokens() -> None:
         [0, 0],
     ]
     assert batch["rollout_log_probs"][0].tolist() == [-1.0, -2.0]
-
-
-def test_a_group_without_a_score_fails_by_its_first_error() -> None:
-    group = group_with_responses()
-    group.write({"valid": [False, False], "reward_errors": [None, "it crashed"]})
-    failure = finished_group(group.prompt_group, group.batch(), []).failure
-    assert failure is not None and failure.message == "it crashed" and failure.users

@@ -122,19 +122,6 @@ def expected() -> Expected:
     return Expected()
 
 
-def test_a_caller_that_does_not_wait_in_the_session_is_served_all_the_same() -> None:
-    watched = Watched()
-    with watched.session as session:
-        future = session.start(generate_all(watched.engine, REQUESTS))
-        assert future.result(60) == expected()
-        assert {here for here, _ in watched.threads} == {False}
-        elsewhere: list[object] = []
-        thread = threading.Thread(target=lambda: elsewhere.append(watched.ask()))
-        thread.start()
-        thread.join(60)
-        assert elsewhere == [expected()]
-
-
 def test_the_thread_is_taken_when_it_waits_and_given_back_when_what_it_waits_for_is_there() -> None:
     """What runs begins elsewhere, comes here and goes on elsewhere; the tokens are the same."""
     watched = Watched()
@@ -219,30 +206,6 @@ def test_an_interrupt_in_a_step_ends_the_session(entered_by: str) -> None:
             future = session.start(generate_all(watched.engine, LONG))
             session.wait_for(future.result)
     assert watched.engine.num_generated_tokens - struck[0] in (0, 1)
-
-
-def test_leaving_while_it_decodes_and_while_work_is_queued() -> None:
-    for waits in (0.0, 0.03):
-        before = threading.enumerate()
-        watched = Watched()
-        with pytest.raises(KeyError, match="the first"), watched.session as session:
-            futures = [session.start(generate_all(watched.engine, LONG)) for _ in range(5)]
-            if waits:
-                session.wait_for(lambda: time.sleep(0.03))
-            raise KeyError("the first")
-        assert all(future.cancelled() or future.exception() is not None for future in futures)
-        # By name alone, an engine that another test left behind would be found too: it may yet
-        # begin to compute.
-        assert not [
-            thread
-            for thread in watched.computed_on - {threading.main_thread()}
-            if thread.is_alive()
-        ]
-        assert not [
-            thread
-            for thread in set(threading.enumerate()) - set(before)
-            if thread.name == "embedded-rollout"
-        ]
 
 
 def test_what_is_waited_for_may_fail() -> None:

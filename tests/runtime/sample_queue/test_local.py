@@ -204,20 +204,6 @@ def test_a_rank_that_is_gone_wakes_those_that_wait_for_it() -> None:
     assert ended(thread) and str(outcome[0]) == "rank 1 is gone"
 
 
-def test_metrics_of_groups_are_means_by_their_weights() -> None:
-    driven = Driven()
-    first, second = driven.issue()
-    driven.queue.put(
-        finished_group(first, group(0), [({"mine": 1.0, "other": 4.0}, 2.0), ({"mine": 5.0}, 1.0)])
-    )
-    driven.queue.put(finished_group(second, group(1), [({"mine": 3.0}, 3.0)]))
-    share = driven.queue.take(0, 0)
-    assert share is not None and share.metrics == {
-        "mine": pytest.approx((2 + 5 + 9) / 6),
-        "other": 4.0,
-    }
-
-
 def test_a_group_that_is_lost_is_tried_three_times_then_dropped_after_max_retries() -> None:
     driven = Driven()
     first, second = driven.issue()
@@ -305,14 +291,6 @@ def test_the_lowest_version_of_any_token_is_told_to_the_ledger_s_keeper() -> Non
         CountsError, match=f"group {first.group_id} holds tokens of version 0, which step 3 may not"
     ):
         driven.queue.take(2, 0)
-
-
-def test_without_staleness_a_checkpoint_has_no_groups() -> None:
-    driven = Driven()
-    driven.fill()
-    driven.queue.take(0, 0)
-    driven.queue.release(0, 0, sent_weights=False)
-    assert driven.queue.resume_point().queued == {} and driven.coordinator.weights_step == 0
 
 
 def test_a_failure_of_the_other_side_wakes_who_waits() -> None:
