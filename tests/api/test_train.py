@@ -218,7 +218,7 @@ MODEL = {"actor_rollout_ref.model.path": "builtin:tiny-arithmetic", "data.train_
         ),
         ({"data": 5}, "data is of type int: give a list"),
         ({"resume": True}, "resume=True: write 'auto', 'never'"),
-        ({"reward": "math"}, "reward is 'math': pass a function"),
+        ({"reward": "math"}, "reward is 'math': pass one function"),
         ({"reward": threading.Lock().acquire}, "reward: acquire has no signature"),
         ({"on_step": lambda step: 0}, "on_step must be a synchronous function that is called with"),
         ({"overrides": {"data.trian_batch_size": 8}}, r"data.trian_batch_size \(given\)"),
@@ -238,7 +238,7 @@ MODEL = {"actor_rollout_ref.model.path": "builtin:tiny-arithmetic", "data.train_
             "the pipeline sft does not score responses",
         ),
         ({"preset_or_config": "gpro"}, "did you mean grpo"),
-        ({"reward": [lengths, lengths]}, "pass one function that returns the sum of their scores"),
+        ({"reward": [lengths, lengths]}, "pass one function"),
         ({"preset_or_config": {"reward": lengths}}, "reward is a function: pass it as an argument"),
         (
             {

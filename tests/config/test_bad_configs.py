@@ -91,19 +91,18 @@ BAD: dict[str, tuple[str, list[str], str, tuple[str, ...]]] = {
         f"{ROLLOUT}.val_kwargs.temperature",
         ("actions.head=gaussian draws numbers", "val_kwargs.temperature=1.0"),
     ),
-    **{
-        f"profiled steps {steps} of {total}": (
-            "grpo",
-            [
-                "profiler.enable=true",
-                f"profiler.steps={steps}",
-                f"trainer.total_training_steps={total}",
-            ],
-            "profiler.steps",
-            ("none of these steps exists: they are counted from 1", "profiler.enable=false"),
-        )
-        for steps, total in (("[0]", "null"), ("[]", "null"), ("[4,5]", "3"))
-    },
+    "a warm-up longer than the run": (
+        "grpo",
+        [f"{ACTOR}.optim.lr_warmup_steps=20", "trainer.total_training_steps=10"],
+        f"{ACTOR}.optim.lr_warmup_steps",
+        ("20 of 20 optimizer steps",),
+    ),
+    "a critic's warm-up": (
+        "ppo",
+        ["critic.optim.scheduler=constant", "critic.optim.lr_warmup_steps=5"],
+        "critic.optim.lr_warmup_steps",
+        ("critic.optim.scheduler",),
+    ),
     # what is missing
     "no data": (
         "grpo",
@@ -276,12 +275,6 @@ BAD: dict[str, tuple[str, list[str], str, tuple[str, ...]]] = {
         ["algorithm.gamma=true"],
         "algorithm.gamma",
         ("of type float",),
-    ),
-    "a number for a str": (
-        "grpo",
-        ["trainer.experiment_name=7"],
-        "trainer.experiment_name",
-        ('"7"',),
     ),
     "a list for a str": ("grpo", [f"{MODEL}.path=[a]"], f"{MODEL}.path", ("not of type str",)),
     "null for a number": ("grpo", ["data.seed=null"], "data.seed", ("is null",)),
@@ -803,16 +796,6 @@ BAD: dict[str, tuple[str, list[str], str, tuple[str, ...]]] = {
         "algorithm.adv_norm.group_size",
         ("groups of 3", f"{ROLLOUT}.n"),
     ),
-    "rewards of one sample": (
-        "grpo",
-        [
-            "algorithm.adv_estimator=reinforce",
-            "algorithm.reward_norm.mean_level=group",
-            f"{ROLLOUT}.n=1",
-        ],
-        f"{ROLLOUT}.n",
-        ("only one", "reward_norm"),
-    ),
     "rewards normalised twice": (
         "grpo",
         ["algorithm.reward_norm.mean_level=group"],
@@ -845,16 +828,6 @@ BAD: dict[str, tuple[str, list[str], str, tuple[str, ...]]] = {
         ["algorithm.adv_estimator=grpo_turns"],
         "algorithm.filter_groups.enable",
         ("rewards of its turns", "algorithm.filter_groups.enable=false"),
-    ),
-    "a KL in no part": (
-        "grpo",
-        [
-            "algorithm.adv_estimator=gdpo",
-            "reward.functions={default: [math, format]}",
-            "algorithm.use_kl_in_reward=true",
-        ],
-        "algorithm.use_kl_in_reward",
-        ("gdpo", "use_kl_loss"),
     ),
     "verl's parts": (
         "grpo",
@@ -905,12 +878,6 @@ BAD: dict[str, tuple[str, list[str], str, tuple[str, ...]]] = {
         ["data.train_max_samples=100", "data.train_batch_size=512"],
         "data.train_batch_size",
         ("100 rows",),
-    ),
-    "a limit on no validation": (
-        "grpo",
-        ["data.val_max_samples=9"],
-        "data.val_max_samples",
-        ("there is no data",),
     ),
     "a reward model beside ReMax": (
         "grpo",
@@ -1000,12 +967,6 @@ BAD: dict[str, tuple[str, list[str], str, tuple[str, ...]]] = {
         "data.apply_chat_template_kwargs",
         ("'tools' already", "data.tools_key"),
     ),
-    "thinking on and off": (
-        "sft",
-        ["data.enable_thinking=true", "data.apply_chat_template_kwargs={enable_thinking: false}"],
-        "data.enable_thinking",
-        ("alone",),
-    ),
     # models and engines
     "remote code of a moving model": (
         "grpo",
@@ -1025,12 +986,6 @@ BAD: dict[str, tuple[str, list[str], str, tuple[str, ...]]] = {
         f"{MODEL}.init",
         ("pretrained",),
     ),
-    "a GGUF file of another kind": (
-        "grpo",
-        [f"{MODEL}.gguf_file=a.bin"],
-        f"{MODEL}.gguf_file",
-        (".gguf",),
-    ),
     "an unmerged adapter elsewhere": (
         "grpo",
         [f"{MODEL}.lora_rank=8", f"{MODEL}.lora_merge=false"],
@@ -1042,42 +997,6 @@ BAD: dict[str, tuple[str, list[str], str, tuple[str, ...]]] = {
         [f"{MODEL}.lora_rank=8", f"{MODEL}.init=random"],
         f"{MODEL}.lora_rank",
         ("stay random",),
-    ),
-    "an adapter on no module": (
-        "grpo",
-        [f"{MODEL}.lora_rank=8", f"{MODEL}.target_modules=[]"],
-        f"{MODEL}.target_modules",
-        ("no module",),
-    ),
-    "momentum of sgd": (
-        "grpo",
-        [f"{ACTOR}.optim.optimizer=sgd", f"{ACTOR}.optim.betas=[0.8,0.9]"],
-        f"{ACTOR}.optim.betas",
-        ("no moments",),
-    ),
-    "warm-up of a constant rate": (
-        "grpo",
-        [f"{ACTOR}.optim.scheduler=constant", f"{ACTOR}.optim.lr_warmup_steps=5"],
-        f"{ACTOR}.optim.lr_warmup_steps",
-        ("constant_with_warmup",),
-    ),
-    "the end of a constant rate": (
-        "grpo",
-        [f"{ACTOR}.optim.scheduler=constant_with_warmup", f"{ACTOR}.optim.min_lr_ratio=0.1"],
-        f"{ACTOR}.optim.min_lr_ratio",
-        ("does not fall",),
-    ),
-    "a warm-up longer than the run": (
-        "grpo",
-        [f"{ACTOR}.optim.lr_warmup_steps=20", "trainer.total_training_steps=10"],
-        f"{ACTOR}.optim.lr_warmup_steps",
-        ("20 of 20 optimizer steps",),
-    ),
-    "a critic's warm-up": (
-        "ppo",
-        ["critic.optim.scheduler=constant", "critic.optim.lr_warmup_steps=5"],
-        "critic.optim.lr_warmup_steps",
-        ("critic.optim.scheduler",),
     ),
     "publishing too seldom": (
         "grpo",
@@ -1495,7 +1414,7 @@ def test_all_problems_come_at_once():
     overrides = [
         "data.seed=x",
         "foo=1",
-        "data.seed=1,2",
+        "data.seed=[1",
         f"{ROLLOUT}.top_p=2",
         f"{ROLLOUT}.n=1",
         "data.seeed=1",
@@ -1506,7 +1425,7 @@ def test_all_problems_come_at_once():
     expected = [
         "data.seed",
         "foo",
-        "'data.seed=1,2'",
+        "'data.seed=[1'",
         f"{ROLLOUT}.top_p",
         f"{ROLLOUT}.n",
         "data.seeed",

@@ -152,8 +152,8 @@ def refused(ground: Playground, graph: str, *more: str) -> None:
             "unknown",
             (),
             (
-                "'own_load' names data.train_file, but data has no key 'train_file'; did you mean "
-                "'train_files'"
+                "'own_load' names data.train_file, but there is no such key; did you mean "
+                "'data.train_files'?"
             ),
         ),
         ("unreadable", (), "'own_load' names data.train_files, which "),

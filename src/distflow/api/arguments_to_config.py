@@ -140,16 +140,9 @@ class PythonInputs:
         from distflow.rewards.function_loading import find_fault, name_of
 
         if not callable(self.reward) or isinstance(self.reward, type):
-            if isinstance(self.reward, list | tuple) and all(map(callable, self.reward)):
-                raise UserError(
-                    "reward is a list of functions: pass one function that returns the sum of "
-                    "their scores"
-                )
             raise UserError(
-                f"reward is {self.reward!r:.80}: pass a function. Named rewards are set by "
-                "reward.functions, "
-                'e.g. overrides={"reward.functions": {"default": ["math"]}}, and one in a file by '
-                "custom_reward_function.path"
+                f"reward is {self.reward!r:.80}: pass one function. Named rewards are set by "
+                "reward.functions, and one in a file by custom_reward_function.path"
             )
         if fault := find_fault(self.reward):
             raise UserError(f"reward: {name_of(self.reward)} {fault}")

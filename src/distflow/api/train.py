@@ -3,7 +3,6 @@
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -194,19 +193,9 @@ def train_several(
     """
     from distflow.launch.plan_concurrent_runs import SeveralOptions, check_side_by_side, run_several
 
-    known = ("preset_or_config", "overrides", *(field.name for field in fields(PythonInputs)))
     read_runs = dict[str, tuple[PythonInputs, Loaded, list[str]]]()
-    if (
-        not isinstance(runs, Mapping)
-        or not runs
-        or not all(isinstance(each, Mapping) for each in runs.values())
-    ):
-        raise UserError("pass a dict of runs by name, each a dict of arguments of distflow.train")
     for name, arguments in runs.items():
         with blaming(name):
-            if unknown := sorted(arguments.keys() - {*known}):
-                what = f"no argument {', '.join(unknown)} for one of several runs"
-                raise UserError(f"{what}; use {', '.join(known)}")
             given = dict(arguments)
             preset, lines = preset_and_lines(
                 given.pop("preset_or_config", {}), given.pop("overrides", ())

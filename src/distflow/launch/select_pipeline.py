@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
-from types import NoneType
 from typing import cast
 
 from distflow.algorithms.objectives import PolicyObjective
@@ -23,7 +22,6 @@ from distflow.graph import (
     Drop,
     NodeRole,
     NodeType,
-    Pipeline,
     PipelineError,
     TaskGraph,
     pipeline_from_config,
@@ -59,12 +57,6 @@ _WRITERS = {
     "turn_order": "episodes have it: set actor_rollout_ref.rollout.workflow",
 }
 """The standard node that writes each column, for pipelines that lack it."""
-
-_AS_ONE = (
-    ": `distflow train a.yaml b.yaml` runs pipelines with their own models and data side by side; "
-    "independent parts "
-    "of one graph also get their own devices (docs/planning.md)"
-)
 
 
 def select_pipeline(config: Config) -> TaskGraph:
@@ -184,13 +176,9 @@ def _custom(path: str, config: Config) -> TaskGraph:
         graph = _call_pipeline_function(make_graph, config)
     if isinstance(graph, TaskGraph):
         return graph
-    kind = {NoneType: "nothing", Pipeline: "a Pipeline that is not built"}.get(
-        type(graph), type(graph).__name__
-    )
-    is_list = isinstance(graph, list | tuple) and any(isinstance(each, TaskGraph) for each in graph)
     raise UserError(
-        f"dag.pipeline={path} returned {kind}; it must return a TaskGraph, as Pipeline.build() "
-        f"does{_AS_ONE if is_list else ''}"
+        f"dag.pipeline={path} returned a {type(graph).__name__}; it must return one TaskGraph, as "
+        "Pipeline.build() does"
     )
 
 

@@ -207,11 +207,7 @@ def with_named(loaded: Loaded, named: Iterable[NamedKey]) -> Loaded:
     )
     for key, given, by in leaves:
         if key not in keys:
-            group, _, name = key.rpartition(".")
-            known = [
-                other.removeprefix(f"{group}.") for other in keys if other.startswith(f"{group}.")
-            ]
-            raise UserError(f"{by} names {key}, but {group} has no key '{name}'{hint(name, known)}")
+            raise UserError(f"{by} names {key}, but there is no such key{hint(key, keys)}")
         try:
             value = parse_value(given, keys[key])
         except Mismatch as err:

@@ -18,10 +18,6 @@ _FLOAT = re.compile(
     re.I,
 )
 _WORDS = {"null": None, "true": True, "false": False}
-_SWEEP = re.compile(r"(choice|range|interval|glob|shuffle|sort|tag)\(.*\)", re.S)
-# Characters that a text without quotes may have at the top where its commas separate runs.
-_SIMPLE = re.compile(r"[\w\s/\-\\+.$%*@?|:,]*", re.ASCII)
-_SEVERAL = "it asks for a run for each of several values: start each, or write a list as [a, b]"
 _ESCAPABLE = "\\()[]{}:=, \t"
 
 
@@ -71,20 +67,12 @@ class _Reader:
 
     def whole(self) -> object:
         text = self._text
-        if _SWEEP.fullmatch(text.strip()):
-            raise Unreadable(_SEVERAL)
         if text.startswith("="):
             raise Unreadable("it begins with =")
         if text[:1] not in ("'", '"', "[", "{"):
-            if "," not in re.sub(r"\\.", "", text):
-                return self._plain("")
-            if _SIMPLE.fullmatch(text):
-                raise Unreadable(_SEVERAL)
-            return text
+            return self._plain("")
         value = self._value("")
         self._skip_spaces()
-        if self._next() == ",":
-            raise Unreadable(_SEVERAL)
         if self._next():
             raise Unreadable(f"'{text[self._at :]}' follows its end")
         return value

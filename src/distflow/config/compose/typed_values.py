@@ -269,19 +269,14 @@ def _convert_scalar(value: object, wanted: object) -> object:
     )
 
 
-_IN_WORDS: dict[object, str] = {int: "a whole number", float: "a number", str: "a text"}
-
-
 def _advise(value: object, wanted: object) -> str:
     if wanted is bool:
         return "write true or false"
     if wanted is str and isinstance(value, bool):
         return "put the word in quotes: YAML reads on, yes, off and no as true and false"
-    if wanted is str and isinstance(value, int | float):
-        return f'put it in quotes: "{value}"; on the command line \'key="{value}"\''
-    if isinstance(value, str) and re.fullmatch(r"[+-]?[\d.]+", value):
-        return "write it without quotes"
-    return f"write {_IN_WORDS.get(wanted) or f'a value of type {type_name(wanted)}'}"
+    if wanted is str:
+        return "put it in quotes; on the command line 'key=\"value\"'"
+    return f"write a value of type {type_name(wanted)}, without quotes"
 
 
 def _convert_sequence(value: object, annotation: object) -> object:

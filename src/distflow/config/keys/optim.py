@@ -38,5 +38,5 @@ class OptimConfig:
         "final learning rate, as a share of lr",
         minimum=0,
         maximum=1,
-        taken_if=lambda own: own.scheduler != "constant",
+        taken_if=lambda own: not own.scheduler.startswith("constant"),
     )

@@ -32,20 +32,12 @@ def has_data(config: Config) -> Findings:
 def limits(config: Config) -> Findings:
     """The limits leave some rows of data."""
     for key, source in sources(config):
-        tags = getattr(source, "tags", ())
         for split in ("train", "val"):
             limit = getattr(source, f"{split}_max_samples")
-            files = f"{key}.{split}_files"
             limit_key = f"{key}.{split}_max_samples"
             if limit == 0:
                 advice = "set it to -1 for all rows, or to 1 or more"
                 yield Finding((limit_key,), "no row would be left", advice)
-            by_tags = tags and getattr(config.data, f"{split}_files")
-            has_files = getattr(source, f"{split}_files") or by_tags
-            # data.train_files without files is a finding of its own
-            if limit > 0 and not has_files and files != "data.train_files":
-                what = "it limits data, but there is no data"
-                yield Finding((limit_key, files), what, f"set {files}, or remove the limit")
 
 
 def templates(config: Config) -> Findings:
@@ -81,10 +73,6 @@ def template_options(config: Config) -> Findings:
             advice = "remove it" + (into_rows if name == "tools" else "")
             what = f"the template is called with '{name}' already"
             yield Finding((_TEMPLATE_OPTIONS,), what, advice)
-    if data.enable_thinking and options.get("enable_thinking", True) is not True:
-        what = "one switches thinking on and the other off"
-        keys = ("data.enable_thinking", _TEMPLATE_OPTIONS)
-        yield Finding(keys, what, "set data.enable_thinking alone")
 
 
 def _takes_prompt(template: str) -> bool:

@@ -27,8 +27,6 @@ def gguf_file(config: Config) -> Findings:
     key = f"{MODEL}.gguf_file"
     if model.gguf_file is None:
         return
-    if not model.gguf_file.endswith(".gguf"):
-        yield Finding((key,), f"'{model.gguf_file}' is not a GGUF file", "name a .gguf file")
     if model.init == "random":
         what = "init=random requests new weights, but gguf_file names trained ones"
         advice = f"set {MODEL}.init=pretrained, or remove the file"
@@ -69,10 +67,6 @@ def unmerged_adapters(config: Config) -> Findings:
 def adapters(config: Config) -> Findings:
     """Adapters have modules, and trained weights below them."""
     model = config.actor_rollout_ref.model
-    modules = f"{MODEL}.target_modules"
-    if not model.target_modules:
-        advice = "name modules, or all-linear"
-        yield Finding((modules,), "no module would get an adapter", advice)
     if not model.lora_rank:
         return
     if model.init == "random":

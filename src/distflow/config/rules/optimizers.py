@@ -21,23 +21,6 @@ def betas(config: Config) -> Findings:
         if not all(0 <= beta < 1 for beta in optim.betas):
             what = f"{list(optim.betas)} must each be ≥ 0 and < 1"
             yield Finding((f"{key}.betas",), what, "write e.g. [0.9, 0.999]")
-        if optim.optimizer == "sgd" and optim.betas != OptimConfig.betas:
-            advice = f"remove them, or set {key}.optimizer=adamw"
-            yield Finding((f"{key}.betas", f"{key}.optimizer"), "sgd has no moments", advice)
-
-
-def schedules(config: Config) -> Findings:
-    """A schedule with a warm-up warms up, and one with a final learning rate falls."""
-    for key, optim in optims(config):
-        scheduler = f"{key}.scheduler"
-        if optim.scheduler == "constant" and optim.lr_warmup_steps > 0:
-            advice = f"set {scheduler}=constant_with_warmup, or remove the warm-up"
-            what = "the schedule 'constant' does not warm up"
-            yield Finding((f"{key}.lr_warmup_steps", scheduler), what, advice)
-        if optim.scheduler.startswith("constant") and optim.min_lr_ratio > 0:
-            advice = f"set {scheduler}=cosine_with_warmup, or remove the ratio"
-            what = f"the schedule '{optim.scheduler}' does not fall"
-            yield Finding((f"{key}.min_lr_ratio", scheduler), what, advice)
 
 
 def eight_bits(config: Config) -> Findings:
@@ -51,4 +34,4 @@ def eight_bits(config: Config) -> Findings:
             yield Finding((f"{ACTOR}.strategy", key), what, advice)
 
 
-RULES = (betas, schedules, eight_bits)
+RULES = (betas, eight_bits)

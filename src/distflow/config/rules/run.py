@@ -2,7 +2,6 @@
 
 from distflow.config.keys.schema import Config
 from distflow.config.rules import Finding, Findings
-from distflow.errors import count_of
 
 
 def run_folder(config: Config) -> Findings:
@@ -22,19 +21,4 @@ def run_folder(config: Config) -> Findings:
             )
 
 
-def profiled_steps(config: Config) -> Findings:
-    """At least one of the steps to profile exists."""
-    total = config.trainer.total_training_steps
-    if config.profiler.enable and not any(
-        1 <= step <= (total or step) for step in config.profiler.steps
-    ):
-        last = "" if total is None else f", and the run has {count_of(total, 'step')}"
-        what = f"none of these steps exists: they are counted from 1{last}"
-        yield Finding(
-            ("profiler.steps", "profiler.enable"),
-            what,
-            "set profiler.steps=[1], or profiler.enable=false",
-        )
-
-
-RULES = (run_folder, profiled_steps)
+RULES = (run_folder,)
