@@ -119,7 +119,7 @@ def test_a_mistake_is_refused_with_its_fix(
 
 ESTIMATORS = {
     "nan": (
-        "returned NaN or infinity for",
+        "wrote nan into the column 'advantages'",
         "token_level_rewards * float('nan'), token_level_rewards",
     ),
     "flat": ("expected (", "token_level_rewards.sum(-1), token_level_rewards.sum(-1)"),

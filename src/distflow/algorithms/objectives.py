@@ -397,44 +397,18 @@ class PolicyObjective(_Objective):
     ) -> tuple[Tensor, Mapping[str, Tensor]]:
         """(loss, statistics) per token of a loss in our own signature. Raises ValueError if it
         returns others."""
-        match self.policy_loss.fn(log_probs=log_probs, **fields, **self.options):
-            case (Tensor(shape=shape) as loss, Mapping() as statistics) if shape == log_probs.shape:
-                for name, value in statistics.items():
-                    if not isinstance(value, Tensor) or value.shape != shape:
-                        what = (
-                            f"of shape {tuple(value.shape)}"
-                            if isinstance(value, Tensor)
-                            else repr(value)[:80]
-                        )
-                        raise UserError(
-                            f"policy loss '{self.policy_loss.name}' returned the statistic "
-                            f"{name!r}, which is {what}; "
-                            f"it must be a tensor with one number per token, {tuple(shape)}"
-                        )
+        returned = self.policy_loss.fn(log_probs=log_probs, **fields, **self.options)
+        match returned:
+            case (Tensor() as loss, Mapping() as statistics) if all(
+                isinstance(value, Tensor) and value.shape == log_probs.shape
+                for value in (loss, *statistics.values())
+            ):
                 return loss, statistics
-            case (Tensor(shape=shape), Mapping()):
-                raise UserError(
-                    f"policy loss '{self.policy_loss.name}' returned a loss of shape "
-                    f"{tuple(shape)}; it must have "
-                    f"one number per token, {tuple(log_probs.shape)}: the mean is taken over the "
-                    "whole mini-batch, by "
-                    "loss_agg_mode"
-                )
-            case returned:
-                what = f"{type(returned).__name__}" if returned is not None else "nothing"
-                if isinstance(returned, Tensor):
-                    what = (
-                        f"a tensor of shape {tuple(returned.shape)} alone"
-                        if returned.ndim
-                        else "one number"
-                    )
-                raise UserError(
-                    f"policy loss '{self.policy_loss.name}' must return (loss per token, "
-                    "statistics by name), but "
-                    f"returned {what}: write `return losses, {{}}`, where losses has a number per "
-                    "token, "
-                    f"{tuple(log_probs.shape)}, and loss_agg_mode computes their mean"
-                )
+        raise UserError(
+            f"policy loss '{self.policy_loss.name}' must return (losses, statistics by name), each "
+            f"with a number per token, {tuple(log_probs.shape)}, for loss_agg_mode; "
+            f"write `return losses, {{}}`. It returned {_shown(returned)}"
+        )
 
     def _fields(self, micro: Batch, log_probs: Tensor, mask: Tensor) -> dict[str, Tensor]:
         """The columns that the loss uses, including those computed from the current log-probs."""
@@ -546,6 +520,17 @@ class PairObjective(_Objective):
         }
         sums = {name: column.sum() / num_pairs for name, column in columns.items()}
         return sums["loss"], _without_gradient(sums)
+
+
+def _shown(returned: object) -> str:
+    """What a loss returned, with the shapes of tensors."""
+    if isinstance(returned, Tensor):
+        return f"a tensor of shape {tuple(returned.shape)}"
+    if isinstance(returned, tuple):
+        return ", ".join(map(_shown, returned))
+    if isinstance(returned, Mapping):
+        return str({name: _shown(value) for name, value in returned.items()})
+    return repr(returned)[:80]
 
 
 def _in_dtype(column: Tensor, outputs: Tensor) -> Tensor:

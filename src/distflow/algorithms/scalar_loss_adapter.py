@@ -2,7 +2,7 @@
 over the mini-batch."""
 
 import inspect
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -15,40 +15,18 @@ from distflow.errors import UserError
 SCALAR_LOSS_RETURNS = ("pg_loss", "pg_clipfrac", "ppo_kl", "pg_clipfrac_lower")
 
 
-class FrozenView(Mapping[str, object]):
-    """A read-only view of the actor's numbers for a loss: `view.clip_ratio`, `view["clip_ratio"]`,
-    `view.get(...)`."""
-
-    _values: dict[str, object]
-
-    def __init__(self, values: Mapping[str, object]) -> None:
-        self.__dict__["_values"] = dict(values)
+class ActorView(dict[str, object]):
+    """The actor's numbers for a loss: `view.clip_ratio`, `view["clip_ratio"]`, `view.get(...)`."""
 
     def __getattr__(self, name: str) -> Any:
-        values = self.__dict__.get("_values", {})
-        if name not in values:
-            raise AttributeError(
-                f"the actor has no numeric key '{name}'; it has {', '.join(sorted(values))}"
-            )
-        return values[name]
-
-    def __setattr__(self, name: str, value: object) -> None:
-        raise AttributeError(f"the config passed to a loss is read-only: '{name}' cannot be set")
-
-    def __getitem__(self, name: str) -> object:
-        return self._values[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._values)
-
-    def __len__(self) -> int:
-        return len(self._values)
+        if name not in self:
+            raise AttributeError(f"the actor has no key '{name}'; it has {', '.join(sorted(self))}")
+        return self[name]
 
 
 class ScalarLossAdapter:
     """Adapts one loss. Losses aggregated with distflow's `agg_loss` are exact; a scalar computed in
-    another way is weighted by the micro-batch's share of the tokens. uses_agg_loss: None until its
-    first call."""
+    another way is weighted by the micro-batch's share of the tokens."""
 
     def __init__(
         self, loss: PolicyLoss, loss_agg_mode: str, scale: float | None, actor: Mapping[str, object]
@@ -56,11 +34,10 @@ class ScalarLossAdapter:
         self.loss = loss
         self.loss_agg_mode = loss_agg_mode
         self.scale = scale
-        self.config = FrozenView(actor)
+        self.config = ActorView(actor)
         parameters = inspect.signature(loss.fn).parameters.values()
         self._takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters)
         self._takes = {p.name for p in parameters}
-        self.uses_agg_loss: bool | None = None
 
     def __call__(
         self,
@@ -106,7 +83,6 @@ class ScalarLossAdapter:
                 "torch.zeros(()), and distflow.algorithms.agg_loss makes pg_loss of losses per "
                 "token"
             )
-        self.uses_agg_loss = bound.used
         if not bound.used:
             pg_loss = pg_loss * (num_tokens / max(counts["tokens"], 1.0))
         # Statistics are tensors, some with gradient, or plain numbers.

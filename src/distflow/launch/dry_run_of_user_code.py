@@ -23,8 +23,7 @@ from distflow.graph.fields import STANDARD_FIELDS, Axis, find_field
 from distflow.import_target import innermost, is_ours
 from distflow.launch.configured_models import tokenizer_loader
 from distflow.launch.select_pipeline import takes_policy_loss
-from distflow.pipelines.nodes.advantages import NotFinite
-from distflow.pipelines.nodes.workflow_dry_run import tried_workflow
+from distflow.pipelines.nodes.workflow_dry_run import try_workflow
 from distflow.rewards.reward_check import WARNING
 from distflow.runtime.compiled_node import NodeContext, compile_steps
 from distflow.runtime.rollout_loop.rollout_services import try_rewards
@@ -62,8 +61,8 @@ def try_users_code(spec: Spec, say: Callable[[str], None]) -> Spec:
     """Call the user's reward functions and workflow on the first rows before anything is loaded.
     say: called with notes and warnings; the spec that is returned has the warnings, for the run's
     records. Raises UserError for what a run could not use."""
-    with tried_workflow(spec, tokenizer_loader(spec.config)) as trial:
-        said = [*try_rewards(spec), *trial.notes()]
+    notes = try_workflow(spec, tokenizer_loader(spec.config))
+    said = [*try_rewards(spec), *notes]
     for line in said:
         say(line)
     found = [line.removeprefix(WARNING) for line in said if line.startswith(WARNING)]
@@ -158,9 +157,8 @@ def _try_nodes(config: Config, pipeline: BoundPipeline) -> None:
             ):
                 key = "algorithm.adv_estimator" if fn is estimator else "dag.pipeline"
                 raise UserError(f"{key}: {error}") from error
-        except UserError as error:  # due to meaningless numbers, unless there is no number at all
-            if isinstance(error, NotFinite) and error.everywhere:
-                raise
+        except UserError:  # due to meaningless numbers
+            continue
         else:
             if fn is estimator and (
                 missing := [name for name in contract.writes if name not in written]

@@ -1,10 +1,9 @@
 """Nodes from scores to advantages: KL penalty, estimator, normalisation and clipping (AReaL, ROLL);
 and nodes that mask samples in the loss, weight them, or select tokens."""
 
-import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
-from functools import partial, wraps
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,7 +16,6 @@ from distflow.algorithms.kl import apply_kl_penalty as penalise
 from distflow.algorithms.masked_reductions import masked_whiten
 from distflow.algorithms.normalization import Moments, Normalization
 from distflow.algorithms.registry import (
-    AdvEstimator,
     check_options,
     converted,
     find_adv_est,
@@ -36,10 +34,8 @@ from distflow.config.derived_settings import reward_functions
 from distflow.config.keys.algorithm import AlgorithmConfig, is_on
 from distflow.config.keys.reward import scoring_models
 from distflow.data.batch import Batch
-from distflow.errors import UserError
 from distflow.graph import BoundNode, Node, NodeOutput, NodeRole, node, node_factory
 from distflow.graph.bind_to_config import bind_alone
-from distflow.import_target import is_ours, shown_name
 from distflow.pipelines.nodes.rollout_reward_filter import num_needed
 from distflow.pipelines.nodes.settings_by_domain import (
     algorithm_node,
@@ -51,7 +47,6 @@ from distflow.pipelines.nodes.settings_by_domain import (
 from distflow.rewards.reward_results import RIGHT
 from distflow.runtime.compiled_node import NodeContext
 from distflow.training.engine import Collective
-from distflow.user_values import LARGEST_NUMBER
 
 
 def changes_rewards(algorithm: AlgorithmConfig) -> bool:
@@ -260,46 +255,8 @@ def compute_advantage(config: Config) -> Callable[..., object]:
     if "whiten" in estimator.options and is_on(settings.adv_norm):
         derived["whiten"] = False
     options = {**derived, **converted(what, kwargs, estimator.fn)}
-    fn = estimator.fn if is_ours(estimator.fn) else _finite(estimator)
-    return by_agent(partial(fn, **options) if options else fn, config)
-
-
-class NotFinite(UserError):
-    """A user's estimator returned NaN, or a number beyond float32. everywhere: for all tokens."""
-
-    def __init__(self, everywhere: bool, message: str):
-        super().__init__(message)
-        self.everywhere = everywhere
-
-
-def _finite(estimator: AdvEstimator) -> Callable[..., object]:
-    """The user's function, which raises UserError for NaN, and numbers beyond float32."""
-
-    @wraps(estimator.fn)
-    def call(*args: Any, **kwargs: Any) -> object:
-        returned = estimator.fn(*args, **kwargs)
-        mask = inspect.signature(estimator.fn).bind(*args, **kwargs).arguments.get("response_mask")
-        for tensor in returned if isinstance(returned, tuple) else ():
-            if isinstance(tensor, Tensor) and tensor.is_floating_point():
-                counts = (
-                    mask > 0
-                    if mask is not None and mask.shape == tensor.shape
-                    else torch.ones_like(tensor).bool()
-                )
-                if num_bad := int((~(tensor.abs() <= LARGEST_NUMBER) & counts).sum()):
-                    raise NotFinite(
-                        num_bad == int(counts.sum()),
-                        f"algorithm.adv_estimator={estimator.name} ({shown_name(estimator.fn)}) "
-                        "returned NaN or "
-                        f"infinity for {num_bad:,} of {int(counts.sum()):,} tokens: check its "
-                        "divisions and logarithms "
-                        "(the standard deviation of a group with equal rewards is 0)",
-                    )
-        return returned
-
-    # by which checks know it, as below a partial
-    call.func = estimator.fn  # type: ignore[attr-defined]
-    return call
+    fn = partial(estimator.fn, **options) if options else estimator.fn
+    return by_agent(fn, config)
 
 
 @algorithm_node(lambda algorithm: is_on(algorithm.adv_norm))
