@@ -1,6 +1,5 @@
 """SRPO's rewards against loops over pairs of points, and by hand."""
 
-import math
 from typing import Any
 
 import numpy as np
@@ -40,18 +39,6 @@ def test_rewards_of_two_tasks(won: Any, lost: Any, eps: float, min_samples: int)
         is_alone = task == "b" or not won
         assert each.clusters == (0 if is_alone else number)
         assert each.fallback == (not is_alone and number == 0)
-
-
-def test_by_hand() -> None:
-    """The failures are 1, 2 and 5 from the nearest centre: 0, 0.25 and 1."""
-    won = [[0.0, 0.0], [0.0, 0.0], [4.0, 0.0], [4.0, 0.0]]
-    lost = [[0.0, 1.0], [4.0, 2.0], [0.0, 5.0]]
-    found = srpo_rewards(["t"] * 7, [True] * 4 + [False] * 3, [*won, *lost], SrpoSettings())
-    assert [each.reward for each in found[:4]] == [1.0] * 4
-    assert [each.distance for each in found[4:]] == [0.0, 0.25, 1.0]
-    for each in found[4:]:
-        wanted = 0.6 / (1 + math.exp(-10 * (0.5 - each.distance)))
-        assert each.reward == pytest.approx(wanted, rel=1e-12)
 
 
 def test_the_scale_of_a_dimension_does_not_matter_to_clusters() -> None:

@@ -1,17 +1,13 @@
 """Whole runs with several agents in an episode: they train, and the checks follow each of them."""
 
-from itertools import pairwise
 from pathlib import Path
 
 import pytest
-import torch
-from transformers import AutoModelForCausalLM
 
 from distflow.errors import TrustError
 from distflow.training.torch_engine import TorchScorer
 from tests.e2e.runs import Playground
 from tests.environments.test_training import Games, saved
-from tests.tiny_models import write_tiny_model
 
 pytestmark = pytest.mark.slow
 
@@ -100,62 +96,11 @@ def test_agents_are_compared_with_the_values_of_the_next_speaker(playground: Pla
     )
 
 
-HEATS = {"solver": 0.6, "checker": 1.7}
 HOT = (
     "solver: {temperature: 0.6, top_k: 20}",
     "checker: {system_prompt: 'C:', temperature: 1.7, top_p: 0.9}",
     JUDGE,
 )
-
-
-@pytest.mark.parametrize("second", ["", "checker: {policy: second, temperature: 1.7}"])
-def test_each_agent_has_the_policy_of_its_own_temperature(
-    playground: Playground, second: str
-) -> None:
-    """Checked against plain forwards of each conversation, and by every check."""
-    agents = HOT
-    models = dict.fromkeys(HEATS, playground.folder / "model")
-    of_policies = ["actor_rollout_ref.actor.use_kl_loss=true"]
-    if second:
-        models["checker"] = write_tiny_model(playground.folder / "second", seed=5)
-        agents = (HOT[0], second, JUDGE)
-        of_policies = [f"dag.policies={{second: {{model: {{path: {models['checker']}}}}}}}"]
-        of_policies += ["actor_rollout_ref.actor.use_kl_loss=false"]
-    run = playground.run(
-        "grpo", *keys(playground, "own", *agents), *of_policies, "trainer.total_training_steps=1"
-    )
-    assert not run.notes("warning")
-    for step in run.checks():
-        assert {"log_probs", "weights", "draws", "loss"} <= {*step["passed"]} and not step[
-            "not_checked"
-        ]
-    batch = saved(run)
-    columns = ["rollout_log_probs", "old_log_probs", *(["ref_log_prob"] if not second else [])]
-    for row in range(len(batch)):
-        (_, start), *more = batch["forks"][row]
-        prompt, response, mask = (
-            batch[name][row, : int(batch.lengths(axis)[row])].tolist()
-            for name, axis in (
-                ("prompt_ids", "prompt"),
-                ("response_ids", "response"),
-                ("response_mask", "response"),
-            )
-        )
-        ends = [start, *(place for _, place in more), len(response)]
-        talks = [("solver", prompt, 0, start), *(("checker", [], a, b) for a, b in pairwise(ends))]
-        for agent, before, begin, end in talks:
-            model = AutoModelForCausalLM.from_pretrained(models[agent], dtype=torch.float32).eval()
-            ids = torch.tensor([*before, *response[begin:end]])
-            with torch.no_grad():
-                logits = model(input_ids=ids[None]).logits[0].double()
-            wanted = (logits[:-1] / HEATS[agent]).log_softmax(-1).gather(-1, ids[1:, None])[:, 0]
-            for column in columns:
-                for place in range(begin, end):
-                    if mask[place]:
-                        found = float(batch[column][row, place])
-                        assert found == pytest.approx(
-                            float(wanted[len(before) + place - begin - 1]), abs=1e-5
-                        ), column
 
 
 def test_a_trainer_at_the_temperature_of_another_agent_is_found(

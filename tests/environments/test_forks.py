@@ -12,7 +12,7 @@ from distflow.cli import main
 from distflow.data.batch import Batch
 from distflow.environments.chat import Chat
 from distflow.errors import TrustError
-from distflow.observe.run_reader import read_events, read_samples
+from distflow.observe.run_reader import read_samples
 from tests.e2e.runs import Playground
 from tests.environments.test_training import Games, saved
 
@@ -126,44 +126,6 @@ def test_episodes_that_branch_train_and_every_check_passes(
             assert len(rows) == 4 and drawn == pytest.approx([advantage] * len(drawn), abs=1e-4)
     told = sum(row["episodes/branches"] for row in run.metrics()) / len(run.metrics())
     assert told == pytest.approx(4 * len(branched) / len(batch))
-
-
-def test_the_last_reply_in_time_is_that_of_the_sample(playground: Playground) -> None:
-    """Whatever the names of the conversations; by default the first step is checked, and so is
-    every validation."""
-    run = playground.run(
-        "grpo",
-        f"{WORKFLOW}={playground.folder}/branches.py:back",
-        "trainer.total_training_steps=1",
-        "trainer.save_groups=all",
-        "data.val_files=${data.train_files}",
-        "trainer.val_before_train=true",
-    )
-    found = [event for event in read_events(run.folder) if event.kind == "checks"]
-    assert any("validation" in event.message for event in found)
-    (step,) = [event.fields for event in found if event.message.startswith("step 1:")]
-    assert {"turns", "responses", "rewards"} <= {*step["passed"]}
-    batch = saved(run)
-    lengths = list[int]()
-    reasons = set[str]()
-    for row in range(len(batch)):
-        root, side = conversations(batch, row)
-        drawn = [token for token, is_drawn in zip(*root, strict=True) if is_drawn]
-        prompt = int(batch.lengths("prompt")[row])
-        lengths.append(len(root[0]) - prompt)
-        assert sum(side[1]) <= 2 and lengths[-1] >= sum(side[1])
-        placed = batch["token_level_scores"][row].tolist()
-        assert placed[lengths[-1] - 1] == pytest.approx(float(batch["scores"][row]) - 0.5)
-        assert (
-            placed[int(batch.lengths("response")[row]) - 1] == 0.5 and sum(map(bool, placed)) <= 2
-        )
-        assert len(batch["responses"][row]) <= len(drawn)
-        reasons.add(batch["finish_reason"][row])
-    assert reasons == {"stop", "length"}, "an idle fork hides no truncation"
-    (metrics,) = run.metrics()
-    assert metrics["rollout/avg_response_length"] == pytest.approx(sum(lengths) / len(lengths))
-    assert metrics["rollout/max_response_length"] == max(lengths)
-    assert metrics["rollout/truncated"] == pytest.approx(float(batch["truncated"].double().mean()))
 
 
 def test_a_run_that_stops_and_resumes_ends_bit_equal(playground: Playground) -> None:

@@ -191,27 +191,6 @@ def test_images_and_placeholders_must_agree(model: nn.Module, tmp_path: Path) ->
         processor.encode(2 * processor.mark, (a,))
 
 
-def test_a_processor_is_shared_and_reads_an_image_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    folder = write_tiny_llava(tmp_path / "model")
-    model = load_model(folder)
-    tokenizer = load_tokenizer(folder)
-    processor = images_of(tokenizer)
-    assert processor is not None and processor is images_of(model) is images_of(
-        copy.deepcopy(model)
-    )
-    a, b = stored(tmp_path, "r", "g")
-    read: list[str] = []
-    from distflow.models import image_inputs
-
-    load = image_inputs.load_image
-    monkeypatch.setattr(image_inputs, "load_image", lambda path: read.append(path) or load(path))
-    assert processor.inputs([a, b, a])["pixel_values"].shape[0] == 3
-    assert processor.inputs([b])["pixel_values"].shape[0] == 1
-    assert sorted(read) == sorted([a, b])
-
-
 def test_weights_that_no_image_uses_are_not_trained(tmp_path: Path) -> None:
     model = load_model(write_tiny_llava(tmp_path / "model"))
     frozen = {name for name, weight in model.named_parameters() if not weight.requires_grad}

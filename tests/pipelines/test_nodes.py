@@ -139,16 +139,6 @@ def test_the_answer_of_the_data_is_one_sample_made_by_the_policy() -> None:
     assert batch["responses"] == [tiny_tokenizer().decode([7, 8])]
 
 
-def test_the_text_of_a_conversation_keeps_the_tokens_that_tell_whose_turn_begins() -> None:
-    eos = tiny_tokenizer().eos_token_id
-    for turns, text in ((((0, 2), (3, 5)), "!<eos>#$<eos>"), (None, "!#$")):
-        tokens = tiny_tokenizer().encode("!") + [eos] + tiny_tokenizer().encode("#$") + [eos]
-        row = PromptRow(5, (4, 5), "4=", response_ids=tuple(tokens), turns=turns)
-        group = Group(PromptGroup(5, 0, 5, 3, 0), row, SamplingParams(4), seed=1)
-        group.samples = asyncio.run(load_responses(group, tiny_tokenizer()))
-        assert group.batch()["responses"] == [text]
-
-
 def test_a_score_for_each_sample_and_none_is_made_up() -> None:
     written = rewarded(Score(1.0, {"why": "right"}), Error("crashed"), Score(0.5))
     assert isinstance(written, dict)

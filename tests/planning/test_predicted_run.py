@@ -220,19 +220,3 @@ def test_a_thousand_devices_are_planned() -> None:
         512,
         512,
     ]
-
-
-def test_one_process_on_a_cpu_has_the_threads_that_the_environment_allows() -> None:
-    cpu = Device("cpu", 8e11, 8e10, 64e9, 1e9, 1e9, is_cpu=True, cores=8)
-    whole = run("grpo", device=cpu)
-    limited = run("grpo", device=replace(cpu, threads=1))
-    assert seconds(limited, "actor_train") == pytest.approx(8 * seconds(whole, "actor_train"))
-    chosen = run("grpo", "trainer.num_threads=4", device=replace(cpu, threads=1))
-    assert seconds(chosen, "actor_train") == pytest.approx(2 * seconds(whole, "actor_train"))
-    # Training and generation at once, and several workers, set their own number.
-    for keys in (("async.max_staleness=1",), ("trainer.n_gpus_per_node=2",)):
-        both = [
-            seconds(run("grpo", *keys, device=each), "actor_train")
-            for each in (cpu, replace(cpu, threads=1))
-        ]
-        assert both[0] == both[1]

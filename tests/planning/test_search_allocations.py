@@ -194,12 +194,3 @@ def test_checkpointing_is_switched_on_where_nothing_fits_without_it() -> None:
     assert all(len(each.change) == 3 for each in roomy.search().best), (
         "it costs time, so it stays off where all fits"
     )
-
-
-@pytest.mark.slow
-def test_many_devices_are_split_in_64ths() -> None:
-    found = Cluster("async_grpo", 128, staleness=(1,)).search()
-    assert all(
-        int(each.text.partition(":d")[2].split("+")[0].split("t")[0]) > 0 for each in found.best
-    )
-    assert found.num_tried < 64 * 4 * 5 + 20

@@ -9,7 +9,6 @@ import pytest
 
 from distflow.data.sample import Sample, Segment
 from distflow.rewards.reward_results import Score, accuracy, is_right, read_score
-from distflow.rewards.router import Overlong, RewardOutcome
 from tests.rewards.routers import make_router
 
 REWARDS = """
@@ -74,39 +73,6 @@ def test_else_it_is_no_verdict(acc: object) -> None:
         read_score({"score": 1.0, "acc": acc})
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("functions", "right", "wrong"),
-    [
-        ([("math", 0.5)], 1.0, 0.0),
-        ([("math", 1.0), ("format", 0.5)], 1.0, 0.0),
-        ([("FILE:graded", 1.0)], 0.7, 0.2),
-        ([("FILE:signed", 0.1), ("math", 5.0)], 1.0, 0.0),
-        ([("FILE:paid", 1.0)], 1.0, 0.0),
-        ([("FILE:points", 0.01)], 10.0, 0.0),
-        ([("FILE:penalty", 1.0), ("math", 1.0)], 1.0, 0.0),
-        ([("FILE:silent", 1.0)], 1.0, 1.0),
-    ],
-)
-def test_neither_weight_nor_penalty_changes_what_is_right(
-    tmp_path: Path, functions: list[tuple[str, float]], right: float, wrong: float
-) -> None:
-    (tmp_path / "own.py").write_text(REWARDS)
-    named = [(name.replace("FILE", f"{tmp_path}/own.py"), weight) for name, weight in functions]
-    settings = {"timeout_s": 20.0, "num_workers": 1, "max_response_length": 100}
-    with make_router({"default": named}, overlong=Overlong(50, 3.0), **settings) as router:  # type: ignore[arg-type]
-        for length in (1, 75, 100):
-            judgements = asyncio.run(
-                router([answer(r"\boxed{5}", length), answer(r"\boxed{6}", length)])
-            )
-            assert [judgement.accuracy for judgement in judgements] == [right, wrong]
-            assert len({score_of(judgement) for judgement in judgements}) == 1 + (right != wrong)
-        assert (
-            score_of(judgements[0])
-            < score_of(asyncio.run(router([answer(r"\boxed{5}", 1)]))[0]) - 2.9
-        )
-
-
 def test_no_verdict_is_not_right(tmp_path: Path) -> None:
     (tmp_path / "own.py").write_text(REWARDS)
     settings = {"timeout_s": 20.0, "num_workers": 1, "max_response_length": 100}
@@ -122,8 +88,3 @@ def test_no_verdict_is_not_right(tmp_path: Path) -> None:
 def answer(text: str, num_tokens: int) -> Sample:
     segments = [Segment("prompt", (1,)), Segment("environment", (1,) * num_tokens)]
     return Sample("0-0", 0, segments, response=text, ground_truth="5")
-
-
-def score_of(judgement: RewardOutcome) -> float:
-    assert isinstance(judgement.reward_result, Score)
-    return judgement.reward_result.value

@@ -1,9 +1,5 @@
 """The scheduler: order, sharing, budgets, and slots that stay dense whatever happens."""
 
-import random
-
-import pytest
-
 from distflow.rollout.embedded.scheduler import Scheduler, Sequence, sequences_of
 from distflow.rollout.engine import GenerateRequest, SamplingParams, Stream
 
@@ -59,39 +55,3 @@ def test_preempted_sequences_come_first_with_their_tokens() -> None:
     work = scheduler.schedule()
     assert work.sequences == group[:2]
     assert list(work.prefills[0]) == [(1, 2, 8), (1, 2, 9)]
-
-
-@pytest.mark.parametrize("seed", range(20))
-def test_moves_keep_each_sequence_with_its_memory(seed: int) -> None:
-    """A dictionary plays the slots: after any history, slot i holds what running sequence i
-    wrote."""
-    rng = random.Random(seed)
-    scheduler = Scheduler(max_num_seqs=rng.randint(1, 12), max_prefill_tokens=rng.randint(1, 40))
-    memory: dict[int, Sequence] = {}
-    everyone = []
-    served = set()
-    for number in range(30):
-        group = sequences(tuple(range(rng.randint(1, 9))), rng.randint(1, 5), number)
-        scheduler.add(group)
-        everyone += group
-        for _ in range(rng.randint(0, 6)):
-            if not scheduler.has_work:
-                break
-            work = scheduler.schedule()
-            if work.prefills:
-                memory.update(
-                    {work.first_slot + i: sequence for i, sequence in enumerate(work.sequences)}
-                )
-            assert [
-                memory[work.first_slot + i] for i in range(len(work.sequences))
-            ] == work.sequences
-            assert len(scheduler.running) <= scheduler.max_num_seqs
-            gone = [
-                sequence for sequence in everyone if sequence not in served and rng.random() < 0.2
-            ]
-            served.update(gone)
-            moves = scheduler.remove(gone)
-            assert not {source for source, _ in moves} & {gap for _, gap in moves}
-            memory.update({gap: memory[source] for source, gap in moves})
-            assert [memory[slot] for slot in range(len(scheduler.running))] == scheduler.running
-            assert not served & {*scheduler.running, *scheduler.waiting}

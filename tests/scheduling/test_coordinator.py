@@ -206,58 +206,6 @@ def streaming(ledger=None, snapshot=None, **options):
     return Coordinator(plan_of(max_staleness=2, **options), ledger, snapshot)
 
 
-def test_what_is_on_the_edge_at_a_release_is_in_the_cut_and_goes_on_from_it(tmp_path):
-    path = tmp_path / "ledger.jsonl"
-    coordinator = streaming(Ledger(path))
-    prompt_groups = coordinator.issue_groups()
-    assert numbers_of(prompt_groups) == list(range(12))
-    assert coordinator.retry(9)
-    for number in (2, 3, 5, 7, 11):
-        coordinator.complete(number, 10 + number)
-    coordinator.release(0)
-    snapshot = json.loads(json.dumps(coordinator.snapshot()))
-    live = {group["prompt_group"]["group_id"]: group for group in snapshot["live"]}
-    assert sorted(live) == [0, 1, 4, 6, 8, 9, 10, 11]
-    assert live[11] == {
-        "prompt_group": {
-            "group_id": 11,
-            "epoch": 1,
-            "row": prompt_groups[11].row,
-            "group_size": 8,
-            "version": 0,
-            "attempt": 0,
-            "stream": "train",
-            "position": 0,
-        },
-        "complete": True,
-        "num_tokens": 21,
-        "failures": 0,
-        "version": 0,
-    }
-    assert (live[9]["complete"], live[9]["failures"]) == (False, 1)
-    coordinator.complete(0, 1)  # behind the cut: lost with the process
-
-    ledger = Ledger(path, mark_of(snapshot))
-    resumed = streaming(ledger, snapshot)
-    assert resumed.checked_counts() == GroupCounts(issued=12, running=7, complete=1, consumed=4)
-    again = resumed.issue_groups()
-    assert numbers_of(again) == [0, 1, 4, 6, 8, 9, 10, 12, 13, 14, 15], (
-        "the lost ones first, then as before"
-    )
-    assert [t.attempt for t in again] == [1] * 7 + [0] * 4
-    assert [t.row for t in again[:7]] == [
-        prompt_groups[number].row for number in numbers_of(again)[:7]
-    ]
-    reward_fn(resumed, again)
-    assert resumed.ready(1) == (0, 1, 4, 11), (
-        "11 is due first: its group is of version 0, the others' are of 1"
-    )
-    steps = run_to_the_end(resumed)
-    assert sorted(number for step in steps for number in step) == [0, 1, 4, 6, *range(8, 20)]
-    ledger.close()
-    assert verify(path) == resumed.checked_counts() == GroupCounts(issued=20, consumed=20)
-
-
 def test_a_process_that_is_killed_again_and_again_quarantines_nothing():
     coordinator = streaming(num_rows=100)
     for kills in range(5):
@@ -287,52 +235,6 @@ def test_groups_on_the_edge_go_on_in_another_folder(tmp_path):
     run_to_the_end(resumed)
     ledger.close()
     assert verify(ledger.path) == resumed.checked_counts() == GroupCounts(issued=20, consumed=20)
-
-
-def test_a_run_that_goes_on_with_less_staleness_drops_what_it_cannot_consume_in_time(tmp_path):
-    path = tmp_path / "ledger.jsonl"
-    coordinator = streaming(Ledger(path), num_rows=100)
-    reward_fn(coordinator, coordinator.issue_groups())  # 0 to 11, of version 0
-    coordinator.release(0)
-    # 12 and 13, of version 1, with 14 and 15
-    reward_fn(coordinator, coordinator.issue_groups()[:2])
-    coordinator.release(1)
-    snapshot = coordinator.snapshot()
-    assert [group["prompt_group"]["group_id"] for group in snapshot["live"]] == list(range(8, 16))
-    ledger = Ledger(path, mark_of(snapshot))
-    resumed = Coordinator(plan_of(num_rows=100, max_staleness=1), ledger, snapshot)
-    assert resumed.checked_counts() == GroupCounts(
-        issued=16, running=2, complete=2, consumed=8, dropped={"stale": 4}
-    ), "8 to 11 are of version 0, which step 2 may not train on any more"
-    assert [number for number in range(16) if resumed.queue.holds(number)] == [12, 13]
-    again = resumed.issue_groups()
-    assert [(t.group_id, t.version) for t in again] == [
-        (14, 2),
-        (15, 2),
-        *((n, 2) for n in range(16, 20)),
-    ]
-    reward_fn(resumed, again)
-    assert resumed.ready(2) == (12, 13, 14, 15)
-    resumed.release(2)
-    ledger.close()
-    assert verify(path) == resumed.checked_counts()
-    records = [r for _, r in timeline(path) if r["kind"] in ("plan", "dropped")]
-    assert [(r["max_staleness"], r["consumer_batch"]) for r in records[:2]] == [(2, 4), (1, 4)]
-    assert [(r["group_id"], r["reason"]) for r in records[2:]] == [
-        (number, "stale") for number in range(8, 12)
-    ]
-
-
-@pytest.mark.parametrize(("batch", "kept"), [(4, 8), (3, 6), (1, 2), (9, 8)])
-def test_a_run_that_goes_on_with_smaller_steps_keeps_the_oldest_groups_that_fit(batch, kept):
-    coordinator = streaming(num_rows=100)
-    reward_fn(coordinator, coordinator.issue_groups())
-    coordinator.release(0)
-    resumed = streaming(num_rows=100, batch=batch, snapshot=coordinator.snapshot())
-    assert [number for number in range(12) if resumed.queue.holds(number)] == list(
-        range(4, 4 + kept)
-    )
-    run_to_the_end(resumed)
 
 
 def test_groups_that_ran_start_again_no_faster_than_a_smaller_bound_allows():

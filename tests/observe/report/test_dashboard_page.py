@@ -8,16 +8,11 @@ from typing import Any
 from urllib.parse import urlencode
 
 import pytest
-import torch
-from PIL import Image
 
 from distflow.commands.dashboard import PAGES
-from distflow.data.batch import Batch
-from distflow.observe.crash_safe_files import encode
 from distflow.observe.writing.run_folder import RunFolder
-from distflow.runtime.run_recorder import TOKEN_TEXTS, keep_groups
 from tests.commands.test_dashboard import TOKEN, Client, serve
-from tests.observe.conftest import HOSTILE, write_asynchronous_run, write_run
+from tests.observe.conftest import write_asynchronous_run, write_run
 from tests.observe.report.test_page import CONTRAST
 
 pytestmark = pytest.mark.slow
@@ -163,58 +158,3 @@ def test_chosen_runs_are_compared(browser: Any, client: Client) -> None:
     )
     text = browser.script("document.querySelector('#own').textContent")
     assert "First difference" in text and browser.complaints() == []
-
-
-def test_tokens_are_texts_coloured_by_what_is_chosen_and_images_stand_beside_them(
-    browser: Any, tmp_path: Path
-) -> None:
-    batch = Batch(torch.tensor([1]), torch.tensor([len(HOSTILE)]))
-    batch["uid"] = ["0-0"]
-    batch["group_index"] = torch.tensor([0])
-    batch["agent"] = ["policy"]
-    batch["forks"] = [[]]
-    batch["response_ids"] = torch.arange(len(HOSTILE))[None]
-    batch["response_mask"] = torch.tensor([[1.0] * (len(HOSTILE) - 2) + [0.0] * 2])
-    batch["rollout_log_probs"] = -torch.arange(len(HOSTILE))[None].float()
-    batch["owners"] = [[["policy", len(HOSTILE) - 2], ["tool", 2]]]
-    row = {
-        "uid": "0-0",
-        "prompt": "which?",
-        "response": "r",
-        "score": 1.0,
-        "images": ["data/images/a.png"],
-    }
-    with RunFolder(tmp_path / "run", 0) as run:
-        run.samples(1, [row])
-    keep_groups(tmp_path / "run", 1, batch)
-    (tmp_path / "run" / "tokens" / TOKEN_TEXTS).write_bytes(encode({"texts": HOSTILE}))
-    (tmp_path / "run" / "data" / "images").mkdir(parents=True)
-    Image.new("RGB", (28, 28), (230, 40, 40)).save(tmp_path / "run" / "data" / "images" / "a.png")
-    with serve(tmp_path) as client:
-        open_page(browser, client, "sample", run="run", uid="0-0", step=1)
-        spans = "[...document.querySelectorAll('.tokens > span')]"
-        texts = browser.script(f"{spans}.map((span) => span.textContent)")
-        assert (
-            texts[0] == HOSTILE[0]
-            and texts[6] == HOSTILE[6]
-            and "U+001B" in texts[4]
-            and texts[9] == "9 "
-        )
-        colors = f"{spans}.map((span) => span.style.getPropertyValue('--c'))"
-        by_log_prob = browser.script(colors)
-        assert len({*by_log_prob[:-2]}) == len(HOSTILE) - 2 and {*by_log_prob[-2:]} == {
-            "var(--wait)"
-        }
-        browser.script("document.querySelector('.filters select').value = 'owner'")
-        browser.script(
-            "document.querySelector('.filters select').dispatchEvent(new Event('change'))"
-        )
-        assert browser.script(colors) == ["var(--c0)"] * (len(HOSTILE) - 2) + ["var(--c1)"] * 2
-        assert browser.script("document.querySelector('.legend').textContent") == "policytool"
-        assert "tokens=owner" in browser.script("location.search")
-        wait(browser, "document.querySelector('.images img').naturalWidth === 28")
-        assert browser.script("document.documentElement.dataset.hacked") is None
-        assert (
-            browser.script("document.documentElement.scrollWidth") <= 1280
-            and browser.complaints() == []
-        )

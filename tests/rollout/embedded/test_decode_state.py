@@ -11,7 +11,7 @@ import torch
 from distflow.models.cached_decoder import DecoderView
 from distflow.rollout.embedded.decode_state import NEXT, state_of, uniforms
 from distflow.rollout.embedded.decode_steps import AsyncSteps, DeviceOptions, padded, rounded
-from distflow.rollout.embedded.page_memory import TRASH, PageMemory, PagePool, pages_for
+from distflow.rollout.embedded.page_memory import TRASH, PagePool
 from distflow.rollout.embedded.scheduler import Sequence, sequences_of
 from distflow.rollout.random_draws import uniforms as host_uniforms
 from tests.rollout.drive import make_model, prompt_of, request_of
@@ -73,37 +73,6 @@ def sequences(
     return sequences_of(
         row, request_of(prompt_of(length, seed=row), samples, row=row, max_tokens=max_tokens)
     )
-
-
-@torch.inference_mode()
-@pytest.mark.parametrize("length", [1, 7, 8, 9, 16, 21])
-def test_a_prompt_lies_in_the_pages_of_each_of_its_samples_and_full_ones_are_shared(
-    length: int,
-) -> None:
-    decoder = DecoderView(model := make_model())
-    steps = AsyncSteps(decoder, model, 8, DeviceOptions(page_tokens=8, num_pages=60))
-    group = sequences(length, (0, 1, 2))
-    assert steps.num_fitting(group, 99) == 3 and steps.num_fitting(group, 2) == 2
-    free = steps.pages.num_free
-    forward = decoder.prefill([prompt_of(30), group[0].prompt_ids])
-    leases, parts = steps.lease(1, group, [])
-    full = length // 8
-    needed = pages_for(length + 5, 8)
-    assert free - steps.pages.num_free == full + 3 * (needed - full)
-    assert all(
-        lease.pages[:full] == leases[0].pages[:full] and len(lease.pages) == needed
-        for lease in leases
-    )
-    assert len({page for lease in leases for page in lease.pages[full:]}) == 3 * (needed - full)
-    memory = PageMemory(decoder, 60, 8)
-    memory.fill(forward, parts)
-    for found, expected in ((memory.keys, forward.keys), (memory.values, forward.values)):
-        for lease in leases:
-            lies = found[:, lease.pages].transpose(1, 2).flatten(2, 3)[:, :, :length]
-            assert torch.equal(lies, expected[:, 1, :, :length])
-    for lease in leases:
-        steps.free(lease)
-    assert steps.pages.num_free == free
 
 
 def test_as_many_fit_as_their_whole_lengths_take() -> None:

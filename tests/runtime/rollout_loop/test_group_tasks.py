@@ -24,7 +24,7 @@ from distflow.runtime.rollout_loop.group_tasks import GroupEvents, RolloutLoop
 from distflow.runtime.rollout_loop.rollout_client import RolloutClient
 from distflow.runtime.run_errors import UserNoProgress
 from distflow.runtime.sample_queue.local import LocalSampleQueue
-from distflow.scheduling.group_states import GroupState, PromptGroup, Version
+from distflow.scheduling.group_states import PromptGroup, Version
 from tests.e2e.runs import Playground
 from tests.runtime.groups import (
     PARAMS,
@@ -133,30 +133,6 @@ def test_a_wave_is_asked_of_a_paused_engine_that_then_resumes() -> None:
         "three requests, and a group without one, between the two"
     )
     assert all(paused for entry in engine.log if not isinstance(entry, str) for paused in entry[1:])
-
-
-def test_a_group_is_generating_until_it_is_scored_and_filtered() -> None:
-    seen = []
-    scheduler = coordinator(consumer_batch=1)
-
-    @node(role="REWARD", scope="group", reads=("responses",))
-    async def score(group: Group, responses: list[str]) -> list[float]:
-        seen.append([known.state for known in scheduler.queue.live])
-        return [0.0] * len(responses)
-
-    @node(writes={"kept": "object"}, role="DEFAULT", scope="group", reads=("responses",))
-    async def keep(group: Group, responses: list[str]) -> list[str]:
-        seen.append([known.state for known in scheduler.queue.live])
-        return responses
-
-    asyncio.run(
-        fill(
-            plane_of(OrderedEngine(), bound(score), bound(keep)),
-            LocalSampleQueue(scheduler, Waits()),
-            1,
-        )
-    )
-    assert seen[:2] == [[GroupState.GENERATING], [GroupState.GENERATING]]
 
 
 def test_a_node_may_ask_in_tasks_of_its_own() -> None:
