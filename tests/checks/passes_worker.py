@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from distflow.checks.check import Wrong
@@ -17,22 +17,17 @@ from distflow.checks.gradients import check_gradients
 from distflow.checks.optimizers import check_optimizers
 from distflow.checks.plain_forward import Ids, logits_of, plainly
 from distflow.checks.sharded_passes import ShardedPasses
-from distflow.checks.update_records import UpdateRecord, UpdateWatch, striped, trained
+from distflow.checks.update_records import UpdateRecord, UpdateWatch
 from distflow.cluster.process_groups import TorchCollective
 from distflow.config import Config, load_config
 from distflow.models.loading import load_model
-from distflow.models.sharding import Sharding, own_part
+from distflow.models.sharding import Sharding
 from distflow.training.optimizer import make_optimizer, make_schedule
 from distflow.training.torch_engine import TorchTrainEngine
 from tests.training.batches import TokenMeanLoss, ragged_batch
 
 SEQUENCES = [Ids((3, 4, 5), (6, 7)), Ids((8,), (9, 10, 11))]
 SHARES = (list(range(6)), [6, 7])
-
-
-def summed(model: nn.Module, sequence: Any) -> Tensor:
-    (logits,) = logits_of(lambda model, **inputs: model(**inputs), model, [sequence])
-    return (logits * torch.arange(logits.numel()).view_as(logits).cos()).sum()
 
 
 def passes(model: nn.Module, plain: nn.Module, rank: int) -> None:
@@ -47,28 +42,6 @@ def passes(model: nn.Module, plain: nn.Module, rank: int) -> None:
             ):
                 torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)
         turns.finish()
-
-
-def gradients(model: nn.Module, plain: nn.Module, rank: int) -> None:
-    """Of both ranks' sums together; those that the model has stay, and a rank that fails leaves no
-    other waiting."""
-    turns = ShardedPasses(TorchCollective(), [model])
-    names = dict(striped(trained(model), turn=1))
-    for parameter in model.parameters():
-        parameter.grad = torch.ones_like(parameter)
-    with plainly(model), plainly(plain):
-        found = turns.gradients(model, list(names.values()), lambda: summed(model, SEQUENCES[rank]))
-        both = summed(plain, SEQUENCES[0]) + summed(plain, SEQUENCES[1])
-        whole = dict(plain.named_parameters())
-        wanted = torch.autograd.grad(both, [whole[name] for name in names])
-        for name, own, other in zip(names, found, wanted, strict=True):
-            part = torch.chunk(other, 2)[rank]
-            torch.testing.assert_close(own, part, rtol=1e-4, atol=1e-4, msg=name)
-        if rank == 0:
-            with pytest.raises(RuntimeError, match="another rank failed"):
-                turns.gradients(model, list(names.values()), lambda: summed(model, SEQUENCES[0]))
-    turns.finish()
-    assert all(bool((own_part(parameter.grad) == 1).all()) for parameter in model.parameters())
 
 
 def updates(model: nn.Module, rank: int, folder: Path) -> None:
@@ -129,6 +102,4 @@ def main(rank: int, folder: Path) -> None:
     plain = load_model(folder / "model")
     model = load_model(folder / "model", sharding=Sharding(mesh))
     passes(model, plain, rank)
-    gradients(model, plain, rank)
-    model.zero_grad(set_to_none=True)
     updates(model, rank, folder)

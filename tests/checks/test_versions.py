@@ -7,10 +7,8 @@ from typing import Any
 
 import pytest
 
-from distflow.checks import draws
-from distflow.checks.sharded_passes import ShardedPasses
+from distflow.checks import draws, losses
 from distflow.errors import TrustError
-from distflow.models.packed_attention import PACKED_ATTENTION
 from distflow.rollout.embedded import host_lane as embedded
 from distflow.rollout.embedded import sampler
 from distflow.rollout.embedded import scheduler as sequences
@@ -62,13 +60,14 @@ def test_too_large_moves_by_rounding_are_not_checked(
 def test_gradients_that_rounding_does_not_explain_are_an_alarm(
     rough: Playground, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    original = ShardedPasses.gradients
+    original, calls = losses._gradients, list[int]()
 
-    def gradients(turns: Any, model: Any, *asked: Any) -> list[Any]:
-        is_packed = model.config._attn_implementation == PACKED_ATTENTION
-        return [each * (1.05 if is_packed else 1.0) for each in original(turns, model, *asked)]
+    def gradients(*asked: Any) -> list[Any]:
+        calls.append(0)
+        is_packed = len(calls) == 1 + losses.NUM_SEQUENCES  # after those of each sequence
+        return [each * (1.05 if is_packed else 1.0) for each in original(*asked)]
 
-    monkeypatch.setattr(ShardedPasses, "gradients", gradients)
+    monkeypatch.setattr(losses, "_gradients", gradients)
     with pytest.raises(TrustError, match=r"\(loss\): .* differs by 0\.05"):
         rough.run("grpo", "trust.check_freq=1", "trainer.total_training_steps=1")
 

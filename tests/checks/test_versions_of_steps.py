@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from distflow.checks.invariants import check_queued, check_versions
+from distflow.checks.invariants import check_versions
 from distflow.errors import TrustError
 from tests.checks.batches import sampled_batch
 
@@ -48,41 +48,3 @@ def test_tokens_of_every_age_that_is_allowed_pass() -> None:
 def test_others_stop_the_run(sample: list[int], synced: int, message: str) -> None:
     with pytest.raises(TrustError, match=message):
         check([5] * 5, [5], [6] * 4, sample, synced=synced)
-
-
-def test_the_queue_must_have_recorded_tokens_and_lowest_version_of_each_group() -> None:
-    batch = sampled_batch()
-    lengths = batch.lengths("response").tolist()
-    batch["versions"] = torch.tensor(
-        [version for i, n in enumerate(lengths) for version in [5 + i // 2, *[7] * (n - 1)]]
-    )
-    batch["versions"][0] = -1  # of no policy
-    numbers = batch["group_index"].tolist()
-    versions = batch.flat("versions").split(lengths)
-    least = {
-        number: min(
-            v
-            for row, own in zip(numbers, versions, strict=True)
-            if row == number
-            for v in own.tolist()
-            if v >= 0
-        )
-        for number in numbers
-    }
-    tokens = dict.fromkeys(numbers, 0)
-    for number, length in zip(numbers, batch.lengths("sequence").tolist(), strict=True):
-        tokens[number] += length
-    queued = {number: (tokens[number], least[number]) for number in numbers}
-    check_queued(batch, {})
-    check_queued(batch, queued)
-    first = numbers[0]
-    check_queued(batch, queued | {first: (tokens[first], None)})
-    with pytest.raises(
-        TrustError,
-        match=f"version 7 as the lowest of group {first}, but its tokens begin with version",
-    ):
-        check_queued(batch, queued | {first: (tokens[first], 7)})
-    with pytest.raises(
-        TrustError, match=f"1 tokens for group {first}, but its samples have {tokens[first]}"
-    ):
-        check_queued(batch, queued | {first: (1, None)})

@@ -8,8 +8,6 @@ from typing import Any
 import pytest
 import torch
 
-from distflow.data.batch import Batch
-from distflow.errors import TrustError
 from distflow.observe.run_reader import read_samples
 from tests.e2e.runs import Playground
 from tests.tiny_models import tiny_tokenizer
@@ -85,42 +83,6 @@ DECISIONS = (
     "algorithm.sample_level=decision",
     "actor_rollout_ref.actor.loss_agg_mode=seq-mean-token-mean",
 )
-
-
-@pytest.mark.slow
-def test_decisions_with_the_tokens_of_others_are_found(
-    playground: Playground, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    right = Batch.by_decision
-
-    def rolled(batch: Batch) -> tuple[Batch, torch.Tensor]:
-        samples, places = right(batch)
-        samples["advantages"] = samples.flat("advantages").roll(5)
-        return samples, places
-
-    monkeypatch.setattr(Batch, "by_decision", rolled)
-    with pytest.raises(
-        TrustError,
-        match="differs from its value before the step's first update|the gradient of the",
-    ):
-        playground.run("grpo", *ACTS, options(), *DECISIONS)
-
-
-@pytest.mark.slow
-def test_decisions_that_are_left_out_are_found(
-    playground: Playground, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    right = Batch.by_decision
-
-    def first(batch: Batch) -> tuple[Batch, torch.Tensor]:
-        samples, places = right(batch)
-        return samples.select((samples["decision"] == 0).nonzero()[:, 0]), places
-
-    monkeypatch.setattr(Batch, "by_decision", first)
-    with pytest.raises(TrustError, match="was in 0 mini-batches of the actor"):
-        playground.run(
-            "grpo", *ACTS, options(), *DECISIONS, "actor_rollout_ref.actor.ppo_mini_batch_size=2"
-        )
 
 
 @pytest.mark.slow

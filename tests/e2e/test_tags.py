@@ -6,9 +6,7 @@ from typing import Any
 
 import pytest
 
-from distflow.data import dataset_columns
-from distflow.errors import TrustError, UserError
-from distflow.launch.data_sets import DataSource
+from distflow.errors import UserError
 from distflow.observe.run_reader import read_metrics, read_samples
 from tests.e2e.runs import Playground
 from tests.sparse_params import one_fast_in
@@ -142,35 +140,3 @@ def test_a_row_without_a_domain_is_told_with_its_file_and_line(
     assert not [note for note in run.notes("warning") if "sampled policy" not in note]
     _, spec = ground.spec("grpo", *given(ground, *bad, "data.bad_rows=skip"))
     assert spec.num_left_out == {"train": 3, "val math": 2, "val code": 1}, "each once"
-
-
-def test_the_run_finds_rows_in_another_domain_than_their_tags(
-    ground: Playground, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    right = dataset_columns._tag
-
-    def planted(values: Any, columns: Any) -> str:
-        tag = right(values, columns)
-        return {"gsm": "mbpp", "mbpp": "gsm"}.get(tag, tag)
-
-    monkeypatch.setattr(dataset_columns, "_tag", planted)
-    with pytest.raises(
-        TrustError, match=r"\(data\): .*(the tag of .*rows.jsonl:\d+ is|rows were lost)"
-    ):
-        ground.run("grpo", *given(ground), name="swapped")
-
-
-def test_the_run_finds_rows_of_a_tag_that_are_lost(
-    ground: Playground, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    read = DataSource.read
-
-    def planted(self: DataSource, run_dir: Path) -> Any:
-        rows, bad = read(self, run_dir)
-        return [row for row in rows if row.tag != "aime"], bad
-
-    monkeypatch.setattr(DataSource, "read", planted)
-    with pytest.raises(
-        TrustError, match=r"\(data\): 18 rows of the train_files are wanted, but 15 are used"
-    ):
-        ground.run("grpo", *given(ground), name="lost")

@@ -9,7 +9,6 @@ from distflow.checks.engine_weights import check_weights
 from distflow.checks.episodes import check_episodes
 from distflow.checks.gradients import check_gradients
 from distflow.checks.groups import check_groups
-from distflow.checks.loaded_weights import check_loaded
 from distflow.checks.log_probs import check_log_probs, check_reference
 from distflow.checks.losses import check_losses
 from distflow.checks.masks import check_masks
@@ -22,7 +21,7 @@ from distflow.checks.turns import check_turns
 from distflow.checks.validation import check_validation
 from distflow.checks.versions import check_versions
 
-AT_START: tuple[Check, ...] = (check_data, check_loaded)
+AT_START: tuple[Check, ...] = (check_data,)
 """Run on the `CheckedRun`, before anything is generated."""
 
 BEFORE: tuple[Check, ...] = (

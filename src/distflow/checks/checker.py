@@ -30,7 +30,7 @@ from distflow.rollout.engine_weights import stripe_hashes
 from distflow.runtime.checks_protocol import CHECK_STATE
 from distflow.runtime.compiled_node import Step
 from distflow.runtime.rollout_loop.rollout_services import RolloutServices
-from distflow.runtime.sample_queue.protocol import Queued, ResumePoint
+from distflow.runtime.sample_queue.protocol import ResumePoint
 from distflow.runtime.worker_inputs import WorkerInputs
 from distflow.training.engine import LossFn, TrainEngine
 
@@ -118,9 +118,8 @@ class Checker:
         group_ids: Sequence[int],
         batch: Batch,
         synced_version: int | None,
-        queued: Queued | None = None,
     ) -> None:
-        self._invariants.step_taken(batch, step, synced_version, queued)
+        self._invariants.step_taken(batch, step, synced_version)
         records = self.groups.take(group_ids)
         if not self._is_on:
             return
@@ -193,7 +192,6 @@ class Checker:
                 with global_random_states.lent():  # a user's loss may draw
                     run = partial(run_plainly, update=self._watch.record)
                     why_not = self._check(check_losses.name, run, recorded)
-                    self._run.passes.finish()
                     if why_not is not None:
                         self._found[check_losses.name] = why_not
             self._watch.begin(recorded.step)

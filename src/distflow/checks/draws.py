@@ -56,8 +56,8 @@ class _Draw:
 
 @check(
     "draws",
-    "every token, or number of an action, is the one that the sample's own random stream (seed, "
-    "epoch, row, sample, position) draws from the policy of its version, by inverse CDF in "
+    "every token is the one that the sample's own random stream (seed, epoch, row, sample, "
+    "position) draws from the policy of its version, by inverse CDF in "
     "vocabulary order, and has the log-prob of that distribution; of an engine with random numbers "
     "of its own, tokens are inside of top_k, top_p and min_p, and on average as likely as the "
     "policy's entropy implies (else a warning)",
@@ -118,8 +118,7 @@ def _draws_of(recorded: RecordedStep, sample: Sample) -> list[_Draw]:
     or other parameters than the config's."""
     group = recorded.prompt_group(sample)
     assert group is not None, "called only if it is known"
-    epoch, _ = recorded.place_of(group)
-    stream = Stream(recorded.config.trainer.seed, group.stream, epoch, group.row)
+    stream = Stream(recorded.config.trainer.seed, group.stream, group.epoch, group.row)
     scores, known = recorded.drawn[sample["uid"]]
     turns = [
         (turn.request, turn.start, turn.end, turn.conversation) for turn in recorded.turns(sample)
@@ -157,15 +156,11 @@ def _unlike(recorded: RecordedStep, sample: Sample, draws: list[_Draw]) -> str:
     rounding hides it."""
     if not recorded.run.is_exact:
         return ""
-    scores, _ = recorded.drawn[sample["uid"]]
     for draw in draws:
         mass = draw.high - draw.low
-        likely = math.log(max(mass, TINY))
-        if "action_values" in sample:
-            likely = float(scores.log_probs[draw.position])
-        elif mass <= TINY:
+        if mass <= TINY:
             continue
-        gap = float(sample["sampling_log_probs"][draw.position]) - likely
+        gap = float(sample["sampling_log_probs"][draw.position]) - math.log(mass)
         if not abs(gap) <= LOG_PROB:
             return f"of token {draw.position} of sample {sample['uid']} is {gap:+.3g} away from"
     return ""

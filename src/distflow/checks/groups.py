@@ -1,16 +1,15 @@
-"""Check: a step holds its groups, each complete and of the row that its number gives."""
+"""Check: a step holds its groups, each complete and of a row of its own."""
 
 from collections import Counter
 
 from distflow.checks.check import Wrong, check
 from distflow.checks.recorded_step import RecordedStep
-from distflow.scheduling.group_states import PromptGroup
 
 
 @check(
     "groups",
-    "the step contains its groups, each with all of its samples exactly once, and each of the row "
-    "that its number gives; the groups of a domain follow one another",
+    "the step contains its groups, each with all of its samples exactly once, and no two are of "
+    "the same row in an epoch",
     needs="for rows: groups that this process generated",
     limit="equal",
 )
@@ -42,27 +41,17 @@ def check_groups(recorded: RecordedStep) -> str | None:
     return None
 
 
-def row_of(recorded: RecordedStep, prompt_group: PromptGroup) -> int:
-    """The number of the group's row. Raises Wrong if it was generated from another."""
-    _, row = recorded.place_of(prompt_group)
-    if prompt_group.row != row:
-        raise Wrong(
-            f"group {prompt_group.group_id} was generated from row {prompt_group.row} of the data, "
-            f"but its number gives row {row}"
-        )
-    return row
-
-
 def _check_rows(recorded: RecordedStep) -> None:
-    """Every group generated here is of its row; positions in a domain are consecutive."""
-    last = recorded.run.positions
+    """No two groups generated here are of the same row in an epoch, of the steps that are
+    checked."""
     for number, record in sorted(recorded.records.items()):
         group = record.prompt_group
-        row_of(recorded, group)
-        known = last.setdefault(group.stream, [-1, -1])
-        if recorded.run.spec.data.domains and (number > known[0]) != (group.position > known[1]):
+        epochs = recorded.run.rows_used.setdefault(group.stream, {})
+        first = epochs.setdefault(group.epoch, {}).setdefault(group.row, number)
+        if first != number:
             raise Wrong(
-                f"group {number} is at position {group.position} of its domain, but {known[0]} at "
-                f"{known[1]}"
+                f"group {number} was generated from row {group.row} of the data, as was group "
+                f"{first} of the same epoch"
             )
-        last[group.stream] = max(known, [number, group.position])
+        for epoch in [epoch for epoch in epochs if epoch < group.epoch - 1]:
+            del epochs[epoch]

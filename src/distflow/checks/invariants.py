@@ -17,7 +17,6 @@ from distflow.data.batch import Batch, repeated
 from distflow.errors import TrustError
 from distflow.models.weight_soundness import magnitudes
 from distflow.runtime.resources import Resources
-from distflow.runtime.sample_queue.protocol import Queued
 from distflow.runtime.spec import Spec
 from distflow.training.engine import Collective, TrainEngine
 
@@ -81,17 +80,10 @@ class Invariants:
             spec.config.actor_rollout_ref.rollout.workflow is None,
         )
 
-    def step_taken(
-        self,
-        batch: Batch,
-        step: int,
-        synced_version: int | None,
-        queued: Queued | None = None,
-    ) -> None:
+    def step_taken(self, batch: Batch, step: int, synced_version: int | None) -> None:
         check_alignment(batch, self.same_prompts)
         if synced_version is not None:
             check_versions(batch, step, synced_version, self.max_staleness)
-        check_queued(batch, queued or {})
         check_whole(batch)
 
     def updated(
@@ -220,42 +212,6 @@ def check_whole(batch: Batch) -> None:
         )
 
 
-def check_queued(batch: Batch, queued: Queued) -> None:
-    """queued: by group id, the tokens and the lowest version that the sample queue has recorded.
-
-    Raises TrustError if a group has another number of tokens, or another lowest version: staleness
-    would be bounded for other tokens.
-    """
-    versions = batch.flat("versions").cpu().numpy()
-    lengths = batch.lengths("response").numpy()
-    groups, rows = np.unique(batch["group_index"].cpu().numpy(), return_inverse=True)
-    none = np.iinfo(np.int64).max
-    found = np.full(len(groups), none)
-    drawn = lengths > 0
-    if drawn.any():
-        lowest = np.minimum.reduceat(
-            np.where(versions >= 0, versions, none), (np.cumsum(lengths) - lengths)[drawn]
-        )
-        np.minimum.at(found, rows[drawn], lowest)
-    tokens = np.bincount(rows, batch.lengths("sequence").numpy(), len(groups))
-    for number, own, count in zip(groups.tolist(), found.tolist(), tokens.tolist(), strict=True):
-        recorded, version = queued.get(number, (count, None))
-        if recorded != count:
-            raise TrustError(
-                f"the sample queue and the ledger have {recorded} tokens for group {number}, but "
-                "its samples "
-                f"have {count:.0f}: ranks are balanced and progress is counted by other tokens"
-            )
-        if own != none and version not in (own, None):
-            raise TrustError(
-                f"the sample queue has recorded version {version} as the lowest of group {number}, "
-                "but "
-                f"its tokens begin with version {own}: the bound on staleness "
-                "(async.max_staleness) and the ledger are "
-                "of other tokens"
-            )
-
-
 def check_alignment(batch: Batch, same_prompts: bool = True) -> None:
     """Compare columns written by different parts of the system.
 
@@ -294,8 +250,6 @@ def check_alignment(batch: Batch, same_prompts: bool = True) -> None:
 
 
 def _check_groups(batch: Batch, same_prompts: bool) -> None:
-    if _is_plain(batch):
-        return
     prompts: dict[int, tuple[str, bytes]] = {}
     episodes_seen: set[tuple[int, int]] = set()
     ids = batch.flat("prompt_ids").cpu().numpy()
@@ -319,22 +273,6 @@ def _check_groups(batch: Batch, same_prompts: bool) -> None:
                 f"the episodes of samples {first_uid} and {uid} are one group but differ in their "
                 "prompts"
             )
-
-
-def _is_plain(batch: Batch) -> bool:
-    """Whether every sample has its group's number and its group's prompt, as in most batches."""
-    groups = batch["group_index"].cpu().numpy()
-    lengths = batch.lengths("prompt").numpy()
-    if not all(map(str.startswith, batch["uid"], [f"{group}-" for group in groups.tolist()])):
-        return False
-    _, first, of_group = np.unique(groups, return_index=True, return_inverse=True)
-    first = first[of_group]
-    if not np.array_equal(lengths, lengths[first]):
-        return False
-    ids = batch.flat("prompt_ids").cpu().numpy()
-    starts = np.cumsum(lengths) - lengths
-    back = np.repeat(starts - starts[first], lengths)
-    return np.array_equal(ids, ids[np.arange(len(ids)) - back])
 
 
 def _first(batch: Batch, wrong: NDArray[np.bool_]) -> tuple[str, int] | None:

@@ -5,8 +5,6 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
-from distflow.rollout.engine_weights import stripe_hashes
-
 Weights = Mapping[str, Tensor]
 """Trained weights by the names of the model's parameters."""
 
@@ -14,31 +12,24 @@ Weights = Mapping[str, Tensor]
 class KeptWeights:
     """The trained weights of the last versions, in the rollout engine's dtype, on the CPU.
 
-    At most the newest `most` versions; versions with the same weights share one copy.
+    At most the newest `most` versions.
     """
 
     def __init__(self, most: int, dtype: torch.dtype) -> None:
         self._most = most
         self._dtype = dtype
         self._copies: dict[int, Weights] = {}
-        self._last: Mapping[str, str] = {}
 
     def __len__(self) -> int:
         return len(self._copies)
 
     def keep(self, version: int, model: nn.Module) -> None:
         """Keep the model's current weights, those of `version`, the newest."""
-        own = dict[str, Tensor]()
+        copies = dict[str, Tensor]()
         for name, parameter in model.named_parameters():
             if parameter.requires_grad:
-                own[name] = parameter.detach()
-        hashes = stripe_hashes(own.items())
-        if hashes == self._last and self._copies:
-            self._copies[version] = self._copies[max(self._copies)]
-        else:
-            copies = {name: w.to("cpu", self._dtype, copy=True) for name, w in own.items()}
-            self._copies[version] = copies
-        self._last = hashes
+                copies[name] = parameter.detach().to("cpu", self._dtype, copy=True)
+        self._copies[version] = copies
         self.forget(version - self._most)
 
     def forget(self, version: int) -> None:

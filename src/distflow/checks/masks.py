@@ -1,8 +1,8 @@
-"""Check: the masks are on exactly the policy's tokens of samples that are trained on."""
+"""Check: the loss is on exactly the policy's tokens of samples that are trained on."""
 
 import torch
 
-from distflow.checks.check import Wrong, check, check_tokens
+from distflow.checks.check import check, check_tokens
 from distflow.checks.recorded_step import RecordedStep
 from distflow.checks.samples import Sample
 from distflow.config.derived_settings import algorithm_of
@@ -12,25 +12,13 @@ ON_DRAWN = ": it is 1 on exactly the tokens that the policy generated"
 
 @check(
     "masks",
-    "response_mask covers exactly the tokens that the policy generated, including the end token, "
-    "and loss_mask the same tokens of samples that have a score and are not left out; settings "
-    "that leave out samples or tokens by their numbers may leave out more",
+    "loss_mask covers exactly the tokens that the policy generated, including the end token, of "
+    "samples that have a score and are not left out; settings that leave out samples or tokens by "
+    "their numbers may leave out more",
     needs="no custom node that writes loss_mask",
     limit="equal",
 )
 def check_masks(recorded: RecordedStep) -> str | None:
-    is_generated = recorded.is_ours("responses")
-    for sample in recorded.samples:
-        of_policy = sample["versions"] >= 0
-        requests = recorded.requests(sample) if is_generated else []
-        if requests and int(of_policy.sum()) != len(requests[0][1].token_ids):
-            raise Wrong(
-                f"sample {sample['uid']}: {int(of_policy.sum())} tokens are marked as the "
-                f"policy's, but it generated {len(requests[0][1].token_ids)}"
-            )
-        expected = of_policy.float()
-        wrong = sample["response_mask"] != expected
-        check_tokens(sample, "response_mask", expected, wrong, ON_DRAWN)
     if recorded.is_written("loss_mask") and not recorded.is_ours("loss_mask"):
         return "a user's node writes loss_mask"
     for sample in recorded.samples:

@@ -11,7 +11,7 @@ from distflow.checks.recorded_step import RecordedStep
 from distflow.checks.samples import own_tokens, samples_of
 from distflow.checks.update_records import UpdateRecord
 from distflow.config import Config
-from distflow.config.derived_settings import algorithm_of, is_rl, takes_values, trained_policies
+from distflow.config.derived_settings import is_rl, trained_policies
 from distflow.data.batch import Batch
 
 COLUMNS = (
@@ -39,7 +39,7 @@ def check_mini_batches(recorded: RecordedStep) -> str | None:
             return "no update was recorded"
         _same_columns(recorded)
         return "a user's node chooses the mini-batches"
-    for role in sorted({update.role for update in recorded.updates} | _expected(recorded)):
+    for role in sorted({update.role for update in recorded.updates}):
         _each_once(recorded, role, recorded.updates_of(role))
     for update in recorded.updates:
         _check_micro_batches(update)
@@ -76,36 +76,20 @@ def _check_micro_batches(update: UpdateRecord) -> None:
         )
 
 
-def _expected(recorded: RecordedStep) -> set[str]:
-    """The roles that the pipeline trains: the critic always, the policy after the critic's
-    warm-up."""
-    names = set[object]()
-    for step in recorded.run.training_steps:
-        names.add(getattr(step.node.fn, "keywords", {}).get("name"))
-    roles = {"critic"} if "critic" in names else set[str]()
-    if names & {"actor", "sft", "rm"} and not _warms_up(recorded):
-        roles |= {*(trained_policies(recorded.config) or ("actor",))}
-    return roles
-
-
-def _warms_up(recorded: RecordedStep) -> bool:
-    """Whether the critic alone is trained in this step."""
-    return is_rl(recorded.config) and recorded.step < recorded.config.trainer.critic_warmup
-
-
 def _each_once(recorded: RecordedStep, role: str, updates: list[UpdateRecord]) -> None:
     passes, num_prompts = plan_of(recorded.config, role)
-    if role != "critic" and _warms_up(recorded):
-        passes = 0
     wanted = passes * math.ceil(len(recorded.group_ids) / num_prompts)
     if len(updates) != wanted:
         raise Wrong(
             f"the {role} took {len(updates)} optimizer steps, but {passes} passes over "
             f"{len(recorded.group_ids)} prompts in mini-batches of {num_prompts} are {wanted}"
         )
+    algorithm = recorded.config.algorithm
+    # a decision is a part of a sample, and a critic skips domains whose estimator reads no values
+    if algorithm.sample_level == "decision" or (role == "critic" and algorithm.domains):
+        return
     times = Counter(uid for update in updates for uid in update.uids)
-    names = _names(recorded, _rows(recorded, role))
-    wrong = [(name, times[name]) for name in names if times[name] != passes]
+    wrong = [(uid, times[uid]) for uid in recorded.batch["uid"] if times[uid] != passes]
     if wrong:
         uid, count = wrong[0]
         raise Wrong(
@@ -114,34 +98,13 @@ def _each_once(recorded: RecordedStep, role: str, updates: list[UpdateRecord]) -
         )
 
 
-def _names(recorded: RecordedStep, rows: list[int]) -> list[str]:
-    """Of the samples in mini-batches, or with `algorithm.sample_level` of their decisions."""
-    uids = recorded.batch["uid"]
-    if recorded.config.algorithm.sample_level != "decision":
-        return [uids[row] for row in rows]
-    forks = recorded.batch["forks"]
-    return [f"{uids[row]}/{number}" for row in rows for number in range(1 + len(forks[row]))]
-
-
-def _rows(recorded: RecordedStep, role: str) -> list[int]:
-    """Rows that the role trains on: a critic skips domains whose estimator reads no values."""
-    domains = recorded.batch["domain"]
-    if role != "critic" or not recorded.config.algorithm.domains:
-        return list(range(len(domains)))
-    found = list[int]()
-    for row, domain in enumerate(domains):
-        if takes_values(algorithm_of(recorded.config, domain)):
-            found.append(row)
-    return found
-
-
 def _same_columns(recorded: RecordedStep) -> None:
     """An update may write old log-probs, which later updates then use: only columns that were there
     before the first are compared."""
     before = recorded.batch
     for role in sorted({update.role for update in recorded.updates}):
         for number, update in enumerate(recorded.updates_of(role), start=1):
-            if update.metrics.get("skipped"):
+            if update.metrics.get("skipped") or "decision" in update.batch:
                 continue
             places = _places(before, update.batch)
             for name in COLUMNS:
@@ -164,23 +127,12 @@ def _same_columns(recorded: RecordedStep) -> None:
 
 
 def _places(before: Batch, taken: Batch) -> Tensor:
-    """Where the response tokens of a mini-batch are among those of the step. The tokens of a
-    decision are those of its conversation from the first drawn one on."""
+    """Where the response tokens of a mini-batch are among those of the step."""
     lengths = torch.bincount(before.rows().cpu(), minlength=len(before["uid"]))
-    starts = (lengths.cumsum(0) - lengths).tolist()
+    ends = lengths.cumsum(0)
     row_of = {uid: row for row, uid in enumerate(before["uid"])}
-    decisions = taken["decision"].tolist() if "decision" in taken else None
-    turns = before.flat("turn_index").cpu() if decisions else None
     places = [torch.zeros(0, dtype=torch.int64)]
-    for place, uid in enumerate(taken["uid"]):
+    for uid in taken["uid"]:
         row = row_of[uid]
-        start = starts[row]
-        end = start + int(lengths[row])
-        if decisions is not None and turns is not None:
-            cuts = [0, *(first for _, first in before["forks"][row]), end - start]
-            number = decisions[place]
-            end = start + cuts[number + 1]
-            start += cuts[number]
-            start += int((turns[start:end] >= 0).nonzero()[0])
-        places.append(torch.arange(start, end))
+        places.append(torch.arange(int(ends[row] - lengths[row]), int(ends[row])))
     return torch.cat(places)

@@ -1,14 +1,13 @@
 """Runs models by their own padded forward, without packing, cache or chunks, with the softmax in
 float64."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.distributions import Normal
 
 from distflow.models.image_inputs import own_pass, text_decoder
 from distflow.models.lora import adapter_off, unwrapped
@@ -38,21 +37,11 @@ RunOfTokens = tuple[int, SamplingParams, Sequence[int]]
 """The number of tokens, how they were drawn, and the tokens before them."""
 
 
-class Numbers(NamedTuple):
-    """Of continuous actions. values: float64 `(tokens,)`, NaN on tokens that the policy did not
-    draw. head: the fields of the head that drew them."""
-
-    values: Tensor
-    head: Mapping[str, float]
-
-
 @dataclass(frozen=True)
 class PlainScores:
     """For each response token, float64 `(tokens,)`: its log-prob, the policy's entropy and the
     variance of the policy's log-probs at the temperature; under the distribution of its draw,
-    `below`, the mass of the tokens before it in the vocabulary, and its own `mass`. For a number of
-    a continuous action these are its log-density, the normal distribution's entropy, the variance
-    of its log-density, the mass of smaller numbers, and 0."""
+    `below`, the mass of the tokens before it in the vocabulary, and its own `mass`."""
 
     log_probs: Tensor
     entropy: Tensor
@@ -130,10 +119,7 @@ def vocabulary_of(model: nn.Module) -> int:
 
 
 def plain_scores(
-    logits: Tensor,
-    token_ids: Sequence[int],
-    sampling: Sequence[RunOfTokens],
-    numbers: Numbers | None = None,
+    logits: Tensor, token_ids: Sequence[int], sampling: Sequence[RunOfTokens]
 ) -> PlainScores:
     """logits: of the tokens, `(tokens, vocabulary)`. sampling: of all tokens, run by run."""
     rows = max(1, MAX_DOUBLES // logits.shape[-1])
@@ -147,67 +133,14 @@ def plain_scores(
             parts.append(_scores_of(part, tokens, params, seen))
             seen = torch.cat([seen, tokens])
         start += number
-    columns = [torch.cat(column) for column in zip(*parts, strict=True)]
-    if numbers is not None:
-        drawn = ~numbers.values.isnan()
-        normal = normals_of(logits.cpu(), ids, numbers)
-        own_values = numbers.values[drawn]
-        likely = normal.log_prob(own_values)
-        below = normal.cdf(own_values)
-        known = likely, normal.entropy(), torch.tensor(0.5), below, torch.tensor(0.0)
-        columns = [
-            whole.index_put((drawn,), one.double())
-            for whole, one in zip(columns, known, strict=True)
-        ]
-    return PlainScores(*columns)
+    return PlainScores(*(torch.cat(column) for column in zip(*parts, strict=True)))
 
 
-def normals_of(logits: Tensor, token_ids: Tensor, numbers: Numbers) -> Normal:
-    """The distributions, in float64, of the numbers that were drawn as some of the tokens
-    `(tokens,)`.
-
-    Of a gaussian head, by the token's own logit, the mean, and the one after it, whose tanh goes
-    from a log standard deviation of −3 to one of 1. Of a flow, by the velocity from the number
-    before a step to the action that the model expects at the time 1; noise has the standard normal
-    distribution."""
-    values = numbers.values
-    head = numbers.head
-    rows = (~values.isnan()).nonzero()[:, 0]
-    ids = token_ids[rows]
-    first = int(head["first"])
-    steps = int(head["steps"])
-    bins = int(head["bins"])
-    if not steps:
-        mean = logits[rows, ids].double()
-        spread = logits[rows, ids + 1].double()
-        return Normal(mean, (4 * (2 * spread).sigmoid() - 3).exp(), validate_args=False)
-    places = (ids - first) // bins
-    dim = int(head["dim"])
-    time = (places // dim % (steps + 1) - 1).double() / steps
-    is_noise = places // dim % (steps + 1) == 0
-    noisy = values[(rows - dim).clamp(min=0)].nan_to_num()
-    action = logits[rows, first + bins * places].double()
-    mean = noisy + (action - noisy) / (1 - time) * (1 / steps)
-    std = torch.full_like(mean, head["noise"] * (1 / steps) ** 0.5)
-    return Normal(
-        mean.masked_fill(is_noise, 0.0), std.masked_fill(is_noise, 1.0), validate_args=False
-    )
-
-
-def log_probs_of(
-    logits: Tensor,
-    token_ids: Sequence[int],
-    temperature: float | Tensor,
-    numbers: Numbers | None = None,
-) -> Tensor:
+def log_probs_of(logits: Tensor, token_ids: Sequence[int], temperature: float | Tensor) -> Tensor:
     """Float64 `(tokens,)`, differentiable. temperature: of all tokens, or `(tokens, 1)`."""
     logits = logits.cpu().double()
     ids = torch.tensor(list(token_ids), dtype=torch.int64)
-    found = (logits / temperature).log_softmax(-1).gather(-1, ids[:, None])[:, 0]
-    if numbers is None:
-        return found
-    own = (~numbers.values.isnan()).nonzero()[:, 0]
-    return found.index_copy(0, own, normals_of(logits, ids, numbers).log_prob(numbers.values[own]))
+    return (logits / temperature).log_softmax(-1).gather(-1, ids[:, None])[:, 0]
 
 
 def _scores_of(

@@ -1,7 +1,6 @@
 """What the checks of a step read: the run, and the recorded data of one step."""
 
 import copy
-import hashlib
 import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -10,9 +9,7 @@ from itertools import takewhile
 from operator import eq
 from typing import Any, NamedTuple, TypeVar
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from distflow.checks.check import NOT_APPLICABLE, is_builtin, plain_function
@@ -41,6 +38,7 @@ from distflow.runtime.resources import Resources
 from distflow.runtime.rollout_loop.rollout_services import RolloutServices
 from distflow.runtime.spec import Spec
 from distflow.runtime.worker_inputs import WorkerInputs
+from distflow.scheduling.data_plan import place
 from distflow.scheduling.group_states import PromptGroup
 from distflow.training.engine import Collective
 
@@ -64,8 +62,8 @@ class CheckedRun:
     """JSON values that persist across checked steps and are in every checkpoint."""
     compare_memory: Callable[[int], str | None] = lambda step: NOT_APPLICABLE
     """With the saved run's, before the first update of a step; see `Check.run`."""
-    positions: dict[str, list[int]] = field(default_factory=dict)
-    """By stream, the last group's number and its position in its domain."""
+    rows_used: dict[str, dict[int, dict[int, int]]] = field(default_factory=dict)
+    """By stream, epoch and row, the group that was generated from it."""
     _warnings: set[str] = field(default_factory=set)
 
     @property
@@ -193,9 +191,10 @@ class RecordedStep:
         spec = self.run.spec
         if spec.data.domains or len(spec.plan.ranks) == 1 or not self.is_ours("responses"):
             return None
-        group = PromptGroup(int(sample["group_index"]), 0, 0, spec.data.group_size, 0)
-        epoch, row = self.place_of(group)
-        return group.changed(epoch=epoch, row=row)
+        data = spec.data
+        number = int(sample["group_index"])
+        epoch, row = place(number, data.num_rows, data.seed, data.shuffle)
+        return PromptGroup(number, epoch, row, data.group_size, 0)
 
     def some_samples(self, most: int) -> list[Sample]:
         """At most `most` samples from as many groups as possible, drawn by the step number."""
@@ -310,35 +309,5 @@ class RecordedStep:
         """The limit for models in float32, or for a lower precision."""
         return exact if self.run.is_exact else rounded
 
-    def place_of(self, prompt_group: PromptGroup) -> tuple[int, int]:
-        """Epoch and row of a group, from its number or its position in its domain."""
-        data = self.run.spec.data
-        first = 0
-        word = 0
-        num_rows = data.num_rows
-        position = prompt_group.group_id
-        if data.domains:
-            position = prompt_group.position
-            name = prompt_group.stream.removeprefix("train/")
-            word = int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little")
-            for domain in data.domains:
-                num_rows = domain.num_rows
-                if domain.name == name:
-                    break
-                first += num_rows
-        epoch, position = divmod(position, num_rows)
-        if not data.shuffle:
-            return epoch, first + position
-        return epoch, first + int(shuffled(num_rows, (data.seed, 0), (epoch, word))[position])
-
     def updates_of(self, role: str) -> list[UpdateRecord]:
         return [update for update in self.updates if update.role == role]
-
-
-@lru_cache(maxsize=16)
-def shuffled(num: int, key: tuple[int, int], counter: tuple[int, int]) -> NDArray[np.intp]:
-    """The order of `num` sorted raw Philox words."""
-    words = np.random.Philox(
-        key=np.array(key, np.uint64), counter=np.array([0, 0, *counter], np.uint64)
-    )
-    return np.argsort(words.random_raw(num), kind="stable")

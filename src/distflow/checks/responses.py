@@ -3,7 +3,6 @@
 import torch
 
 from distflow.checks.check import Wrong, check, check_same, shortened
-from distflow.checks.groups import row_of
 from distflow.checks.recorded_step import RecordedStep
 from distflow.checks.samples import Sample
 from distflow.config.derived_settings import response_limit
@@ -37,7 +36,7 @@ def check_responses(recorded: RecordedStep) -> str | None:
         if group is None:
             continue
         is_any_known = True
-        row = recorded.run.row(row_of(recorded, group))
+        row = recorded.run.row(group.row)
         _check_prompt(sample, row)
         requests = recorded.requests(sample)
         if requests:
@@ -177,7 +176,7 @@ def _check_episodes(recorded: RecordedStep) -> str | None:
             continue
         is_any_known = True
         group = recorded.records[int(sample["group_index"])].prompt_group
-        row = recorded.run.row(row_of(recorded, group))
+        row = recorded.run.row(group.row)
         ids = sample["response_ids"].tolist()
         kept = recorded.num_used(sample)
         last = dict[str, str]()

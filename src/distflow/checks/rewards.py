@@ -3,15 +3,15 @@ call returns them again, and they are what the sample is trained on."""
 
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from distflow.checks.check import NOT_APPLICABLE, Wrong, check
 from distflow.checks.group_records import GroupRecord
-from distflow.checks.recorded_step import SCORES_LAST_REPLY, RecordedStep
-from distflow.checks.samples import Sample, index_of
+from distflow.checks.recorded_step import RecordedStep
+from distflow.checks.samples import Sample
 from distflow.config import Config
 from distflow.config.derived_settings import response_limit
 from distflow.config.keys.reward import RewardPart, on_error_of, scoring_models
@@ -98,9 +98,8 @@ def _call_again(recorded: RecordedStep, drawn: Sequence[tuple[Sample, GroupRecor
 
 @check(
     "rewards",
-    "a sample's score is the weighted sum of its own scores and the overlong penalty, or the "
-    "workflow's result; it is on its last token, and each turn's own reward on that turn's last "
-    "token",
+    "a sample's score is the weighted sum of its own scores and the overlong penalty, on its last "
+    "token, and each turn's own reward is on that turn's last token",
     needs="scores of the built-in reward nodes",
     limit=f"{SUM_LIMIT:g} relative",
 )
@@ -243,25 +242,12 @@ def _shown(results: Sequence[RewardResult]) -> str:
 
 
 def _check_total(recorded: RecordedStep, sample: Sample) -> None:
-    """The score on the sample's tokens is what its parts or its workflow make."""
-    wanted = _total(recorded, sample)
-    if wanted is None:
-        wanted = float(sample["scores"])
-    found = float(sample["token_level_scores"].double().sum())
-    sizes = [abs(part) for part in sample["reward_parts"].values()]
-    if abs(found - wanted) <= SUM_LIMIT * max([1.0, abs(wanted), *sizes]):
-        return
-    raise Wrong(
-        f"sample {sample['uid']} has the score {found:g}, but by its parts "
-        f"{dict(sample['reward_parts'])}, or what its workflow returned, it is {wanted:g}: "
-        "something is added, left out or weighted otherwise than in reward.functions"
-    )
-
-
-def _total(recorded: RecordedStep, sample: Sample) -> float | None:
-    """The sample's score by its parts, its workflow, or reward.on_error; None if only the
-    column `scores` has it, NaN if there is none."""
+    """The score on the sample's tokens is the one that its parts make, or that the built-in nodes
+    have given it."""
     config = recorded.config
+    parts = sample["reward_parts"]
+    is_plain = config.actor_rollout_ref.rollout.workflow is None
+    wanted = float(sample["scores"])
     if sample["reward_errors"] is not None:
         fallback = on_error_of(config.reward, sample["domain"])
         if not isinstance(fallback, float):
@@ -269,46 +255,24 @@ def _total(recorded: RecordedStep, sample: Sample) -> float | None:
                 f"sample {sample['uid']} has a score in spite of reward errors: "
                 f"{sample['reward_errors']}"
             )
-        return fallback
-    workflow = config.actor_rollout_ref.rollout.workflow
-    parts = sample["reward_parts"]
-    if workflow is None:
-        if not recorded.is_ours("reward_parts"):
-            return None
-        own = [weight * parts.get(n, 0.0) for n, weight in functions_of(recorded, sample).items()]
+        wanted = fallback
+    elif is_plain and recorded.is_ours("reward_parts"):
+        weights = functions_of(recorded, sample)
+        for name, model in scoring_models(config.reward_model, sample["domain"]).items():
+            weights[name] = model.weight
         zone = config.reward.overlong
         limit = response_limit(config, sample["domain"])
         penalty = Overlong(zone.buffer_tokens, zone.factor)
-        total = math.fsum(own) + penalty.penalty(len(sample["response_ids"]), limit)
-    else:
-        record = recorded.record_of(sample)
-        returned = _returned(sample, record) if record is not None else None
-        if returned is None or workflow in SCORES_LAST_REPLY:
-            return None
-        total = returned - getattr(config.reward.limit_penalty, sample["finish_reason"], 0.0)
-    if any("scores" in step.node.contract.writes for step in recorded.run.training_steps):
-        for name, model in scoring_models(config.reward_model, sample["domain"]).items():
-            total += parts.get(name, math.nan) * model.weight
-    return total
-
-
-def _returned(sample: Sample, record: GroupRecord) -> float | None:
-    """The score that the workflow returned for the episode: a number, parts or their `score`, or a
-    reward result."""
-    ids = (*sample["prompt_ids"].tolist(), *sample["response_ids"].tolist())
-    for kind, *values in record.events.get(index_of(sample), ()):
-        if kind != "returned":
-            continue
-        tokens, returned = values
-        if tokens != ids:
-            raise Wrong(f"sample {sample['uid']} has different tokens than its episode")
-        value = getattr(getattr(returned, "reward_result", returned), "value", returned)
-        if not isinstance(value, Mapping):
-            return float(value)
-        if "score" in value:
-            return float(value["score"])
-        return math.fsum(float(part) for name, part in value.items() if name != "acc")
-    return None
+        wanted = math.fsum(weight * parts.get(name, 0.0) for name, weight in weights.items())
+        wanted += penalty.penalty(len(sample["response_ids"]), limit)
+    found = float(sample["token_level_scores"].double().sum())
+    sizes = [abs(part) for part in parts.values()]
+    if abs(found - wanted) > SUM_LIMIT * max([1.0, abs(wanted), *sizes]):
+        raise Wrong(
+            f"sample {sample['uid']} has the score {found:g}, but by its parts {dict(parts)} it is "
+            f"{wanted:g}: something is added, left out or weighted otherwise than in "
+            "reward.functions"
+        )
 
 
 def _check_places(sample: Sample) -> None:

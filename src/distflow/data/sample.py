@@ -159,7 +159,6 @@ on_event: ContextVar[Callable[..., None] | None] = ContextVar("on_event", defaul
 - kept: the conversation's name, how many tokens of its last reply had an effect
 - paid: the conversation's name, the reward of its last turn
 - judged: the text to be scored; None for the last reply
-- returned: all tokens of the episode, and its workflow's result
 """
 
 

@@ -10,7 +10,7 @@ from distflow.data.sample import Segment
 from distflow.observe.writing.timing import PhaseTimer
 from distflow.rollout.engine import GenerateRequest
 from distflow.runtime import fault_injection
-from distflow.runtime.sample_queue.protocol import LoadedGroups, Queued, ResumePoint
+from distflow.runtime.sample_queue.protocol import LoadedGroups, ResumePoint
 from distflow.runtime.step_metrics import SampleRows
 from distflow.scheduling.group_states import PromptGroup
 from distflow.training.engine import LossFn, TrainEngine
@@ -56,11 +56,9 @@ class RunChecks(Protocol):
         group_ids: Sequence[int],
         batch: Batch,
         synced_version: int | None,
-        queued: Queued | None = None,
     ) -> None:
         """A step has left the sample queue. group_ids: of all ranks. synced_version: of the last
-        weight sync; None if nothing generates. queued: see `TrainingStep`; None if the queue does
-        not know it."""
+        weight sync; None if nothing generates."""
 
     def node_finished(self, batch: Batch) -> None:
         """A node of the training loop has run."""

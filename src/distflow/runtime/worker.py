@@ -23,7 +23,7 @@ from distflow.runtime.checkpoint.saved_parts import (
 )
 from distflow.runtime.compiled_node import NodeContext, Step
 from distflow.runtime.metric_stop import MetricStop
-from distflow.runtime.sample_queue.protocol import NewWorkers, Queued, Released, TrainingStep
+from distflow.runtime.sample_queue.protocol import NewWorkers, Released, TrainingStep
 from distflow.runtime.step_metrics import (
     Figures,
     batch_metrics,
@@ -151,19 +151,16 @@ class Worker:
             self.reward_metrics()  # which may be the reason
             raise
         if step is not None:
-            self.check_taken(step.group_ids, step.batch, step.queued)
+            self.check_taken(step.group_ids, step.batch)
             # not before: it would keep this thread from its step
             self._ports.queue.note_training(self.step)
         return step
 
-    def check_taken(
-        self, group_ids: tuple[int, ...], batch: Batch, queued: Queued | None = None
-    ) -> None:
-        """Check this rank's part of a step that was taken. group_ids: of all ranks. queued: see
-        `TrainingStep`."""
+    def check_taken(self, group_ids: tuple[int, ...], batch: Batch) -> None:
+        """Check this rank's part of a step that was taken. group_ids: of all ranks."""
         engine_version = self._parts.weight_sync.step if self._spec.plan.generates else None
         with self._recorder.phases("check"):
-            self._parts.checks.step_taken(self.step, group_ids, batch, engine_version, queued)
+            self._parts.checks.step_taken(self.step, group_ids, batch, engine_version)
 
     def wait_for_call(self, blocking: Callable[[], T]) -> T:
         """Wait for a call of the user's own loop while this worker's engine generates."""

@@ -7,7 +7,6 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
-from itertools import chain
 from operator import attrgetter
 from typing import Any
 
@@ -302,8 +301,8 @@ class _Episodes:
             returned = await self.ctx.call_user(partial(work, reward), self.timeout_s, first)
             results = self.workflow.results(returned)
             outcomes = list[Outcome]()
-            for number, (chat, result) in enumerate(zip(chats, results, strict=True)):
-                outcomes.append(self._outcome(chat, result, first + number))
+            for chat, result in zip(chats, results, strict=True):
+                outcomes.append(self._outcome(chat, result))
             return outcomes
         except DeadlinePassed as late:
             error = self._error(
@@ -328,13 +327,9 @@ class _Episodes:
             error = self._error(what[:1000])
         return [error for _ in chats]
 
-    def _outcome(self, chat: Chat, returned: object, index: int) -> Outcome:
+    def _outcome(self, chat: Chat, returned: object) -> Outcome:
         if self.own_scores:
             returned = self._by_agent(chat, returned)
-        if self.note is not None:
-            segments, _ = self._laid_out(chat)
-            tokens = tuple(chain.from_iterable(each.token_ids for each in segments))
-            self.note(index, "returned", tokens, returned)
         outcome = read_outcome(returned)
         if outcome is not None and not self._trained(chat):
             who = " of an agent that is trained" if self.agents else ""

@@ -17,7 +17,6 @@ from distflow.scheduling.difficulty_filter import Accuracy
 from distflow.scheduling.group_states import GroupCounts, PromptGroup, Version
 from distflow.scheduling.scheduler_snapshot import Snapshot
 
-Queued = Mapping[int, tuple[int, int | None]]
 ShouldAccept = Callable[[Batch], object]
 T = TypeVar("T")
 U = TypeVar("U")
@@ -142,8 +141,6 @@ class TrainingStep(Generic[T]):
     """Of the nodes, in seconds."""
     loads: tuple[int, ...] = ()
     """Tokens of each of this rank's groups."""
-    queued: Queued = field(default_factory=dict)
-    """Their tokens and their lowest versions by group id, as the queue has them."""
 
 
 def metrics_of_parts(parts: Sequence[TrainingStep[T]]) -> dict[str, float]:

@@ -47,9 +47,7 @@ def joined(
     batch = groups if taken.own else groups.select([])
     own = taken.own
     counts = taken.reward_counts
-    return protocol.TrainingStep(
-        taken.group_ids, own, batch, taken.metrics, counts, queued=taken.queued
-    )
+    return protocol.TrainingStep(taken.group_ids, own, batch, taken.metrics, counts)
 
 
 class SharedSampleQueue(Generic[T]):
@@ -448,12 +446,8 @@ class SharedSampleQueue(Generic[T]):
             data = self._data_of([groups[number] for number in own or numbers[:1]])
             counts = reward_counts if rank == 0 else RewardCounts()
             own_loads = tuple(loads[index] for index in indices)
-            groups_of = map(self._coordinator.queue.prompt_group, own)
-            queued = {
-                group.group_id: (group.num_tokens, group.lowest_version) for group in groups_of
-            }
             parts[rank] = protocol.TrainingStep[Sequence[T]](
-                numbers, own, data, metrics, counts, loads=own_loads, queued=queued
+                numbers, own, data, metrics, counts, loads=own_loads
             )
         return parts
 
