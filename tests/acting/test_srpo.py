@@ -2,12 +2,11 @@
 
 from typing import Any
 
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from distflow.acting.srpo import SrpoSettings, cluster_centres, srpo_rewards
+from distflow.acting.srpo import SrpoSettings, srpo_rewards
 from tests.references import srpo
 
 POINTS = st.lists(
@@ -39,19 +38,3 @@ def test_rewards_of_two_tasks(won: Any, lost: Any, eps: float, min_samples: int)
         is_alone = task == "b" or not won
         assert each.clusters == (0 if is_alone else number)
         assert each.fallback == (not is_alone and number == 0)
-
-
-def test_the_scale_of_a_dimension_does_not_matter_to_clusters() -> None:
-    draws = np.random.default_rng(1)
-    vectors = np.concatenate([draws.normal(0, 0.05, (6, 2)), draws.normal(3, 0.05, (6, 2))])
-    plain, _ = cluster_centres(vectors, SrpoSettings())
-    scaled, _ = cluster_centres(vectors * np.array([1.0, 1000.0]), SrpoSettings())
-    assert len(plain) == 2 and np.allclose(plain * [1.0, 1000.0], scaled)
-
-
-def test_a_point_at_the_border_belongs_to_its_cluster() -> None:
-    """Of 0, 0, 0, 1 and 2 the last has one neighbour beside itself, which is a core point; 9 is
-    noise."""
-    vectors = np.array([[0.0], [0.0], [0.0], [1.0], [2.0], [9.0]])
-    centres, is_fallback = cluster_centres(vectors, SrpoSettings(eps=0.5, min_samples=4))
-    assert centres.tolist() == [[pytest.approx(0.6)]] and not is_fallback

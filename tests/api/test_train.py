@@ -351,18 +351,3 @@ def test_several_at_once_each_with_its_own_rows_and_functions(tmp_path: Path) ->
     assert again["sums"].num_steps == 2 and len(again["sums"].events("checkpoint")) == 2, (
         "it was done"
     )
-
-
-@pytest.mark.slow
-def test_one_of_several_that_fails_is_named_and_the_other_is_done(tmp_path: Path) -> None:
-    def broken(token_level_rewards, response_mask):
-        raise OSError("no such advantage")
-
-    runs = {
-        name: {"preset_or_config": TINY, "overrides": small(tmp_path / name), "data": ROWS}
-        for name in "ab"
-    }
-    runs["b"]["advantage"] = broken
-    with pytest.raises(RuntimeError, match="^b failed"):
-        distflow.train_several(runs, {"trainer.n_gpus_per_node": 2, "trainer.device": "cpu"})
-    assert distflow.load_run(tmp_path / "a").status == "finished"

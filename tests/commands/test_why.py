@@ -8,7 +8,7 @@ import pytest
 
 from distflow.cli import main
 from distflow.observe.writing.run_folder import RunFolder
-from distflow.scheduling.coordinator import Coordinator, mark_of
+from distflow.scheduling.coordinator import Coordinator
 from distflow.scheduling.data_plan import DataPlan
 from distflow.scheduling.ledger import Ledger
 
@@ -127,34 +127,6 @@ def test_the_step_that_a_killed_run_left(
         "is not finished; states of its groups at the end of the ledger: 2 generating"
     )
     assert [row["state"] for row in table(lines, "groups")] == ["generating", "generating"]
-
-
-def test_states_are_named_as_the_scheduler_names_them(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Of each group that has started: queued, lost after it was queued, and generating before and
-    after a restart."""
-    plan = DataPlan(10, 4, 2, 10, 5, shuffle=False, max_staleness=1)
-    with Ledger(tmp_path / "ledger.jsonl") as ledger:
-        coordinator = Coordinator(plan, ledger)
-        for prompt_group in coordinator.issue_groups()[:6]:
-            coordinator.complete(prompt_group.group_id, 7)
-        coordinator.release(0)
-        coordinator.issue_groups()
-        coordinator.lose(5)
-        states = {str(group.group_id): str(group.state) for group in coordinator.queue.live}
-        snapshot = coordinator.snapshot()
-    assert {*states.values()} == {"queued", "waiting", "generating"}
-    _, lines, _ = why(capsys, str(tmp_path), "2")
-    assert {row["group"]: row["state"] for row in table(lines, "groups")} == states
-    with Ledger(tmp_path / "ledger.jsonl", mark_of(snapshot)) as ledger:
-        coordinator = Coordinator(plan, ledger, snapshot)
-    states = {str(group.group_id): str(group.state) for group in coordinator.queue.live}
-    _, lines, _ = why(capsys, str(tmp_path), "2")
-    assert {row["group"]: row["state"] for row in table(lines, "groups")} == states
-    assert lines[0].endswith("states of its groups at the end of the ledger: 2 queued, 2 waiting")
-    _, lines, _ = why(capsys, str(tmp_path), "1")
-    assert "state" not in lines[lines.index("groups") + 1], "all are trained"
 
 
 def test_the_newest_run_of_the_folder_is_meant(

@@ -140,28 +140,6 @@ def test_steps_without_an_update_send_nothing_and_count_on(
 
 
 @pytest.mark.slow
-def test_an_evaluation_has_one_version_and_goes_first(playground: Playground) -> None:
-    run = playground.run(
-        "grpo",
-        "async.max_staleness=2",
-        "trainer.total_training_steps=6",
-        f"data.val_files={playground.folder}/rows.jsonl",
-        "trainer.test_freq=2",
-        "trainer.val_before_train=true",
-        "trust.canary_freq=0",
-        name="evaluated",
-    )
-    for step in (0, 2, 4, 6):
-        versions = {
-            version for row in read_samples(run.folder, step, "val") for version in row["versions"]
-        }
-        assert versions == {step}, "the answers are of the weights that are judged"
-    timed = [m.get("timing_s/eval", 0) > 0 for m in run.metrics()]
-    assert timed == [True, True, False, True, False, True]
-    assert {s["what"] for s in spans(run, "engine", "decode")} == {"train", "eval"}
-
-
-@pytest.mark.slow
 def test_without_staleness_a_copy_on_a_thread_of_its_own_gives_the_numbers_of_shared_storage(
     playground: Playground, monkeypatch: pytest.MonkeyPatch
 ) -> None:

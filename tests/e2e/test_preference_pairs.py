@@ -212,25 +212,3 @@ def test_bad_pairs_are_told_before_the_start(
     ground.write_rows([{"prompt": "a", "better": "b", "worse": "c"}])
     assert cli.main(["train", "rm", *ground.overrides("bad", *RM)]) == 2
     assert "data.chosen_key and data.rejected_key name the columns" in capsys.readouterr().err
-    keys = ("data.chosen_key=better", "data.rejected_key=worse", "data.max_prompt_length=1")
-    assert cli.main(["train", "rm", *ground.overrides("bad", *RM, *keys)]) == 2
-    assert "raise the limit" in capsys.readouterr().err, "the rows are pairs then"
-    ground.write_rows(PAIRS)
-    assert (
-        cli.main(["train", "rm", *ground.overrides("bad", *RM, "data.max_response_length=5")]) == 2
-    )
-    assert "raise the limit" in capsys.readouterr().err
-    cut = (
-        "data.filter_overlong_prompts=false",
-        "data.truncation=left",
-        "data.max_response_length=5",
-    )
-    assert cli.main(["train", "rm", *ground.overrides("bad", *RM, *cut)]) == 2
-    assert "more than data.max_response_length=5" in capsys.readouterr().err, "a text is never cut"
-    assert (
-        cli.main(
-            ["train", "rm", *ground.overrides("bad", *RM, "actor_rollout_ref.model.lora_rank=2")]
-        )
-        == 2
-    )
-    assert "an adapter does not train the reward model's new head" in capsys.readouterr().err

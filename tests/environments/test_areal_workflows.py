@@ -286,15 +286,3 @@ def test_a_request_belongs_to_the_row_that_it_continues() -> None:
     assert scores == [0.5, 0.5]
     turns = [[segment.token_ids for segment in chat.segments[1:]] for chat in chats]
     assert turns == [[(10, 11), (8,), (40, 41)], [(20, 21), (8,), (30, 31)]]
-
-
-def test_a_row_of_two_conversations_is_an_error() -> None:
-    class Mixed(TwoConversations):
-        async def arun_episode(self, engine: Any, data: dict[str, Any]) -> list[Trajectory]:
-            one, two = await super().arun_episode(engine, data)
-            one["loss_mask"][0, 3:] = two["loss_mask"][0, 3:]
-            one["input_ids"][0, 5:] = two["input_ids"][0, 5:]
-            return [one, two]
-
-    with pytest.raises(ValueError, match=r"loss_mask.*6 \(40\)"):
-        played_rows(Mixed(), 2)

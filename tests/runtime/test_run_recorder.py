@@ -121,16 +121,6 @@ def test_how_a_run_ended_is_the_last_event(spec: Spec, tmp_path: Path) -> None:
     assert end.fields["status"] == "failed"
 
 
-def test_every_wait_is_a_span_that_names_who_is_waited_for(spec: Spec, tmp_path: Path) -> None:
-    with (
-        record(spec, tmp_path / "run") as recorder,
-        recorder.waits("training", "step 3", on="rollout"),
-    ):
-        pass
-    span = json.loads((tmp_path / "run" / "spans" / "training.jsonl").read_text())
-    assert (span["kind"], span["what"], span["on"]) == ("wait", "step 3", "rollout")
-
-
 @pytest.mark.parametrize(
     "error", [UserError("your\nmistake"), TrustError("a check"), KeyError("ours"), SystemExit(3)]
 )

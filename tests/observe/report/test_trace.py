@@ -150,30 +150,6 @@ def test_steps_that_are_none(
     assert not (run / "trace.json").exists()
 
 
-def test_where_nothing_can_be_read_or_written(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["report", str(tmp_path / "none"), "--trace"]) == 2
-    assert "has no spans of a training step" in capsys.readouterr().err
-    run = write_run(tmp_path / "run")
-    (run / "trace.json").mkdir()
-    assert main(["report", str(run), "--trace"]) == 2
-    assert f"{run}/trace.json cannot be written" in capsys.readouterr().err
-
-
-def test_numbers_that_no_clock_has_and_hostile_names_are_left_out(tmp_path: Path) -> None:
-    run = write_run(tmp_path / "run")
-    for actor in ("training", "rollout-99999999999999999999", "\x1b]0;owned\x07"):
-        with (run / "spans" / f"{actor}.jsonl").open("a") as file:
-            for t1 in ("1e308", '"NaN"', "null", "1e400"):
-                file.write(
-                    f'{{"t0": 1080.0, "t1": {t1}, "kind": "phase", "what": "\\u001b[2J", "step": '
-                    f"8}}\n"
-                )
-    events = trace(run, "8")
-    assert tracks(events)["worker 0: steps"] == [("step 8", 1080.0, 9.0)]
-
-
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("file", ["spans/training.jsonl", "events.jsonl", "metrics.jsonl"])
 def test_files_that_are_none_are_named(

@@ -192,15 +192,3 @@ def test_a_paused_engine_owes_no_tokens_and_one_that_was_asked_nothing_no_answer
         held.result(20)
         time.sleep(0.6)
         use(session, "hashes")
-
-
-def test_giving_requests_up_is_no_sign_of_life() -> None:
-    async def impatient(session: RolloutServices) -> None:
-        engine = session.resources.rollout
-        assert engine is not None
-        while True:
-            with pytest.raises(asyncio.TimeoutError):
-                await asyncio.wait_for(engine.generate(REQUEST), 0.02)
-
-    with pytest.raises(EngineHangs), session_of(Engine({"generate": for_ever}), 0.3) as session:
-        session.call(asyncio.wait_for(impatient(session), 20))
