@@ -25,17 +25,10 @@ from distflow.errors import UserError
 from distflow.launch.run_end import resume_hint
 from distflow.runtime.rollout_loop.engine_watch import STACKS
 from distflow.runtime.spec import Spec
-from distflow.runtime.worker_place import MissingDevice
 
 _DEATH_IS_REPORTED_WITHIN_S = 2.0
 _CAUSES = "killed from outside, out of memory, or crashed in native code."
-_THERE = (
-    "If the driver has it, provide it on every machine, at the same path or installed; modules on "
-    "the PYTHONPATH "
-    "with which Ray was started there"
-)
-_SAME = "It lacks a module that the driver has imported: install the same distflow on every machine"
-_OF_IMPORTS = ("ModuleNotFoundError", "ImportError", "AttributeError")
+_THERE = "Every machine needs the same files and packages, at the same path or installed"
 
 
 class Blame:
@@ -100,18 +93,11 @@ class Blame:
                 return died[0]  # errors of others have the same cause
         return None
 
-    def died(
-        self, rank: int, when: str, err: RayActorError
-    ) -> WorkerDied | WorkerFailed | UserError:
+    def died(self, rank: int, when: str, err: RayActorError) -> WorkerDied | WorkerFailed:
         """The error to raise for a worker without a process."""
         if err.actor_init_failed:  # ended by an exception, which is all that Ray reports
             said = str(err).strip().splitlines()[-1]
-            message = f"{self._who(rank, err)} could not be started: {said}"
-            return (
-                UserError(f"{message}\n{_SAME}")
-                if said.startswith(_OF_IMPORTS)
-                else WorkerFailed(message)
-            )
+            return WorkerFailed(f"{self._who(rank, err)} could not be started: {said}")
         plan = self._spec.plan.ranks[rank]
         does = " and ".join(
             name
@@ -119,16 +105,13 @@ class Blame:
             if nodes
         )
         return WorkerDied(
-            f"worker {rank} of {len(self._workers)}, which {does}, has died {when} "
-            f"({_process_of(err)}): {_CAUSES}"
+            f"{self._who(rank)}, which {does}, has died {when} ({_process_of(err)}): {_CAUSES}"
         )
 
     def build_failed(self, rank: int, err: RayTaskError) -> Exception:
         """The error to raise if a worker raised before the run began. `err` has its traceback,
         which `--debug` shows."""
         who = self._who(rank, err)
-        if isinstance(err.cause, MissingDevice):
-            return UserError(f"{who}: {err.cause}")
         if isinstance(err.cause, UserError):
             return UserError(f"{who}: {err.cause}\n{_THERE}")
         return WorkerFailed(

@@ -72,18 +72,14 @@ class Place:
         return order.index(self.rank)
 
 
-class MissingDevice(UserError):
-    """A process lacks the device that the plan gives it."""
-
-
 def own_device(planned: str) -> str:
-    """The name of the device of this process. Raises MissingDevice."""
+    """The name of the device of this process. Raises UserError."""
     wanted = torch.device(planned).type
     found = torch.accelerator.current_accelerator(check_available=True)
     if wanted == "cpu":
         return "CPU"
     if found is None or found.type != wanted:
-        raise MissingDevice(
+        raise UserError(
             f"the plan has a GPU ({wanted}) for this process, but torch {torch.__version__} finds "
             "none on "
             f"{platform.node()}: install a driver and a torch for {wanted} there, or set "
