@@ -244,15 +244,3 @@ def test_output_that_nobody_reads_ends_the_command_with_the_status_of_its_signal
         process.stdout.close()
         said = process.stderr.read()
     assert (process.returncode, said) == (128 + signal.SIGPIPE, b"")
-
-
-def start(
-    folder: Path, locale: dict[str, str], *arguments: str | bytes
-) -> "subprocess.CompletedProcess[bytes]":
-    env = {
-        key: value
-        for key, value in os.environ.items()
-        if not key.startswith(("LC_", "LANG", "PYTHONUTF8"))
-    }
-    command = [sys.executable, "-m", "distflow", *arguments]
-    return subprocess.run(command, cwd=folder, env=env | locale, capture_output=True)

@@ -13,11 +13,6 @@ def main() -> int:
     """Run the command; its own handling of Ctrl-C replaces this one while there is something to
     close."""
     signal.signal(signal.SIGINT, _leave)
-    # as LC_ALL=C with PYTHONUTF8=0 has it: names and texts are UTF-8
-    if sys.getfilesystemencoding() != "utf-8":
-        # the first of several such options counts
-        command = [sys.executable, "-X", "utf8", *sys.orig_argv[1:]]
-        os.execve(sys.executable, command, {**os.environ, "PYTHONUTF8": "1"})
     from distflow.processes.ending import end_users_processes_at_exit, exit_soon
 
     end_users_processes_at_exit()

@@ -225,24 +225,21 @@ HUB_DATA = re.compile(r"[\w.-]+/[\w.-]+(?::[\w.-]*){0,2}")
 """The id of a data set on the hub, with its configuration and split."""
 
 TEMPLATE_PARAMETERS = (
-    *(
-        "conversation",
-        "messages",
-        "tools",
-        "chat_template",
-        "add_generation_prompt",
-        "continue_final_message",
-    ),
-    *(
-        "tokenize",
-        "sanitize_control_tokens",
-        "padding",
-        "truncation",
-        "max_length",
-        "return_tensors",
-        "return_dict",
-    ),
-    *("return_assistant_tokens_mask", "tokenizer_kwargs"),
+    "conversation",
+    "messages",
+    "tools",
+    "chat_template",
+    "add_generation_prompt",
+    "continue_final_message",
+    "tokenize",
+    "sanitize_control_tokens",
+    "padding",
+    "truncation",
+    "max_length",
+    "return_tensors",
+    "return_dict",
+    "return_assistant_tokens_mask",
+    "tokenizer_kwargs",
 )
 """Parameters that the call of a chat template sets itself; further arguments may not have these
 names."""

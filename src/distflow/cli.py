@@ -112,16 +112,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         with sanitized_output(), interruptible():
             quiet_libraries()
-            for text in (*(sys.argv[1:] if argv is None else argv), os.path.realpath(".")):
-                if not _is_text(text):  # files of a run hold its paths as UTF-8
-                    print(
-                        (
-                            f"distflow: {os.fsencode(text)!r} is no UTF-8 text: rename the file or "
-                            "folder"
-                        ),
-                        file=sys.stderr,
-                    )
-                    return 2
             arguments = _parse(argv)
             handed = (
                 getattr(arguments, "preset", None) or getattr(arguments, "model", None) or ""
@@ -145,14 +135,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         number = err.number if isinstance(err, Interrupted) else signal.SIGINT
         print(ended_by(number), file=sys.stderr)
         return exit_status(number)
-
-
-def _is_text(text: str) -> bool:
-    try:
-        text.encode("utf-8")
-    except UnicodeEncodeError:
-        return False
-    return True
 
 
 class _Help(argparse.RawDescriptionHelpFormatter):

@@ -217,14 +217,7 @@ def _cause(batch: Batch, metrics: Mapping[str, float]) -> str:
             "trained one"
         )
     if metrics["mismatch/same_version/share"] < 1:
-        names = {"older_version": "older weights", "older_kv": "KV of older weights"}
-        found = {name: metrics.get(f"mismatch/{cause}/mean_abs") for cause, name in names.items()}
-        others = ", ".join(
-            f"{name}: {mean:.3g}" for name, mean in found.items() if mean is not None
-        )
-        message += (
-            f"; tokens of older weights, which may differ by staleness, are not included ({others})"
-        )
+        message += "; tokens of older weights, which may differ by staleness, are not included"
     return message
 
 
