@@ -118,7 +118,6 @@ def _examine(run_dir: Path, as_json: bool, trusted: bool) -> int:
         content = {
             "run": str(run_dir),
             "findings": listed,
-            "clean": examined.clean,
             "lacking": examined.lacking,
         }
         print(json.dumps(to_json(content), indent=1))
@@ -129,10 +128,6 @@ def _examine(run_dir: Path, as_json: bool, trusted: bool) -> int:
         num_steps = sum(step > 0 for step in run.steps)  # step 0 is a validation
         lines = [f"{count_of(num_steps, 'step')} of {run_dir}: {counts or 'no problem found'}"]
         lines += [line for found in problems for line in _described(found)]
-        lines += [
-            f"no problem: {count_of(len(examined.clean), 'rule')}",
-            *_indent([", ".join(examined.clean)]),
-        ]
         lines += [f"no data: {count_of(len(examined.lacking), 'rule')}"]
         lines += _indent([f"{name} {why}" for name, why in examined.lacking.items()] + own)
         print(

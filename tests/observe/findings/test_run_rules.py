@@ -174,6 +174,7 @@ def test_groups_that_teach_nothing_are_counted_and_an_advice_given(
         "reward__min": (0.0,) * 4,
         "reward__max": (1.0,) * 4,
         "reward__mean_score": (reward,) * 4,
+        "reward__accuracy": (reward,) * 4,
     }
     found = equal_groups(steps(reward__frac_reward_zero_std=(0.1, 0.2, 0.3, 0.78), **spread), {})
     assert found is not None and "In 78% of the groups" in found.text and advice in found.advice

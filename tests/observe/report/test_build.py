@@ -21,7 +21,7 @@ from distflow.observe.writing.run_folder import RunFolder, RunFolderError
 def accuracy(
     *points: tuple[int, float], num_problems: int | None = None, before: bool = True
 ) -> Accuracy:
-    return Accuracy("val_correct/all/mean", points, before, num_problems)
+    return Accuracy(points, before, num_problems)
 
 
 def rewards(*values: float) -> dict[int, dict[str, float]]:

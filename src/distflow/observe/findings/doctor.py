@@ -18,7 +18,7 @@ from distflow.observe.findings.run_rules import (
     idle_workers,
     reward_errors,
 )
-from distflow.observe.findings.step_rules import STEP_RULES, rules_over
+from distflow.observe.findings.step_rules import rules_over
 from distflow.observe.findings.summary import NO_END, failure, group_events, status
 from distflow.observe.report.chart_data import tabulate
 from distflow.observe.run_records import RunRecords
@@ -76,9 +76,6 @@ class Examination:
     findings: list[Finding]
     """The most important first."""
 
-    clean: list[str]
-    """The rules that found nothing."""
-
     lacking: dict[str, str]
     """The rules without data, with what they need."""
 
@@ -109,10 +106,7 @@ def examine(run: RunRecords) -> Examination:
     if BROKEN in known:
         known.add("entropy-collapse")  # the same, without its cause
     found += [each for each in step_rules.findings() if each.rule not in known]
-    bad = {each.rule for each in found if each.level}
-    names = {rule.name for rule in RUN_RULES} | {*STEP_RULES}
-    clean = sorted(names - {*lacking} - bad)
-    return Examination(found, clean, lacking)
+    return Examination(found, lacking)
 
 
 def problems(run: RunRecords, found: Examination, is_running: bool) -> list[Finding]:

@@ -196,8 +196,6 @@ def equal_groups(steps: Steps, config: Config) -> Finding | None:
         return None
     reward = late_mean(steps, REWARD)
     solved = late_mean(steps, _ACCURACY_IN_TRAINING)
-    if math.isnan(solved):  # then the place of the reward in its range says it
-        solved = (reward - lowest) / (highest - lowest)
     prompts = "prompts that it solves sometimes: most are solved always or never"
     if solved > _MANY_SOLVED:
         prompts = "harder prompts"

@@ -50,7 +50,6 @@ class Accuracy:
     before_training: the first point was measured before any update. num_problems: None if unknown.
     """
 
-    name: str
     points: tuple[tuple[int, float], ...]
     before_training: bool
     num_problems: int | None
@@ -73,24 +72,18 @@ class Accuracy:
 
 def find_accuracy(records: Sequence[MetricsRecord], num_problems: int | None) -> Accuracy | None:
     """The overall accuracy on validation problems if the run measured it."""
-    names = set[str]()
-    for record in records:
-        names.update(name for name in record.values if name.startswith("val_correct/"))
-    if not names:
-        return None
-    means = sorted(name for name in names if name.endswith("/mean"))
-    name = ACCURACY if ACCURACY in names else (means or sorted(names))[0]
     found: dict[int, float] = {}
     for record in records:
-        if name in record.values:
-            found[record.step] = record.values[name]
-    points = tuple((step, value) for step, value in sorted(found.items()) if math.isfinite(value))
+        value = record.values.get(ACCURACY, math.nan)
+        if math.isfinite(value):
+            found[record.step] = value
+    points = tuple(sorted(found.items()))
     if not points:
         return None
     first_update = min((record.step for record in records if record.kind == "train"), default=None)
     first_step = points[0][0]
     before = first_step == 0 or (first_update is not None and first_step < first_update)
-    return Accuracy(name, points, before, num_problems)
+    return Accuracy(points, before, num_problems)
 
 
 def accuracies(records: Sequence[MetricsRecord]) -> tuple[float | None, float | None]:
