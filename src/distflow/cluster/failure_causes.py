@@ -105,7 +105,8 @@ class Blame:
             if nodes
         )
         return WorkerDied(
-            f"{self._who(rank)}, which {does}, has died {when} ({_process_of(err)}): {_CAUSES}"
+            f"worker {rank} of {len(self._workers)}, which {does}, has died {when} "
+            f"({_process_of(err)}): {_CAUSES}"
         )
 
     def build_failed(self, rank: int, err: RayTaskError) -> Exception:
