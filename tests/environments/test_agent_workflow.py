@@ -36,7 +36,7 @@ from openai import AsyncOpenAI, OpenAI
 
 
 async def several(prompt, base_url, api_key, ground_truth):
-    """Each of the formats in one conversation, a branch with a summary, and one with each of two answers."""
+    """Each of the formats in one conversation, a branch with a summary, and two of calls at once."""
     said = [{"role": "user", "content": prompt}]
     async with AsyncOpenAI(base_url=base_url, api_key=api_key) as client:
         chat = client.chat.completions
@@ -48,8 +48,9 @@ async def several(prompt, base_url, api_key, ground_truth):
         said += [{"role": "assistant", "content": text}, {"role": "user", "content": "c"}]
         summary = [{"role": "user", "content": "all: " + text}]
         other = await client.responses.create(model="o", input=summary, max_output_tokens=3)
-        pair = await chat.create(model="o", messages=[{"role": "user", "content": "or " + text}], max_tokens=3, n=2)
-        text = min((choice.message.content for choice in pair.choices), key=len)
+        asked = [[{"role": "user", "content": word + text}] for word in ("or ", "and ")]
+        pair = await asyncio.gather(*(chat.create(model="o", messages=each, max_tokens=3) for each in asked))
+        text = min((made.choices[0].message.content for made in pair), key=len)
     last = Anthropic().messages.create(model="claude", messages=said, max_tokens=3)
     assert ground_truth == "7"
     return {"length": len(text) / 4, "letters": sum(map(ord, other.output_text + last.content[0].text)) % 7 / 6}
