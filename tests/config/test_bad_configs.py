@@ -307,20 +307,12 @@ BAD: dict[str, tuple[str, list[str], str, tuple[str, ...]]] = {
     ),
     # bounds
     "an empty batch": ("grpo", ["data.train_batch_size=0"], "data.train_batch_size", ("≥ 1",)),
-    "a negative seed": ("grpo", ["trainer.seed=-1"], "trainer.seed", ("≥ 0",)),
     "gamma above 1": ("grpo", ["algorithm.gamma=1.1"], "algorithm.gamma", ("≤ 1",)),
-    "lam below 0": ("ppo", ["algorithm.lam=-0.1"], "algorithm.lam", ("≥ 0",)),
     "temperature 0": (
         "grpo",
         [f"{ROLLOUT}.temperature=0"],
         f"{ROLLOUT}.temperature",
         ("> 0", "val_kwargs.greedy"),
-    ),
-    "an agent at temperature 0": (
-        "grpo",
-        [f"{ROLLOUT}.agents={{a: {{temperature: 0}}}}"],
-        f"{ROLLOUT}.agents",
-        ("> 0", "'a'"),
     ),
     "an agent's top_k": (
         "grpo",
@@ -335,18 +327,8 @@ BAD: dict[str, tuple[str, list[str], str, tuple[str, ...]]] = {
         ("val_kwargs.greedy=true",),
     ),
     "top_p 0": ("grpo", [f"{ROLLOUT}.top_p=0"], f"{ROLLOUT}.top_p", ("> 0 and ≤ 1",)),
-    "top_p above 1": ("grpo", [f"{ROLLOUT}.top_p=1.01"], f"{ROLLOUT}.top_p", ("≤ 1",)),
     "top_k 0": ("grpo", [f"{ROLLOUT}.top_k=0"], f"{ROLLOUT}.top_k", ("-1 (off)",)),
-    "top_k -2": ("grpo", [f"{ROLLOUT}.top_k=-2"], f"{ROLLOUT}.top_k", ("≥ -1",)),
     "min_p 1": ("grpo", [f"{ROLLOUT}.min_p=1"], f"{ROLLOUT}.min_p", ("< 1",)),
-    "no penalty at all": (
-        "grpo",
-        [f"{ROLLOUT}.repetition_penalty=0"],
-        f"{ROLLOUT}.repetition_penalty",
-        ("> 0",),
-    ),
-    "no response": ("grpo", [f"{ROLLOUT}.n=0"], f"{ROLLOUT}.n", ("≥ 1",)),
-    "clip_ratio 0": ("grpo", [f"{ACTOR}.clip_ratio=0"], f"{ACTOR}.clip_ratio", ("> 0",)),
     "clip_ratio above 1": (
         "grpo",
         [f"{ACTOR}.clip_ratio=1.5"],
@@ -359,21 +341,7 @@ BAD: dict[str, tuple[str, list[str], str, tuple[str, ...]]] = {
         f"{ACTOR}.clip_ratio_low",
         ("≤ 1",),
     ),
-    "dual clip at 1": ("grpo", [f"{ACTOR}.clip_ratio_c=1"], f"{ACTOR}.clip_ratio_c", ("> 1",)),
-    "no passes": ("grpo", [f"{ACTOR}.ppo_epochs=0"], f"{ACTOR}.ppo_epochs", ("≥ 1",)),
-    "a negative learning rate": (
-        "grpo",
-        [f"{ACTOR}.optim.lr=-1e-6"],
-        f"{ACTOR}.optim.lr",
-        ("≥ 0",),
-    ),
     "a beta of 1": ("grpo", [f"{ACTOR}.optim.betas=[0.9,1.0]"], f"{ACTOR}.optim.betas", ("< 1",)),
-    "a warm-up above 1": (
-        "grpo",
-        [f"{ACTOR}.optim.warmup_ratio=5"],
-        f"{ACTOR}.optim.warmup_ratio",
-        ("≤ 1",),
-    ),
     "no steps": (
         "grpo",
         ["trainer.total_training_steps=0"],
@@ -386,9 +354,6 @@ BAD: dict[str, tuple[str, list[str], str, tuple[str, ...]]] = {
         "trainer.worker_env",
         ("HF_TOKEN looks like a secret", "in the environment"),
     ),
-    "no epochs": ("grpo", ["trainer.total_epochs=0"], "trainer.total_epochs", ("≥ 1",)),
-    "no checkpoint kept": ("grpo", ["trainer.keep_last=0"], "trainer.keep_last", ("≥ 1",)),
-    "no time for a score": ("grpo", ["reward.timeout_s=0"], "reward.timeout_s", ("> 0",)),
     "no judge": ("grpo", ["reward.num_workers=0"], "reward.num_workers", ("≥ 1",)),
     # choices
     "an estimator misspelt": (
@@ -466,7 +431,6 @@ BAD: dict[str, tuple[str, list[str], str, tuple[str, ...]]] = {
         "trainer.resume_mode",
         ("must resume from its own checkpoints", "without trainer.max_restarts"),
     ),
-    "a negative staleness": ("grpo", ["async.max_staleness=-1"], "async.max_staleness", ("≥ 0",)),
     "a fraction of a step": (
         "grpo",
         ["async.max_staleness=1.5"],
@@ -479,23 +443,11 @@ BAD: dict[str, tuple[str, list[str], str, tuple[str, ...]]] = {
         "async.max_staleness",
         ("is null",),
     ),
-    "fewer than none": (
-        "grpo",
-        ["algorithm.filter_groups.oversampling=-0.5"],
-        "algorithm.filter_groups.oversampling",
-        ("≥ 0",),
-    ),
     "more groups ahead of training": (
         "grpo",
         ["algorithm.filter_groups.oversampling=0.5", "async.max_staleness=1"],
         "algorithm.filter_groups.oversampling",
         ("async.max_staleness=0",),
-    ),
-    "no group in flight": (
-        "grpo",
-        ["async.max_concurrent_rollouts=0"],
-        "async.max_concurrent_rollouts",
-        ("≥ 1",),
     ),
     "weights sent too rarely": (
         "grpo",
@@ -593,23 +545,10 @@ BAD: dict[str, tuple[str, list[str], str, tuple[str, ...]]] = {
         "algorithm.workflow_type",
         ("selects the pipeline embodied_srpo",),
     ),
-    "apportioning misspelt": (
-        "grpo",
-        ["dag.apportion_strategy=evenly"],
-        "dag.apportion_strategy",
-        ("did you mean even?",),
-    ),
-    "no ranks at all": ("grpo", ["dag.backend_threshold=0"], "dag.backend_threshold", ("≥ 1",)),
     "the whole KL": (
         "grpo",
         ["algorithm.kl_penalty=full"],
         "algorithm.kl_penalty",
-        ("not a valid choice", "whole distributions", "low_var_kl"),
-    ),
-    "the whole KL in the loss": (
-        "grpo",
-        ["actor_rollout_ref.actor.kl_loss_type=full"],
-        "actor_rollout_ref.actor.kl_loss_type",
         ("not a valid choice", "whole distributions", "low_var_kl"),
     ),
     # the pipeline
@@ -750,12 +689,6 @@ BAD: dict[str, tuple[str, list[str], str, tuple[str, ...]]] = {
         "algorithm.domains.code.policy_loss",
         ("'sap'", "sapo?"),
     ),
-    "a wrong loss setting in a domain": (
-        "rlvr",
-        ["algorithm.domains={code: {clip_ratio: -1}}"],
-        "algorithm.domains",
-        ("clip_ratio", "'code'", "> 0"),
-    ),
     "a penalty of limits without a workflow": (
         "grpo",
         ["reward.limit_penalty.max_turns=0.5"],
@@ -779,12 +712,6 @@ BAD: dict[str, tuple[str, list[str], str, tuple[str, ...]]] = {
         ["reward.domains={code: {timeout: 3}}"],
         "reward.domains",
         ("timeout_s", "'code'"),
-    ),
-    "no time for a domain's verdict": (
-        "grpo",
-        ["reward.domains={code: {timeout_s: 0}}"],
-        "reward.domains",
-        ("timeout_s", "> 0"),
     ),
     "groups that do not fit": (
         "grpo",
@@ -1022,12 +949,6 @@ BAD: dict[str, tuple[str, list[str], str, tuple[str, ...]]] = {
         [f"{CORRECTION}={{rollout_is: token, rollout_is_threshold: [1, 2, 3]}}"],
         f"{CORRECTION}.rollout_is_threshold",
         ("neither a number nor a band", "[0.5, 2.0]"),
-    ),
-    "a threshold of 0": (
-        "grpo",
-        [f"{CORRECTION}={{rollout_is: token, rollout_is_threshold: 0}}"],
-        f"{CORRECTION}.rollout_is_threshold",
-        ("> 0",),
     ),
     "a level of weights under another name": (
         "grpo",

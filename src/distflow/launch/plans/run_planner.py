@@ -17,12 +17,12 @@ from distflow.errors import UserError
 from distflow.graph import BoundPipeline
 from distflow.launch.plans.measured_run import MeasuredRun, cut_by_timeout, facts_of, measured_run
 from distflow.launch.plans.unloaded_run import (
-    bind_unloaded,
-    code_of,
+    bind_named,
     num_rows,
-    optional_reference,
     shapes_of,
 )
+from distflow.launch.select_pipeline import without_reference
+from distflow.launch.user_code import data_code, pipeline_code
 from distflow.planning.allocation_expression import follow_allocation
 from distflow.planning.devices import Device, device_here, find_device
 from distflow.planning.lengths import assumed_lengths
@@ -90,7 +90,7 @@ class RunPlanner:
 
     @cached_property
     def pipeline(self) -> BoundPipeline:
-        return bind_unloaded(self._loaded.config)
+        return bind_named(self._loaded.config)
 
     @cached_property
     def shapes(self) -> dict[str, ModelShape]:
@@ -192,7 +192,9 @@ class RunPlanner:
     def _without_reference(self) -> Sequence[tuple[str, object, str]]:
         """The KL loss switched off, as the run does for a custom pipeline without a reference."""
         loaded = self._composed(self._unsearched)
-        return optional_reference(loaded) if pipeline_name(loaded.config) == CUSTOM else []
+        if pipeline_name(loaded.config) != CUSTOM:
+            return []
+        return without_reference(loaded, bind_named)
 
     def _composed(self, more: Sequence[str]) -> Loaded:
         loaded = follow_allocation(self._read(more))
@@ -205,7 +207,8 @@ class RunPlanner:
     def _read(self, more: Sequence[str]) -> Loaded:
         overrides = [*_on_devices(self.num_devices), *self.overrides, *more]
         loaded = load_config(self.preset, overrides, complete=False, trust_code=self.runs_code)
-        if not self.runs_code and (code := code_of(loaded.config)):
+        code = [*pipeline_code(loaded.config), *data_code(loaded.config)]
+        if code and not self.runs_code:
             named = f"{', '.join(code)}; `distflow plan` without --no-code imports it"
             raise UserError(f"the plan would import Python code: {named}")
         return loaded

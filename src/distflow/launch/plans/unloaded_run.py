@@ -4,14 +4,14 @@ models, its rows, and the Python code that it names."""
 from collections.abc import Sequence
 from pathlib import Path
 
-from distflow.config import Config, Loaded
+from distflow.config import Config
 from distflow.config.derived_settings import model_of
 from distflow.data.sources import BUILTIN_FOLDER, read_file
 from distflow.errors import UserError, blaming
 from distflow.graph import BoundPipeline
 from distflow.hub_id_or_local_path import is_local_model
-from distflow.launch.select_pipeline import bind, import_user_modules, without_reference
-from distflow.launch.user_code import data_code, pipeline_code
+from distflow.launch.select_pipeline import bind, import_user_modules
+from distflow.launch.user_code import pipeline_code
 from distflow.models.model_paths import BUILTIN_PREFIX, PACKAGE_PREFIX, resolve_path
 from distflow.planning.model_shapes import ModelShape, find_shape
 
@@ -19,21 +19,11 @@ _MOST_ROWS_BYTES = 32 * 2**20
 """Of a file whose rows are counted."""
 
 
-def bind_unloaded(config: Config) -> BoundPipeline:
+def bind_named(config: Config) -> BoundPipeline:
     """The pipeline of a config, bound by the code that binds it for a run."""
     if pipeline_code(config):
         import_user_modules(config)
     return bind(config)
-
-
-def optional_reference(loaded: Loaded) -> Sequence[tuple[str, object, str]]:
-    """The changes that a run makes for a custom pipeline without a reference."""
-    return without_reference(loaded, bind_unloaded)
-
-
-def code_of(config: Config) -> list[str]:
-    """The Python code that a plan would import."""
-    return [*pipeline_code(config), *data_code(config)]
 
 
 def shapes_of(config: Config, pipeline: BoundPipeline) -> dict[str, ModelShape]:
