@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING
 
 from distflow import __version__
 from distflow.commands.arguments import (
@@ -16,9 +15,6 @@ from distflow.commands.arguments import (
 )
 from distflow.commands.quick_start import importing
 from distflow.errors import UserError
-
-if TYPE_CHECKING:
-    pass
 
 
 def add_chat_arguments(parser: argparse.ArgumentParser) -> None:

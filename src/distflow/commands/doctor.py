@@ -45,7 +45,6 @@ NEEDED = (
     "math-verify",
 )
 MIN_FREE_BYTES = 2 * 1024**3
-_OF_A_RUN = ("run.json", "ledger.jsonl")
 
 
 def add_doctor_arguments(parser: argparse.ArgumentParser) -> None:

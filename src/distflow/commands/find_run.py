@@ -1,13 +1,8 @@
 """Finds a run's folder."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from distflow.errors import UserError
-
-if TYPE_CHECKING:
-    pass
-
 
 RUNS = Path("runs")
 LEDGER = "ledger.jsonl"

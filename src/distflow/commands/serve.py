@@ -8,7 +8,6 @@ from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING
 
 from distflow import __version__
 from distflow.commands.arguments import (
@@ -18,10 +17,6 @@ from distflow.commands.arguments import (
     listen,
 )
 from distflow.commands.quick_start import importing
-
-if TYPE_CHECKING:
-    pass
-
 
 _KEY = "DISTFLOW_API_KEY"
 

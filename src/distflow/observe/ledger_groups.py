@@ -49,9 +49,6 @@ class Attempt(NamedTuple):
     worker: str | None = None
     """None if there is only one."""
 
-    aborted: bool = False
-    """Because its step was full."""
-
 
 @dataclass(slots=True)
 class Group:
@@ -116,8 +113,6 @@ class Group:
                 self.tokens = None
                 self.version = None
                 self.completed = None
-                if record["kind"] == "aborted" and self.attempts:
-                    self.attempts[-1] = self.attempts[-1]._replace(aborted=True)
             case "consumed":
                 self.step = whole(record.get("step"))
                 self.ended = time_of(record)

@@ -12,7 +12,6 @@ from distflow.observe.writing.run_folder import Span
 TRAINING = "train"
 """The name of spans of decoding for training."""
 
-_MAX_LEDGER_BYTES = 8_000_000
 _STEP = re.compile(r"step (\d+)")
 
 
