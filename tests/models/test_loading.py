@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tokenizers import normalizers
 from torch import nn
 
 from distflow.errors import UserError
@@ -185,23 +184,6 @@ def test_models_without_a_usable_tokenizer(folder: Path) -> None:
         load_tokenizer(folder)
 
 
-@pytest.mark.parametrize(("times", "refused"), [(2, False), (12, True)])
-def test_a_tokenizer_that_would_fill_the_memory_is_refused(
-    tmp_path: Path, times: int, refused: bool
-) -> None:
-    tokenizer = tiny_tokenizer()
-    grows = [normalizers.Replace("a", "a" * 10)] * times
-    tokenizer.backend_tokenizer.normalizer = normalizers.Sequence(
-        [normalizers.Prepend("b"), *grows]
-    )
-    tokenizer.save_pretrained(tmp_path)
-    if refused:
-        with pytest.raises(UserError, match="normalizer .*1e.12"):
-            load_tokenizer(tmp_path)
-    else:
-        assert len(load_tokenizer(tmp_path)("a")["input_ids"]) == 101
-
-
 def test_a_tokenizer_without_a_pad_token_gets_its_eos(folder: Path) -> None:
     edit_json(folder / "tokenizer_config.json", pad_token=None)
     assert load_tokenizer(folder).pad_token == "<eos>"
@@ -238,70 +220,9 @@ def test_stop_ids_are_those_of_model_tokenizer_and_chat_template(folder: Path) -
     assert stop_token_ids(model, tokenizer) == (2, 9, im_end)
 
 
-@pytest.mark.parametrize(
-    ("file", "changes", "message"),
-    [
-        ("config.json", {"num_hidden_layers": 10**9}, "'num_hidden_layers' is more than 2,000"),
-        ("config.json", {"num_labels": 10**9}, "'num_labels' is more than 100,000"),
-        ("config.json", {"rope_parameters": {"factor": [10**400]}}, "'factor' is more than 9,223,"),
-        ("config.json", {"id2label": ["a label"] * 500_000}, "config.json"),
-        ("config.json", {"hidden_size": 10**6}, "config.json implies [0-9,]{9,} weights"),
-        (
-            "model.safetensors.index.json",
-            {"weight_map": {"x": "../x.safetensors"}},
-            "names weights of another folder",
-        ),
-        (
-            "model.safetensors.index.json",
-            {"weight_map": {"x": "/dev/zero"}},
-            "names weights of another folder",
-        ),
-        (
-            "model.safetensors.index.json",
-            {"weight_map": dict.fromkeys(range(500_001), "x")},
-            "500,001 weights",
-        ),
-    ],
-)
-def test_a_folder_that_would_take_all_memory_or_lead_elsewhere_is_refused(
-    folder: Path, file: str, changes: dict[str, object], message: str
-) -> None:
-    if not (folder / file).exists():
-        (folder / file).write_text("{}")
-    edit_json(folder / file, **changes)
-    with pytest.raises(UserError, match=message):
+@pytest.mark.parametrize("elsewhere", ["../x.safetensors", "/dev/zero"])
+def test_an_index_that_leads_elsewhere_is_refused(folder: Path, elsewhere: str) -> None:
+    index = folder / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": {"x": elsewhere}}))
+    with pytest.raises(UserError, match=f"weights of another folder: '{elsewhere}'"):
         load_model(folder)
-
-
-def test_a_folder_of_very_many_files_is_no_models(folder: Path) -> None:
-    for i in range(10_001):
-        (folder / f"{i}").touch()
-    with pytest.raises(UserError, match="10,000"):
-        load_model(folder)
-
-
-@pytest.mark.parametrize(
-    ("part", "state"),
-    [
-        ("normalizer", {"type": "Prepend", "prepend": "a" * 2000}),
-        (
-            "post_processor",
-            {
-                "type": "TemplateProcessing",
-                "single": [{"Sequence": {"id": "A", "type_id": 0}}]
-                + [{"SpecialToken": {"id": "x", "type_id": 0}}] * 9000,
-                "pair": [
-                    {"Sequence": {"id": "A", "type_id": 0}},
-                    {"Sequence": {"id": "B", "type_id": 0}},
-                ],
-                "special_tokens": {"x": {"id": "x", "ids": [0], "tokens": ["<pad>"]}},
-            },
-        ),
-    ],
-)
-def test_a_tokenizer_that_adds_too_much_is_refused(
-    folder: Path, part: str, state: dict[str, object]
-) -> None:
-    edit_json(folder / "tokenizer.json", **{part: state})
-    with pytest.raises(UserError, match=f"the {part} of the tokenizer"):
-        load_tokenizer(folder)

@@ -2,7 +2,6 @@
 shards, ready for packed training forwards; loads their tokenizers, and determines which tokens end
 a generation."""
 
-import json
 import logging
 import math
 from collections.abc import Iterator
@@ -52,10 +51,6 @@ Init = Literal["pretrained", "random"]
 Model = TypeVar("Model", bound=nn.Module)
 
 _ALIGNMENT_BYTES = 64
-
-_WEIGHTS_A_BYTE = 8
-_FEW_WEIGHTS = 10**7
-"""Of the most compact format, and a number that takes little memory."""
 
 _log = logging.getLogger(__name__)
 
@@ -233,7 +228,6 @@ class ModelSource:
         """
         if self.gguf_file is None:
             require_files(self.path, WEIGHT_PATTERNS, "weights")
-            self._check_size(auto_class, config)
         with self._readable(), quiet_transformers():
             model, info = auto_class.from_pretrained(
                 self.path,
@@ -265,22 +259,6 @@ class ModelSource:
             ):
                 model = merge_adapter(model, self.adapter)
         return model, sorted(info["missing_keys"])
-
-    def _check_size(self, auto_class: Any, config: PreTrainedConfig) -> None:
-        """Raises UserError if the config implies far more weights than a local folder holds, which
-        would be made."""
-        files = {file for pattern in WEIGHT_PATTERNS for file in Path(self.path).glob(pattern)}
-        with self._readable(), torch.device("meta"):
-            options = {"trust_remote_code": self._options["trust_remote_code"]}
-            model = auto_class.from_config(config, **options) if files else None
-        wanted = sum(each.numel() for each in model.parameters()) if model is not None else 0
-        stored = sum(file.stat().st_size for file in files)
-        if wanted > _WEIGHTS_A_BYTE * stored + _FEW_WEIGHTS:
-            raise UserError(
-                f"{self} has {stored:,} bytes of weights, and its config.json implies {wanted:,} "
-                "weights: take "
-                "config.json and weights of the same model"
-            )
 
     def parts(
         self,
@@ -533,14 +511,8 @@ def load_tokenizer(
         # split.
         loader: Any = PreTrainedTokenizerFast if own_class in _GENERIC_CLASSES else AutoTokenizer
         tokenizer: PreTrainedTokenizerBase = loader.from_pretrained(source, **options)
-        _refuse_growth(tokenizer, source)
         if model is not None:
             _require_embeddings(tokenizer, model.get_text_config().vocab_size)
-        if not isinstance(tokenizer.model_max_length, int | float):
-            raise UserError(
-                f"the tokenizer of '{source}' has the model_max_length "
-                f"{tokenizer.model_max_length!r:.80}"
-            )
         if generates and tokenizer.eos_token_id is None:
             raise UserError(
                 f"the tokenizer of '{source}' has no eos_token: responses could not end; set it "
@@ -561,41 +533,6 @@ def _require_embeddings(tokenizer: PreTrainedTokenizerBase, size: int) -> None:
     if number >= size:
         why = f"{token!r} has the id {number:,}, and the model embeds only the ids below {size:,}"
         raise UserError(f"its tokenizer is another model's: the token {why}")
-
-
-_MOST_GROWTH = 1000
-_LONGEST_TEMPLATE = 100_000
-
-
-def _refuse_growth(tokenizer: PreTrainedTokenizerBase, source: str) -> None:
-    """Raises UserError for a tokenizer whose replacements, one after another, make a text so long
-    that it fills the memory: the library that runs them has no limit."""
-    for part in ("normalizer", "decoder", "post_processor"):
-        steps = getattr(getattr(tokenizer, "backend_tokenizer", None), part, None)
-        state = steps.__getstate__() if steps is not None else b"null"
-        growth = (
-            2.0 * _MOST_GROWTH
-            if part == "post_processor" and len(state) > _LONGEST_TEMPLATE
-            else 1.0
-        )
-        for step in _replacements(json.loads(state)):
-            found = step.get("pattern", {}).get("String") or " "
-            growth *= max(1.0, len(step.get("content", "") or step.get("prepend", "")) / len(found))
-        if growth > _MOST_GROWTH:
-            raise UserError(
-                f"the {part} of the tokenizer of '{source}' can make a text {growth:.2g} times as "
-                "long: use another one"
-            )
-
-
-def _replacements(state: object) -> Iterator[dict[str, Any]]:
-    if isinstance(state, dict):
-        if state.get("type") in ("Replace", "Prepend"):
-            yield state
-        state = list(state.values())
-    if isinstance(state, list):
-        for each in state:
-            yield from _replacements(each)
 
 
 def stop_token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:

@@ -3,14 +3,12 @@ trusted, and says what is wrong with a folder that cannot be loaded."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from errno import EFBIG
-from itertools import islice
 from pathlib import Path
 
 from distflow.errors import UserError
 from distflow.models.model_paths import is_local, resolve_path, why_not_loaded
-from distflow.observe.crash_safe_files import parse_object, read_object, unreadable
-from distflow.untrusted_files import MAX_SOURCE_BYTES, check_file, check_tensors, read_file
+from distflow.observe.crash_safe_files import read_object, unreadable
+from distflow.untrusted_files import check_file, check_tensors
 
 
 @contextmanager
@@ -60,34 +58,15 @@ def require_files(resolved: str, patterns: tuple[str, ...], what: str) -> None:
     hub id passes, since its files are not yet known."""
     if not is_local(resolved):
         return
-    found = [*islice(Path(resolved).iterdir(), _MOST_FILES + 1)]
-    if len(found) > _MOST_FILES:
-        raise UserError(
-            f"'{resolved}' has more than {_MOST_FILES:,} files: it is not the folder of a model"
-        )
-    for file in found:  # links may lead elsewhere, e.g. into the hub's cache
-        if file.suffix in (*_TEXTS, *_TENSORS) and not file.is_dir():
-            try:
-                most = _MAX_TEXT_BYTES if file.suffix in _TEXTS else None
-                check_file(
-                    file, max_bytes=MAX_SOURCE_BYTES if file.name.endswith("config.json") else most
-                )
-                if file.suffix == ".safetensors":
-                    check_tensors(file)
-                elif (
-                    file.name == "tokenizer.json"
-                    and read_file(file).count(b'"content"') > _MOST_ADDED
-                ):
-                    raise OSError(
-                        EFBIG,
-                        f"it adds more than {_MOST_ADDED:,} tokens, each of which is searched for",
-                    )
-            except OSError as error:
-                raise unreadable(file, error) from error
-    for file in map(Path(resolved).joinpath, (*_LARGEST, _INDEX, "tokenizer_config.json")):
+    for file in Path(resolved).iterdir():  # links may lead elsewhere, e.g. into the hub's cache
+        if file.suffix not in (*_TEXTS, *_TENSORS) or file.is_dir():
+            continue
         try:
-            if file.is_file():
-                _check_content(file)
+            check_file(file, max_bytes=_MAX_TEXT_BYTES if file.suffix in _TEXTS else None)
+            if file.suffix == ".safetensors":
+                check_tensors(file)
+            if file.name == _INDEX:
+                _check_index(file)
         except OSError as error:
             raise unreadable(file, error) from error
     if not any(any(Path(resolved).glob(pattern)) for pattern in patterns):
@@ -103,13 +82,6 @@ _TENSORS = (".safetensors", ".bin", ".gguf")
 _MAX_TEXT_BYTES = 64 * 2**20
 """Twice the size of the largest published tokenizers."""
 
-_MOST_FILES = 10_000
-_MOST_WEIGHTS = 500_000
-"""Of a folder and of an index. The largest published models have about 90,000 weights."""
-
-_MOST_ADDED = 50_000
-"""Tokens that a tokenizer adds to its vocabulary, for each of which a text is searched."""
-
 _NAMING = (
     "config.json",
     "tokenizer_config.json",
@@ -117,44 +89,14 @@ _NAMING = (
     "preprocessor_config.json",
 )
 _INDEX = "model.safetensors.index.json"
-_LARGEST = {
-    "config.json": {
-        "num_hidden_layers": 2000,
-        "n_layer": 2000,
-        "num_layers": 2000,
-        "num_labels": 100_000,
-    },
-    "adapter_config.json": {"r": 16_384},
-}
-"""Above the largest published; `transformers` and `peft` would build as much as the file says
-before they read any weights."""
 
 
-def _check_content(file: Path) -> None:
-    """Raises UserError if libraries that read the file would take all memory or time, or read files
-    elsewhere."""
-    found = parse_object(read_file(file, max_bytes=_MAX_TEXT_BYTES)) or {}
-    weights = found.get("weight_map")
-    if isinstance(weights, dict) and len(weights) > _MOST_WEIGHTS:
-        raise UserError(f"'{file}' is not that of a model: it names {len(weights):,} weights")
+def _check_index(file: Path) -> None:
+    """Raises UserError if it names files elsewhere."""
+    weights = read_object(file).get("weight_map")
     for name in set(map(str, weights.values())) if isinstance(weights, dict) else ():
         if name != Path(name).name:
             raise UserError(f"'{file}' names weights of another folder: {name[:200]!r}")
-    values = list(found.items())
-    most = _LARGEST.get(file.name)
-    while values:
-        key, value = values.pop()
-        if isinstance(value, dict | list):
-            if len(value) > _MOST_ADDED and file.name != "config.json" and not weights:
-                raise UserError(
-                    f"'{file}' is not that of a model: its {key!r:.80} has {len(value):,} entries"
-                )
-            values += value.items() if isinstance(value, dict) else [(key, each) for each in value]
-        elif isinstance(value, int) and most is not None and abs(value) > most.get(key, 2**63):
-            raise UserError(
-                f"'{file}' is not that of a model: its {key!r:.80} is more than "
-                f"{most.get(key, 2**63):,}"
-            )
 
 
 def code_of(path: str | Path) -> list[str]:

@@ -6,23 +6,16 @@ also has
 
 - `take_rows`: rows by index, with a backward pass that knows which rows repeat. Autograd's backward
   of `index_select` must assume that all do, with additions in no fixed order on a GPU.
-- `attend_short`: causal attention of short sequences on a CPU as batched matrix products, in
-  float64, and without native code (`cpu_kernels/training_layer.py`). The fused CPU kernel splits a
-  sequence into small products: below some hundred tokens these cost more than the half of the
-  matrix that they skip, and two threads hardly halve the time. Here a batched product has all query
-  heads of a key-value head as one matrix, for as many sequences as fit into the cache.
 - `attend_in_blocks`: attention of one token per row; the result does not depend on memory after the
   row's position.
 """
 
 import math
-from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd import Function
-from torch.autograd.function import once_differentiable
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
@@ -92,68 +85,6 @@ def _add_rows(total: Tensor, index: Tensor, rows: Tensor) -> Tensor:
     if total.device.type == "cpu":
         return total.index_add_(0, index, rows)
     return total.index_put_((index,), rows, accumulate=True)
-
-
-LONGEST = 128
-"""Longest sequence that benefits, in tokens: the stored matrix of weights has at most this many
-columns."""
-
-_BLOCK_ELEMENTS = 2**17  # of scores for each thread, 512 KiB
-
-
-def attend_short(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
-    """query `(sequences, heads, tokens, head_dim)`, key `(sequences, kv_heads, tokens, head_dim)`,
-    value `(sequences, kv_heads, tokens, value_dim)`, all float32 or all float64; each token attends
-    to those up to it. Returns `(sequences, heads, tokens, value_dim)`, differentiable once."""
-    num_matrices = len(key) * key.shape[1]
-    matrices = (x.reshape(num_matrices, -1, x.shape[3]) for x in (query, key, value))
-    return _ShortAttention.apply(*matrices, scale).view(*query.shape[:3], value.shape[3])
-
-
-class _ShortAttention(Function):
-    """Queries `(matrices, heads of each · tokens, head_dim)`, keys `(matrices, tokens, head_dim)`,
-    values `(matrices, tokens, value_dim)`."""
-
-    @staticmethod
-    def forward(ctx: Any, queries: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
-        rows = queries.shape[1]
-        tokens = keys.shape[1]
-        unseen = keys.new_full((tokens, tokens), float("-inf")).triu_(1).repeat(rows // tokens, 1)
-        all_weights = keys.new_empty(len(keys), rows, tokens) if any(ctx.needs_input_grad) else None
-        mixed = queries.new_empty(*queries.shape[:2], values.shape[2])
-        for block in _blocks(queries, keys):
-            scores = torch.baddbmm(unseen, queries[block], keys[block].transpose(1, 2), alpha=scale)
-            weights = torch.softmax(
-                scores, -1, out=scores if all_weights is None else all_weights[block]
-            )
-            torch.bmm(weights, values[block], out=mixed[block])
-        ctx.save_for_backward(queries, keys, values, all_weights, mixed)
-        ctx.scale = scale
-        return mixed
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
-        """With P = softmax(S), O = P V: dS = P (dO Vᵀ − ⟨dO, O⟩) (arXiv 2205.14135, appendix B)."""
-        queries, keys, values, all_weights, mixed = ctx.saved_tensors
-        of_queries, of_keys, of_values = (torch.empty_like(x) for x in (queries, keys, values))
-        for block in _blocks(queries, keys):
-            weights = all_weights[block]
-            of_mixed = grad[block]
-            torch.bmm(weights.transpose(1, 2), of_mixed, out=of_values[block])
-            of_sums = (of_mixed * mixed[block]).sum(-1, keepdim=True)
-            of_scores = (
-                torch.bmm(of_mixed, values[block].transpose(1, 2)).sub_(of_sums).mul_(weights)
-            )
-            torch.bmm(of_scores, keys[block], out=of_queries[block]).mul_(ctx.scale)
-            torch.bmm(of_scores.transpose(1, 2), queries[block], out=of_keys[block]).mul_(ctx.scale)
-        return of_queries, of_keys, of_values, None
-
-
-def _blocks(queries: Tensor, keys: Tensor) -> Iterator[slice]:
-    """Blocks of matrices whose scores stay in the caches of the threads that compute them."""
-    size = max(1, torch.get_num_threads() * _BLOCK_ELEMENTS // (queries.shape[1] * keys.shape[1]))
-    return (slice(start, start + size) for start in range(0, len(queries), size))
 
 
 BLOCK = 64
@@ -236,13 +167,10 @@ def packed_attention(
     for bucket in zip(*padded, strict=True):
         q, k, v = (x.to(dtype) for x in bucket)
         with torch.autocast("cpu", enabled=False):
-            if q.device.type == "cpu" and q.shape[2] <= LONGEST and dropout == 0.0:
-                out = attend_short(q, k, v, scale)
-            else:
-                shares_keys = q.shape[1] != k.shape[1]
-                out = scaled_dot_product_attention(
-                    q, k, v, dropout_p=dropout, is_causal=True, scale=scale, enable_gqa=shares_keys
-                )
+            shares_keys = q.shape[1] != k.shape[1]
+            out = scaled_dot_product_attention(
+                q, k, v, dropout_p=dropout, is_causal=True, scale=scale, enable_gqa=shares_keys
+            )
         outputs.append(out.reshape(-1, out.shape[-1]).to(query.dtype))
     rows = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
     mixed = take_rows(rows, buckets.of_heads(query.shape[1]).home)
