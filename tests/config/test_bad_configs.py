@@ -128,12 +128,6 @@ BAD: dict[str, tuple[str, list[str], str, tuple[str, ...]]] = {
         "data.skip_outside",
         ("no range within 0..1",),
     ),
-    "a band without a number": (
-        "grpo",
-        ["data.pass_rate=[0.5,0.1]"],
-        "data.pass_rate",
-        ("holds no number",),
-    ),
     "no model": (
         "sft",
         [f"~{MODEL}.path"],

@@ -59,14 +59,6 @@ FAULTS = {
         messages({"role": "user", "content": [{"type": "text", "text": "a"}]}),
         "message 3 .* a list of parts",
     ),
-    "human": (
-        messages({"role": "human", "content": "a"}),
-        "message 3 .* has the role 'human'; did you mean 'user'?",
-    ),
-    "gpt": (
-        messages({"role": "gpt", "content": "a"}),
-        "has the role 'gpt'; did you mean 'assistant'?",
-    ),
     "User": (
         messages({"role": "User", "content": "a"}),
         "has the role 'User'; did you mean 'user'?",
@@ -74,10 +66,6 @@ FAULTS = {
     "critic": (
         messages({"role": "critic", "content": "a"}),
         "has the role 'critic'; known: assistant, developer, ",
-    ),
-    "ShareGPT": (
-        {"messages": [{"from": "human", "value": "a"}]},
-        "message 1 .* has 'from' and 'value': rename them",
     ),
     "no answer": (
         {"messages": [USER]},

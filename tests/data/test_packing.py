@@ -2,7 +2,6 @@
 promised."""
 
 import itertools
-import random
 
 import pytest
 from hypothesis import given, settings
@@ -51,23 +50,6 @@ def test_loads_are_evened_out():
     assert sorted(loads(pack(lengths, 10), lengths)) == [9, 10]
     lengths = [100] * 9
     assert sorted(loads(pack(lengths, 400), lengths)) == [300, 300, 300]
-
-
-def test_tight_bins_are_evened_out_without_overflow():
-    """Lightest first would overflow here (3 + 2 + 2 > 6), so the bins of first-fit are levelled
-    instead."""
-    lengths = [3, 3, 2, 2, 2]
-    assert loads(pack(lengths, 6), lengths) == [6, 6]
-    lengths = [5, 5, 4, 4, 4, 3, 3]
-    assert sorted(loads(pack(lengths, 10), lengths)) == [9, 9, 10]
-    rng = random.Random(0)
-    lengths = [rng.randint(100, 4000) for _ in range(500)]
-    found = loads(pack(lengths, 16384), lengths)
-    assert (
-        max(found) <= 16384
-        and len(found) == -(-sum(lengths) // 16384)
-        and min(found) > 0.9 * max(found)
-    )
 
 
 def test_too_few_items_leave_empty_bins_at_the_end():

@@ -310,28 +310,6 @@ def test_a_domain_column_that_was_asked_for_must_be_there(tmp_path):
     assert "data.domain_key=topic" in message(tmp_path / "a.jsonl", Columns(domain="topics"))
 
 
-def test_a_pass_rate_that_is_asked_for_is_a_number(tmp_path):
-    columns = Columns(pass_rate="stats.rate")
-    rates = [{"rate": 0.25}, {"rate": "0.5"}, {"rate": 1}]
-    write_jsonl(
-        tmp_path / "a.jsonl", [{"prompt": "a", "answer": 1, "stats": each} for each in rates]
-    )
-    assert [row.pass_rate for row in load(tmp_path / "a.jsonl", columns)] == [0.25, 0.5, 1.0]
-    assert load(tmp_path / "a.jsonl")[0].pass_rate is None
-    for bad in ("half", True, None, "nan", [0.5]):
-        write_jsonl(
-            tmp_path / "b.jsonl",
-            [{"prompt": "a", "answer": 1, "stats": each} for each in (*rates, {"rate": bad})],
-        )
-        assert "b.jsonl:4: the pass rate (column 'stats.rate') is" in message(
-            tmp_path / "b.jsonl", columns
-        )
-    write_jsonl(tmp_path / "c.jsonl", [{"prompt": "a", "answer": 1, "difficulty": 3}])
-    assert "data.pass_rate_key=difficulty" in message(
-        tmp_path / "c.jsonl", Columns(pass_rate="pass_rate")
-    )
-
-
 def test_responses_to_learn_from(tmp_path):
     columns = Columns(response="response", answer_required=False)
     write_jsonl(tmp_path / "a.jsonl", [{"prompt": "a", "response": "b"}])

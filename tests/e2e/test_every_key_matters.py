@@ -56,7 +56,6 @@ BAD = "loss -1 0.5 1.5 10"
 FAR = "loss -1 0.368 0.368 0.368"
 LONG = ("data.train_files={lab}/long.jsonl",)
 UNFILTERED = (*LONG, "data.filter_overlong_prompts=false")
-PASS_RATE = ("data.pass_rate_key=number", "data.pass_rate=[2,4]")
 CHAT = ("data.prompt_format=chat", "data.max_prompt_length=64")
 ANSWERED = (*VALIDATED, "trainer.val_before_train=true")
 SAMPLED = (*ANSWERED, f"{ROLLOUT}.val_kwargs.n=4")
@@ -304,8 +303,6 @@ DATA = (
     of_rows("truncation", "left", "rows prompt_text", None, *UNFILTERED, "data.truncation=right"),
     of_rows("truncation", "middle", "rows prompt_text", None, *UNFILTERED, "data.truncation=right"),
     of_rows("bad_rows", "skip", "refused_rows", "", "data.train_files={lab}/bad.jsonl"),
-    of_rows("pass_rate", "[2,4]", "rows ground_truth", ["5", "7", "9"], *PASS_RATE[:1]),
-    of_rows("pass_rate_key", "other_number", "rows tag", [""] * 6, *PASS_RATE),
     of_rows("train_max_samples", "5", "rows ground_truth", ["1", "3", "5", "7", "9"]),
     of_rows("val_max_samples", "2", "held_out_rows ground_truth", ["1", "3"], *VALIDATED),
     of_rows("shuffle", "false", "samples prompt"),

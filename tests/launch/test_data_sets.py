@@ -86,11 +86,6 @@ def test_domains_have_their_rows_in_their_order(ground: Playground) -> None:
     [
         (LONG, (), "overlong"),
         ({"answer": "7"}, ("data.bad_rows=skip",), "bad_row"),
-        (
-            {"prompt": "a", "answer": "7", "level": 400},
-            ("data.pass_rate=[0,350]", "data.pass_rate_key=level"),
-            "pass_rate",
-        ),
         ({"prompt": "a", "answer": ["assert f(1) =="]}, CODE, "broken_tests"),
     ],
 )

@@ -1,8 +1,8 @@
 """Bin packing of samples by tokens: into micro-batches of bounded size, and of a step's groups
 evenly over ranks.
 
-Micro-batches use first-fit decreasing, then balancing; ranks use the better of Karmarkar-Karp and a
-sorted greedy.
+Both give the longest item in turn to the lightest bin; micro-batches of which one would be too
+large use first-fit decreasing.
 """
 
 import heapq
@@ -17,7 +17,7 @@ def pack(lengths: Sequence[int], max_tokens: int, min_bins: int = 1) -> Parts:
 
     An item longer than `max_tokens` is never cut, but gets its own bin. There are at least
     `min_bins` bins, including empty ones if items are too few, so that all ranks can run the same
-    number. Loads are balanced over the bins, which keeps peak memory and waits between ranks low.
+    number. Loads are even where that fits, which keeps peak memory and waits between ranks low.
     Indices ascend within a bin, bins by their first index, empty ones last. The same arguments
     always give the same bins.
     """
@@ -35,9 +35,7 @@ def pack(lengths: Sequence[int], max_tokens: int, min_bins: int = 1) -> Parts:
     if num_bins:
         even = lightest_first(longest_first, lengths, num_bins)
         fits = max(_load(bin_, lengths) for bin_ in even) <= max_tokens
-        packed = (
-            even if fits else _level(packed + [[] for _ in range(num_bins - len(packed))], lengths)
-        )
+        packed = even if fits else packed + [[] for _ in range(num_bins - len(packed))]
     bins = [sorted(bin_) for bin_ in alone + packed]
     return sorted(bins, key=lambda bin_: bin_[0] if bin_ else len(lengths))
 
@@ -67,57 +65,21 @@ def _first_fit(longest_first: Sequence[int], lengths: Sequence[int], max_tokens:
     return bins
 
 
-def _level(bins: Parts, lengths: Sequence[int]) -> Parts:
-    """Move or swap items between the heaviest and the lightest bin while this brings the two
-    closer.
-
-    No bin gets heavier than the heaviest was, so bins that fitted still fit; the squares of the
-    loads only fall, so it terminates.
-    """
-    loads = [_load(bin_, lengths) for bin_ in bins]
-    while True:
-        heavy = loads.index(max(loads))
-        light = loads.index(min(loads))
-        gap = loads[heavy] - loads[light]
-        shifts = [
-            (abs(2 * shift - gap), give, take)
-            for give in bins[heavy]
-            for take in (-1, *bins[light])
-            if 0 < (shift := lengths[give] - (lengths[take] if take >= 0 else 0)) < gap
-        ]
-        if not shifts:
-            return bins
-        _, give, take = min(shifts)
-        for item, source, target in ((give, heavy, light), (take, light, heavy)):
-            if item >= 0:
-                bins[source].remove(item)
-                bins[target].append(item)
-                loads[source] -= lengths[item]
-                loads[target] += lengths[item]
-
-
 def _load(bin_: Sequence[int], lengths: Sequence[int]) -> int:
     return sum(lengths[i] for i in bin_)
 
 
 def partition(lengths: Sequence[int], num_parts: int) -> Parts:
-    """Exactly `num_parts` lists of indices into `lengths`, with sums balanced by the better of two
-    heuristics.
+    """Exactly `num_parts` lists of indices into `lengths`, with balanced sums.
 
-    Neither always wins: differencing is better on typical lengths, the greedy on a few long ones.
-    The result is the one whose heaviest part is lighter. Parts are empty if items are too few.
-    Indices ascend within a part, parts by their first index, empty ones last; the same arguments
-    always give the same parts.
+    Parts are empty if items are too few. Indices ascend within a part, parts by their first index,
+    empty ones last; the same arguments always give the same parts.
     """
     if num_parts < 1:
         raise ValueError(f"num_parts must be at least 1, not {num_parts}")
     loads = [int(length) for length in lengths]
     heaviest_first = sorted(range(len(loads)), key=lambda item: -loads[item])
-    candidates = (
-        karmarkar_karp(loads, num_parts),
-        lightest_first(heaviest_first, loads, num_parts),
-    )
-    best = min(candidates, key=lambda parts: max(_load(part, loads) for part in parts))
+    best = lightest_first(heaviest_first, loads, num_parts)
     return sorted(map(sorted, best), key=lambda part: part[0] if part else len(loads))
 
 
@@ -172,26 +134,3 @@ def _divide_pass(
             parts[part] += items
             loads[part] += sum(lengths[i] for i in items)
     return [sorted(part) for part in parts]
-
-
-def karmarkar_karp(lengths: Sequence[int], num_parts: int) -> Parts:
-    """Largest differencing (Karmarkar and Karp 1982) for any number of parts: the two partial
-    solutions with the largest spread are joined, the heaviest part of one with the lightest of the
-    other, until one solution is left."""
-    if not lengths:
-        return [[] for _ in range(num_parts)]
-    empty: list[tuple[int, list[int]]] = [(0, []) for _ in range(num_parts - 1)]
-    # each with its heaviest part first
-    splits = [[(length, [item]), *empty] for item, length in enumerate(lengths)]
-    heap = [(split[-1][0] - split[0][0], item) for item, split in enumerate(splits)]
-    heapq.heapify(heap)
-    while len(heap) > 1:
-        (_, first), (_, second) = heapq.heappop(heap), heapq.heappop(heap)
-        pairs = zip(splits[first], reversed(splits[second]), strict=True)
-        joined = [
-            (load_a + load_b, items_a + items_b) for (load_a, items_a), (load_b, items_b) in pairs
-        ]
-        splits[first] = sorted(joined, key=lambda part: -part[0])
-        splits[second] = []
-        heapq.heappush(heap, (splits[first][-1][0] - splits[first][0][0], first))
-    return [items for _, items in splits[heap[0][1]]]

@@ -1,9 +1,7 @@
 """Rows of a data set before tokenisation: the meaning of columns, and bad rows."""
 
-import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import date, time
 from decimal import Decimal
@@ -29,7 +27,6 @@ _USUAL_NAMES = {
         "final_answer",
     ),
     "data.response_key": ("completion", "output", "answer", "target", "chosen"),
-    "data.pass_rate_key": ("pass_rate", "difficulty", "solve_rate", "accuracy", "success_rate"),
     "data.tag_key": ("tag", "tags", "data_source", "source", "subset", "category"),
 }
 """Usual names of these columns in data sets."""
@@ -59,8 +56,6 @@ class Columns:
     only_domain: str = DEFAULT_DOMAIN
     group: str = "data"
     """Of the config keys that name the columns, for messages."""
-    pass_rate: str | None = None
-    """A number that every row must have."""
     tag: str | None = None
     """Every row must have it."""
     domain_of_tag: Mapping[str, str] = field(default_factory=dict)
@@ -93,8 +88,6 @@ class RawRow:
     template_kwargs: dict[str, JSON] = field(default_factory=dict)
     is_conversation: bool = False
     """Whether to train on the assistant's turns in `prompt`."""
-    pass_rate: float | None = None
-    """None if it is not used."""
     tag: str = ""
     images: tuple[str, ...] = ()
     """Paths, see `read_images`."""
@@ -207,7 +200,6 @@ def _required(columns: Columns) -> dict[str, str]:
         "data.prompt_key": columns.prompt,
         "data.answer_key": columns.answer if columns.answer_required else None,
         "data.response_key": columns.response,
-        "data.pass_rate_key": columns.pass_rate,
         "data.domain_key": None if columns.domain == _DEFAULT_DOMAIN_KEY else columns.domain,
         "data.tag_key": columns.tag,
     }
@@ -299,7 +291,6 @@ def _raw_row(origin: str, values: Values, columns: Columns, tag: str) -> RawRow:
         tools=tools,
         template_kwargs=template_kwargs,
         is_conversation=is_conversation,
-        pass_rate=None if columns.pass_rate is None else _pass_rate(values, columns.pass_rate),
         tag=tag,
         images=images,
     )
@@ -334,17 +325,6 @@ def _folder_of(origin: str) -> Path | None:
     if path.is_dir():
         return path
     return path.parent if path.is_file() else None
-
-
-def _pass_rate(values: Values, name: str) -> float:
-    found = plain(find(values, name))
-    rate = math.nan
-    if isinstance(found, str | int | float) and not isinstance(found, bool):
-        with suppress(ValueError):
-            rate = float(found)
-    if math.isfinite(rate):
-        return rate
-    raise RowError(f"the pass rate (column '{name}') is {kind(found)}, not a finite number")
 
 
 def _response(values: Values, name: str) -> str:

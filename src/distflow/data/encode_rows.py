@@ -142,9 +142,6 @@ def encode_rows(
     end token. Raises UserError for a tokenizer that lacks a template or an end token, for bad rows
     unless skipped, for a prompt that is too long with truncation "error", and if no row is left.
     """
-    num_read = len(rows)
-    rows = _within(rows, options)
-    num_outside = num_read - len(rows)
     _check_options(tokenizer, rows, options)
     if options.keep_messages:
         rows = [_with_messages(row, options, PROMPT_MESSAGES) for row in rows]
@@ -174,9 +171,7 @@ def encode_rows(
         raise UnusableRow(
             "bad_row", f"all rows are bad and were skipped; the first: {bad_rows.reasons[0]}"
         )
-    report = PromptReport(
-        num_bad=len(bad_rows.reasons), num_outside=num_outside, num_texts_more=num_texts_more
-    )
+    report = PromptReport(num_bad=len(bad_rows.reasons), num_texts_more=num_texts_more)
     return fit(good, tokenizer, options, report)
 
 
@@ -190,23 +185,6 @@ def _encode_pairs(
     for row in rows:
         pair = encode_pair(row, tokenizer, names)
         yield pair if isinstance(pair, str) else [pair]
-
-
-def _within(rows: Sequence[RawRow], options: PromptOptions) -> Sequence[RawRow]:
-    """The rows with a pass rate within the band."""
-    if options.pass_rate is None:
-        return rows
-    low, high = options.pass_rate
-    kept = [row for row in rows if row.pass_rate is not None and low <= row.pass_rate <= high]
-    if not kept:
-        rates = [row.pass_rate for row in rows if row.pass_rate is not None]
-        raise UnusableRow(
-            "pass_rate",
-            f"{options.group}.pass_rate=[{low:g}, {high:g}]: of {len(rows):,} rows none is in this "
-            "range; their rates "
-            f"(column {options.group}.pass_rate_key) go from {min(rates):g} to {max(rates):g}",
-        )
-    return kept
 
 
 def _check_options(

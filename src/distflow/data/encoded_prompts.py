@@ -147,10 +147,6 @@ class PromptOptions:
     template."""
     num_workers: int = 4
     """Threads that tokenise; 0 uses the calling thread. The result is the same."""
-    pass_rate: tuple[float, float] | None = None
-    """[low, high] of the rows to use, None for all."""
-    group: str = "data"
-    """Of the config keys, for messages."""
     pair: tuple[str, str] | None = None
     """The columns of the chosen and the rejected response, of preference pairs."""
 
@@ -170,7 +166,6 @@ class PromptReport:
     """Turns of the assistant to train on."""
     num_texts_more: int = 0
     """Texts of conversations beyond the first of each."""
-    num_outside: int = 0
     """Rows outside the band of pass rates."""
 
     def lines(self) -> list[str]:
@@ -181,7 +176,6 @@ class PromptReport:
                 "more rows, of turns that the chat template renders differently if others follow"
             ): self.num_texts_more,
             "bad rows skipped": self.num_bad,
-            "rows outside data.pass_rate left out": self.num_outside,
             "overlong prompts left out": self.num_overlong_prompts,
             "overlong responses left out": self.num_overlong_responses,
             "truncated to the maximum length": self.num_truncated,
@@ -192,7 +186,7 @@ class PromptReport:
     @property
     def num_left_out(self) -> int:
         num_overlong = self.num_overlong_prompts + self.num_overlong_responses
-        return self.num_bad + self.num_outside + num_overlong - self.num_texts_more
+        return self.num_bad + num_overlong - self.num_texts_more
 
     @staticmethod
     def joined(parts: Sequence["PromptReport"]) -> "PromptReport":

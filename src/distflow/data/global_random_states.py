@@ -10,7 +10,6 @@ global ones.
 Imports neither numpy nor torch, which a reward worker may not need.
 """
 
-import ctypes
 import hashlib
 import random
 import sys
@@ -57,7 +56,7 @@ def states() -> States:
     """State of all loaded generators."""
     found: dict[str, Any] = {"random": random.getstate()}
     if numpy := sys.modules.get("numpy"):
-        found["numpy"] = _numpy_state(numpy)
+        found["numpy"] = numpy.random.get_state()
     if torch := sys.modules.get("torch"):
         found["torch"] = torch.default_generator.get_state()
         if device := device_module():
@@ -69,7 +68,7 @@ def put_back(found: States) -> None:
     """Restore the result of `states`."""
     random.setstate(found["random"])
     if "numpy" in found:
-        _set_numpy_state(sys.modules["numpy"], found["numpy"])
+        sys.modules["numpy"].random.set_state(found["numpy"])
     if "torch" in found:
         sys.modules["torch"].default_generator.set_state(found["torch"])
     if "device" in found and (device := device_module()):
@@ -86,52 +85,3 @@ def lent(begin: Callable[[], None] = lambda: None) -> Iterator[None]:
         yield
     finally:
         put_back(before)
-
-
-_NUMPY_BYTES = 2500
-"""Of the memory of numpy's generator: 624 words of state and the position."""
-_known: tuple[bytes, Any] = b"", None
-"""The memory of numpy's generator and its state, when it was last seen. numpy copies its state word
-by word (30 µs), which for each await of user code took longer than most of that code; its memory is
-compared and copied in 1 µs."""
-
-
-def _numpy_state(numpy: Any) -> Any:
-    global _known
-    if not _is_known(_numpy_memory(numpy)[1]):
-        state = numpy.random.get_state()
-        _known = _bytes_of(state), state
-    return _known[1]
-
-
-def _set_numpy_state(numpy: Any, state: Any) -> None:
-    global _known
-    own, (address, memory) = _bytes_of(state), _numpy_memory(numpy)
-    if own and not state[3] and _is_known(memory):
-        ctypes.memmove(address, own, _NUMPY_BYTES)
-    else:
-        numpy.random.set_state(state)
-    _known = own, state
-
-
-def _is_known(memory: bytes) -> bool:
-    """Whether the state is still `_known`, without the stored normal variate that is in another
-    part of the memory."""
-    return bool(memory) and memory == _known[0] and not _known[1][3]
-
-
-def _numpy_memory(numpy: Any) -> tuple[int, bytes]:
-    """Its address and content; (0, b"") for a generator that the user has replaced by another
-    kind."""
-    generator = numpy.random.get_bit_generator()
-    if type(generator) is not numpy.random.MT19937:
-        return 0, b""
-    address = generator.ctypes.state_address
-    return address, ctypes.string_at(address, _NUMPY_BYTES)
-
-
-def _bytes_of(state: Any) -> bytes:
-    """As `_numpy_memory`, for a result of `get_state`."""
-    if not isinstance(state, tuple):  # of another kind of generator
-        return b""
-    return bytes(state[1].tobytes() + int(state[2]).to_bytes(4, sys.byteorder))

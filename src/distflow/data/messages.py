@@ -17,10 +17,6 @@ Messages = list[dict[str, JSON]]
 
 ASSISTANT = "assistant"
 ROLES = ("system", "developer", "user", ASSISTANT, "tool", "function", "ipython")
-_ROLES_ELSEWHERE = {
-    "human": "user",
-    **dict.fromkeys(("gpt", "bot", "ai", "model", "chatbot"), ASSISTANT),
-}
 
 
 class RowError(ValueError):
@@ -138,20 +134,11 @@ def _message(message: JSON, what: str) -> dict[str, JSON]:
     if not isinstance(message, dict):
         raise RowError(f"{what} is {kind(message)}, not a mapping with 'role' and 'content'")
     message = {key: value for key, value in message.items() if value is not None}
-    if "role" not in message and {"from", "value"} <= message.keys():
-        raise RowError(
-            f"{what} has 'from' and 'value': rename them to 'role' and 'content', and the roles to "
-            f"user and {ASSISTANT}"
-        )
     role = message.get("role")
     if not isinstance(role, str):
         raise RowError(f"{what} needs the str values 'role' and 'content'")
     if role not in ROLES:
-        meant = _ROLES_ELSEWHERE.get(role.lower())
-        raise RowError(
-            f"{what} has the role '{role}'"
-            + (f"; did you mean '{meant}'?" if meant else hint(role, ROLES))
-        )
+        raise RowError(f"{what} has the role '{role}'{hint(role, ROLES)}")
     if "tool_calls" in message:
         message["tool_calls"] = _tool_calls(message["tool_calls"], what)
         if not message["tool_calls"]:

@@ -380,8 +380,6 @@ def _source(
     if by_tags:
         named = getattr(data, f"{split}_files")
         files_key = f"data.{split}_files"
-    # validation rows are not selected by difficulty
-    pass_rate = own("pass_rate") if split == "train" else None
     columns = Columns(
         prompt=own("prompt_key"),
         answer=own("answer_key"),
@@ -393,7 +391,6 @@ def _source(
         is_chat=own("prompt_format") == "chat",
         only_domain=domain or DEFAULT_DOMAIN,
         group=key,
-        pass_rate=None if pass_rate is None else own("pass_rate_key"),
         tag=data.tag_key if by_tags or split == "val" else None,
         domain_of_tag=domain_of_tag(config) if by_tags else {},
         images=data.image_key,
@@ -413,8 +410,6 @@ def _source(
         or (scored and (reads_all or any(reward.reads_messages for reward in rewards))),
         keep_chats=(scored and asks_chats) or config.actor_rollout_ref.rollout.workflow is not None,
         num_workers=data.num_loader_workers,
-        pass_rate=pass_rate,
-        group=key,
         pair=(data.chosen_key, data.rejected_key) if is_rm else None,
     )
     return DataSource(files_key, named, most, columns, data.bad_rows, options, domain)

@@ -2,7 +2,7 @@
 demand."""
 
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from importlib.util import find_spec
 from pathlib import Path
@@ -15,7 +15,6 @@ from transformers import PreTrainedModel
 from distflow.errors import UserError, hint
 from distflow.models.model_folder import require_files
 from distflow.observe.crash_safe_files import read_object
-from distflow.untrusted_files import OutOfTime, limited_time
 
 ADAPTER_CONFIG = "adapter_config.json"
 
@@ -70,24 +69,13 @@ def check_targets(model: nn.Module, target_modules: str | Sequence[str]) -> None
             pattern = re.compile(target if is_pattern else rf"(.*\.)?{re.escape(target)}")
         except re.error as error:
             raise UserError(f"'{target}' is not a regular expression ({error})") from error
-        if not _matches(pattern, modules):
+        if not any(map(pattern.fullmatch, modules)):
             advice = (
                 f"; for all layers of that name write [{target}]"
                 if target in linear
                 else hint(target, linear)
             )
             raise UserError(f"'{target}' matches no layer of the model{advice}")
-
-
-def _matches(pattern: re.Pattern[str], names: Iterable[str]) -> bool:
-    """Raises UserError for a pattern that takes too long."""
-    try:
-        with limited_time():
-            return any(map(pattern.fullmatch, names))
-    except OutOfTime:
-        raise UserError(
-            f"the pattern '{pattern.pattern:.200}' takes too long to match: write names of modules"
-        ) from None
 
 
 def base_of_adapter(folder: str) -> str | None:
@@ -110,21 +98,6 @@ def merge_adapter(model: PreTrainedModel, folder: str) -> PreTrainedModel:
     """The model with a folder's adapter merged into its weights."""
     from peft import PeftModel
 
-    config = read_object(Path(folder) / ADAPTER_CONFIG)
-    names = dict(model.named_modules())
-    for key in (
-        "target_modules",
-        "exclude_modules",
-        "layers_pattern",
-        "rank_pattern",
-        "alpha_pattern",
-    ):
-        found = config.get(key)
-        patterns = (
-            [found] if isinstance(found, str) else [*found] if isinstance(found, dict) else []
-        )
-        for pattern in patterns:
-            _matches(re.compile(rf"(.*\.)?({pattern})"), names)
     adapted: Any = PeftModel.from_pretrained(model, folder, use_safetensors=True)
     merged: PreTrainedModel = adapted.merge_and_unload(safe_merge=True)
     return merged.requires_grad_(True)

@@ -121,8 +121,6 @@ data:
   system_prompt: "Be brief: yes"
   enable_thinking: true
   apply_chat_template_kwargs: {date_string: today}
-  pass_rate: [0, 0.5]
-  pass_rate_key: difficulty
   skip_outside: [0.1, 0.9]
   skip_epochs: 2
   train_batch_size: 32
@@ -527,7 +525,7 @@ def test_the_files_of_a_domain_may_move_as_others_may():
     assert [key for key, _, _ in diff(before, moved)] == ["data.domains"] and changed_keys(
         before, moved
     ) == []
-    for change in ({"weight": 2}, {"max_response_length": 9}, {"pass_rate": [0, 0.5]}):
+    for change in ({"weight": 2}, {"max_response_length": 9}, {"prompt_template": "Q {prompt}"}):
         assert [
             key for key, _, _ in changed_keys(before, domains(train_files=["x.jsonl"], **change))
         ] == ["data.domains"]

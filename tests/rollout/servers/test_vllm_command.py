@@ -26,10 +26,10 @@ def test_vllm_of_the_range_is_taken(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("says", "said"),
     [
-        ("exit 0", "has no vLLM"),
+        ("exit 0", "has no vllm"),
         ("echo vllm==0.31.2", "has vllm==0.31.2"),
         ("echo vllm==1.0.0", "has vllm==1.0.0"),
-        ("echo broken >&2; exit 1", r"has no vLLM \(broken\)"),
+        ("echo broken >&2; exit 1", r"has no vllm \(broken\)"),
     ],
 )
 def test_another_environment_is_refused_with_what_to_do(

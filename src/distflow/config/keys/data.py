@@ -6,7 +6,6 @@ from dataclasses import dataclass
 
 from distflow.config.compose.typed_values import (
     Mismatch,
-    parse_band,
     parse_differing,
     parse_share_band,
 )
@@ -65,10 +64,6 @@ class DomainConfig:
     enable_thinking: bool | None = key(
         None, "passed to the chat template; null is data.enable_thinking"
     )
-    pass_rate: tuple[float, float] | None = key(
-        None, "pass rates of the rows to train on; null is data.pass_rate", parse=parse_band
-    )
-    pass_rate_key: str | None = key(None, "column of the pass rate; null is data.pass_rate_key")
     skip_outside: tuple[float, float] | None = key(
         None, "as data.skip_outside; null is its value, [0, 1] is off", parse=parse_share_band
     )
@@ -200,16 +195,6 @@ class DataConfig:
         False, "read each training row when its group starts, on its worker; not with tags"
     )
     bad_rows: str = key("error", "action for an unusable row", choices=("error", "skip"))
-    pass_rate: tuple[float, float] | None = key(
-        None,
-        "[low, high]: train only on rows with a pass rate in this range; null is all",
-        parse=parse_band,
-    )
-    pass_rate_key: str = key(
-        "pass_rate",
-        "column of the pass rate, or of another measure of difficulty",
-        taken_if=lambda own: own.pass_rate or any(d.pass_rate for d in own.domains.values()),
-    )
     skip_outside: tuple[float, float] | None = key(
         None,
         "[low, high]: skip a row whose share of correct responses was outside",

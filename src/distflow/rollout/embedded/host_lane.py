@@ -44,7 +44,7 @@ class RequestLane:
     decoder: DecoderView
     slots: KVSlots = field(init=False, default_factory=KVSlots)
     prefixes: PrefixCache[KeysValues] = field(
-        init=False, default_factory=partial(PrefixCache, PREFIX_BLOCK, True)
+        init=False, default_factory=partial(PrefixCache, PREFIX_BLOCK)
     )
     _root: tuple[object] = field(init=False, default=(None,))
 

@@ -14,17 +14,15 @@ _Name = tuple[Hashable, tuple[int, ...]]
 class PrefixCache(Generic[T]):
     """Keys and values of finished requests, found again by the tokens that a prompt begins with.
 
-    Blocks have equally many tokens; only the last one of a row may have fewer, if partial blocks
-    are kept. A block is identified by its tokens and the block before it, as in vLLM's and
-    nano-vllm's prefix caching, which compare hashes; here the tokens themselves are compared. The
-    first block of a prompt follows a root, which names the weights, so keys and values from other
-    weights are never found. The least recently used blocks come first; using a block also uses
-    those before it.
+    Blocks have equally many tokens; the rest at the end of a row is not kept. A block is
+    identified by its tokens and the block before it, as in vLLM's and nano-vllm's prefix caching,
+    which compare hashes; here the tokens themselves are compared. The first block of a prompt
+    follows a root, which names the weights, so keys and values from other weights are never found.
+    The least recently used blocks come first; using a block also uses those before it.
     """
 
-    def __init__(self, block_tokens: int, keeps_ends: bool = False) -> None:
+    def __init__(self, block_tokens: int) -> None:
         self.block_tokens = block_tokens
-        self._keeps_ends = keeps_ends
         self._blocks: OrderedDict[_Name, tuple[int, T]] = OrderedDict()
         self._numbers = itertools.count()
 
@@ -35,11 +33,6 @@ class PrefixCache(Generic[T]):
     def find(self, root: tuple[Hashable, ...], tokens: tuple[int, ...]) -> list[T]:
         """The contents of the longest row of cached blocks at the start of `tokens`."""
         names = self._known(root, tokens)
-        before, rest = self._next(root, names, tokens)
-        for count in range(len(rest) if self._keeps_ends else 0, 0, -1):
-            if (before, rest[:count]) in self._blocks:
-                names.append((before, rest[:count]))
-                break
         self._use(names)
         return [self._blocks[name][1] for name in names]
 
@@ -49,12 +42,10 @@ class PrefixCache(Generic[T]):
         """Keep the blocks of `tokens`. content: makes the content of a new block from its number in
         the row."""
         names = self._known(root, tokens)
-        while (rest := self._next(root, names, tokens))[1]:
-            if len(rest[1]) < self.block_tokens and not self._keeps_ends:
-                break
-            if rest not in self._blocks:
-                self._blocks[rest] = (next(self._numbers), content(len(names)))
-            names.append(rest)
+        for _ in range(len(names), len(tokens) // self.block_tokens):
+            name = self._next(root, names, tokens)
+            self._blocks[name] = (next(self._numbers), content(len(names)))
+            names.append(name)
         self._use(names)
 
     def pop_oldest(self) -> T:
@@ -65,11 +56,9 @@ class PrefixCache(Generic[T]):
         self._blocks.clear()
 
     def _known(self, root: Hashable, tokens: tuple[int, ...]) -> list[_Name]:
-        """The known blocks at the start of `tokens`, without a partial one."""
+        """The known blocks at the start of `tokens`."""
         names: list[_Name] = []
-        while (name := self._next(root, names, tokens)) in self._blocks and len(
-            name[1]
-        ) == self.block_tokens:
+        while (name := self._next(root, names, tokens)) in self._blocks:
             names.append(name)
         return names
 

@@ -36,7 +36,6 @@ CALL_S: Final = 600.0  # of a call that moves weights
 SILENT_S: Final = 10.0
 STUCK_S: Final = 600.0  # without a new token, of a server that answers everything else
 LOOKS_EVERY_S: Final = 1.0
-_POLLS: Final = 20  # of a deadline
 MOST_SERVERS: Final = 3  # tried for one request
 RETRIES: Final = 4  # after a server error
 BACK_OFF_S: Final = 0.25  # doubled on each retry
@@ -489,18 +488,12 @@ class HttpEngine(AbstractAsyncContextManager["HttpEngine"], ABC):
                         await self._replace("it did not respond")
 
     async def _is_silent(self, limit: float) -> bool:
-        """Whether the server gives no answer for so many seconds. They are counted in polls, since
-        a server may answer in time while this process, on an overloaded machine, is late to read
-        it."""
-        look = asyncio.create_task(self._hear())
+        """Whether the server gives no answer for so many seconds."""
         try:
-            for _ in range(_POLLS):
-                if (await asyncio.wait((look,), timeout=limit / _POLLS))[0]:
-                    look.result()
-                    return False
+            await asyncio.wait_for(self._hear(), limit)
+        except TimeoutError:
             return True
-        finally:
-            look.cancel()
+        return False
 
     async def _hear(self) -> None:
         """Wait until the server answers at all."""

@@ -6,6 +6,8 @@ import fcntl
 import os
 import re
 import shutil
+import subprocess
+import sys
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
@@ -161,3 +163,20 @@ def write_model(model: nn.Module, tokenizer: PreTrainedTokenizerBase, folder: Pa
         config.save_pretrained(target)
         tokenizer.save_pretrained(target)
     return target
+
+
+def find_package(python: str | None, *names: str) -> str:
+    """The first of these packages that is installed for an interpreter, as `NAME==VERSION`; else
+    why there is none. python: None is this one."""
+    ask = (
+        "from importlib.metadata import distributions as d\n"
+        f"print(*(f'{{x.name}}=={{x.version}}' for x in d() if x.name in {names!r}))"
+    )
+    try:
+        run = subprocess.run(
+            [python or sys.executable, "-c", ask], capture_output=True, text=True, timeout=60
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return str(error)
+    why = run.stderr.strip()[-300:]
+    return run.stdout.strip() or f"no {names[0]}{why and f' ({why})'}"

@@ -5,7 +5,6 @@ import json
 import math
 import secrets
 import socket
-import subprocess
 import sys
 import uuid
 from collections.abc import Mapping, Sequence
@@ -23,7 +22,7 @@ from distflow.rollout.engine_weights import stripe_hashes
 from distflow.rollout.random_draws import sample_key
 from distflow.rollout.servers.answer_checks import Answer, lie
 from distflow.rollout.servers.http_engine import UNLIMITED, HttpEngine, ServerFailed, all_or_none
-from distflow.rollout.servers.server_process import write_model
+from distflow.rollout.servers.server_process import find_package, write_model
 
 _KEY: Final = "actor_rollout_ref.rollout"
 _SEEDS: Final = 2**31
@@ -32,23 +31,13 @@ HEALTH_S: Final = 10.0
 
 def check_environment(python: str | None) -> None:
     """Raises UserError if SGLang is not installed for an interpreter."""
-    executable = python or sys.executable
-    ask = "import importlib.util; print(importlib.util.find_spec('sglang'))"
-    try:
-        run = subprocess.run([executable, "-c", ask], capture_output=True, text=True, timeout=60)
-        found = run.stdout.strip() or "None"
-        why = run.stderr.strip()[-300:]
-    except (OSError, subprocess.TimeoutExpired) as error:
-        found = "None"
-        why = str(error)
-    if found == "None":
+    if not (found := find_package(python, "sglang")).startswith("sglang=="):
         make = 'python3 -m venv .venv-sglang && .venv-sglang/bin/pip install "sglang[all]"'
         raise UserError(
-            f"{_KEY}.name=sglang needs SGLang, and {executable} has none{why and f' ({why})'}: "
-            "install it into an "
-            f"environment of its own ({make}), and set {_KEY}.python=.venv-sglang/bin/python; or "
-            "start its server "
-            f"yourself, and set {_KEY}.url"
+            f"{_KEY}.name=sglang needs SGLang, and {python or sys.executable} has {found}: install "
+            f"it into an environment of its own ({make}), and set "
+            f"{_KEY}.python=.venv-sglang/bin/python; or start its server yourself, and set "
+            f"{_KEY}.url"
         )
 
 

