@@ -1,6 +1,6 @@
 """Worker processes that hold the simulators of a run's episodes. A worker executes one chunk of one
-episode at a time. One that dies or is overdue is replaced: the episode that caused it fails, and
-the groups of its others are issued again."""
+episode at a time; one that dies or is overdue is replaced, the episode that caused it fails, and
+its others are played again."""
 
 import asyncio
 import itertools
@@ -28,6 +28,8 @@ _RENDERING = (
     "or apt's libegl1) "
     "or to osmesa (apt's libosmesa6), or leave env_kwargs.render=false"
 )
+_MOST_REPLAYS = 3
+"""Of an episode whose workers are lost to others."""
 
 
 @dataclass(eq=False)
@@ -40,7 +42,7 @@ class _Worker:
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     def leave(self) -> None:
-        """Kill the process; the groups of its episodes are issued again."""
+        """Kill the process; its episodes begin in another worker."""
         self.is_gone = True
         self.num_episodes = 0
         if self.process is not None:
@@ -84,10 +86,10 @@ class SimulatorPool:
 
     async def begin(self, seed: int, options: Mapping[str, Any]) -> "Episode":
         """Begin an episode in the worker that has the fewest. Raises CallFailed."""
-        episode = Episode(self, self.free_worker())
+        episode = Episode(self, self.free_worker(), {"seed": seed, "options": dict(options)})
         try:
-            await episode.begin(seed, options)
-        except (CallFailed, ServerLost):
+            await episode.begin()
+        except CallFailed:
             episode.leave()
             raise
         except asyncio.CancelledError:  # the worker begins it all the same
@@ -109,16 +111,15 @@ class SimulatorPool:
         return self._workers[number]
 
     async def call(self, worker: _Worker, method: str, **arguments: Any) -> Any:
-        """The result of the host's method. Raises CallFailed, ProcessEnded; ServerLost if another
-        episode has ended the worker. A call that
+        """The result of the host's method. Raises CallFailed, ProcessEnded, WorkerLost. A call that
         is cancelled is executed all the same."""
         if worker.process is None and not worker.is_gone:
             async with worker.lock:
                 try:
                     worker.process = worker.process or await self._server.fork("simulator")
-                except ServerLost:
+                except ServerLost as error:
                     worker.leave()
-                    raise
+                    raise WorkerLost(str(error)) from error
         if not worker.is_gone and worker.process is not None:
             worker.process.send(method, arguments)  # it need not wait for it after the calls before
         answer = asyncio.ensure_future(self._answer(worker, method, arguments))
@@ -128,13 +129,16 @@ class SimulatorPool:
     async def _answer(self, worker: _Worker, method: str, arguments: Mapping[str, Any]) -> Any:
         async with worker.lock:
             if worker.is_gone or worker.process is None:
-                raise ServerLost(
+                raise WorkerLost(
                     "its worker was replaced, because the simulator of another episode died or hung"
                 )
             try:
                 return await worker.process.answer(method, arguments, self._timeout_s)
+            except ServerLost as error:
+                worker.leave()
+                raise WorkerLost(str(error)) from error
             # the answer to a cancelled call would be taken for the next
-            except (ServerLost, ProcessEnded, asyncio.CancelledError):
+            except (ProcessEnded, asyncio.CancelledError):
                 worker.leave()
                 raise
 
@@ -154,39 +158,76 @@ class SimulatorPool:
         return f"{why} ({differing} differs)" if differing else ""
 
 
+class WorkerLost(ProcessEnded):
+    """Another episode has ended the worker."""
+
+
 class Episode:
-    """An episode in a worker. seen: its last observation."""
+    """An episode in a worker. If another one ends the worker, this one is played again in a new
+    worker, up to where it was. seen: its last observation."""
 
-    def __init__(self, pool: SimulatorPool, worker: _Worker) -> None:
+    def __init__(self, pool: SimulatorPool, worker: _Worker, start: Mapping[str, Any]) -> None:
         self._pool = pool
-        self._worker = worker
-        self._key = pool.new_key()
-        self._has_left = False
+        self._start = start
+        self._chunks = list[list[list[float]]]()
         self.seen = Observation()
-        worker.num_episodes += 1
+        self._last: Any = None
+        self._has_left = False
+        self._join(worker)
 
-    async def begin(self, seed: int, options: Mapping[str, Any]) -> None:
+    async def begin(self) -> None:
         """Raises CallFailed."""
-        first = await self._call("begin", seed=seed, options=dict(options))
-        self.seen = from_json(first)
+        self._last = await self._call("begin", **self._start)
+        self.seen = from_json(self._last)
 
     async def step(self, actions: Sequence[Sequence[float]]) -> dict[str, Any]:
         """`ChunkResult` by name. Raises CallFailed."""
         chunk = [[*map(float, action)] for action in actions]
         result: dict[str, Any] = await self._call("act", actions=chunk)
-        self.seen = from_json(result["observation"])
+        self._chunks.append(chunk)
+        self._last = result["observation"]
+        self.seen = from_json(self._last)
         return result
 
     async def close(self) -> None:
         """Return the simulator."""
         self.leave()
-        with suppress(CallFailed, ServerLost):
-            await self._call("end")
+        with suppress(CallFailed):
+            await self._pool.call(self._worker, "end", key=self._key)
 
     def leave(self) -> None:
         if not self._has_left and not self._worker.is_gone:
             self._worker.num_episodes -= 1
         self._has_left = True
 
+    def _join(self, worker: _Worker) -> None:
+        self._worker = worker
+        self._key = self._pool.new_key()
+        self._has_left = False
+        worker.num_episodes += 1
+
     async def _call(self, method: str, **arguments: Any) -> Any:
+        for _ in range(_MOST_REPLAYS):
+            try:
+                return await self._pool.call(self._worker, method, key=self._key, **arguments)
+            except WorkerLost:
+                await self._replay()
         return await self._pool.call(self._worker, method, key=self._key, **arguments)
+
+    async def _replay(self) -> None:
+        """Raises CallFailed if it does not end in the same state."""
+        self._join(self._pool.free_worker())
+        if self._last is None:  # it has not begun
+            return
+        try:
+            seen = await self._pool.call(self._worker, "begin", key=self._key, **self._start)
+            for chunk in self._chunks:
+                seen = (await self._pool.call(self._worker, "act", key=self._key, actions=chunk))[
+                    "observation"
+                ]
+        except WorkerLost:  # the next attempt begins anew
+            return
+        if seen != self._last:
+            raise CallFailed(
+                "its worker was lost, and the same actions lead to another state in a new one"
+            )
