@@ -333,8 +333,11 @@ def aggregated_loss(old_log_prob, log_prob, advantages, response_mask, loss_agg_
     return agg_loss(-log_prob * advantages, response_mask, loss_agg_mode), zero, zero, zero
 """
 USERS = {
-    "padded_mean": (f"{ALGORITHM}.adv_estimator=padded_mean", "padded_mean mixes groups"),
-    "mixed": (f"{ALGORITHM}.adv_estimator=mixed", "mixed mixes groups"),
+    "padded_mean": (
+        f"{ALGORITHM}.adv_estimator=padded_mean",
+        "padded_mean gives different",
+    ),
+    "mixed": (f"{ALGORITHM}.adv_estimator=mixed", "mixed gives different"),
     "noisy": (f"{ALGORITHM}.adv_estimator=noisy", "make it deterministic"),
     "sound": (f"{ALGORITHM}.adv_estimator=sound", None),
     "padded_loss": (

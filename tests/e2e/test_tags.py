@@ -138,5 +138,3 @@ def test_a_row_without_a_domain_is_told_with_its_file_and_line(
         name="skips",
     )
     assert not [note for note in run.notes("warning") if "sampled policy" not in note]
-    _, spec = ground.spec("grpo", *given(ground, *bad, "data.bad_rows=skip"))
-    assert spec.num_left_out == {"train": 3, "val math": 2, "val code": 1}, "each once"

@@ -46,7 +46,7 @@ def check_advantages(recorded: RecordedStep) -> str | None:
         if wrong is None:
             continue
         if not is_builtin(node.fn):
-            recorded.run.warn(_users_fault(node, len(rows) < len(batch)))
+            recorded.run.warn(_users_fault(node))
             return "the estimator is yours, and does not depend on its group alone"
         row, token = wrong
         raise Wrong(
@@ -79,15 +79,10 @@ def _tensors(output: object, batch: Batch) -> list[Tensor]:
     return found
 
 
-def _users_fault(node: BoundNode, is_alone: bool) -> str:
-    name = f"the estimator {shown_name(innermost(node.fn))}"
-    if is_alone:
-        return (
-            f"{name} mixes groups: for one group alone it gives different advantages than in the "
-            'batch. If that is intended, register it with scope="global"; else multiply by the '
-            "mask before summing, and make it deterministic"
-        )
+def _users_fault(node: BoundNode) -> str:
     return (
-        f"{name} is not deterministic: a second call with the same arguments gives different "
-        "advantages; or something changes them after it"
+        f"the estimator {shown_name(innermost(node.fn))} gives different advantages in a second "
+        "call, for the same samples or one group of them: it mixes groups, is not deterministic, "
+        'or something changes them after it. If it is to mix them, register it with scope="global"'
+        "; else multiply by the mask before summing, and make it deterministic"
     )

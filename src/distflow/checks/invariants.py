@@ -2,7 +2,6 @@
 the batch are consistent, engine and trainer agree, every trained tensor moves, every enabled loss
 term contributes, and losses, gradients and weights are finite."""
 
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -55,7 +54,8 @@ class Invariants:
     samples: bool = True
     same_prompts: bool = True
     _warned_at: float = 0.0
-    _num_empty: Counter[str] = field(default_factory=Counter)
+    _empty: set[str] = field(default_factory=set)
+    """Roles of which an empty mini-batch was reported."""
 
     @staticmethod
     def of(spec: Spec, resources: Resources, note: Note) -> "Invariants":
@@ -101,8 +101,14 @@ class Invariants:
                 "warning",
                 f"an update of the {role} was skipped: loss or gradient is not finite ({bundle})",
             )
-        if metrics.get("empty"):
-            self._report_empty(role)
+        if metrics.get("empty") and role not in self._empty:
+            self._empty.add(role)
+            self.note(
+                "warning",
+                f"a mini-batch of the {role} had no token in the loss (loss_mask is 0 everywhere: "
+                "no scores, or a node or a rejection masked all): no optimizer step was taken, and "
+                "the learning rate schedule did not advance",
+            )
         still = self.movement[role].updated(engine, metrics)
         if still:
             more = f" and {len(still) - 5} more" if len(still) > 5 else ""
@@ -146,21 +152,6 @@ class Invariants:
                 message = f"is on but was exactly 0 in the first {self.loss_terms.after} steps"
                 self.note("finding", f"the loss term {name} {message}: {cause}")
         return found
-
-    def _report_empty(self, role: str) -> None:
-        """Report the first empty mini-batch, and each time their number has doubled."""
-        self._num_empty[role] += 1
-        number = self._num_empty[role]
-        if number & (number - 1) == 0:
-            what = "a mini-batch" if number == 1 else f"{number} mini-batches"
-            self.note(
-                "warning",
-                f"{what} of the {role} had no token in the loss (loss_mask is 0 everywhere: no "
-                "scores, or a node or "
-                "a rejection masked all): no optimizer step was taken, and the learning rate "
-                "schedule did not "
-                "advance",
-            )
 
 
 def check_versions(batch: Batch, step: int, synced: int, max_staleness: int) -> None:

@@ -183,11 +183,6 @@ class PromptReport:
         used = f"{self.num_rows:,} rows, longest prompt {self.longest_prompt_tokens} tokens"
         return [used, *(f"{number:,} {what}" for what, number in counts.items() if number)]
 
-    @property
-    def num_left_out(self) -> int:
-        num_overlong = self.num_overlong_prompts + self.num_overlong_responses
-        return self.num_bad + num_overlong - self.num_texts_more
-
     @staticmethod
     def joined(parts: Sequence["PromptReport"]) -> "PromptReport":
         """The sum over several sets."""

@@ -118,16 +118,13 @@ def _spec(loaded: Loaded, pipeline: BoundPipeline, data: Data) -> Spec:
     config = loaded.config
     run_dir = config.trainer.run_dir
     train: Sequence[PromptRow] = data.train
-    left_out = {"train": 0}
     if not isinstance(data.train, LazyRows):
-        left_out = {"train": data.train.report.num_left_out + len(data.broken)}
         train = EncodedRows(write_encoded(data.train, run_dir, "train"))
     validation = []  # one set, or one for each domain with validation data, under its name
     for domain, prompts in data.validation.items():
         rows = EncodedRows(write_encoded(prompts, run_dir, f"val-{domain}" if domain else "val"))
         params = validation_params(config, sampling_params(config, domain))
         validation.append(ValidationSet(domain or "val", rows, *params))
-        left_out[f"val {domain}"] = prompts.report.num_left_out
     overlap = "" if config.data.allow_overlap else data.overlap()
     settings = settle_run(config, pipeline, num_rows_of(config, data.train))
     is_exact = compute_dtype(config) is torch.float32
@@ -158,6 +155,5 @@ def _spec(loaded: Loaded, pipeline: BoundPipeline, data: Data) -> Spec:
         offloads=settings.offloads,
         predicted=settings.predicted,
         sampling_of={name: sampling_params(config, name) for name in config.data.domains},
-        num_left_out=left_out,
         warnings=(overlap,) if overlap else (),
     )

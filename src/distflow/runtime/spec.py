@@ -163,8 +163,6 @@ class Spec:
     """What a plan says of the run, as in plan.json."""
     sampling_of: Mapping[str, SamplingParams] = field(default_factory=dict)
     """As `sampling`, by domain."""
-    num_left_out: Mapping[str, int] = field(default_factory=dict)
-    """Unused rows of "train" and "val DOMAIN"."""
     checks_steps: bool = True
     """False for a user's own loop, whose steps no pipeline describes."""
     warnings: tuple[str, ...] = ()
