@@ -77,7 +77,7 @@ class Served:
 
 def answer_two(call: Call) -> "Future[Answer]":
     future: Future[Answer] = Future()
-    future.set_result(Answer("2", (), "stop", None, (), 1))
+    future.set_result(Answer("2", (), "stop", None, 1, 1))
     return future
 
 
