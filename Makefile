@@ -16,7 +16,7 @@ UV := .lock/bin/uv
 export UV_SYSTEM_CERTS := 1
 PIP_COMPILE := $(UV) pip compile --quiet --extra dev --no-emit-package torch --no-emit-index-url --no-annotate --no-header
 
-.PHONY: install lock quickstart test types tests test-slow test-faults test-processors test-agents test-gpu bench-gpu test-device test-lowest \
+.PHONY: install lock quickstart test types tests test-slow test-faults test-processors test-agents test-verifiers test-gpu bench-gpu test-device test-lowest \
 	test-newest vllm test-vllm bench-peers docs clean
 
 install: $(INSTALLED)
@@ -59,24 +59,33 @@ types: $(INSTALLED)
 tests: $(INSTALLED)
 	$(BIN)/python -m pytest -n auto --dist worksteal
 
-# mcp and gymnasium are for the tests of real servers of tools and real environments. Triton, whose interpreter runs the kernels
-# for a GPU here, is not in the lock: torch for a GPU brings its own version, and torch for a CPU would import it everywhere. CI
-# leaves out those that are marked `by_hand`.
+# reasoning-gym compiles one of its packages, so it is not in the lock: whoever only runs `make test` needs no compiler. mcp and
+# gymnasium are for the tests of real servers of tools and real environments. Triton is not in the lock either, whose
+# interpreter runs the kernels for a GPU here: torch for a GPU brings its own version, and torch for a CPU would import it
+# everywhere. CI leaves out those that are marked `by_hand`.
 SLOW ?= slow
 test-slow: $(INSTALLED)
-	$(BIN)/python $(PIP_INSTALL) -e ".[dev,mcp,gymnasium]"
+	$(BIN)/python $(PIP_INSTALL) -e ".[dev,reasoning-gym,mcp,gymnasium]"
 	test -d .triton || $(BIN)/python $(PIP_INSTALL) --no-deps --target .triton "triton>=3.6,<4"
 	$(BIN)/python -m pytest -m "$(SLOW) and not alone" -n auto --dist worksteal
 	$(BIN)/python -m pytest -m "$(SLOW) and alone" -n 2 --dist loadfile
 
-# Frameworks of agents bring many packages, so they are in no other environment.
+# Frameworks of agents, and OpenEnv, bring many packages, so they are in no other environment.
 test-agents: $(INSTALLED)
 	test -x .venv-agents/bin/python || $(PYTHON) -m venv .venv-agents
 	.venv-agents/bin/python $(PIP_INSTALL) $(TORCH)
-	.venv-agents/bin/python $(PIP_INSTALL) -e ".[dev,agent-frameworks,mcp,gymnasium]" "textarena==0.7.4"
+	.venv-agents/bin/python $(PIP_INSTALL) -e ".[dev,agent-frameworks,openenv,mcp,gymnasium]" "textarena==0.7.4"
 	.venv-agents/bin/python -m pytest -m "slow or not slow" -n 0 tests/environments/test_agent_frameworks.py \
-		tests/environments/test_mcp_tools.py \
+		tests/environments/test_openenv_adapter.py tests/environments/test_mcp_tools.py \
 		tests/environments/test_environment_adapters.py tests/environments/test_textarena.py
+
+# verifiers wants an OpenAI client below version 3, which those of agents do not.
+test-verifiers: $(INSTALLED)
+	test -x .venv-verifiers/bin/python || $(PYTHON) -m venv .venv-verifiers
+	.venv-verifiers/bin/python $(PIP_INSTALL) --no-compile $(TORCH)
+	.venv-verifiers/bin/python $(PIP_INSTALL) --no-compile -e ".[dev,verifiers]"
+	.venv-verifiers/bin/python -m pytest -m "slow or not slow" -n 0 tests/environments/test_verifiers_episode.py \
+		tests/rewards/test_verifiers_reward.py
 
 # Those of the slow tests that strike real processes.
 test-faults: $(INSTALLED)

@@ -50,16 +50,17 @@ class Reward(Entry):
     """A reward function.
 
     needs_answer: it compares with the row's answer, so every row must have one. scores_own_answer:
-    the row's own answer, in a box, must score 1. row_check: a function that is called with a row's
-    answer and columns, and raises ValueError if the reward cannot score any response to it.
-    executes_response: it runs the response's code in the sandbox. prepare: "module:function" that
-    loads something too large to
+    the row's own answer, in a box, must score 1. solutions: columns of data sets with responses
+    that must score as right. row_check: a function that is called with a row's answer and columns,
+    and raises ValueError if the reward cannot score any response to it. executes_response: it runs
+    the response's code in the sandbox. prepare: "module:function" that loads something too large to
     load twice, with the options of the part; one process holds it and scores for all domains with
     the same. reads_messages: it receives the prompt's chat messages.
     """
 
     needs_answer: bool = False
     scores_own_answer: bool = False
+    solutions: tuple[str, ...] = ()
     row_check: str = ""
     executes_response: bool = False
     prepare: str = ""

@@ -2,6 +2,8 @@
 of their episode."""
 
 import asyncio
+import json
+import sys
 import time
 from importlib.util import find_spec
 from pathlib import Path
@@ -15,6 +17,7 @@ from distflow.environments.agent_workflow import AgentWorkflow
 from distflow.environments.chat import Prompt
 from distflow.environments.workflows import Row
 from distflow.errors import UserError
+from distflow.launch.user_code import pipeline_code
 from tests.e2e.runs import Run
 from tests.environments.test_chat import FAMILIES, Engine, chat_of
 from tests.environments.test_training import WORKFLOW, Games, saved
@@ -134,6 +137,14 @@ def judged(conversations, messages, result, prompt):
     assert messages[1]["content"] == json.loads(result)["text"]
     return json.loads(result)["length"] / 5
 '''  # noqa: E501
+COMMAND = """
+import json, sys
+from openai import OpenAI
+row = json.load(sys.stdin)
+said = [{"role": "user", "content": row["prompt"]}]
+text = OpenAI().chat.completions.create(model="x", messages=said, max_tokens=5).choices[0].message.content
+print(json.dumps({"text": text, "length": len(text)}))
+"""  # noqa: E501
 KEYS = (
     f"{WORKFLOW}=agent",
     "data.max_prompt_length=60",
@@ -145,6 +156,7 @@ KEYS = (
 @pytest.fixture
 def games(tmp_path: Path) -> Games:
     (tmp_path / "agents.py").write_text(AGENTS)
+    (tmp_path / "command.py").write_text(COMMAND)
     return Games(tmp_path)
 
 
@@ -298,10 +310,51 @@ def test_a_fault_of_ours_is_an_error_of_the_episode_although_the_agent_goes_on(
 
 
 @pytest.mark.parametrize(
+    "reward", [pytest.param("agents.py:judged", marks=pytest.mark.by_hand), "reward_fn"]
+)
+def test_a_command_is_run_with_its_row_and_scored_by_its_trace_or_the_runs_functions(
+    games: Games, reward: str
+) -> None:
+    keys = options(
+        games,
+        command=f"[{sys.executable}, {games.folder}/command.py]",
+        reward=reward.replace("agents.py", f"{games.folder}/agents.py"),
+    )
+    own = [
+        f"custom_reward_function.path={games.folder}/reward.py",
+        "reward.functions={default: [custom]}",
+    ]
+    run = games.run(
+        *("grpo", *KEYS, keys, "trainer.total_training_steps=1", "trainer.save_groups=all"),
+        *(own if reward == "reward_fn" else []),
+    )
+    batch = saved(run)
+    for text, score in zip(batch["responses"], batch["scores"].tolist(), strict=True):
+        expected = len(text) / 5
+        if reward == "reward_fn":
+            printed = json.dumps({"text": text, "length": len(text)})
+            expected = sum(map(ord, printed)) % 7 / 6
+        assert score == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(
     ("values", "said"),
     [
-        ({}, "needs function"),
+        ({}, "needs either function or command"),
         ({"function": "{}/agents.py:nobody"}, "has no 'nobody'"),
+        (
+            {"function": "{}/agents.py:several", "command": "ls", "reward": "reward_fn"},
+            "either function or command",
+        ),
+        ({"command": "ls"}, "a command returns no score"),
+        (
+            {"command": "no-such-program --x", "reward": "reward_fn"},
+            "there is no executable 'no-such-program'",
+        ),
+        (
+            {"command": "[no-such-program]", "reward": "reward_fn"},
+            "there is no executable 'no-such-program'",
+        ),
         ({"function": "{}/agents.py:judged"}, "the parameter 'conversations'"),
         (
             {"function": "{}/agents.py:several", "rewards": "x"},
@@ -334,3 +387,5 @@ def test_the_code_of_an_agent_is_named(games: Games) -> None:
         f"{agents}:several",
         f"{agents}:judged",
     ]
+    config, _ = games.spec("grpo", *KEYS, options(games, command="ls /", reward=f"{agents}:judged"))
+    assert any(line.endswith("workflow_kwargs.command: ls /") for line in pipeline_code(config))

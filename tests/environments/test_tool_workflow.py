@@ -33,9 +33,14 @@ GOOD = ["total", "later", "secret", "forks", "starts"]
 
 @pytest.fixture(scope="module")
 def tools(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Tools]:
+    texts = tmp_path_factory.mktemp("texts") / "texts.txt"
+    texts.write_text(
+        "The capital of France is Paris.\nCats have four legs.\nA tower in Paris is tall.\n"
+    )
     own = [FILE + name for name in (*(name for name, _ in HOSTILE), *GOOD) if name != "secret"]
     keyed = {"name": f"{FILE}secret", "options": {"key": "-hidden"}}
-    with closing(Tools([*own, keyed, "calculator", "python"], 60.0, MOST)) as tools:
+    search = {"name": "search", "options": {"file": str(texts), "count": 2}}
+    with closing(Tools([*own, keyed, search, "calculator", "python"], 60.0, MOST)) as tools:
         yield tools
 
 
@@ -126,6 +131,7 @@ def test_schemas_are_those_of_signature_and_docstring_without_options(tools: Too
         "required": ["a"],
     }
     assert set(schemas["secret"]["parameters"]["properties"]) == {"word"}
+    assert set(schemas["search"]["parameters"]["properties"]) == {"query"}
     assert schemas["calculator"]["description"].startswith("Computes")
 
 
@@ -145,6 +151,14 @@ def test_schemas_are_those_of_signature_and_docstring_without_options(tools: Too
 def test_calculator(tools: Tools, expression: str, value: str) -> None:
     (text,), _ = answers(tools, ToolCall("calculator", {"expression": expression}))
     assert value in text and ("error" in text) == (not value[0].isdigit())
+
+
+def test_search_ranks_by_bm25(tools: Tools) -> None:
+    found, nothing = answers(
+        tools, ToolCall("search", {"query": "PARIS capital"}), ToolCall("search", {"query": "x"})
+    )[0]
+    assert found == "The capital of France is Paris.\n\nA tower in Paris is tall."
+    assert nothing == "no text has any of these words"
 
 
 def test_python_keeps_names_over_the_calls_of_an_episode(tools: Tools) -> None:
@@ -178,7 +192,12 @@ def test_python_keeps_names_over_the_calls_of_an_episode(tools: Tools) -> None:
         ("calculater", "no built-in tool 'calculater'; did you mean 'calculator'?"),
         (f"{FILE}missing", "has no 'missing'"),
         (f"{FILE}undescribed", "Give every parameter a type"),
-        ({"name": f"{FILE}secret", "options": {"keys": "x"}}, "does not take its options"),
+        ({"name": "search"}, "cannot be made: TypeError"),
+        (
+            {"name": "search", "options": {"file": "/no/such/file"}},
+            "cannot be read from '/no/such/file'",
+        ),
+        ({"name": "search", "options": {"files": "x"}}, "does not take its options"),
         ({"path": "x"}, "neither a name nor {name, options}"),
         ("nowhere.tools:f", "no module"),
     ],

@@ -5,8 +5,7 @@ import math
 import time
 from collections import Counter, OrderedDict, defaultdict, deque, namedtuple
 from enum import Enum, IntEnum
-from itertools import count
-from typing import Any
+from itertools import count, islice
 
 import pytest
 from hypothesis import given, settings
@@ -105,16 +104,50 @@ class Point(namedtuple("base", "x y")):
 @pytest.mark.parametrize(
     "value",
     [
-        deque([(1, True)]),
-        range(5, -5, -2),
-        {1: 2, "a": [3]}.keys(),
-        {1: [2]}.values(),
-        {1: [2], (3,): {}}.items(),
-        OrderedDict(a=1).keys(),
+        *(deque(), deque([(1, True)]), range(3), range(5, -5, -2), range(0)),
+        *(
+            {1: 2, "a": [3]}.keys(),
+            {1: [2]}.values(),
+            {1: [2], (3,): {}}.items(),
+            OrderedDict(a=1).keys(),
+        ),
     ],
 )
-def test_sequences_and_views_are_lists(value: Any) -> None:
-    assert typed(from_text(to_text(value))) == typed(list(value))
+def test_sequences_and_views(value: object) -> None:
+    read = from_text(to_text(value))
+    assert typed(list(read)) == typed(list(value))
+    if isinstance(value, deque | range):
+        assert type(read) is type(value)
+    else:
+        assert type(read) in (type({}.keys()), type({}.values()), type({}.items()))
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *(
+            '{"range": [0, 1000000, 1]}',
+            '{"range": [0, 9999999999999999999999, 1]}',
+            '{"range": [0, 3, 0]}',
+        ),
+        *(
+            '{"range": ["0", 3, 1]}',
+            '{"range": []}',
+            '{"keys": [[1]]}',
+            '{"keys": 3}',
+            '{"deque": 3}',
+        ),
+        *(
+            '{"items": [1]}',
+            '{"items": [{"tuple": [1]}]}',
+            '{"items": [{"tuple": [[1], 2]}]}',
+            '{"values": {}}',
+        ),
+    ],
+)
+def test_what_is_no_sequence_or_view_is_refused(text: str) -> None:
+    with pytest.raises(ValueError):
+        from_text(text)
 
 
 @pytest.mark.parametrize(
@@ -142,9 +175,13 @@ def test_a_class_that_inherits_from_a_plain_one_is_that_value() -> None:
 
 
 def test_an_iterator_is_what_it_yields() -> None:
-    assert from_text(to_text(n * n for n in range(3))) == [0, 1, 4]
-    with pytest.raises(NotPlain, match="items"):
-        to_text(count(5))
+    read = from_text(to_text(n * n for n in range(3)))
+    again = from_text(to_text(read))
+    assert read != [0, 1, 4] and list(read) == list(again) == [0, 1, 4] and list(read) == []
+    endless = from_text(to_text(count(5)))
+    assert next(endless) == 5 and list(islice(endless, 3)) == [6, 7, 8]
+    with pytest.raises(RuntimeError, match="only the first 2,000"):
+        list(endless)
 
 
 @pytest.mark.slow

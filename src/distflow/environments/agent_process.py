@@ -1,18 +1,23 @@
-"""The process of an episode's third-party agent."""
+"""The process of an episode's third-party agent: a function or a command."""
 
 import asyncio
 import inspect
+import json
 import os
+import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from importlib import import_module
+from tempfile import TemporaryFile
 from typing import Any, cast
 
-from distflow.environments.tools_in_user_code_process import awaited
+from distflow.environments.tools_in_user_code_process import awaited, without_control
 from distflow.errors import UserError
 from distflow.import_target import load
 
+_READ_BYTES = 64 * 2**10
+_SHOWN = 500
 GIVEN = ("base_url", "api_key", "model", "prompt", "messages", "ground_truth", "row")
 """Arguments that a user's function may take by name. messages: of the row's prompt."""
 JUDGED = ("conversations", "result")
@@ -47,7 +52,8 @@ class Agent:
 
     def __init__(
         self,
-        function: str,
+        function: str | None,
+        command: Sequence[str],
         reward: str | None,
         kwargs: Sequence[str] = (),
     ) -> None:
@@ -57,7 +63,10 @@ class Agent:
         # listens here.
         os.environ.update(client_variables("http://127.0.0.1:9", "of-the-episode"))
         os.environ.pop("ANTHROPIC_AUTH_TOKEN", None)
-        self._function = _loaded("function", function, GIVEN, kwargs)
+        self._function = (
+            _loaded("function", function, GIVEN, kwargs) if function is not None else None
+        )
+        self._command = command
         self._reward = _loaded("reward", reward, (*GIVEN, *JUDGED)) if reward is not None else None
         # import here once, instead of in each episode
         for package in _IMPORTED_LATE.keys() & sys.modules.keys():
@@ -66,16 +75,34 @@ class Agent:
                     import_module(name)
 
     def run(self, environment: Mapping[str, str | None], given: dict[str, Any]) -> object:
-        """Returns the function's result. environment: changed variables; None removes one."""
+        """Returns the function's result or the command's output. environment: changed variables;
+        None removes one."""
         for name, value in environment.items():
             os.environ.pop(name, None)
             if value is not None:
                 os.environ[name] = value
-        return _called(self._function, given)
+        return (
+            _called(self._function, given)
+            if self._function is not None
+            else self._printed(given["row"])
+        )
 
     def reward(self, given: dict[str, Any]) -> object:
         assert self._reward is not None
         return _called(self._reward, given)
+
+    def _printed(self, row: object) -> str:
+        """The command's output. Raises RuntimeError if it fails. It gets the row as JSON on
+        standard input."""
+        with TemporaryFile() as told, TemporaryFile() as out, TemporaryFile() as errors:
+            told.write(json.dumps(row).encode())
+            told.seek(0)
+            status = subprocess.run(self._command, stdin=told, stdout=out, stderr=errors).returncode
+            if status:
+                raise RuntimeError(
+                    f"the command ended with exit status {status}: {_end(errors, _SHOWN)}"
+                )
+            return _end(out, _READ_BYTES)
 
 
 def _loaded(
@@ -115,3 +142,8 @@ def _called(function: Callable[..., object], given: Mapping[str, object]) -> obj
     parameters = inspect.signature(function).parameters
     returned = function(**{name: value for name, value in given.items() if name in parameters})
     return asyncio.run(awaited(returned)) if inspect.isawaitable(returned) else returned
+
+
+def _end(file: Any, most: int) -> str:
+    file.seek(max(file.seek(0, os.SEEK_END) - most, 0))
+    return without_control(file.read().decode("utf-8", "replace")).strip()

@@ -1,16 +1,22 @@
-"""The workflow `agent`: a third-party agent talks to the policy through an endpoint of the run."""
+"""The workflows `agent` and `verifiers`: a third-party agent, or environment with an agent, talks
+to the policy through an endpoint of the run."""
 
 import asyncio
+import importlib.util
 import os
 import random
+import re
+import shutil
+import subprocess
 import weakref
-from collections.abc import Coroutine, Mapping
+from collections.abc import Coroutine, Mapping, Sequence
 from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
 from contextvars import copy_context
 from functools import partial
 from typing import Any, cast
 
+from distflow.data.task_packages import VERIFIERS, missing
 from distflow.environments import agent_process
 from distflow.environments.chat import Chat
 from distflow.environments.conversations import Conversations
@@ -31,13 +37,14 @@ _LOOPBACK = "127.0.0.1,localhost"
 
 
 class AgentWorkflow(MadeByOptions):
-    """Runs a function in a separate process per episode, and answers its calls with the policy
-    until it ends. The score is the function's result, or that of `reward`."""
+    """Runs a function or a command in a separate process per episode, and answers its calls with
+    the policy until it ends. The score is the function's result, or that of `reward`."""
 
     def __init__(
         self,
         *,
-        function: str,
+        function: str | None = None,
+        command: str | Sequence[str] | None = None,
         kwargs: Mapping[str, object] | None = None,
         reward: str | None = None,
         format: str | None = None,
@@ -48,6 +55,17 @@ class AgentWorkflow(MadeByOptions):
         of tool calls; None for the chat template's. max_calls: maximum of calls answered per
         episode. Raises UserError."""
         self._options = options_of(locals())
+        if (function is None) == (command is None):
+            raise UserError(f"{KEY}: the workflow agent needs either function or command")
+        if kwargs and function is None:
+            raise UserError(
+                f"{KEY}.kwargs are arguments of a function, and a command takes none: write them "
+                "into it"
+            )
+        if command is not None and reward is None:
+            raise UserError(
+                f"{KEY}.reward is missing: a command returns no score. Name a function, or {REWARD}"
+            )
         check_format(format)
         check_server_packages("the endpoint", "endpoint")
         self.uses_reward_fn = reward == REWARD
@@ -55,6 +73,7 @@ class AgentWorkflow(MadeByOptions):
         self._kwargs = dict(kwargs or {})
         options = {
             "function": function,
+            "command": _command(command),
             "reward": self._reward,
             "kwargs": list(self._kwargs),
         }
@@ -106,6 +125,27 @@ class AgentWorkflow(MadeByOptions):
             return await process.call("reward", None, given=given)
         finally:
             process.close()
+
+
+class VerifiersWorkflow(AgentWorkflow):
+    """The agent is an environment of the package `verifiers`, which scores the episode itself."""
+
+    def __init__(
+        self,
+        *,
+        env: Mapping[str, object] | None = None,
+        format: str | None = None,
+        max_calls: int = 64,
+    ) -> None:
+        """env: config of the environment, beside its taskset. Raises UserError."""
+        options = options_of(locals())
+        if importlib.util.find_spec(VERIFIERS) is None:
+            raise UserError(f"the workflow verifiers {missing(VERIFIERS)}")
+        target = "distflow.environments.verifiers_episode:play"
+        super().__init__(
+            function=target, kwargs={"env": dict(env or {})}, format=format, max_calls=max_calls
+        )
+        self._options = options
 
 
 class _Calls:
@@ -171,6 +211,26 @@ class _Calls:
                 future.set_exception(error)
             else:
                 future.set_result(task.result())
+
+
+def _command(command: str | Sequence[str] | None) -> Sequence[str]:
+    """The command as a list; a str is a shell command. Raises UserError."""
+    if isinstance(command, str):
+        word = command.split()[0] if command.split() else ""
+        # `type` also knows shell builtins; assignments and quotations are not plain words.
+        is_plain = re.fullmatch(r"[\w./-]+", word) is not None
+        if (
+            is_plain
+            and subprocess.run(["/bin/sh", "-c", f"type {word}"], capture_output=True).returncode
+        ):
+            raise UserError(f"{KEY}.command: there is no executable '{word}'")
+        return ("/bin/sh", "-c", command)
+    words = list(command or ())
+    if not all(isinstance(word, str) for word in words) or (command is not None and not words):
+        raise UserError(f"{KEY}.command={words}: write a string, or a list of strings")
+    if words and shutil.which(words[0]) is None:
+        raise UserError(f"{KEY}.command: there is no executable '{words[0]}'")
+    return words
 
 
 def _arguments(row: Row, session: Session) -> dict[str, Any]:

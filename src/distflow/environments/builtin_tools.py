@@ -1,9 +1,15 @@
 """The built-in tools. Like a user's, each is a function, or a class whose instances are called."""
 
 import ast
+import json
 import math
 import operator
+import re
+from collections import Counter
 from collections.abc import Callable
+from pathlib import Path
+
+from distflow.errors import UserError
 
 _OPERATORS: dict[type[ast.AST], Callable[..., float]] = {
     ast.Add: operator.add,
@@ -55,6 +61,70 @@ def _value(node: ast.AST) -> float:
     raise ValueError(f"{ast.unparse(node)!r} is no arithmetic")
 
 
+class Search:
+    """Ranks the texts of a file by BM25 (k1 = 1.2, b = 0.75); on a tie the earlier comes first."""
+
+    _K1 = 1.2
+    _B = 0.75
+
+    def __init__(self, file: str, count: int = 3) -> None:
+        """file: a text on each line, or in `text` (and `title`) of each line's JSON object if it
+        ends in .jsonl."""
+        self._texts = _read_texts(Path(file).expanduser())
+        self._count = count
+        self._places: dict[str, list[tuple[int, int]]] = {}
+        lengths = []
+        for number, text in enumerate(self._texts):
+            words = Counter(_words(text))
+            lengths.append(sum(words.values()))
+            for word, times in words.items():
+                self._places.setdefault(word, []).append((number, times))
+        mean = sum(lengths) / len(lengths) or 1.0
+        self._weights = [self._K1 * (1 - self._B + self._B * length / mean) for length in lengths]
+
+    def __call__(self, query: str) -> str:
+        """Searches a collection of texts and returns those that fit best.
+
+        Args:
+            query: The words to search for.
+        """
+        scores: Counter[int] = Counter()
+        for word in dict.fromkeys(_words(query)):
+            places = self._places.get(word, [])
+            rarity = math.log(1 + (len(self._texts) - len(places) + 0.5) / (len(places) + 0.5))
+            for number, times in places:
+                scores[number] += rarity * times * (self._K1 + 1) / (times + self._weights[number])  # type: ignore[assignment]
+        best = sorted(scores, key=lambda number: (-scores[number], number))[: self._count]
+        return (
+            "\n\n".join(self._texts[number] for number in best) or "no text has any of these words"
+        )
+
+
+def _words(text: str) -> list[str]:
+    return re.findall(r"\w+", text.lower())
+
+
+def _read_texts(file: Path) -> list[str]:
+    try:
+        lines = [line for line in file.read_text(encoding="utf-8").split("\n") if line.strip()]
+        if file.suffix == ".jsonl":
+            rows = [json.loads(line) for line in lines]
+            lines = [
+                "\n".join(str(row[key]) for key in ("title", "text") if row.get(key))
+                for row in rows
+            ]
+    except (OSError, ValueError, AttributeError) as error:
+        raise UserError(
+            f"the texts of the tool search cannot be read from '{file}': {error}"
+        ) from None
+    if not any(lines):
+        raise UserError(
+            f"'{file}' has no text for the tool search: put one on each line, or in 'text' of a "
+            ".jsonl"
+        )
+    return lines
+
+
 PYTHON_SESSION = '''
 import ast as _ast, contextlib as _contextlib, io as _io, sys as _sys, traceback as _traceback
 
@@ -88,5 +158,5 @@ def python(code: str) -> str:
     raise AssertionError("it runs in the sandbox")
 
 
-BUILTIN_TOOLS = ("calculator", "python")
-"""The names of the built-in tools in a config, which are those of their functions."""
+BUILTIN_TOOLS = {"calculator": "calculator", "python": "python", "search": "Search"}
+"""The function or class of each built-in tool, by its name in a config."""

@@ -1,4 +1,4 @@
-"""The workflow `environment`: the model plays an environment with gymnasium's `reset`
+"""The workflow `environment`: the model plays an environment with gymnasium's or OpenEnv's `reset`
 and `step`."""
 
 import hashlib
@@ -25,10 +25,11 @@ class EnvironmentWorkflow(MadeByOptions):
         max_turns: int = 16,
         timeout_s: float = 30.0,
     ) -> None:
-        """env: module:Class, file.py:function, or a gymnasium id.
+        """env: module:Class, file.py:function, a gymnasium id, or the address of an OpenEnv server.
         timeout_s: of each `reset` and `step`. Raises UserError."""
         self._options = options_of(locals())
-        target = f"{environment_adapters.__name__}:TextEnv"
+        kind = "OpenEnv" if env.startswith(("http://", "https://")) else "TextEnv"
+        target = f"{environment_adapters.__name__}:{kind}"
         self._server = ProcessServer(target, {"env": env, "options": dict(env_kwargs or {})})
         weakref.finalize(self, self._server.close)
         self._max_turns = max_turns

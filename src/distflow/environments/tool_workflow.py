@@ -316,12 +316,12 @@ def _read(entry: Entry) -> tuple[str, dict[str, Any]]:
     ):
         raise UserError(
             f"the tool {entry!r} is neither a name nor {{name, options}}: write e.g. "
-            "{name: my_tools.py:weather, options: {city: Oslo}}"
+            "{name: search, options: {file: texts.txt}}"
         )
     name = str(whole["name"])
     options = dict(cast(Mapping[str, Any], whole.get("options", {})))
     if name in BUILTIN_TOOLS:
-        return f"{builtin_tools.__name__}:{name}", options
+        return f"{builtin_tools.__name__}:{BUILTIN_TOOLS[name]}", options
     if ":" not in name:  # code that the config names (`code_of_workflow`)
         raise UserError(
             f"there is no built-in tool '{name}'{hint(name, BUILTIN_TOOLS)}; one of your own is "

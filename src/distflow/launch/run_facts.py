@@ -60,7 +60,7 @@ def _prompt_format(config: Config, data: Data) -> str:
         config.data.prompt_format,
         *(domain.prompt_format for domain in config.data.domains.values()),
     }
-    sends_messages = config.actor_rollout_ref.rollout.workflow == "agent"
+    sends_messages = config.actor_rollout_ref.rollout.workflow in ("agent", "verifiers")
     has_template = bool(getattr(data.tokenizer, "chat_template", None))
     is_chat = "chat" in formats or data.looked_at.has_messages or (sends_messages and has_template)
     return "chat" if is_chat else "text"

@@ -87,6 +87,8 @@ def pipeline_code(config: Config) -> list[str]:
     ]
     accepts = config.algorithm.filter_groups.should_accept
     named += [("algorithm.filter_groups.should_accept", accepts)] if accepts else []
+    command = config.actor_rollout_ref.rollout.workflow_kwargs.get("command")
+    named += [(f"{WORKFLOW}_kwargs.command", str(command))] if command else []
     servers = config.actor_rollout_ref.rollout.workflow_kwargs.get("mcp")
     named += [
         (f"{WORKFLOW}_kwargs.mcp", str(server))

@@ -1,6 +1,7 @@
 """What rows of code data sets mean, and outputs that are the same."""
 
 import json
+from collections import deque
 
 import pytest
 
@@ -8,6 +9,7 @@ from distflow.rewards.code.assertion_process import typed
 from distflow.rewards.code.assertions import split_assertions
 from distflow.rewards.code.case_formats import AssertTests, CallTests, StreamTests, read_tests
 from distflow.rewards.code.execution import same_output, same_value
+from distflow.sandbox.inside.program_messages import Values
 
 PAIRS = {"inputs": ["1\n", "2\n"], "outputs": ["2\n", "3\n"]}
 CALLS = {"fn_name": "f", "inputs": [[1, [2]], [3, [4]]], "outputs": [5, [6]]}
@@ -285,6 +287,16 @@ def test_outputs(printed, wanted, same):
         ([3], 3, False),
         ([], [[]], False),
         (None, [None], False),
+        (range(3), [0, 1, 2], True),
+        (range(3), [0, 1], False),
+        (range(1, 2), [True], False),
+        ({"b": 1, "a": 2}.keys(), ["b", "a"], True),
+        ({"b": 1, "a": 2}.values(), [1, 2], True),
+        ({"b": 1, "a": 2}.items(), [["b", 1], ["a", 2]], True),
+        ([deque([1, 2])], [[1, 2]], True),
+        (Values([0, 2]), [0, 2], True),
+        (Values([0, True]), [0, 1], False),
+        (Values([0] * 2001), [0] * 2001, False),  # more than are read
         (None, None, True),
         (0.1 + 0.2, 0.3, True),
         ([0.3], [0.1 + 0.2], True),

@@ -11,7 +11,8 @@ import math
 import random
 import re
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Collection, ItemsView, Iterator, KeysView, Mapping, Sequence, ValuesView
 from contextlib import closing, contextmanager
 from fractions import Fraction
 from typing import Any, NamedTuple
@@ -20,7 +21,7 @@ from distflow.rewards.code import assertion_process
 from distflow.rewards.code.assertion_process import typed
 from distflow.rewards.code.assertions import Assertions
 from distflow.rewards.code.case_formats import CallTests, StreamTests
-from distflow.sandbox.inside.program_messages import NotPlain
+from distflow.sandbox.inside.program_messages import MAX_YIELDED, NotPlain, Values
 from distflow.sandbox.interface import AnySandbox, AnySession, Broken, Limits, Raised, RunResult
 
 TOLERANCE, NEAR_ZERO = Fraction(1, 10**6), Fraction(1, 10**9)
@@ -50,8 +51,8 @@ def same_output(printed: str, wanted: str) -> bool:
 
 
 def same_value(returned: Any, wanted: Any) -> bool:
-    """Equal by type and value (`typed`), after conversion to JSON: a tuple is a list, a key of a
-    dict is a str."""
+    """Equal by type and value (`typed`), after conversion to JSON: a sequence, a view or an
+    iterator is a list, a key of a dict is a str."""
     return bool(typed(_as_json(returned)) == typed(wanted))
 
 
@@ -70,12 +71,17 @@ def _same_number(word: str, wanted: str) -> bool:
 
 
 def _as_json(value: Any) -> Any:
-    if isinstance(value, list | tuple):
+    if isinstance(value, Values) and len(value.items) <= MAX_YIELDED:
+        value = value.items
+    if isinstance(value, list | tuple | range | deque | KeysView | ValuesView | ItemsView):
         return [_as_json(entry) for entry in value]
     if isinstance(value, Mapping):
         names = {str(key): _as_json(entry) for key, entry in value.items()}
         return names if len(names) == len(value) else value  # 1 and "1" would be one name
     return value
+
+
+_WITHOUT = (str, bytes, bytearray, range)
 
 
 def _is_special(value: Any) -> bool:
@@ -84,9 +90,13 @@ def _is_special(value: Any) -> bool:
         return isinstance(value, complex) or not math.isfinite(value)
     if isinstance(value, dict):
         return any(map(_is_special, (*value, *value.values())))
-    if isinstance(value, list | tuple | set | frozenset):
-        return any(map(_is_special, value))
-    return False
+    if isinstance(value, Values):
+        return any(map(_is_special, value.items))
+    return (
+        isinstance(value, Collection)
+        and not isinstance(value, _WITHOUT)
+        and any(map(_is_special, value))
+    )
 
 
 SHUFFLED_FROM = 8

@@ -58,6 +58,25 @@ if "{0}" not in globals() and "Solution" in globals():
 
 _FENCE = re.compile(r"([ \t]*)(`{3,}|~{3,})[ \t]*([^\s`{]*)[^`\n]*")
 _PYTHON = ("python", "python3", "py", "py3")
+_MARKDOWN = ("markdown", "md")
+_TRIPLE = ('"""', "'''")
+_QUOTES = re.compile(r"#.*|\\.|\"{3}|'{3}|\"(?:\\.|[^\"\\])*\"|'(?:\\.|[^'\\])*'")
+_IN_QUOTES = re.compile(r"\\.|\"{3}|'{3}")
+_FUNCTION = re.compile(r"^(?:(?:async[ \t]+)?def|class)[ \t]+(\w+)", re.M)
+_ASSIGNMENT = re.compile(r"^(\w+)[ \t]*(?::[^=\n]*)?=(?!=)", re.M)
+_IMPORT = re.compile(r"^(?:from[ \t]+\S+[ \t]+)?import[ \t]+(.+)", re.M)
+_IMPORTED = re.compile(r"(?<![\w.])(\w+)(?:\.[\w.]+)?[ \t]*(?:,|#|;|$)")
+_STATEMENT = re.compile(
+    rf"{_ASSIGNMENT.pattern}.*\b(?:input|stdin)\b"
+    rf"|^(?!{_ASSIGNMENT.pattern[1:]}|(?:def|class|async|import|from)\b|[@#)\]}}\s]|\"{{3}}|'{{3}}|$)",
+    re.M,
+)
+"""A line at the top level that is more than a definition."""
+_CONTINUED = ("", *" \t)]}#")
+"""How a line begins that belongs to the statement before it."""
+_BINDING = re.compile(r"(?<=def )\w+[ \t]*\([^)]*|(?<=class )\w+|(?<=for )\w+|\b\w+[ \t]*=(?!=)")
+_FIRST_WORD = re.compile(r"(?:^|[(,])\s*\*{0,2}(\w+)")
+_USED = re.compile(r"(?<![\w.])[A-Za-z_]\w*")
 _THOUGHT_END = "</think>"
 
 
@@ -66,11 +85,13 @@ def find_program(response: str, names: Sequence[str] = ()) -> str | None:
 
     Text before the last `</think>` does not count. Fenced blocks marked as Python count or, if
     there are none, unmarked ones; the last of them that defines one of `names` is the program, else
-    the last one. An unclosed block ends with the response. A response without a fence is a program
-    as a whole.
+    the last one. Other blocks that only define what it needs come before it. An unclosed block ends
+    with the response. A response without a fence is a program as a whole.
     """
     text = response.rpartition(_THOUGHT_END)[2]
-    blocks = _fenced(text)
+    blocks = list[tuple[str, str]]()
+    for block in _fenced(text):
+        blocks += _fenced(block[1]) if block[0] in _MARKDOWN else [block]
     if not blocks:
         return text
     candidates = [body for mark, body in blocks if mark in _PYTHON] or [
@@ -78,38 +99,119 @@ def find_program(response: str, names: Sequence[str] = ()) -> str | None:
     ]
     if not candidates:
         return None
-    for body in reversed(candidates):
-        if any(defines(body, name) for name in names):
-            return body
-    return candidates[-1]
+    defining = [
+        i for i, body in enumerate(candidates) if any(defines(body, name) for name in names)
+    ]
+    chosen = candidates.pop(defining[-1] if defining else -1)
+    return "\n".join([*_helpers(candidates, chosen, names), chosen])
+
+
+def _helpers(blocks: list[str], program: str, names: Sequence[str]) -> list[str]:
+    """The definitions, in other blocks, of what the program uses and does not define itself; no
+    drafts and examples."""
+    if "__future__" in program:  # such an import must come first
+        return []
+    definitions = [_definitions(block) for block in blocks]
+    functions = set(_FUNCTION.findall(program))
+    owners: dict[str, int] = {}
+    for i, block in enumerate(blocks):
+        defined = _defined(definitions[i])
+        is_example = not functions.isdisjoint({*_USED.findall(block)} - defined)
+        if not is_example:
+            owners |= dict.fromkeys(defined, i)
+    wanted = [name for name in names if not defines(program, name)]
+    wanted += {*_USED.findall(program)} - _bound(program)
+    found: set[int] = set()
+    while wanted:
+        i = owners.get(wanted.pop(), -1)
+        if i >= 0 and i not in found:
+            found.add(i)
+            wanted += {*_USED.findall(definitions[i])}
+    return [definitions[i] for i in sorted(found)]
+
+
+def _definitions(block: str) -> str:
+    """The block without other statements at its top level, such as examples and what reads
+    input."""
+    lines = list[str]()
+    is_kept = True
+    for line in block.split("\n"):
+        if line[:1] not in _CONTINUED:
+            is_kept = _STATEMENT.match(line) is None
+        if is_kept:
+            lines.append(line)
+    return "\n".join(lines)
+
+
+def _defined(program: str) -> set[str]:
+    """Names that it defines at its top level."""
+    names = {match[1] for match in _ASSIGNMENT.finditer(program)} | set(_FUNCTION.findall(program))
+    for match in _IMPORT.finditer(program):
+        names.update(_IMPORTED.findall(match[1]))
+    return names
+
+
+def _bound(program: str) -> set[str]:
+    """Names that it defines at its top level, or anywhere as a function, a parameter or a
+    variable."""
+    names = _defined(program)
+    for match in _BINDING.finditer(program):
+        names.update(_FIRST_WORD.findall(match[0]))
+    return names
 
 
 def _fenced(text: str) -> list[tuple[str, str]]:
-    """(language, code) of each block. A fence that is indented by four more spaces than the first
-    (CommonMark) belongs to the code, as in a docstring."""
-    blocks = list[tuple[str, str]]()
-    opening: re.Match[str] | None = None
-    body = list[str]()
-    for line in text.split("\n"):
-        fence = _FENCE.fullmatch(line.rstrip())
-        if opening is None:
-            opening = fence
-            continue
-        is_end = (
-            fence is not None
-            and fence[2].startswith(opening[2])
-            and not fence[3]
-            and len(fence[1]) <= len(opening[1]) + 3
-        )
-        if is_end:
-            blocks.append((opening[3].lower(), textwrap.dedent("\n".join(body))))
-            opening = None
-            body = []
-        else:
-            body.append(line)
-    if opening is not None:
-        blocks.append((opening[3].lower(), textwrap.dedent("\n".join(body))))
+    """(language, code) of each block."""
+    blocks: list[tuple[str, str]] = []
+    lines = text.split("\n")
+    position = 0
+    num_searches = 4
+    while position < len(lines):
+        opening = _FENCE.fullmatch(lines[position].rstrip())
+        position += 1
+        if opening:
+            end, is_certain = _block_end(lines, position, opening, is_careful=num_searches > 0)
+            num_searches -= not is_certain
+            blocks.append((opening[3].lower(), textwrap.dedent("\n".join(lines[position:end]))))
+            position = end + 1
     return blocks
+
+
+def _block_end(
+    lines: list[str], start: int, opening: re.Match[str], is_careful: bool
+) -> tuple[int, bool]:
+    """The line of the fence that ends the block, else the number of lines; and whether no search to
+    the end was needed.
+
+    is_careful: a fence in a string of the program, or indented by four more spaces than the first
+    (CommonMark), ends it only if there is no other. This search to the end is made for the first
+    blocks only, so that it takes linear time."""
+    quotes = ""
+    quoted = indented = len(lines)
+    for i in range(start, len(lines)):
+        fence = _FENCE.fullmatch(lines[i].rstrip())
+        if fence and fence[2].startswith(opening[2]) and not fence[3]:
+            is_indented = len(fence[1]) > len(opening[1]) + 3
+            if not is_careful or not (quotes or is_indented):
+                return i, True
+            if quotes:
+                quoted = min(quoted, i)
+            else:
+                indented = min(indented, i)
+        quotes = _quotes_after(lines[i], quotes)
+    return min(indented, quoted if quotes else len(lines)), False
+
+
+def _quotes_after(line: str, quotes: str) -> str:
+    """The triple quotes that are open at the end of a line, if these are open at its start."""
+    position = 0
+    while token := (_IN_QUOTES if quotes else _QUOTES).search(line, position):
+        position = token.end()
+        if quotes == token[0]:
+            quotes = ""
+        elif not quotes and token[0] in _TRIPLE:
+            quotes = token[0]
+    return quotes
 
 
 def defines(program: str, name: str) -> bool:

@@ -12,7 +12,8 @@ import math
 import os
 import struct
 from collections import Counter, deque
-from collections.abc import Callable, ItemsView, Iterable, Iterator, KeysView, ValuesView
+from collections.abc import Callable, Iterable, Iterator
+from itertools import islice
 from typing import Any, TypeAlias
 
 HEADER = struct.Struct(">8sI")
@@ -52,8 +53,32 @@ MAX_DEPTH = 100
 MAX_ITEMS = 500_000
 MAX_SAME_HASH = 64
 _SMALL_INT = 2**53
-_PLAIN = (int, float, complex, str, bytes, bytearray, list, tuple, set, frozenset, dict)
-_LISTED = (deque, range, Iterator, KeysView, ValuesView, ItemsView)
+MAX_YIELDED = 2000
+_PLAIN = (int, float, complex, str, bytes, bytearray, list, tuple, set, frozenset, dict, deque)
+_VIEWS = {type({}.keys()): "keys", type({}.values()): "values", type({}.items()): "items"}
+
+
+class Values:
+    """An iterator over what one of the program's yielded, at most the first `MAX_YIELDED`; it
+    equals nothing else."""
+
+    def __init__(self, items: list[Any]) -> None:
+        self.items = items
+        self._next = 0
+
+    def __repr__(self) -> str:
+        return f"an iterator over {self.items!r}"
+
+    def __iter__(self) -> "Values":
+        return self
+
+    def __next__(self) -> Any:
+        self._next += 1
+        if self._next > MAX_YIELDED:
+            raise RuntimeError(f"only the first {MAX_YIELDED:,} values of an iterator are read")
+        if self._next > len(self.items):
+            raise StopIteration
+        return self.items[self._next - 1]
 
 
 class NotPlain(ValueError):
@@ -62,9 +87,9 @@ class NotPlain(ValueError):
 
 def to_text(value: object) -> str:
     """JSON in ASCII. Plain values are None, bool, int, float, complex, str, bytes, bytearray, list,
-    tuple, set, frozenset and dict. One of a class that inherits from them, like a named tuple,
-    `Counter` or an IntEnum, becomes the plain value; a deque, a range, a view of a dict and an
-    iterator become the list of what they yield. Raises NotPlain."""
+    tuple, set, frozenset, dict, deque, range, a view of a dict and `Values`. One of a class that
+    inherits from them, like a named tuple, `Counter` or an IntEnum, becomes the plain value; an
+    iterator becomes the `Values` that it yields. Raises NotPlain."""
     return _ENCODER.encode(_Writer().tagged(value, 0))
 
 
@@ -97,16 +122,23 @@ class _Writer:
             return value if math.isfinite(value) else {"float": repr(value)}
         if kind is list:
             return self._each(value, depth)
-        if kind in (tuple, set, frozenset):
+        if kind in (tuple, set, frozenset, deque):
             return {kind.__name__: self._each(value, depth)}
+        if kind is range:
+            return {"range": self._each((value.start, value.stop, value.step), depth)}
         if kind is dict:
             return {"dict": [self._each(pair, depth) for pair in dict.items(value)]}
         if kind in (bytes, bytearray):
             return {kind.__name__: value.hex()}
         if kind is complex:
             return {"complex": [repr(value.real), repr(value.imag)]}
-        if isinstance(value, _LISTED):
-            return self._each(value, depth)
+        if kind is Values:
+            return {"iterator": self._each(value.items, depth)}
+        if isinstance(value, Iterator):
+            return {"iterator": self._each(islice(value, MAX_YIELDED + 1), depth)}
+        view = next((name for each, name in _VIEWS.items() if each in kind.__mro__), None)
+        if view is not None:
+            return {view: self._each(value, depth)}
         base: Any = next((each for each in _PLAIN if each in kind.__mro__), None)
         if base is None:
             raise NotPlain(f"a value of type {kind.__name__}")
@@ -154,6 +186,13 @@ def _dict_of(pairs: list[Any]) -> dict[Any, Any]:
     return dict(pairs)
 
 
+def _read_range(content: Any, depth: int) -> range:
+    read = range(*_read_each(content, depth))
+    if len(read) > MAX_ITEMS:
+        raise ValueError(f"a range of more than {MAX_ITEMS:,} items")
+    return read
+
+
 def _read_text(content: Any) -> str:
     if not isinstance(content, str):
         raise ValueError("a tag without its text")
@@ -181,4 +220,10 @@ _READ: dict[str, Callable[[Any, int], Any]] = {
     "set": lambda content, depth: set(_hashable(_read_each(content, depth))),
     "frozenset": lambda content, depth: frozenset(_hashable(_read_each(content, depth))),
     "dict": _read_dict,
+    "deque": lambda content, depth: deque(_read_each(content, depth)),
+    "range": _read_range,
+    "keys": lambda content, depth: dict.fromkeys(_hashable(_read_each(content, depth))).keys(),
+    "values": lambda content, depth: dict(enumerate(_read_each(content, depth))).values(),
+    "items": lambda content, depth: _dict_of(_read_each(content, depth)).items(),
+    "iterator": lambda content, depth: Values(_read_each(content, depth)),
 }
