@@ -269,7 +269,7 @@ def test_a_nan_loss_skips_the_step_and_leaves_a_bundle(
     capsys.readouterr()
     assert cli.main(["replay", str(bundle)]) == 0
     shown = capsys.readouterr().out
-    assert "column advantages" in shown and "in samples 4-2" in shown
+    assert "column advantages" in shown
     assert "sample 4-2 alone: loss nan" in shown and "4-1 alone" not in shown
 
 
