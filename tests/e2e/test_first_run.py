@@ -95,7 +95,7 @@ REFUSED = {
     "a key as an option": (("--trainer.seed=3",), ("write trainer.seed=3",)),
     "an option of Hydra's": (
         ("--config-name=ppo_trainer", "--config-path=config"),
-        ("an option of Hydra: remove it",),
+        ("--config-name", "docs/migrating.md"),
     ),
     "a short key as an option": (("--lr", "3"), ("actor_rollout_ref.actor.optim.lr",)),
     "no key to change": (("--allow-change", "nosuch.key"), ("nosuch.key", "no such key")),

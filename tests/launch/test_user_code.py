@@ -82,12 +82,23 @@ def test_a_run_of_this_user_is_remembered_by_its_config(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    config = with_values(Config(), {"custom_reward_function.path": "mine.py"})
+    code = tmp_path / "mine.py"
+    code.write_text("def compute_score(solution_str, **_):\n    return 1.0\n")
+    keys = {
+        "actor_rollout_ref.model.path": "builtin:tiny-arithmetic",
+        "custom_reward_function.path": str(code),
+    }
+    config = with_values(Config(), keys)
     values = json.loads(json.dumps(to_dict(config)))
     assert not is_own_run(values)
     remember_own_run(config)
     assert is_own_run(values)
     assert not is_own_run({**values, "trainer": {**values["trainer"], "seed": 7}})
+    before = code.read_text()
+    code.write_text("import os\n")
+    assert not is_own_run(values), "its code has changed"
+    code.write_text(before)
+    assert is_own_run(values)
     monkeypatch.chdir(tmp_path)
     assert not is_own_run(values)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "another machine"))

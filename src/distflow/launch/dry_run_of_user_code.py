@@ -23,7 +23,7 @@ from distflow.graph.fields import STANDARD_FIELDS, Axis, find_field
 from distflow.import_target import innermost, is_ours
 from distflow.launch.configured_models import tokenizer_loader
 from distflow.launch.select_pipeline import takes_policy_loss
-from distflow.pipelines.nodes.workflow_dry_run import try_workflow
+from distflow.pipelines.nodes.workflow_dry_run import tried_workflow
 from distflow.rewards.reward_check import WARNING
 from distflow.runtime.compiled_node import NodeContext, compile_steps
 from distflow.runtime.rollout_loop.rollout_services import try_rewards
@@ -61,8 +61,8 @@ def try_users_code(spec: Spec, say: Callable[[str], None]) -> Spec:
     """Call the user's reward functions and workflow on the first rows before anything is loaded.
     say: called with notes and warnings; the spec that is returned has the warnings, for the run's
     records. Raises UserError for what a run could not use."""
-    notes = try_workflow(spec, tokenizer_loader(spec.config))
-    said = [*try_rewards(spec), *notes]
+    with tried_workflow(spec, tokenizer_loader(spec.config)) as trial:
+        said = [*try_rewards(spec), *trial.notes()]
     for line in said:
         say(line)
     found = [line.removeprefix(WARNING) for line in said if line.startswith(WARNING)]

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 
 from distflow import __version__
+from distflow.launch.check_disk import check_disk
 from distflow.launch.user_code import remember_own_run
 from distflow.observe.crash_safe_files import remove_asides, sync
 from distflow.observe.run_reader import read_damage
@@ -63,9 +64,10 @@ class Start:
 @contextmanager
 def starting(spec: Spec, allow_change: tuple[str, ...]) -> Iterator[Start]:
     """Claims the run's folder for this process and finds where the run begins. Raises UserError for
-    a checkpoint of another config or other data, an engine that cannot train, or a tracker that is
-    not installed."""
+    a checkpoint of another config or other data, an engine that cannot train, a tracker that is not
+    installed, or a disk that is too small for its checkpoints."""
     spec.check_can_train()
+    check_disk(spec)
     with writing_to(spec.run_dir), claimed(spec.run_dir) as owner, survivors_ended():
         yield find_start(spec, spec.config.trainer.resume_mode, allow_change, owner)
 

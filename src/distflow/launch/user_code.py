@@ -2,13 +2,13 @@
 
 import hashlib
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from distflow.config import Config
+from distflow.config import Config, config_of_run
 from distflow.config.derived_settings import (
     WORKFLOW,
     code_of_workflow,
@@ -20,6 +20,7 @@ from distflow.config.derived_settings import (
 from distflow.config.keys.schema import to_dict
 from distflow.data.sources import is_function
 from distflow.errors import UserError
+from distflow.import_target import is_pickled, module_files, split_name
 from distflow.models.model_folder import code_of
 from distflow.observe.crash_safe_files import to_json
 from distflow.untrusted_files import own_cache
@@ -149,13 +150,31 @@ def remember_own_run(config: Config) -> None:
 
 
 def is_own_run(values: Mapping[str, Any]) -> bool:
-    """Whether this user started a run with this config. values: the config of a checkpoint."""
+    """Whether this user started a run with this config, and with code whose files have not changed.
+    values: the config of a checkpoint."""
     with suppress(OSError):
         return _own_run(values).is_file()
     return False
 
 
 def _own_run(values: Mapping[str, Any]) -> Path:
-    """A file in this user's cache that is there if a run with this config was started."""
-    content = json.dumps([str(Path.cwd()), to_json(values)], sort_keys=True)
+    """A file in this user's cache that is there if a run with this config and code was started."""
+    code = code_of_run(config_of_run(values), generates_only=False)
+    digests = []
+    for line in code:
+        for file in _files(line):
+            digests.append(hashlib.sha256(file.read_bytes()).hexdigest())
+    content = json.dumps([str(Path.cwd()), code, digests, to_json(values)], sort_keys=True)
     return own_cache() / f"own-run-{hashlib.sha256(content.encode()).hexdigest()}"
+
+
+def _files(line: str) -> Iterator[Path]:
+    """The files that a line of `code_of_run` names: of a function, of a module, or among the words
+    of a command."""
+    for word in line.partition(": ")[2].split():
+        place = split_name(word)[0] if ":" in word else word
+        is_file = place.endswith(".py") or is_pickled(word)
+        stem = place.replace(".", "/")
+        modules = [Path(f"{stem}.py"), Path(stem, "__init__.py"), *module_files(place)]
+        named = [Path(place).expanduser()] if is_file or "/" in place else modules
+        yield from [file for file in named if file.is_file()][:1]

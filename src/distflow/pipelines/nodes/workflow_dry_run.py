@@ -4,8 +4,12 @@ template does between its turns."""
 
 import asyncio
 import os
+import pickle
+import socket
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from tempfile import TemporaryFile
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
@@ -20,54 +24,119 @@ from distflow.environments.workflows import KEY, Workflow, row_of
 from distflow.errors import UserError, users_place
 from distflow.pipelines.nodes.workflow_rollout import read_outcome, template_kwargs
 from distflow.processes.channel import Channel, PeerGone, encode
-from distflow.processes.fork import limited_fork
+from distflow.processes.child import Child
+from distflow.processes.interpreters import python_command
 from distflow.rewards.reward_results import Score
 from distflow.rewards.router import RewardOutcome
 from distflow.runtime.spec import Spec
 
 REPLY = "I do not know."
 _WITHIN_S = 5.0
-_MORE_BYTES = 8 * 2**30
+_LOADS_WITHIN_S = 120.0
 _MISTAKES = (NameError, AttributeError, ImportError, TypeError)
 
 
-def try_workflow(spec: Spec, tokenizer: Callable[[], Any]) -> list[str]:
-    """Notes on an episode of the user's workflow on the first row, in a fork, so that what it
-    changes is no part of this process. Skipped like the trial of reward functions. Raises UserError
-    for a mistake that does not depend on the reply."""
-    trainer = spec.config.trainer
-    workflow = _workflow_of(spec)
-    row = next(iter(spec.rows[:1]), None)
-    if workflow is None or row is None or not workflow.is_tried:
-        return []
-    if trainer.worker_env or trainer.worker_roles:
-        return []
-    loaded = tokenizer()
+class WorkflowTrial:
+    """An episode of the user's workflow on the first row, in another process.
 
-    def work(channel: Channel) -> None:
-        with open(os.devnull, "w") as nothing:
-            os.dup2(nothing.fileno(), sys.stdout.fileno())
-        channel.send(encode(_outcome(spec, workflow, row, loaded)))
+    That process has loaded the user's code itself. What it started there (pools, threads,
+    connections) is no part of this process, where a lock that it held when it was killed would stay
+    locked.
+    """
 
-    with limited_fork(work, _MORE_BYTES) as channel:
+    def __init__(self, spec: Spec, tokenizer: Callable[[], Any]) -> None:
+        """Begin the episode, if there is one to try: skipped like the trial of reward functions."""
+        self._child: Child | None = None
+        trainer = spec.config.trainer
+        workflow = _workflow_of(spec)
+        if workflow is None or not workflow.is_tried or trainer.worker_env or trainer.worker_roles:
+            return
+        row = next(iter(spec.rows[:1]), None)
+        if row is None:
+            return
+        self._what = (
+            f"the workflow '{workflow.name}', tried on the first row ({row.origin}) with the reply "
+            f"{REPLY!r}"
+        )
+        ours, theirs = socket.socketpair()
+        self._channel = Channel(ours)
+        with theirs, TemporaryFile() as given:  # which no other user can read
+            given.write(pickle.dumps((spec, row, tokenizer)))
+            given.seek(0)
+            self._child = Child(
+                python_command(__name__, theirs.fileno()),
+                pass_fds=(theirs.fileno(),),
+                stdin=given,
+            )
+
+    def notes(self) -> list[str]:
+        """Wait for the episode's end. Raises UserError for a mistake that does not depend on the
+        reply."""
+        if self._child is None:
+            return []
+        kind, _, said = self._wait().partition(" ")
+        if kind == "fault":
+            raise UserError(
+                f"{KEY}: {self._what}: {said}. Correct it; trust.check_rewards=false skips this "
+                "trial"
+            )
+        return [] if kind == "fine" else [f"note: {self._what}: {said}"]
+
+    def close(self) -> None:
+        """End the process, and everything that it started."""
+        if self._child is not None:
+            self._child.end()
+            self._channel.close()
+
+    def _wait(self) -> str:
         try:
-            outcome = str(channel.receive(_WITHIN_S))
+            outcome = self._channel.receive(_LOADS_WITHIN_S)
         except TimeoutError:
-            outcome = (
+            return f"note it was not loaded in another process within {_LOADS_WITHIN_S:g} s"
+        except PeerGone:
+            return "note its episode ended the process"
+        if outcome is not None:
+            return str(outcome)
+        try:
+            return str(self._channel.receive(_WITHIN_S))
+        except TimeoutError:
+            return (
                 f"note its episode did not end within {_WITHIN_S:g} s: it is slow, or asks forever"
             )
         except PeerGone:
-            outcome = "note its episode ended the process"
-    what = (
-        f"the workflow '{workflow.name}', tried on the first row ({row.origin}) with the reply "
-        f"{REPLY!r}"
-    )
-    kind, _, said = outcome.partition(" ")
-    if kind == "fault":
-        raise UserError(
-            f"{KEY}: {what}: {said}. Correct it; trust.check_rewards=false skips this trial"
-        )
-    return [] if kind == "fine" else [f"note: {what}: {said}"]
+            return "note its episode ended the process"
+
+
+@contextmanager
+def tried_workflow(spec: Spec, tokenizer: Callable[[], Any]) -> Iterator[WorkflowTrial]:
+    """A trial that runs beside what is done inside."""
+    trial = WorkflowTrial(spec, tokenizer)
+    try:
+        yield trial
+    finally:
+        trial.close()
+
+
+def main() -> None:
+    """The other process: load what standard input names, send null, and then the outcome."""
+    connected = socket.socket(fileno=int(sys.argv[1]))
+    connected.set_inheritable(False)
+    channel = Channel(connected)
+    try:
+        spec, row, tokenizer = pickle.load(sys.stdin.buffer)
+        workflow = _workflow_of(spec)
+        loaded = tokenizer()
+        assert workflow is not None, "it was found in the process that started this one"
+    except Exception as error:  # of the user's code
+        outcome = f"note it was not tried, as it cannot be loaded in another process: {error}"
+    else:
+        channel.send(encode(None))
+        process = os.getpid()
+        outcome = _outcome(spec, workflow, row, loaded)
+        if os.getpid() != process:  # a fork that the workflow did not end
+            os._exit(0)
+    channel.send(encode(outcome))
+    os._exit(0)
 
 
 def _workflow_of(spec: Spec) -> Workflow | None:
