@@ -57,6 +57,13 @@ def areal(folder: Path, *overrides: str) -> distflow.Run:
     return main(*data, *(f"trainer.{key}" for key in keys), *overrides)
 
 
+def columns_here(batch: Batch) -> list[str]:
+    """That this process has."""
+    return [
+        field.name for field, column in batch.columns() if isinstance(column, torch.Tensor | list)
+    ]
+
+
 def marked_by_rank(batch: Batch) -> None:
     batch["returns"] = torch.full_like(batch["token_level_rewards"], len(batch))
     batch["copied"] = [f"{text}!" for text in batch["prompts"]]
@@ -91,8 +98,9 @@ def test_areals_loop_trains_the_same_weights_on_one_process_and_on_two_workers(
     assert verify(two.folder / "ledger.jsonl") == verify(alone.folder / "ledger.jsonl")
 
 
-def test_each_rank_works_on_its_rows_and_their_engines_answer_in_turn(tmp_path: Path) -> None:
-    """What is generated is what one process generates."""
+def test_a_batch_stays_with_the_ranks_and_their_engines_answer_in_turn(tmp_path: Path) -> None:
+    """A column is here once it is written here, and is read from the ranks. What is generated is
+    what one process generates."""
 
     async def asked(rollouts: distflow.Rollouts, ids: list[int]) -> list:
         return [rollouts.generate(ids)] + await asyncio.gather(
@@ -111,20 +119,29 @@ def test_each_rank_works_on_its_rows_and_their_engines_answer_in_turn(tmp_path: 
         first = rollouts.wait(1)
         second = rollouts.wait(1)
         batch = type(first).concat([first, second])
-        assert len(batch) == 4
+        assert len(batch) == 4 and not columns_here(batch)
         batch.copy_columns(rollouts.actor.forward(batch, ("log_probs",)), old_log_probs="log_probs")
-        assert "log_probs" not in batch
+        assert not columns_here(batch) and "log_probs" not in batch
         assert torch.allclose(batch["old_log_probs"], batch["rollout_log_probs"], atol=1e-4)
         batch["advantages"] = torch.arange(4.0)[:, None] * batch["response_mask"]
+        assert columns_here(batch) == ["advantages"]
         rollouts.apply(batch, marked_by_rank)
+        assert not columns_here(batch)
         assert batch["copied"] == [f"{text}!" for text in batch["prompts"]]
         assert (batch["returns"] == 2.0).all(), "each of two ranks has one of two groups"
         wanted = torch.arange(4.0)[:, None] * batch["response_mask"] + batch["token_level_rewards"]
         assert torch.equal(batch["advantages"], wanted)
         picked = batch.select([3, 0])
+        assert not columns_here(picked)
         assert picked["prompts"] == [batch["prompts"][3], batch["prompts"][0]]
         rollouts.apply(picked, marked_by_rank)
         assert picked["advantages"][0, 0] == (wanted + batch["token_level_rewards"])[3, 0]
+        renamed = batch.only([])
+        renamed.copy_columns(batch, returns="advantages")
+        both = Batch.concat([batch.only(["returns"]), renamed])
+        assert not columns_here(both)
+        values = torch.cat([batch.flat("returns"), batch.flat("advantages")])
+        assert torch.equal(both.flat("returns"), values)
         rollouts.publish()
 
 

@@ -1,6 +1,8 @@
 """Flat columns: what is stored, what is handed out, and that no operation mixes up samples."""
 
 import math
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -225,6 +227,44 @@ def test_concat_refuses_different_columns() -> None:
     other["extra"] = ["x"]
     with pytest.raises(ValueError, match="extra"):
         Batch.concat([make([(1, 1)]), other])
+
+
+@dataclass
+class Elsewhere:
+    """A `RemoteColumn` of one number per sample, which records that it was read."""
+
+    values: list[float]
+    reads: list[str]
+
+    def read(self) -> torch.Tensor:
+        self.reads.append("read")
+        return torch.tensor(self.values)
+
+    def select(self, rows: Sequence[int]) -> "Elsewhere":
+        return Elsewhere([self.values[row] for row in rows], self.reads)
+
+    def concat(self, others: Sequence["Elsewhere"]) -> "Elsewhere":
+        values = list(self.values)
+        for other in others:
+            values += other.values
+        return Elsewhere(values, self.reads)
+
+
+def test_a_remote_column_is_passed_on_without_being_read(tmp_path: Path) -> None:
+    reads: list[str] = []
+    scores = Field("scores", "float32", Axis.SAMPLE)
+    lengths = (torch.tensor([1, 2, 1]), torch.tensor([2, 1, 3]))
+    batch = Batch.from_columns(*lengths, [(scores, Elsewhere([1.0, 2.0, 3.0], reads))])
+    picked = batch.select([2, 0]).merge(batch.select([2, 0]).only(["scores"]))
+    both = Batch.concat([picked, batch])
+    both.copy_columns(both.copy(), values_copied="scores")
+    assert not reads and dict(both.columns()).keys() == {scores, both.field("values_copied")}
+    assert both["values_copied"].tolist() == [3.0, 1.0, 1.0, 2.0, 3.0] and reads == ["read"]
+    here = picked.to("cpu")
+    assert [column.tolist() for _, column in here.columns()] == [[3.0, 1.0]]
+    assert Batch.concat([batch, here])["scores"].tolist() == [1.0, 2.0, 3.0, 3.0, 1.0]
+    both.save(tmp_path / "batch")
+    assert Batch.load(tmp_path / "batch")["scores"].tolist() == [3.0, 1.0, 1.0, 2.0, 3.0]
 
 
 def _equal(left: object, right: object) -> bool:

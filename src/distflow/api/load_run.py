@@ -175,7 +175,8 @@ class Run:
         )
 
     def _accuracies(self) -> tuple[float | None, float | None]:
-        return accuracies(run_reader.read_metrics(self.folder, max_bytes=None))
+        records = run_reader.read_metrics(self.folder, max_bytes=None)
+        return accuracies(records, run_reader.read_events(self.folder))
 
     @property
     def accuracy_before(self) -> float | None:

@@ -25,10 +25,17 @@ from distflow.errors import UserError
 from distflow.launch.run_end import resume_hint
 from distflow.runtime.rollout_loop.engine_watch import STACKS
 from distflow.runtime.spec import Spec
+from distflow.runtime.worker_place import MissingDevice
 
 _DEATH_IS_REPORTED_WITHIN_S = 2.0
 _CAUSES = "killed from outside, out of memory, or crashed in native code."
-_THERE = "Every machine needs the same files and packages, at the same path or installed"
+_THERE = (
+    "If the driver has it, provide it on every machine, at the same path or installed; modules on "
+    "the PYTHONPATH "
+    "with which Ray was started there"
+)
+_SAME = "It lacks a module that the driver has imported: install the same distflow on every machine"
+_OF_IMPORTS = ("ModuleNotFoundError", "ImportError", "AttributeError")
 
 
 class Blame:
@@ -93,11 +100,18 @@ class Blame:
                 return died[0]  # errors of others have the same cause
         return None
 
-    def died(self, rank: int, when: str, err: RayActorError) -> WorkerDied | WorkerFailed:
+    def died(
+        self, rank: int, when: str, err: RayActorError
+    ) -> WorkerDied | WorkerFailed | UserError:
         """The error to raise for a worker without a process."""
         if err.actor_init_failed:  # ended by an exception, which is all that Ray reports
             said = str(err).strip().splitlines()[-1]
-            return WorkerFailed(f"{self._who(rank, err)} could not be started: {said}")
+            message = f"{self._who(rank, err)} could not be started: {said}"
+            return (
+                UserError(f"{message}\n{_SAME}")
+                if said.startswith(_OF_IMPORTS)
+                else WorkerFailed(message)
+            )
         plan = self._spec.plan.ranks[rank]
         does = " and ".join(
             name
@@ -113,6 +127,8 @@ class Blame:
         """The error to raise if a worker raised before the run began. `err` has its traceback,
         which `--debug` shows."""
         who = self._who(rank, err)
+        if isinstance(err.cause, MissingDevice):
+            return UserError(f"{who}: {err.cause}")
         if isinstance(err.cause, UserError):
             return UserError(f"{who}: {err.cause}\n{_THERE}")
         return WorkerFailed(

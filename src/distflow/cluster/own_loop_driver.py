@@ -1,6 +1,7 @@
-"""A user's own training loop over Ray, in the driver, which holds the batch: each training rank
-executes its calls on the rank's rows (`own_loop_worker.py`)."""
+"""A user's own training loop over Ray, in the driver: it knows where the columns of a batch are,
+and each training rank executes its calls on the rank's rows (`own_loop_worker.py`)."""
 
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -8,9 +9,11 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import ray
+import torch
 
+from distflow.cluster.own_loop_worker import stored
 from distflow.cluster.remote_calls import COORDINATOR, WorkerDied
-from distflow.cluster.remote_sample_queue import RemoteSampleQueue
+from distflow.cluster.remote_sample_queue import GroupRef, RemoteSampleQueue, Taken
 from distflow.cluster.supervisor import RayRun
 from distflow.data.batch import Batch
 from distflow.observe.writing.timing import Waits
@@ -71,7 +74,9 @@ class TrainingRanks:
         self.step = step
         self._has_trained = False
         wait = partial(_reply, run)
-        self._queue = RemoteSampleQueue(run.coordinator, -1, 0, Waits(), Stop(), wait=wait)
+        self._queue = RemoteSampleQueue(
+            run.coordinator, -1, 0, Waits(), Stop(), wait=wait, read=self._hold
+        )
         self._dp_groups = dp_groups_of(spec.plan)
         self._reward_counts = RewardCounts()
         engines: dict[str, object] = dict.fromkeys(("actor", "critic", "ref"))
@@ -166,21 +171,49 @@ class TrainingRanks:
             if role in self._spec.plan.ranks[dp_group[0]].engines
         ]
 
+    def _hold(self, taken: Taken, groups: Sequence[GroupRef]) -> tuple[Batch | None, list[int]]:
+        """Have each rank read its groups from the workers that generated them; returns the batch,
+        or ids of lost groups."""
+        dp_group = self._dp_groups[0]
+        sizes = Batch(torch.zeros(len(taken.own)), torch.tensor(taken.loads))
+        sizes["group_index"] = torch.tensor(taken.own)
+        divided = self._divided(sizes, dp_group, by_mini_batches=False)
+        holders = with_samples(self._spec.plan, dp_group)
+        calls = {}
+        for rank, own in zip(dp_group, divided, strict=True):
+            if rank in holders and own:
+                calls[rank] = ([taken.own[i] for i in own], [groups[i] for i in own])
+        parts = []
+        lost = []
+        rows = defaultdict[int, list[int]](list)
+        num_rows = 0
+        for part, group_of_rows, missing in self._run.call("hold", calls).values():
+            parts.append(part)
+            lost += missing
+            for number in group_of_rows:
+                rows[number].append(num_rows)
+                num_rows += 1
+        if lost:
+            return None, lost
+        order = [row for number in taken.own for row in rows[number]]
+        return Batch.concat(parts).select(order), []
+
     def _call(
         self, name: str, dp_groups: Sequence[tuple[int, ...]], *arguments: Any
     ) -> tuple[Any, Any]:
         """Call a method of the workers of these dp groups, each with its rows in place of the batch
-        among the arguments. Returns the columns that it wrote, and the rest of the first one's
-        result."""
+        among the arguments. Returns the columns that it wrote, which stay with the ranks, and the
+        rest of the first one's result."""
         (batch,) = (each for each in arguments if isinstance(each, Batch))
         self._has_trained |= name in ("learn", "train_step")
         rows = dict[int, list[int]]()
         for dp_group in dp_groups:
             divided = self._divided(batch, dp_group, by_mini_batches=name == "learn")
             rows |= zip(dp_group, divided, strict=True)
+        there = stored(batch)
+        parts = {rank: there.select(own) for rank, own in rows.items()}
         calls = {}
-        for rank, own in rows.items():
-            part = batch.select(own)
+        for rank, part in parts.items():
             calls[rank] = [part if each is batch else each for each in arguments]
         replies = self._run.call(name, calls)
         found, rest = replies[dp_groups[0][0]]
@@ -191,12 +224,14 @@ class TrainingRanks:
             holders = with_samples(self._spec.plan, dp_group)
             ranks = [rank for rank in holders if rows[rank]] or holders[:1]
             place_of = dict[int, int]()
+            replied = []
             for rank in ranks:
                 for row in rows[rank]:
                     place_of[row] = len(place_of)
+                lengths = (parts[rank].lengths("prompt"), parts[rank].lengths("response"))
+                replied.append(Batch.from_columns(*lengths, replies[rank][0]))
             order = [place_of[row] for row in range(len(batch))]
-            replied = Batch.concat([replies[rank][0] for rank in ranks])
-            written = written.merge(replied.select(order))
+            written = written.merge(Batch.concat(replied).select(order))
         return written, rest
 
     def _divided(

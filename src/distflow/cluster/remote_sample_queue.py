@@ -36,6 +36,10 @@ GroupRef = Any
 Ray, the buffers."""
 
 
+Taken = TrainingStep[Sequence[GroupRef]]
+"""A step as the coordinator hands it out."""
+
+
 class GroupLost(RuntimeError):
     """A group is gone with the process that held it in memory."""
 
@@ -108,12 +112,14 @@ class RemoteSampleQueue:
         stop: Stop,
         ready: "Future[None] | None" = None,
         wait: Callable[[Any], Any] = reply,
+        read: Callable[[Taken, Sequence[GroupRef]], tuple[Batch | None, list[int]]] | None = None,
     ) -> None:
         """coordinator: the actor's handle, or a `Peer` that has it. worker: this one's number among
         the rollout workers. first: the number of the first rank of its dp group. ready: set when
         its engine has weights, before which it requests no groups; None if it has them from the
         start. stop: becomes wanted on all ranks at the release of the same step. wait: gets the
-        coordinator's reply."""
+        coordinator's reply. read: reads the groups of a step, with the result of
+        `read_groups`; None for rows in this process."""
         self._coordinator = coordinator
         self._worker = worker
         self._first = first
@@ -121,6 +127,7 @@ class RemoteSampleQueue:
         self._stop = stop
         self._ready = ready
         self._reply = wait
+        self._read = read or _read_here
         self._by_ray = not isinstance(coordinator, Peer)
         self._reward_counts = RewardCounts()  # sent with the groups that end next
         self._stored: tuple[GroupRef, int] = (None, 0)
@@ -184,7 +191,7 @@ class RemoteSampleQueue:
             if taken is None or isinstance(taken, NewWorkers):
                 return taken
             fault_injection.reach("queue.taken")
-            batch, lost = read_groups(taken.own or taken.group_ids[:1], taken.batch)
+            batch, lost = self._read(taken, taken.batch)
             report = self._coordinator.read.remote(step, self._first + rank, lost)
             if self._by_ray:
                 with self._waits("training", f"step {step + 1}", on=RANKS):
@@ -226,6 +233,10 @@ class RemoteSampleQueue:
         reward_counts = self._reward_counts
         self._reward_counts = RewardCounts()
         self._coordinator.end.remote(group, reward_counts)
+
+
+def _read_here(taken: Taken, groups: Sequence[GroupRef]) -> tuple[Batch | None, list[int]]:
+    return read_groups(taken.own or taken.group_ids[:1], groups)
 
 
 def read_groups(

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain, pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -41,6 +41,20 @@ _DERIVED = {name: sources for name, sources in DERIVED.items() if name not in ("
 """Columns that are derived here from others unless written."""
 
 
+class RemoteColumn(Protocol):
+    """A column that other processes have. A batch passes it on without its values, and fetches
+    them when they are read."""
+
+    def read(self) -> Column:
+        """Fetch the values."""
+
+    def select(self, rows: Sequence[int]) -> "RemoteColumn":
+        """The column of these samples."""
+
+    def concat(self, others: "Sequence[RemoteColumn]") -> "RemoteColumn":
+        """The column of these samples and the others', in order."""
+
+
 class Batch:
     """Named columns over `len(batch)` samples.
 
@@ -54,7 +68,7 @@ class Batch:
         """prompt_lengths, response_lengths: int64 `(bs,)`, in tokens."""
         self._lengths = {Axis.PROMPT: prompt_lengths.long(), Axis.RESPONSE: response_lengths.long()}
         self._lengths[Axis.SEQUENCE] = self._lengths[Axis.PROMPT] + self._lengths[Axis.RESPONSE]
-        self._columns: dict[str, Column] = {}
+        self._columns: dict[str, Column | RemoteColumn] = {}
         self._fields: dict[str, Field] = {}
         self._places: dict[tuple[Axis, torch.device], Tensor] = {}
 
@@ -161,7 +175,7 @@ class Batch:
         samples, or a list."""
         name = ALIASES.get(name, name)
         if name in self._columns:
-            return self._columns[name]
+            return _read(self._columns[name])
         self.field(name)
         if name == "input_ids":
             return self._interleave(self.flat("prompt_ids"), self.flat("response_ids"))
@@ -223,9 +237,11 @@ class Batch:
         }
         for name, column in self._columns.items():
             field = self._fields[name]
-            picked: Column
+            picked: Column | RemoteColumn
             if isinstance(column, list):
                 picked = [column[i] for i in rows]
+            elif not isinstance(column, Tensor):
+                picked = column.select(rows)
             elif field.axis in TOKEN_AXES:
                 picked = column[tokens[field.axis]]
             else:
@@ -239,7 +255,8 @@ class Batch:
         used."""
         out = self.copy()
         where = torch.device(device)
-        for name, column in self._columns.items():
+        for name, stored in self._columns.items():
+            column = _read(stored)
             out._columns[name] = column if isinstance(column, list) else send(column, where)
         return out
 
@@ -285,8 +302,8 @@ class Batch:
             else:
                 self[name] = other.flat(theirs)
 
-    def columns(self) -> Iterator[tuple[Field, Column]]:
-        """The stored columns."""
+    def columns(self) -> Iterator[tuple[Field, Column | RemoteColumn]]:
+        """The stored columns, those of other processes without their values."""
         for name, column in self._columns.items():
             yield self._fields[name], column
 
@@ -353,8 +370,9 @@ class Batch:
             "lengths.response": self._lengths[Axis.RESPONSE],
         }
         header = []
-        for name, column in self._columns.items():
+        for name, stored in self._columns.items():
             field = self._fields[name]
+            column = _read(stored)
             header.append([name, field.dtype, field.axis.value])
             if isinstance(column, list):
                 tensors[f"column.{name}"] = _json_bytes(column)
@@ -381,7 +399,7 @@ class Batch:
     def from_columns(
         prompt_lengths: Tensor,
         response_lengths: Tensor,
-        columns: Iterable[tuple[Field, Column]],
+        columns: Iterable[tuple[Field, Column | RemoteColumn]],
     ) -> "Batch":
         """A batch from another batch's stored columns, without guesses, copies or checks."""
         batch = Batch(prompt_lengths, response_lengths)
@@ -508,7 +526,8 @@ class Batch:
         )
         rows = [(row, number) for row, count in enumerate(numbers) for number in range(count)]
         own_rows = torch.tensor([row for row, _ in rows], dtype=torch.int64)
-        for name, column in self._columns.items():
+        for name, stored in self._columns.items():
+            column = _read(stored)
             axis = self._fields[name].axis
             if name == "images":
                 out[name] = [self[name][row][number : number + 1] for row, number in rows]
@@ -574,10 +593,19 @@ def _images(sample: Sample) -> list[list[str]]:
     return found if any(found) else []
 
 
-def _joined(parts: Sequence[Column]) -> Column:
-    """One column from many, all tensors or all lists."""
-    tensors = [part for part in parts if isinstance(part, Tensor)]
-    return torch.cat(tensors) if tensors else [value for part in parts for value in part]
+def _read(column: Column | RemoteColumn) -> Column:
+    return column if isinstance(column, Tensor | list) else column.read()
+
+
+def _joined(parts: Sequence[Column | RemoteColumn]) -> Column | RemoteColumn:
+    """One column from many, all tensors or all lists. Remote columns are fetched only if some of
+    the others are here."""
+    remote = [part for part in parts if not isinstance(part, Tensor | list)]
+    if parts and len(remote) == len(parts):
+        return remote[0].concat(remote[1:])
+    here = [_read(part) for part in parts]
+    tensors = [part for part in here if isinstance(part, Tensor)]
+    return torch.cat(tensors) if tensors else [value for part in here for value in part]
 
 
 def _ranges(starts: Tensor, lengths: Tensor) -> Tensor:

@@ -48,7 +48,7 @@ def done_before(spec: Spec, start: Start, say: Callable[[str], None]) -> Outcome
 def outcome_of(spec: Spec, steps: int, signal: int | None = None, stopped: bool = False) -> Outcome:
     """The outcome of a run that has ended; writes its report, which says how it ended."""
     data = report_data(spec.run_dir)
-    found = accuracies(read_metrics(spec.run_dir))
+    found = accuracies(read_metrics(spec.run_dir), read_events(spec.run_dir))
     report = write_report(spec.run_dir, data)
     saved = newest_checkpoint(spec.run_dir)
     return Outcome(steps, signal, stopped, report, *found, tuple(data["judgements"]), saved)

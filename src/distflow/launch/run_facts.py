@@ -23,10 +23,10 @@ from distflow.launch.report_head import cpu_name
 from distflow.launch.threads import threads_of
 from distflow.models.cpu_kernels import build as native
 from distflow.models.model_identity import identity
+from distflow.observe.run_reader import VALIDATION_ROWS
 from distflow.rewards.code.reward import isolation_of
 from distflow.rewards.function_loading import fingerprint_target, target_of
 from distflow.rewards.pool.domain_pools import RewardSettings
-from distflow.runtime.checkpoint.restore import VALIDATION_ROWS
 
 PROMPT_FORMAT = "prompt_format"
 """The fact of a run by which its policy is asked later."""

@@ -10,7 +10,7 @@ from distflow import __version__
 from distflow.launch.check_disk import check_disk
 from distflow.launch.user_code import remember_own_run
 from distflow.observe.crash_safe_files import remove_asides, sync
-from distflow.observe.run_reader import read_damage
+from distflow.observe.run_reader import VALIDATION_ROWS, read_damage
 from distflow.observe.writing.run_folder import claimed, finish_moving, join, set_aside
 from distflow.processes.survivors import survivors_ended
 from distflow.runtime import fault_injection
@@ -169,6 +169,10 @@ def write_facts(
     }
     recorder.folder.write_json("run.json", facts)
     remember_own_run(spec.config)
+    rows = spec.facts.get(VALIDATION_ROWS)
+    recorder.folder.event(
+        VALIDATION_ROWS, f"validation rows: {rows or 'none'}", **{VALIDATION_ROWS: rows}
+    )
     for warning in spec.warnings:
         recorder.folder.event("warning", warning)
     recorder.folder.write_text("config.yaml", spec.text)

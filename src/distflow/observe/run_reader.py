@@ -4,7 +4,7 @@ After a resume from step k, records of earlier restarts about later steps are in
 return the surviving timeline; events, being history, are all returned and marked."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -54,6 +54,10 @@ _EVENT_KEYS = ("t", "restart", "kind", "message", "step")
 _SAMPLE_FILE = re.compile(r"(?:(.+)-)?(\d{6,18})(?:\.\d+)?\.parquet")
 
 
+VALIDATION_ROWS = "validation_rows"
+"""The event of each start, and its field, with a hash of the rows that it validates on."""
+
+
 @dataclass(frozen=True, slots=True)
 class MetricsRecord:
     """The metrics of one step and kind, under flat names such as "actor/loss"; `t` is seconds since
@@ -88,6 +92,21 @@ class Timeline:
     def survives(self, restart: int, step: int) -> bool:
         """Whether records of `step` by `restart` are still valid after later restarts."""
         return all(step <= kept for later, kept in self.kept_until.items() if later > restart)
+
+
+def comparable_validations(
+    records: Sequence[MetricsRecord], events: Sequence[Event]
+) -> tuple[list[MetricsRecord], int | None]:
+    """The records without the validations on other rows than those of the last start; and the first
+    step of those on its rows, None if no validation was left out."""
+    rows = {}
+    for event in events:
+        if event.kind == VALIDATION_ROWS:
+            rows[event.restart] = event.fields.get(VALIDATION_ROWS)
+    last = rows[max(rows)] if rows else None
+    kept = [each for each in records if each.kind != "val" or rows.get(each.restart, last) == last]
+    first = min((each.step for each in kept if each.kind == "val"), default=None)
+    return kept, None if len(kept) == len(records) else first
 
 
 def read_config(run_dir: Path) -> dict[str, JSON]:

@@ -72,14 +72,18 @@ class Place:
         return order.index(self.rank)
 
 
+class MissingDevice(UserError):
+    """A process lacks the device that the plan gives it."""
+
+
 def own_device(planned: str) -> str:
-    """The name of the device of this process. Raises UserError."""
+    """The name of the device of this process. Raises MissingDevice."""
     wanted = torch.device(planned).type
     found = torch.accelerator.current_accelerator(check_available=True)
     if wanted == "cpu":
         return "CPU"
     if found is None or found.type != wanted:
-        raise UserError(
+        raise MissingDevice(
             f"the plan has a GPU ({wanted}) for this process, but torch {torch.__version__} finds "
             "none on "
             f"{platform.node()}: install a driver and a torch for {wanted} there, or set "

@@ -298,3 +298,32 @@ def test_problems_are_matched_by_their_text_and_averaged(tmp_path: Path) -> None
     assert found["examples"][0]["before"]["score"] == 0.5
     (tmp_path / "samples" / "val-000009.parquet").unlink()
     assert before_and_after(tmp_path, Timeline()) is None
+
+
+def test_accuracies_on_other_validation_problems_are_not_compared(tmp_path: Path) -> None:
+    """The rows changed across a resume; changed back, the first ones count again."""
+    for restart, (rows, steps) in enumerate((("a", (0, 5)), ("b", (10, 15)))):
+        with RunFolder(tmp_path, restart) as run:
+            run.write_json("run.json", {"total_steps": 15})
+            run.event("validation_rows", "", validation_rows=rows)
+            for step in steps:
+                run.metrics(step, "train", {"timing_s/step": 1.0, "reward/mean_score": 0.5})
+                run.metrics(
+                    step,
+                    "val",
+                    {"val_correct/all/mean": 0.9 if restart == 0 else 0.1 + 0.1 * (step == 15)},
+                )
+    said = " ".join(report_data(tmp_path)["judgements"])
+    assert (
+        "got worse" not in said
+        and "is 0.20 at step 15" in said
+        and "before step 10 were others" in said
+    )
+    with RunFolder(tmp_path, 2) as run:
+        run.event("validation_rows", "", validation_rows="a")
+        run.metrics(20, "val", {"val_correct/all/mean": 0.3})
+    assert "It got worse" in " ".join(report_data(tmp_path)["judgements"])
+    with RunFolder(tmp_path, 3) as run:
+        run.event("validation_rows", "", validation_rows="c")
+        run.metrics(25, "val", {"val_correct/all/mean": 0.3})
+    assert "accuracy is 0.30 at step 25" in " ".join(report_data(tmp_path)["judgements"])

@@ -3,6 +3,7 @@ lost to a hang."""
 
 import asyncio
 import contextvars
+import os
 import random
 import threading
 import time
@@ -201,3 +202,22 @@ def exits() -> None:
 
 def fails() -> None:
     raise ValueError
+
+
+@pytest.mark.parametrize(
+    ("end", "status"),
+    [(exits, 7), (fails, 1), (lambda: None, 1)],
+    ids=["exits", "fails", "goes on"],
+)
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_a_fork_of_the_users_does_not_go_on_as_a_second_run(
+    end: Callable[[], None], status: int
+) -> None:
+    async def forks() -> int:
+        if (pid := os.fork()) == 0:
+            end()
+            await asyncio.sleep(0)
+            return -1
+        return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+    assert asyncio.run(call(forks)) == status

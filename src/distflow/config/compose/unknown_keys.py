@@ -136,10 +136,18 @@ def look_up(values: Mapping[str, object], key: str) -> object:
     return found
 
 
+_BY_WEIGHT = "set the shares of domains by data.domains.NAME.weight"
 _GONE = {
     "trust.audit_freq": "use trust.check_freq: one of so many steps is checked whole (0: none), "
     "beside the first ones, powers of two and the last",
     "trainer.webhook": "trainer.logger=wandb raises an alert for each finding",
+    "data.curriculum": _BY_WEIGHT,
+    "data.curriculum.function": _BY_WEIGHT,
+    "data.curriculum.every": _BY_WEIGHT,
+    "data.curriculum.smoothing": _BY_WEIGHT,
+    "data.pass_rate": "filter the file, or use data.skip_outside, which measures",
+    "data.pass_rate_key": "filter the file, or use data.skip_outside, which measures",
+    "data.solution_key": "score the solutions with `distflow reward check --response-key COLUMN`",
 }
 """Keys that were in earlier versions, with what to use."""
 

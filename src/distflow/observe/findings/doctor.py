@@ -21,6 +21,7 @@ from distflow.observe.findings.run_rules import (
 from distflow.observe.findings.step_rules import rules_over
 from distflow.observe.findings.summary import NO_END, failure, group_events, status
 from distflow.observe.report.chart_data import tabulate
+from distflow.observe.run_reader import comparable_validations
 from distflow.observe.run_records import RunRecords
 
 BROKEN = "policy-broken"
@@ -87,7 +88,8 @@ class Examination:
 
 def examine(run: RunRecords) -> Examination:
     """The findings of all rules, those on the metrics of steps included."""
-    step_rules = rules_over(tabulate(run.records), run.config)
+    comparable, _ = comparable_validations(run.records, run.events)
+    step_rules = rules_over(tabulate(comparable), run.config)
     lacking = step_rules.lacking()
     found: list[Finding] = []
     for rule in RUN_RULES:

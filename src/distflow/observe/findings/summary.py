@@ -17,7 +17,7 @@ from distflow.observe.findings.finding import (
     known_values,
     readable_s,
 )
-from distflow.observe.run_reader import Event, MetricsRecord
+from distflow.observe.run_reader import Event, MetricsRecord, comparable_validations
 
 _MAX_GROUPS = 200
 _FEW_VALUES = 4
@@ -48,11 +48,13 @@ class Accuracy:
     """Accuracy on validation problems over the run: (step, value) points.
 
     before_training: the first point was measured before any update. num_problems: None if unknown.
+    changed_at: the first step if earlier ones were on other problems, and are left out.
     """
 
     points: tuple[tuple[int, float], ...]
     before_training: bool
     num_problems: int | None
+    changed_at: int | None = None
 
     @property
     def best(self) -> tuple[int, float]:
@@ -70,8 +72,11 @@ class Accuracy:
         return max(2 * math.sqrt(variance), 1 / self.num_problems)
 
 
-def find_accuracy(records: Sequence[MetricsRecord], num_problems: int | None) -> Accuracy | None:
-    """The overall accuracy on validation problems if the run measured it."""
+def find_accuracy(
+    records: Sequence[MetricsRecord], num_problems: int | None, events: Sequence[Event]
+) -> Accuracy | None:
+    """The overall accuracy on the last validation problems if the run measured it."""
+    records, changed_at = comparable_validations(records, events)
     found: dict[int, float] = {}
     for record in records:
         value = record.values.get(ACCURACY, math.nan)
@@ -83,13 +88,15 @@ def find_accuracy(records: Sequence[MetricsRecord], num_problems: int | None) ->
     first_update = min((record.step for record in records if record.kind == "train"), default=None)
     first_step = points[0][0]
     before = first_step == 0 or (first_update is not None and first_step < first_update)
-    return Accuracy(points, before, num_problems)
+    return Accuracy(points, before, num_problems, changed_at)
 
 
-def accuracies(records: Sequence[MetricsRecord]) -> tuple[float | None, float | None]:
+def accuracies(
+    records: Sequence[MetricsRecord], events: Sequence[Event]
+) -> tuple[float | None, float | None]:
     """The accuracy before the first step and at the last validation after a step; None if not
-    measured."""
-    found = find_accuracy(records, None)
+    measured on the rows of the last validation."""
+    found = find_accuracy(records, None, events)
     if found is None:
         return None, None
     (first_step, first), (last_step, last) = found.points[0], found.points[-1]
@@ -100,7 +107,15 @@ def describe_learning(accuracy: Accuracy | None, steps: Steps) -> Finding:
     """Whether the run learned, by validation accuracy if there is one, else by the reward, else by
     the loss."""
     if accuracy and len(accuracy.points) > 1:
-        return _learned_by_accuracy(accuracy)
+        found = _learned_by_accuracy(accuracy)
+        return found._replace(text=f"{found.text}{_of_other_rows(accuracy)}")
+    if accuracy and accuracy.changed_at is not None:
+        at, value = accuracy.points[-1]
+        text = (
+            f"Whether it learned cannot be said by validation: accuracy is {value:.2f} at step "
+            f"{at}."
+        )
+        return Finding("unknown", f"{text}{_of_other_rows(accuracy)}")
     rewards = known_values(steps, REWARD)
     if len(rewards) >= _FEW_VALUES:
         return _learned_by_curve(rewards, "reward", 1, steps)
@@ -118,6 +133,15 @@ def describe_accuracy(accuracy: Accuracy) -> Finding:
         problems = f"{accuracy.num_problems:,} validation problems"
     share = accuracy.points[-1][1]
     return Finding("flat", f"{share:.1%} of {problems} are solved; nothing was trained.")
+
+
+def _of_other_rows(accuracy: Accuracy) -> str:
+    if accuracy.changed_at is None:
+        return ""
+    return (
+        f" The validation problems before step {accuracy.changed_at} were others, so their "
+        "accuracies are not compared with later ones."
+    )
 
 
 def _learned_by_accuracy(accuracy: Accuracy) -> Finding:

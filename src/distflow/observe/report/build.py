@@ -98,7 +98,7 @@ class RunPages(RunRecords):
     def accuracy(self) -> Accuracy | None:
         if accuracy_counts_nothing(self.steps):
             return None
-        return summary.find_accuracy(self.records, self.trials.get("all"))
+        return summary.find_accuracy(self.records, self.trials.get("all"), self.events)
 
     @cached_property
     def examination(self) -> Examination:

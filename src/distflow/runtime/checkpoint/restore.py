@@ -12,6 +12,7 @@ from distflow.data import global_random_states
 from distflow.data.batch import Batch
 from distflow.errors import UserError, allow_change_advice, resume_advice
 from distflow.models.weight_soundness import magnitudes, unsound
+from distflow.observe.run_reader import VALIDATION_ROWS
 from distflow.runtime.checkpoint.checkpoint_store import Checkpoint
 from distflow.runtime.checkpoint.files import CheckpointError, is_sharded
 from distflow.runtime.checkpoint.find_checkpoint import as_list, ways_to_start
@@ -24,7 +25,6 @@ from distflow.runtime.spec import Spec
 from distflow.scheduling.scheduler_snapshot import restored
 from distflow.training.engine import TrainState
 
-VALIDATION_ROWS = "validation_rows"
 """The fact of a run with a hash of the rows that it validates on."""
 
 

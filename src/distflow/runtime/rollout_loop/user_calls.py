@@ -8,6 +8,8 @@ may take long), and its generators are set whenever it runs, and reset when it a
 
 import asyncio
 import inspect
+import os
+import sys
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Generator, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -16,7 +18,7 @@ from dataclasses import dataclass, fields
 from functools import partial
 from pathlib import Path
 from types import coroutine
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 from weakref import WeakSet
 
 from distflow.data import global_random_states
@@ -228,11 +230,14 @@ class _Exit:
 
 
 async def _awaited(function: Callable[[], Awaitable[T]]) -> T | _Exit:
+    process = os.getpid()
     try:
         return await function()
     except (Exception, asyncio.CancelledError):
         raise
     except BaseException as err:
+        if os.getpid() != process:
+            _end_fork()
         return _Exit(err)
 
 
@@ -270,6 +275,7 @@ def _steps(work: Work[T], strand: _Strand) -> Generator[Any, Any, T]:
     """Runs the work from await to await. While running it holds the turn, and has its generators
     set."""
     resume = partial(work.send, None)
+    process = os.getpid()
     while True:
         try:
             with strand.clock.stopped():
@@ -282,6 +288,8 @@ def _steps(work: Work[T], strand: _Strand) -> Generator[Any, Any, T]:
                 try:
                     waits_for = resume()
                 finally:
+                    if os.getpid() != process:
+                        _end_fork()
                     strand.drawn = global_random_states.states()
         except StopIteration as end:
             return end.value
@@ -291,6 +299,15 @@ def _steps(work: Work[T], strand: _Strand) -> Generator[Any, Any, T]:
             resume = partial(work.send, (yield waits_for))
         except BaseException as err:  # any error of the awaited future, for the work to handle
             resume = partial(work.throw, err)
+
+
+def _end_fork() -> NoReturn:
+    """End a process that the user's code forked and did not end, which would go on as a second
+    run."""
+    error = sys.exc_info()[1]
+    if isinstance(error, SystemExit) and isinstance(error.code, int | None):
+        os._exit(error.code or 0)
+    os._exit(1)
 
 
 @dataclass(frozen=True)
