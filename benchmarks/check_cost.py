@@ -1,8 +1,8 @@
 """What a run's checks cost: the share of processor time that the checked steps, and the checks of
 every step, take.
 
-    python benchmarks/check_cost.py [--work tiny --steps 300] [--by-check]
-    python benchmarks/check_cost.py --work quickstart      # after `make quickstart`, whose model it
+    python -m benchmarks.check_cost [--work tiny --steps 300] [--by-check]
+    python -m benchmarks.check_cost --work quickstart      # after `make quickstart`, whose model it
     trains
 
 Processor time of the whole process is read around each call of the run's checks, and within the

@@ -1,7 +1,7 @@
 """Alarms of healthy runs: the checks of a run must stay silent where nothing is
 wrong.
 
-    python benchmarks/healthy.py [--seeds 20 --steps 200 --check-freq 5 --only grpo,ppo --staleness
+    python -m benchmarks.healthy [--seeds 20 --steps 200 --check-freq 5 --only grpo,ppo --staleness
     2]
 
 Each run trains a tiny random decoder (32 wide, 2 layers) by another seed, through the path that
