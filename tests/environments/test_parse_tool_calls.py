@@ -109,7 +109,7 @@ MARKS = {
     "hermes": "<tool_call>{}</tool_call> </tool_call> </think>",
     "llama3": '<|python_tag|>{"name": "g", "parameters": {}} </think>',
     "mistral": '[TOOL_CALLS][{"name": "g", "arguments": {}}] [TOOL_CALLS]g[ARGS]{} [ARGS] </think>',
-    "xml": "</function> </tool_call> </think>",
+    "xml": "</parameter> </function> </tool_call> </think>",
 }
 CALL = {
     "hermes": lambda text: (
@@ -131,7 +131,7 @@ def test_marks_in_an_argument_are_text(form: str) -> None:
         ] == [("f", {"a": text})]
 
 
-@pytest.mark.parametrize("form", [form for form in FORMATS if form != "xml"])
+@pytest.mark.parametrize("form", FORMATS)
 @pytest.mark.parametrize("prefix", ["", "see: ", "\n"])
 def test_a_call_that_an_argument_quotes_is_no_call(form: str, prefix: str) -> None:
     text = f"{prefix}{CALL[form]('x')} and more"

@@ -137,6 +137,12 @@ def _xml(text: str) -> Iterator[ToolCall]:
 
 _FUNCTION = "<function="
 _NEXT_TAG = re.compile(r"<parameter=([^>]*)>|</function>")
+_VALUE_TAG = re.compile(
+    r"<parameter=|</parameter>(?=(?P<ends>\s*(?:<parameter=|</function>"
+    r"(?P<closes>\s*(?:</tool_call>\s*)?(?:<tool_call>|<function=|\Z))?))?)"
+)
+"""ends: whether a parameter or the end of the call follows. closes: whether the reply ends there,
+or a call begins."""
 
 
 def _xml_parameters(text: str, place: int) -> tuple[dict[str, str], int, str]:
@@ -151,13 +157,35 @@ def _xml_parameters(text: str, place: int) -> tuple[dict[str, str], int, str]:
             return found, place, "a tool call is cut off: it has no </function>"
         if tag[1] is None:
             return found, tag.end(), ""
-        end = text.find("</parameter>", tag.end(), next_call)
-        if end < 0 and text.find("</function>", tag.end(), next_call) < 0:
+        end = _xml_value_end(text, tag.end())
+        if end < 0 and text.find("</function>", tag.end()) < 0:
             return found, tag.end(), "a tool call is cut off: it has no </function>"
         if end < 0:
             return found, tag.end(), f"the parameter {tag[1][:_SHOWN]!r} has no </parameter>"
         found[tag[1].strip()] = text[tag.end() : end].removeprefix("\n").removesuffix("\n")
         place = end + len("</parameter>")
+
+
+def _xml_value_end(text: str, begin: int) -> int:
+    """Where a value ends: at an end mark behind which there is a parameter, or the end of the call
+    and no further text; not at that of a parameter in the value. Else at the first behind which
+    there is an end; -1 if there is none."""
+    depth = 0
+    first = -1
+    for tag in _VALUE_TAG.finditer(text, begin):
+        if tag[0] != "</parameter>":
+            depth += 1
+            continue
+        if tag["ends"] is not None:
+            if first < 0:
+                first = tag.start()
+            is_sure = tag["closes"] is not None or tag["ends"].endswith("<parameter=")
+            if depth == 0 and is_sure:
+                return tag.start()
+        depth = max(depth - 1, 0)
+    if _FUNCTION in text[begin : max(first, begin)]:
+        return -1  # The mark is one of another call.
+    return first
 
 
 def _llama3(text: str) -> Iterator[ToolCall]:
