@@ -13,14 +13,37 @@ from tests.data.encoding import encode, row
 from tests.environments.test_chat import FAMILIES
 from tests.tiny_models import tiny_tokenizer
 
+MISTRAL_WITHOUT_TOKENS = ("<s>", "</s>")
+LLAMA2 = (
+    "{% for m in messages %}{% if m.role == 'system' %}{{ '[INST] <<SYS>>\n' + m.content + '\n"
+    "<</SYS>>\n\n' }}"
+    "{% elif m.role == 'user' %}{{ '[INST] ' + m.content + ' [/INST]' }}{% else %}{{ ' ' + "
+    "m.content + eos_token }}"
+    "{% endif %}{% endfor %}"
+)
 PARTS = (
     "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}{% for part in m.content %}"
     "{{ part.text }}{% endfor %}{{ '<|im_end|>\n' }}{% endfor %}"
 )
+THINKS = (
+    "{% for m in messages %}{% if m.role == 'user' %}{{ '[USER] ' + m.content + ' [DONE]' }}{% "
+    "endif %}"
+    "{% if m.role == 'assistant' %}{{ '<think>\n\n</think>\n\n"
+    "' + m.content + eos_token }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<think>\n' }}{% endif %}"
+)
+
 MADE = {
     **{name: lambda name=name: FAMILIES[name]().tokenizer for name in FAMILIES},
+    "mistral in plain text": lambda: of.metaspace(
+        of.MISTRAL, MISTRAL_WITHOUT_TOKENS, "</s>", "<s>"
+    ),
+    "gemma in plain text": lambda: of.metaspace(of.GEMMA, ("<bos>", "<eos>"), "<eos>", "<bos>"),
+    "zephyr": lambda: of.metaspace(of.PHI3, MISTRAL_WITHOUT_TOKENS, "</s>", "<s>"),
     "phi3": lambda: of.metaspace(of.PHI3, of.PHI3_TOKENS, "<|endoftext|>"),
+    "llama2": lambda: of.metaspace(LLAMA2, MISTRAL_WITHOUT_TOKENS, "</s>", "<s>"),
     "parts": lambda: of.byte_level(PARTS, of.CHATML_TOKENS, "<|im_end|>"),
+    "thinks": lambda: of.byte_level(THINKS, ("<think>", "</think>", "<end>"), "<end>"),
 }
 
 
