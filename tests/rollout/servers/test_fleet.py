@@ -21,7 +21,7 @@ from distflow.rollout.engine import GenerateRequest
 from distflow.rollout.engine_weights import stripe_hashes
 from distflow.rollout.servers import http_engine
 from distflow.rollout.servers.fleet import Fleet
-from distflow.rollout.servers.http_engine import HttpEngine, ServerFailed
+from distflow.rollout.servers.http_engine import HttpEngine, ServerFailed, WeightFiles
 from distflow.rollout.servers.sglang_engine import SGLangEngine
 from distflow.runtime.weight_sync.protocol import check_receipt
 from distflow.scheduling.group_states import Version
@@ -161,6 +161,24 @@ def test_a_server_that_is_slow_to_update_gets_requests_when_it_has_caught_up(
         results += await ask(fleet, groups(6, first=6))
         assert len(servers[1].prompts) > before
         assert all(list(each.versions) == [2] * 12 for result in results for each in result)
+
+    with_fleet(story, num_servers=2)
+
+
+def test_a_fleet_has_a_version_only_when_its_servers_have_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    seen = list[Version]()
+    load_files = HttpEngine.load_files
+
+    async def story(fleet: Fleet, servers: list[SGLang]) -> None:
+        async def load(engine: HttpEngine, files: WeightFiles) -> None:
+            seen.append(fleet.version)
+            await load_files(engine, files)
+
+        monkeypatch.setattr(HttpEngine, "load_files", load)
+        await fleet.load_weights(Version(0, 2), changed(2))
+        assert seen == [Version(0, 1)] * 2 and fleet.version == Version(0, 2)
 
     with_fleet(story, num_servers=2)
 

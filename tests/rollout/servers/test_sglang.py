@@ -281,13 +281,13 @@ def test_keys_and_values_of_older_weights_are_refused() -> None:
 
 def launcher(folder: Path, **env: str) -> str:
     """What stands for the Python of SGLang's environment: `-m sglang.launch_server` is our server.
-    With `-c` it is asked whether SGLang is there."""
+    With `-c` it is asked for the version of SGLang."""
     file = folder / "python"
     variables = "".join(
         f"export {name}='{value}'\n" for name, value in {"PYTHONPATH": str(ROOT), **env}.items()
     )
     file.write_text(
-        f'#!/bin/sh\n{variables}[ "$1" = -c ] && echo here && exit\n'
+        f'#!/bin/sh\n{variables}[ "$1" = -c ] && echo sglang==0.5.0 && exit\n'
         '[ "$2" = sglang.launch_server ] || exit 7\n'
         f'exec {sys.executable} {SERVER} "$@"'
     )

@@ -222,17 +222,17 @@ class Fleet(AbstractAsyncContextManager["Fleet"]):
 
     async def _catch_up(self, engine: HttpEngine) -> None:
         """Have a restarted server do what the others did meanwhile."""
-        await self._load(engine)
+        await self._load(engine, self.version)
         if self._paused:
             await engine.pause()
         else:
             await engine.resume()
 
-    async def _load(self, engine: HttpEngine) -> None:
+    async def _load(self, engine: HttpEngine, version: Version) -> None:
         if self._files is not None:
             await engine.load_files(self._files)
         else:
-            await engine.load_weights(self.version, None)
+            await engine.load_weights(version, None)
 
     async def _all(self, work: Callable[[HttpEngine], Awaitable[T]]) -> list[T]:
         """Run `work` on all healthy servers; those that fail are lost."""
@@ -282,8 +282,8 @@ class Fleet(AbstractAsyncContextManager["Fleet"]):
                 self._files = await asyncio.to_thread(self._write, version, weights)
             elif before is not None:
                 self._files = replace(before, version=version)
-            self.version = version
-            await self._all(self._load)
+            await self._all(lambda engine: self._load(engine, version))
+            self.version = version  # not before: groups are admitted by it
             if weights is not None and before is not None:
                 # a server that restarts from it meanwhile fails, and does so again
                 self._servers[0].engine.folder.drop(before.folder)
