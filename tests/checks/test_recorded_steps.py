@@ -11,7 +11,7 @@ from torch import nn
 from distflow.checks import log_probs
 from distflow.checks.check import Wrong
 from distflow.checks.gradients import check_gradients
-from distflow.checks.group_records import GroupRecords
+from distflow.checks.group_records import GroupRecord, GroupRecords
 from distflow.checks.groups import check_groups
 from distflow.checks.log_probs import check_log_probs
 from distflow.checks.mini_batches import check_mini_batches
@@ -101,6 +101,23 @@ def test_rewards_of_turns_are_on_their_last_tokens_and_sum_to_the_score(
     keys = "actor_rollout_ref.rollout.workflow=theirs.py:theirs"
     step = recorded(batch, keys, pipeline=(writer("scores"), writer("token_level_rewards")))
     with pytest.raises(Wrong, match=wrong) if wrong else nullcontext():
+        assert check_rewards.run(step) is None
+
+
+@pytest.mark.parametrize("paid", [0.75, 0.5])
+def test_the_score_of_every_episode_is_what_its_workflow_returned(paid: float) -> None:
+    batch = sampled_batch()
+    batch["scores"] = torch.tensor([0.75, 0.75, 0.75, paid])
+    batch["reward_errors"] = [None] * 4
+    batch["reward_parts"] = [{}] * 4
+    key = "actor_rollout_ref.rollout.workflow=theirs.py:theirs"
+    step = recorded(batch, key, pipeline=(writer("scores"),))
+    step.records = {number: GroupRecord(PromptGroup(number, 0, number, 2, 0)) for number in (0, 1)}
+    for sample in step.samples:
+        index = int(sample["uid"].rpartition("-")[2])
+        step.records[int(sample["group_index"])].add_event(index, "returned", 0.75)
+    is_wrong = paid != 0.75
+    with pytest.raises(Wrong, match="sample 1-1 has the score 0.5") if is_wrong else nullcontext():
         assert check_rewards.run(step) is None
 
 

@@ -10,8 +10,8 @@ import torch
 
 from distflow.checks.check import NOT_APPLICABLE, Wrong, check
 from distflow.checks.group_records import GroupRecord
-from distflow.checks.recorded_step import RecordedStep
-from distflow.checks.samples import Sample
+from distflow.checks.recorded_step import SCORES_LAST_REPLY, RecordedStep
+from distflow.checks.samples import Sample, index_of
 from distflow.config import Config
 from distflow.config.derived_settings import response_limit
 from distflow.config.keys.reward import RewardPart, on_error_of, scoring_models
@@ -98,8 +98,8 @@ def _call_again(recorded: RecordedStep, drawn: Sequence[tuple[Sample, GroupRecor
 
 @check(
     "rewards",
-    "a sample's score is the weighted sum of its own scores and the overlong penalty, on its last "
-    "token, and each turn's own reward is on that turn's last token",
+    "a sample's score is the weighted sum of its own scores and the overlong penalty, or what its "
+    "workflow returned, on its last token, and each turn's own reward is on that turn's last token",
     needs="scores of the built-in reward nodes",
     limit=f"{SUM_LIMIT:g} relative",
 )
@@ -246,7 +246,8 @@ def _check_total(recorded: RecordedStep, sample: Sample) -> None:
     have given it."""
     config = recorded.config
     parts = sample["reward_parts"]
-    is_plain = config.actor_rollout_ref.rollout.workflow is None
+    workflow = config.actor_rollout_ref.rollout.workflow
+    returned = _returned(recorded, sample)
     wanted = float(sample["scores"])
     if sample["reward_errors"] is not None:
         fallback = on_error_of(config.reward, sample["domain"])
@@ -256,7 +257,7 @@ def _check_total(recorded: RecordedStep, sample: Sample) -> None:
                 f"{sample['reward_errors']}"
             )
         wanted = fallback
-    elif is_plain and recorded.is_ours("reward_parts"):
+    elif workflow is None and recorded.is_ours("reward_parts"):
         weights = functions_of(recorded, sample)
         for name, model in scoring_models(config.reward_model, sample["domain"]).items():
             weights[name] = model.weight
@@ -265,14 +266,28 @@ def _check_total(recorded: RecordedStep, sample: Sample) -> None:
         penalty = Overlong(zone.buffer_tokens, zone.factor)
         wanted = math.fsum(weight * parts.get(name, 0.0) for name, weight in weights.items())
         wanted += penalty.penalty(len(sample["response_ids"]), limit)
+    elif workflow not in SCORES_LAST_REPLY and returned is not None:
+        wanted = returned - getattr(config.reward.limit_penalty, sample["finish_reason"], 0.0)
+        if any("scores" in step.node.contract.writes for step in recorded.run.training_steps):
+            for name, model in scoring_models(config.reward_model, sample["domain"]).items():
+                wanted += parts.get(name, math.nan) * model.weight
     found = float(sample["token_level_scores"].double().sum())
     sizes = [abs(part) for part in parts.values()]
     if abs(found - wanted) > SUM_LIMIT * max([1.0, abs(wanted), *sizes]):
         raise Wrong(
-            f"sample {sample['uid']} has the score {found:g}, but by its parts {dict(parts)} it is "
-            f"{wanted:g}: something is added, left out or weighted otherwise than in "
-            "reward.functions"
+            f"sample {sample['uid']} has the score {found:g}, but by its parts {dict(parts)}, or "
+            f"what its workflow returned, it is {wanted:g}: something is added, left out or "
+            "weighted otherwise than in reward.functions, or it is another sample's"
         )
+
+
+def _returned(recorded: RecordedStep, sample: Sample) -> float | None:
+    """The score that the workflow returned for the sample's episode."""
+    record = recorded.record_of(sample)
+    for event in record.events.get(index_of(sample), ()) if record is not None else ():
+        if event[0] == "returned":
+            return float(event[1])
+    return None
 
 
 def _check_places(sample: Sample) -> None:

@@ -301,8 +301,8 @@ class _Episodes:
             returned = await self.ctx.call_user(partial(work, reward), self.timeout_s, first)
             results = self.workflow.results(returned)
             outcomes = list[Outcome]()
-            for chat, result in zip(chats, results, strict=True):
-                outcomes.append(self._outcome(chat, result))
+            for number, (chat, result) in enumerate(zip(chats, results, strict=True)):
+                outcomes.append(self._outcome(chat, result, first + number))
             return outcomes
         except DeadlinePassed as late:
             error = self._error(
@@ -327,10 +327,13 @@ class _Episodes:
             error = self._error(what[:1000])
         return [error for _ in chats]
 
-    def _outcome(self, chat: Chat, returned: object) -> Outcome:
+    def _outcome(self, chat: Chat, returned: object, index: int) -> Outcome:
         if self.own_scores:
             returned = self._by_agent(chat, returned)
         outcome = read_outcome(returned)
+        result = None if outcome is None else outcome.reward_result
+        if self.note is not None and isinstance(result, Score):
+            self.note(index, "returned", result.value)
         if outcome is not None and not self._trained(chat):
             who = " of an agent that is trained" if self.agents else ""
             return self._error(
