@@ -707,6 +707,17 @@ def test_rows_as_they_are_pass(ground: Playground, rows_file: Path) -> None:
     assert "data" in read_again(ground, rows_file, "rows")["passed"]
 
 
+def test_a_file_that_is_named_twice_may_repeat_its_rows(ground: Playground) -> None:
+    path = ground.folder / "named-twice.jsonl"
+    path.write_text(
+        "".join(json.dumps({"prompt": f"c{i}", "answer": "1"}) + "\n" for i in every(8))
+    )
+    files = f"data.train_files=[{path}, {path}]"
+    run = ground.run("grpo", files, "trainer.total_training_steps=1", name="named-twice")
+    checks = next(event.fields for event in read_events(run.folder) if event.kind == "checks")
+    assert "data" in checks["passed"]
+
+
 def test_rows_without_a_second_reader_are_said_not_to_be_checked(ground: Playground) -> None:
     (ground.folder / "made.py").write_text(
         "def rows():\n    return [{'prompt': f'd{i}', 'answer': '1'} for i in range(8)]"

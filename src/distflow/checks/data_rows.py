@@ -3,6 +3,7 @@
 import json
 import random
 import re
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
@@ -13,6 +14,7 @@ from distflow.checks.recorded_step import CheckedRun
 from distflow.config import Config
 from distflow.data.dataset_columns import find
 from distflow.data.encoded_prompts import PromptRow, PromptRows
+from distflow.untrusted_files import matching_files
 
 NUM_ROWS = 256
 MOST_BYTES = 2**28
@@ -29,18 +31,21 @@ ORIGIN = re.compile(r"(.+?)(?::|, row )(\d+)")
 )
 def check_data(run: CheckedRun) -> str | None:
     read = cache(_read)
+    named = _named_files(run.spec.config)
     is_lazy = run.spec.config.data.lazy
     sets = [run.spec.rows, *(chosen.rows for chosen in run.spec.validation)]
     unread = set[str]()
     for rows in sets:
         lines = set[str]()
         for row in _some(rows, is_lazy):
+            place = ORIGIN.fullmatch(row.origin)
             # a conversation may give several texts, and a stream begins again
             may_repeat = row.turns is not None or is_lazy or not row.origin
+            if place is not None and named[Path(place[1]).stem] > 1:
+                may_repeat = True
             if row.origin in lines and not may_repeat:
                 raise Wrong(f"{row.origin} is used twice: rows were duplicated")
             lines.add(row.origin)
-            place = ORIGIN.fullmatch(row.origin)
             if place is None:
                 continue
             if _is_readable(Path(place[1])):
@@ -48,6 +53,20 @@ def check_data(run: CheckedRun) -> str | None:
             else:
                 unread.add(place[1])
     return f"not read a second time: {', '.join(sorted(unread))}" if unread else None
+
+
+def _named_files(config: Config) -> Counter[str]:
+    """How often the config names each file for training, or for validation, by the file's name
+    without its ending."""
+    found = Counter[str]()
+    for key in ("train_files", "val_files"):
+        own = Counter[str]()
+        for part in (config.data, *config.data.domains.values()):
+            for source in getattr(part, key) or ():
+                for path in matching_files(source) or [Path(source.removeprefix("builtin:"))]:
+                    own[path.stem] += 1
+        found |= own
+    return found
 
 
 def _some(rows: Sequence[PromptRow], is_lazy: bool) -> list[PromptRow]:
