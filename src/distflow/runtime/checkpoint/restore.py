@@ -25,8 +25,6 @@ from distflow.runtime.spec import Spec
 from distflow.scheduling.scheduler_snapshot import restored
 from distflow.training.engine import TrainState
 
-"""The fact of a run with a hash of the rows that it validates on."""
-
 
 def check_same_config(checkpoint: Checkpoint, spec: Spec, allowed: tuple[str, ...]) -> None:
     """Raises UserError with every key that must not differ, and the available options."""
