@@ -152,6 +152,10 @@ def double(row: Trajectory) -> None:
         (put("input_ids", 3, 99), r"loss_mask that is on for token 3 \(99\)"),
         (put("input_ids", 0, 99), r"loss_mask that is on for token 3 \(10\)"),
         (
+            set_all(**{name: torch.zeros(2, 3) for name in ("input_ids", "loss_mask")}),
+            "different numbers of rows",
+        ),
+        (
             set_all(rewards=torch.tensor([0.1, 0.2])),
             "different numbers of rows",
         ),

@@ -20,7 +20,7 @@ from distflow.environments.workflows import (
 )
 from distflow.errors import UserError
 from distflow.pipelines.nodes.workflow_rollout import read_outcome
-from distflow.rewards.reward_results import Score
+from distflow.rewards.reward_results import AS_TEXT, Score
 from distflow.rewards.router import RewardOutcome
 from tests.environments.test_chat import FAMILIES, Engine, chat_of
 
@@ -131,7 +131,7 @@ def test_values_beside_the_parts_stay_numbers_and_lists() -> None:
     outcome = read_outcome({"found": np.float32(0.5), "extra": extra})
     assert outcome is not None and isinstance(outcome.reward_result, Score) and outcome.score == 0.5
     found = dict(outcome.reward_result.extra)
-    assert isinstance(found.pop("odd"), str)
+    assert isinstance(found.pop("odd"), str) and found.pop(AS_TEXT) == {"odd": "object"}
     assert found == {"n": 3, "list": [1.0] * 60, "none": None} and type(found["n"]) is int
 
 

@@ -1,8 +1,9 @@
 """When reward errors are reported, and when they end the run."""
 
+import numpy as np
 import pytest
 
-from distflow.rewards.reward_results import CallCounts, RewardCounts
+from distflow.rewards.reward_results import CallCounts, RewardCounts, read_score, texts_of
 from distflow.runtime.error_limits import ErrorShare, TooManyErrors
 
 
@@ -35,3 +36,14 @@ def test_more_than_the_limit_stops(failed: int, limit: float, stops: bool) -> No
 
 def test_no_verdict_is_no_share() -> None:
     assert ErrorShare(0.0, lambda message: None).step(RewardCounts(), 1) == {}
+
+
+def test_values_that_cannot_be_stored_are_named_once() -> None:
+    said = list[str]()
+    share = ErrorShare(0.1, said.append)
+    score = read_score({"score": 1, "n": np.int64(7), "odd": [object()]})
+    assert score.extra["n"] == 7 and texts_of(score.extra) == {"odd": "object"}
+    counts = RewardCounts(1, as_text={"own/odd": "object"})
+    for step in (1, 2):
+        share.step(RewardCounts.joined([counts, RewardCounts(1)]), step)
+    assert len(said) == 1 and "'own/odd'" in said[0] and "type object" in said[0]

@@ -202,13 +202,10 @@ def _rows(returned: Any) -> list[dict[str, Any]]:
         raise ValueError(f"arun_episode returned {returned!r:.80}: return None, or {_NEEDED}")
     columns = {name: _values(returned[name]) for name in _COLUMNS if name in returned}
     rewards = _values(returned["rewards"])[0]
+    if any(len(values) != len(rewards) for values in columns.values()):
+        raise ValueError("arun_episode returned different numbers of rows in its tensors")
     for number, reward in enumerate(rewards):
-        try:
-            own = {name: values[number] for name, values in columns.items()}
-        except IndexError:
-            raise ValueError(
-                "arun_episode returned different numbers of rows in its tensors"
-            ) from None
+        own = {name: values[number] for name, values in columns.items()}
         if len({len(values) for values in own.values()}) > 1:
             lengths = ", ".join(f"{len(values)} {name}" for name, values in own.items())
             raise ValueError(f"arun_episode returned rows of different lengths: {lengths}")

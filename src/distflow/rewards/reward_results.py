@@ -25,6 +25,8 @@ CUT = "cut_tokens"
 ACC = "acc"
 """Key under which a function that returns a mapping reports accuracy, apart from its `score` (as in
 verl)."""
+AS_TEXT = "stored as text"
+"""Key beside values of which samples have only a text: their types, by key."""
 RIGHT = 1.0 - 1e-6
 MAX_TEXT = 4000
 """Characters of one text; a longer one keeps both ends."""
@@ -125,16 +127,14 @@ def read_score(returned: object) -> Score:
     """The score, with the other entries of a dictionary within bounds (only `acc` is used). Raises
     ValueError for a score or an `acc` that is no number, or none that `finite_number` accepts."""
     extra = dict[str, JSON]()
-    limit = _SizeLimit()
     if isinstance(returned, dict):
         if "score" not in returned:
             raise ValueError(
                 "it returned a dictionary without 'score' (keys: "
                 f"{', '.join(map(str, returned)) or 'none'})"
             )
-        extra = limit.mapping(
-            {key: value for key, value in returned.items() if key not in ("score", ACC)}
-        )
+        given = {key: value for key, value in returned.items() if key not in ("score", ACC)}
+        extra = _SizeLimit().extra(given)
         if returned.get(ACC) is not None:
             extra[ACC] = finite_number(returned[ACC], where=f" as '{ACC}'")
         returned = returned["score"]
@@ -143,7 +143,13 @@ def read_score(returned: object) -> Score:
 
 def read_extra(given: Mapping[object, object]) -> dict[str, JSON]:
     """The values as JSON, of any size."""
-    return _SizeLimit(math.inf, math.inf).mapping(given)
+    return _SizeLimit(math.inf, math.inf).extra(given)
+
+
+def texts_of(extra: Mapping[str, JSON]) -> dict[str, JSON]:
+    """The types of values that samples have only as texts, by key."""
+    found = extra.get(AS_TEXT)
+    return found if isinstance(found, dict) else {}
 
 
 def with_value(score: Score, value: float) -> Score | Error:
@@ -191,12 +197,13 @@ def validating() -> Iterator[None]:
 
 class RewardCounts(NamedTuple):
     """asked, failed: numbers of samples. first: the first reward error. counts: metrics of the
-    reward functions."""
+    reward functions. as_text: types as in `texts_of`, by PART/KEY."""
 
     asked: int = 0
     failed: int = 0
     first: str = ""
     counts: Mapping[str, float] = {}
+    as_text: Mapping[str, JSON] = {}
 
     @property
     def share(self) -> float:
@@ -212,7 +219,8 @@ class RewardCounts(NamedTuple):
         first = next((part.first for part in parts if part.first), "")
         asked = sum(part.asked for part in parts)
         failed = sum(part.failed for part in parts)
-        return RewardCounts(asked, failed, first, dict(counts))
+        as_text = {key: kind for part in parts for key, kind in part.as_text.items()}
+        return RewardCounts(asked, failed, first, dict(counts), as_text)
 
 
 class CallCounts:
@@ -251,6 +259,13 @@ class _SizeLimit:
     ) -> None:
         self._left = most_characters
         self._most_entries = most_entries
+        self._odd = ""  # the type of a value that became a text
+        self._as_text: dict[str, JSON] = {}
+
+    def extra(self, given: Mapping[object, object]) -> dict[str, JSON]:
+        """The values, and `AS_TEXT`."""
+        found = self.mapping(given)
+        return {**found, AS_TEXT: self._as_text} if self._as_text else found
 
     def mapping(self, value: Mapping[object, object], depth: int = 0) -> dict[str, JSON]:
         found: dict[str, JSON] = {}
@@ -261,6 +276,9 @@ class _SizeLimit:
             name = str(key)[:200]
             self._left -= len(name)
             found[name] = self._plain(entry, depth + 1)
+            if depth == 0 and self._odd:
+                self._as_text[name] = self._odd
+                self._odd = ""
         return found
 
     def _plain(self, value: object, depth: int) -> JSON:
@@ -280,6 +298,7 @@ class _SizeLimit:
             return self.mapping(value, depth)
         if isinstance(value, list | tuple | set | frozenset) and depth < _MAX_DEPTH:
             return self._list(value, depth)
+        self._odd = type(value).__name__
         if isinstance(value, int):
             return self._text(f"an integer of {value.bit_length():,} bits")
         return self._text(_LEFT_OUT if depth >= _MAX_DEPTH else f"{value!r:.1000}")

@@ -27,6 +27,7 @@ from distflow.rewards.reward_results import (
     Timeout,
     accuracy,
     in_episode,
+    texts_of,
     with_value,
 )
 
@@ -219,7 +220,11 @@ class RewardRouter(AbstractContextManager["RewardRouter"]):
             weights[OVERLONG] = 1.0
         result = _combine(parts, weights)
         outcome = RewardOutcome(result, parts, right)
-        counts = RewardCounts(counts=_counts(parts, sample.domain))
+        as_text = dict[str, JSON]()
+        for name, part in parts.items():
+            if isinstance(part, Score):
+                as_text |= {f"{name}/{key}": kind for key, kind in texts_of(part.extra).items()}
+        counts = RewardCounts(counts=_counts(parts, sample.domain), as_text=as_text)
         if in_episode.get():
             return outcome, counts
         counts = counts._replace(asked=1)

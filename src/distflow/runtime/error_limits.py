@@ -22,7 +22,7 @@ class TooManyErrors(UserError):
 @dataclass
 class ErrorShare:
     """Checks the share of reward errors in each step. Warns once, and again whenever the share has
-    doubled.
+    doubled; and once of each key whose values cannot be stored.
 
     show: called with a reward error, in every step that has one.
     """
@@ -31,12 +31,21 @@ class ErrorShare:
     warn: Callable[[str], None]
     show: Callable[[str], None] = lambda reason: None
     _warned_share: float = field(default=0.0, init=False)
+    _as_text: set[str] = field(default_factory=set, init=False)
 
     def step(self, calls: RewardCounts, step: int) -> dict[str, float]:
         """A step's metrics after all its reward calls, also of dropped groups. step: from 1. Raises
         TooManyErrors."""
         if calls.first:
             self.show(calls.first)
+        for key in sorted(calls.as_text.keys() - self._as_text):
+            self._as_text.add(key)
+            self.warn(
+                f"'{escape_control(key, _SHOWN_CHARACTERS, one_line=True)}', returned beside a "
+                f"score, has a value of type {calls.as_text[key]}, of which the samples have only "
+                "a text: return numbers below 2^63, bools, texts, None, or lists or mappings of "
+                "them"
+            )
         if calls.share > self.max_share:
             raise TooManyErrors(
                 f"{described(calls)} at step {step}, more than "

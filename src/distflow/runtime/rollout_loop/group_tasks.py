@@ -12,6 +12,7 @@ from distflow.data.batch import Batch
 from distflow.data.encoded_prompts import PromptRows, UnusableRow
 from distflow.errors import TrustError, UserError
 from distflow.graph import BoundNode, Drop, NodeRole
+from distflow.observe.crash_safe_files import JSON
 from distflow.observe.writing.timing import (
     DATA,
     OTHER_GROUPS,
@@ -19,7 +20,7 @@ from distflow.observe.writing.timing import (
     group_waits,
     running_group,
 )
-from distflow.rewards.reward_results import CallCounts, RewardCounts, Score
+from distflow.rewards.reward_results import CallCounts, RewardCounts, Score, texts_of
 from distflow.runtime import fault_injection
 from distflow.runtime.checks_protocol import GroupRecorder
 from distflow.runtime.compiled_node import (
@@ -183,8 +184,11 @@ class RolloutLoop:
         num_asked = len(batch)
         num_failed = int((~batch["valid"]).sum())
         errors = list[str]()
+        as_text = dict[str, JSON]()
         if (results := episode_results(group.samples)) is not None:
             errors = [str(result) for result in results if not isinstance(result, Score)]
+            for result in results:
+                as_text |= texts_of(result.extra) if isinstance(result, Score) else {}
             num_asked = len(results)
             num_failed = len(errors)
         elif drop is not None and drop.reason == TOO_FEW_SCORES:
@@ -197,7 +201,7 @@ class RolloutLoop:
             if num_failed
             else ""
         )
-        self.call_counts.add(RewardCounts(num_asked, num_failed, first))
+        self.call_counts.add(RewardCounts(num_asked, num_failed, first, as_text=as_text))
 
     async def loop(self, queue: SampleQueuePort) -> None:
         """consumes prompt groups · waits for capacity · unblocked by released steps and ended
