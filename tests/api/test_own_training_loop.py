@@ -367,7 +367,7 @@ def test_what_cannot_be_used_is_refused_where_it_is_given(tmp_path: Path) -> Non
             ("1+1=", "submit takes a dict"),
             (
                 {"promt": "1+1=", "answer": "2"},
-                "no row of the submitted rows has the column 'prompt'.*'promt'",
+                "no row of the submitted rows has the column 'prompt'.*promt",
             ),
             ({"prompt": "1+" * 40, "answer": "2"}, "submitted prompt 1: the prompt has 80 tokens"),
         ):

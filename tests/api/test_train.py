@@ -294,19 +294,25 @@ def test_a_reward_of_trl_is_taken_as_it_is(tmp_path: Path) -> None:
 def test_a_reward_that_fails_is_told_before_the_model_is_loaded(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def fails(completion, answer, info):
-        return completion[-1]["content"] == answer
+    def fails(completions, answer):
+        return [
+            float(each[-1]["content"] == wanted)
+            for each, wanted in zip(completions, answer, strict=True)
+        ]
 
     with pytest.raises(
-        UserError, match=r"fails .*TypeError: .*data.prompt_format=chat.* \(at fails, line \d+\)"
+        UserError, match=r"fails .*TypeError: .*data.prompt_format=chat.* \(at .*line \d+\)"
     ):
         distflow.train(
             TINY, small(tmp_path / "run", trust__check_rewards=True), data=ROWS, reward=fails
         )
     assert not (tmp_path / "run" / "events.jsonl").exists(), "no run has begun"
-    with pytest.raises(UserError, match="takes 'parser'"):
+    with pytest.raises(UserError, match="takes 'trainer_state'"):
         distflow.train(
-            TINY, small(tmp_path / "run"), data=ROWS, reward=lambda completion, parser: 1.0
+            TINY,
+            small(tmp_path / "run"),
+            data=ROWS,
+            reward=lambda completions, trainer_state: [1.0] * len(completions),
         )
 
 

@@ -125,7 +125,8 @@ def test_a_column_that_is_not_there_is_named_by_its_option(
     assert main(["reward", "check", "exact_match", "--data", str(tmp_path / "rows.jsonl")]) == 2
     said = capsys.readouterr().err
     assert (
-        "has the column 'prompt' (--prompt-key); set --prompt-key=question" in said
+        "has the column 'prompt' (--prompt-key)" in said
+        and "did you mean --prompt-key=question" in said
         and "data." not in said
     )
 

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 from distflow.data.batch import Batch
-from distflow.errors import UserError
 from distflow.observe.run_reader import read_metrics
 from distflow.rollout.engine import SamplingParams
 from distflow.scheduling.group_states import GroupCounts
@@ -208,18 +207,6 @@ def test_a_domain_has_its_own_prompts_rewards_and_sampling(ground: Playground) -
     assert (math.name, len(math.rows), code.name, len(code.rows)) == ("math", 7, "code", 5)
     assert math.greedy is not None and math.greedy.max_tokens == 10
     assert code.greedy is not None and code.greedy.max_tokens == 4
-
-
-@pytest.mark.parametrize(
-    "setting", ["data.domain_key=source", "data.train_max_samples=5", "data.prompt_key=other"]
-)
-def test_what_no_domain_asks_for_is_refused(ground: Playground, setting: str) -> None:
-    domains = {**DOMAINS, "math": {**DOMAINS["math"], "prompt_key": "prompt"}}
-    with pytest.raises(
-        UserError,
-        match=f"keys without effect in pipeline 'grpo.*':\n  {setting.partition('=')[0]} ",
-    ):
-        ground.spec("grpo", *given(ground, *FILTERED, setting, domains=domains))
 
 
 @pytest.mark.parametrize("estimator", one_fast_in(3, ["grpo", "rloo", "reinforce_plus_plus"]))

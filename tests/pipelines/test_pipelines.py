@@ -125,7 +125,7 @@ def test_gae_whitens_unless_its_advantages_are_normalised_by_another_rule() -> N
         ("gpg", "alpha_counts=reward", "'groups' \\| 'rewards'"),
         ("gdpo", "whiten_over=sample", "'tokens' \\| 'samples'"),
         ("gpg", "f_norm=two", "float"),
-        ("gpg", "f_norm='2'", "float; write it without quotes"),
+        ("gpg", "f_norm='2'", "float; .* without quotes"),
     ],
 )
 def test_an_option_of_an_estimator_has_its_type(estimator: str, option: str, choices: str) -> None:
@@ -223,7 +223,7 @@ def test_a_node_in_yaml_takes_what_add_node_does() -> None:
 
 
 def test_a_custom_function_must_return_a_graph() -> None:
-    with pytest.raises(UserError, match="dag.pipeline=os:getcwd returned str"):
+    with pytest.raises(UserError, match="dag.pipeline=os:getcwd returned a str"):
         select_pipeline(config("grpo", "dag.pipeline='os:getcwd'"))
 
 
@@ -232,9 +232,7 @@ def test_several_graphs_are_one_pipeline_of_several_parts(tmp_path: Path) -> Non
     file.write_text(
         "from distflow.pipelines.sft import sft_pipeline\ndef prog(): return [sft_pipeline()]\n"
     )
-    with pytest.raises(
-        UserError, match="returned list; .*: `distflow train a.yaml b.yaml` runs pipelines"
-    ):
+    with pytest.raises(UserError, match="prog returned a list"):
         select_pipeline(config("sft", f"dag.pipeline={file}:prog"))
 
 

@@ -74,13 +74,17 @@ def has_several_policies(config: Config) -> bool:
 
 
 def used_policies(config: Config) -> Findings:
-    """The first policy has a trained agent."""
+    """Each policy has an agent, and the first one a trained agent."""
     if not has_several_policies(config):
         return
     if FIRST_POLICY not in trained_policies(config):
         what = f"no trained agent has the policy '{FIRST_POLICY}', which is the model of {MODEL}"
         advice = "exchange the models, so that this one is of a trained agent"
         yield Finding((_AGENTS, f"{MODEL}.path"), what, advice)
+    for name in config.dag.policies:
+        if name not in policies_of_agents(config).values():
+            what = f"no agent has the policy '{name}'"
+            yield Finding(("dag.policies", _AGENTS), what, "remove it, or give it an agent")
 
 
 def settings_of_policies(config: Config) -> Findings:
