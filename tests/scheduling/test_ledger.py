@@ -269,11 +269,15 @@ def test_damage_in_the_middle_is_told_apart_from_a_torn_end(tmp_path):
     path = tmp_path / "ledger.jsonl"
     ledger = Ledger(path)
     write_step(ledger, 1, [0, 1])
+    mark = ledger.mark()
     ledger.close()
     lines = path.read_bytes().splitlines(keepends=True)
     path.write_bytes(b"".join([*lines[:2], b"\x00\x00\xff\n", *lines[2:]]))
-    with pytest.raises(LedgerError, match=f"damaged at byte {len(lines[0]) + len(lines[1])}"):
+    where = f"damaged at byte {len(lines[0]) + len(lines[1])}"
+    with pytest.raises(LedgerError, match=where):
         verify(path)
+    with pytest.raises(LedgerError, match=rf"{where}.*trainer\.default_local_dir"):
+        Ledger(path, mark)
 
 
 def test_a_journal_that_lost_lines_of_its_checkpoint_is_refused(tmp_path):

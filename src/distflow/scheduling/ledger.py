@@ -73,6 +73,9 @@ class Mark:
     restart: int
 
 
+_NEW_LEDGER = "Resume into an empty folder (trainer.default_local_dir), which starts a new ledger"
+
+
 class LedgerError(UserError):
     """A ledger that cannot be read: it is damaged, or not a ledger."""
 
@@ -155,11 +158,13 @@ class Ledger(AbstractContextManager["Ledger"]):
         if to > self.path.stat().st_size:
             raise LedgerError(
                 f"{self.path} ends before byte {to}, where the checkpoint was saved: lines were "
-                "removed. Resume into an empty folder (trainer.default_local_dir), which starts a "
-                "new ledger"
+                f"removed. {_NEW_LEDGER}"
             )
-        for _ in timeline(self.path, to):  # raises if it is damaged before the mark
-            pass
+        try:
+            for _ in timeline(self.path, to):
+                pass
+        except LedgerError as err:
+            raise LedgerError(f"{err}: two runs may have written to it. {_NEW_LEDGER}") from err
         self._file = self.path.open("a+b")
         self._file.seek(to)
         later = (record["restart"] + 1 for line in self._file if (record := _parse(line)))
