@@ -97,12 +97,6 @@ BAD: dict[str, tuple[str, list[str], str, tuple[str, ...]]] = {
         f"{ACTOR}.optim.lr_warmup_steps",
         ("20 of 20 optimizer steps",),
     ),
-    "a critic's warm-up": (
-        "ppo",
-        ["critic.optim.scheduler=constant", "critic.optim.lr_warmup_steps=5"],
-        "critic.optim.lr_warmup_steps",
-        ("critic.optim.scheduler",),
-    ),
     # what is missing
     "no data": (
         "grpo",
@@ -1259,6 +1253,69 @@ BAD: dict[str, tuple[str, list[str], str, tuple[str, ...]]] = {
         ["data.max_response_length=1024", "reward.overlong.buffer_tokens=1024"],
         "reward.overlong.buffer_tokens",
         ("whole response", "256"),
+    ),
+    "a penalty on everything of a domain": (
+        "dapo",
+        [
+            "data.train_files=null",
+            "data.max_response_length=1024",
+            "reward.overlong.buffer_tokens=128",
+            "data.domains={a: {train_files: a.jsonl, reward: math, max_response_length: 128}}",
+        ],
+        "data.domains.a.max_response_length",
+        ("whole response of this domain", "128"),
+    ),
+    "weights that are all 0": (
+        "grpo",
+        ["reward.functions={default: [{name: math, weight: 0}]}"],
+        "reward.functions.default",
+        ("always 0",),
+    ),
+    "a domain whose name is a number": (
+        "grpo",
+        ["reward.functions={1: [math]}"],
+        "reward.functions",
+        ("the domain 1", "in quotes"),
+    ),
+    "rewards compared in groups of one": (
+        "grpo",
+        [
+            "algorithm.adv_estimator=reinforce",
+            "algorithm.reward_norm.mean_level=group",
+            f"{ROLLOUT}.n=1",
+        ],
+        f"{ROLLOUT}.n",
+        ("only one sample",),
+    ),
+    "a KL that the estimator does not read": (
+        "grpo",
+        ["algorithm.adv_estimator=gdpo", "algorithm.use_kl_in_reward=true"],
+        "algorithm.use_kl_in_reward",
+        ("not their sum", "use_kl_loss"),
+    ),
+    "a fixed score without parts": (
+        "grpo",
+        ["algorithm.adv_estimator=gdpo", "reward.on_error={score: 0}"],
+        "reward.on_error",
+        ("no parts", "mask or drop"),
+    ),
+    "a scale that the estimator does not read": (
+        "grpo",
+        ["algorithm.adv_estimator=gdpo", "algorithm.reward_scale=2"],
+        "algorithm.reward_scale",
+        ("not their sum",),
+    ),
+    "a stop of no characters": (
+        "grpo",
+        [f"{ROLLOUT}.stop=['']"],
+        f"{ROLLOUT}.stop",
+        ("every response at once",),
+    ),
+    "a file without a name": (
+        "grpo",
+        ["data.train_files=['a.jsonl', '']"],
+        "data.train_files",
+        ("empty name",),
     ),
     # the run
     "validation of nothing": (

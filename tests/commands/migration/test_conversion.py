@@ -444,6 +444,11 @@ def test_a_share_of_memory_without_a_server_is_said() -> None:
     assert any("vllm_gpu_memory_utilization=0.3" in line for line in draft.without_effect)
 
 
+def test_another_strategy_than_that_of_the_file_is_said() -> None:
+    draft = convert(ForeignSettings("verl", "grpo", {f"{ACTOR}.strategy": "megatron"}), 2)
+    assert any(line.startswith(f"{ACTOR}.strategy=megatron") for line in draft.missing)
+
+
 def test_a_later_key_for_the_same_setting_is_said() -> None:
     draft = convert(ForeignSettings("TRL", "grpo", {"model": "a", "model_name_or_path": "b"}), 1)
     assert draft.overrides[MODEL_PATH] == "b" and any(

@@ -51,6 +51,10 @@ _GRADES = (
     "reward_model.enable",
 )
 """Keys of verl that name one reward for all rows."""
+_OF_MEGATRON = (
+    "actor_rollout_ref.actor.strategy=megatron: it is not implemented yet; fsdp shards the weights "
+    "over all devices"
+)
 _OPTIMIZER = "actor_rollout_ref.actor.optim."
 _ONE_OPTIMIZER = ("OpenRLHF", "TRL")
 """Systems whose options of the optimizer, but for the learning rate, are those of actor and
@@ -111,6 +115,8 @@ def convert(theirs: ForeignSettings, devices: int | None) -> Conversion:
     used = computed.used
     if theirs.method in ("grpo", "ppo") and not any(map(theirs.values.get, _GRADES)):
         draft.missing += _TO_CHECK.get(theirs.system, ())
+    if theirs.values.get("actor_rollout_ref.actor.strategy") == "megatron":
+        draft.missing.append(_OF_MEGATRON)
     if any(key.endswith(("max_length", "max_seq_length", "max_len")) for key in used):
         draft.missing.append(
             "max_length: prompts and responses have separate limits, here half of it each; "

@@ -48,6 +48,10 @@ def parse_functions(value: object) -> dict[str, tuple[RewardPart, ...]]:
     """Reward functions by domain from plain data. Raises Mismatch."""
     if not isinstance(value, Mapping):
         raise Mismatch("is not a mapping from domains to reward functions", _FORM)
+    for name in value:
+        if not isinstance(name, str):
+            what = f"has the domain {name!r}, which is not a str"
+            raise Mismatch(what, "put the name of the domain in quotes")
     return {domain: parse_parts(f"the domain '{domain}'", parts) for domain, parts in value.items()}
 
 

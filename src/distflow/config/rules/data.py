@@ -29,6 +29,15 @@ def has_data(config: Config) -> Findings:
         )
 
 
+def named_files(config: Config) -> Findings:
+    """Files have names; an empty one would be the current folder."""
+    for key, source in sources(config):
+        for split, names in (("train", source.train_files), ("val", source.val_files)):
+            if any(not name.strip() for name in names):
+                what = "one of the files has an empty name"
+                yield Finding((f"{key}.{split}_files",), what, "remove it from the list")
+
+
 def limits(config: Config) -> Findings:
     """The limits leave some rows of data."""
     for key, source in sources(config):
@@ -86,6 +95,7 @@ def _takes_prompt(template: str) -> bool:
 
 RULES = (
     has_data,
+    named_files,
     limits,
     templates,
     system_prompts,

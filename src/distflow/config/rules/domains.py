@@ -110,14 +110,19 @@ def rewards(config: Config) -> Findings:
 
 
 def lengths(config: Config) -> Findings:
-    """A domain's response limit is at most the run's."""
+    """A domain's response limit is at most the run's, and longer than the penalty zone."""
     longest = config.data.max_response_length
+    zone = config.reward.overlong.buffer_tokens
     for name, domain in config.data.domains.items():
         key = f"data.domains.{name}.max_response_length"
         own = domain.max_response_length
         if own is not None and own > longest:
             what = f"a response may have at most {longest} tokens"
             yield Finding((key, "data.max_response_length"), what, "raise the latter")
+        if own is not None and 0 < own <= zone:
+            what = f"the penalty's buffer of {zone} tokens covers the whole response of this domain"
+            keys = (key, "reward.overlong.buffer_tokens")
+            yield Finding(keys, what, f"raise {key}, or shorten the buffer")
 
 
 _RULES_OF_DOMAINS = (

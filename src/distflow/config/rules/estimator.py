@@ -10,7 +10,7 @@ from distflow.config.derived_settings import (
 )
 from distflow.config.keys.algorithm import AlgorithmConfig
 from distflow.config.keys.schema import Config, schema_keys
-from distflow.config.rules import ROLLOUT, Finding, Findings
+from distflow.config.rules import ACTOR, ROLLOUT, Finding, Findings
 
 _OF_EPISODES = ("reward_shift", "reward_scale", "reward_clip")
 
@@ -116,6 +116,25 @@ def needs_critic(config: Config) -> Findings:
         )
 
 
+def changed_sum(config: Config) -> Findings:
+    """What changes the sum of the reward has no effect on an estimator that reads its parts."""
+    algorithm = config.algorithm
+    if not estimator_of(config).reads_parts:
+        return
+    what = f"{algorithm.adv_estimator} reads the parts of the reward, not their sum"
+    for name in (*_OF_EPISODES, "whiten_rewards"):
+        if getattr(algorithm, name) != getattr(AlgorithmConfig, name):
+            advice = "set algorithm.adv_estimator=grpo, or remove it"
+            yield Finding((f"algorithm.{name}", ADV_ESTIMATOR), what, advice)
+    if config.reward.on_error not in ("mask", "drop"):
+        why = f"{what}, but a fixed score has no parts"
+        yield Finding(("reward.on_error", ADV_ESTIMATOR), why, "set it to mask or drop")
+    if algorithm.use_kl_in_reward:
+        advice = f"set {ACTOR}.use_kl_loss=true instead"
+        keys = ("algorithm.use_kl_in_reward", ADV_ESTIMATOR)
+        yield Finding(keys, f"{what}, which has the KL", advice)
+
+
 def rewards_within_episodes(config: Config) -> Findings:
     """What changes the reward of an episode does not change those of its turns or agents."""
     algorithm = config.algorithm
@@ -140,5 +159,6 @@ RULES = (
     remax_in_workflow,
     remax_and_models,
     needs_critic,
+    changed_sum,
     rewards_within_episodes,
 )

@@ -1,6 +1,6 @@
 """Rules of scaled rewards and advantages: one normalisation at a time, each with an effect."""
 
-from distflow.config.derived_settings import ADV_ESTIMATOR
+from distflow.config.derived_settings import ADV_ESTIMATOR, is_rl
 from distflow.config.keys.algorithm import NormConfig
 from distflow.config.keys.schema import Config
 from distflow.config.rules import ROLLOUT, Finding, Findings
@@ -33,6 +33,17 @@ def group_sizes(config: Config) -> Findings:
             what = f"{samples} samples of a prompt do not divide into groups of {size}"
             advice = "remove it: a group is then all samples of a prompt"
             yield Finding((f"{key}.group_size", f"{ROLLOUT}.n"), what, advice)
+
+
+def reward_groups_of_one(config: Config) -> Findings:
+    """Rewards that are compared within a prompt are of several samples."""
+    key = level_key(_REWARD_NORM, config.algorithm.reward_norm, "group")
+    if key and is_rl(config) and config.actor_rollout_ref.rollout.n == 1:
+        yield Finding(
+            (f"{ROLLOUT}.n", key),
+            "rewards are compared within a prompt, but there is only one sample of each",
+            f"set {ROLLOUT}.n=8, or the levels of algorithm.reward_norm to batch",
+        )
 
 
 def running_advantages(config: Config) -> Findings:
@@ -76,6 +87,7 @@ def whitened_tokens(config: Config) -> Findings:
 
 RULES = (
     group_sizes,
+    reward_groups_of_one,
     running_advantages,
     raw_rewards,
     whitened_tokens,

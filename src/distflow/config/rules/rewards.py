@@ -55,6 +55,15 @@ def errors_of_judges(config: Config) -> Findings:
         yield Finding((scoring_key(config), "reward.on_error"), what, advice)
 
 
+def weights(config: Config) -> Findings:
+    """The weights of reward functions are not all 0, unless a reward model scores too."""
+    for key, domain, parts in named_rewards(config):
+        is_zero = parts and all(part.weight == 0 for part in parts)
+        if is_zero and not scoring_models(config.reward_model, domain):
+            what = f"all weights of the domain '{domain}' are 0, so its score is always 0"
+            yield Finding((key,), what, "give a reward function a weight")
+
+
 def limit_penalty(config: Config) -> Findings:
     """The penalty of limits is of an episode with one score."""
     has_workflow = config.actor_rollout_ref.rollout.workflow is not None
@@ -91,5 +100,6 @@ RULES = (
     custom_function,
     names_of_models,
     errors_of_judges,
+    weights,
     limit_penalty,
 )

@@ -30,6 +30,14 @@ def top_k(config: Config) -> Findings:
             yield Finding((f"{key}.top_k",), "no token would be left", advice)
 
 
+def stop(config: Config) -> Findings:
+    """A string that ends a response has characters."""
+    for key, settings in samplings(config):
+        if "" in (getattr(settings, "stop", None) or ()):
+            what = "the empty string would end every response at once"
+            yield Finding((f"{key}.stop",), what, "remove it")
+
+
 def truncated_distribution(config: Config) -> Findings:
     """Log-probs are those of the distribution that is sampled from."""
     rollout = config.actor_rollout_ref.rollout
@@ -65,4 +73,4 @@ def validation_responses(config: Config) -> Findings:
         )
 
 
-RULES = (top_k, truncated_distribution, validation_responses)
+RULES = (top_k, stop, truncated_distribution, validation_responses)
