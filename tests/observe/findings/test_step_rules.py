@@ -21,6 +21,7 @@ from distflow.observe.findings.step_rules import (
     register_doctor_rule,
     rules_over,
 )
+from distflow.observe.metrics import find_metric
 from distflow.observe.run_records import RunRecords
 from distflow.observe.writing.run_folder import RunFolder
 
@@ -389,3 +390,9 @@ def test_what_a_run_warned_of_is_a_problem(
     out = capsys.readouterr().out
     assert out.startswith("1 step of") and "1 warning" in out.splitlines()[0]
     assert "none of 8 rows' own answers" in out
+
+
+@pytest.mark.parametrize("kind", ["float64", "float32"])
+def test_lost_differences_have_a_unit_and_a_meaning(kind: str) -> None:
+    metric = find_metric(f"reward/lost_in_{kind}_frac")
+    assert metric is not None and metric.unit == "share" and metric.doc
