@@ -70,6 +70,16 @@ def test_bundles_do_not_fill_the_disk(tmp_path: Path) -> None:
     assert first.samefile(second), "nothing changed between two skipped updates"
 
 
+def test_a_new_bundle_of_an_earlier_step_stays(tmp_path: Path) -> None:
+    """A run that was resumed from an earlier checkpoint finds bundles of later steps."""
+    for start in (8, 2):
+        check = NonFinite(tmp_path, 2, "")
+        for step in (start, start + 1):
+            bundle = check.updated("actor", engine(), sampled_batch(), SKIPPED, step)
+            check.updated("actor", engine(), sampled_batch(), TAKEN, step)
+            assert bundle is not None and bundle.is_dir()
+
+
 def test_all_ranks_make_sharded_weights_whole_whichever_bundles_are_left(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -134,9 +134,18 @@ class NonFinite:
             for path in self.folder.iterdir()
             if re.fullmatch(r"step-\d{6,}-\w+-\d+", path.name) and not path.is_symlink()
         )
-        bundles = sorted(path for path in ours if "role" in read_object(path / FACTS))
+        bundles = sorted(
+            (path for path in ours if "role" in read_object(path / FACTS)), key=_written
+        )
         for old in bundles[: -self.limit]:
             for name in (BATCH, WEIGHTS, CONFIG, FACTS):
                 (old / name).unlink(missing_ok=True)
             with suppress(OSError):  # not empty, or another rank was faster
                 old.rmdir()
+
+
+def _written(bundle: Path) -> int:
+    try:
+        return bundle.stat().st_mtime_ns
+    except FileNotFoundError:  # another rank has just removed it
+        return 0
