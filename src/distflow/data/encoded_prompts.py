@@ -166,7 +166,6 @@ class PromptReport:
     """Turns of the assistant to train on."""
     num_texts_more: int = 0
     """Texts of conversations beyond the first of each."""
-    """Rows outside the band of pass rates."""
 
     def lines(self) -> list[str]:
         """Lines on the rows that are used, and on those left out, with the reasons."""

@@ -12,8 +12,6 @@ try:
 except ImportError as error:
     raise ImportError(f"the reward 'verifiers' {missing('verifiers')}") from error
 
-"""No known cases: each taskset has its own."""
-
 
 async def compute_score(
     solution_str: str, extra_info: Mapping[str, object] | None = None
