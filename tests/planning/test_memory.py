@@ -17,7 +17,7 @@ from distflow.planning import memory, model_memory
 from distflow.planning.allocation_expression import follow_allocation
 from distflow.planning.assign_ranks import plan_devices
 from distflow.planning.devices import Device
-from distflow.planning.memory import WorkerMemory, worker_memory
+from distflow.planning.memory import MemoryItem, WorkerMemory, worker_memory
 from distflow.planning.model_memory import activation_bytes, adapter_weights
 from distflow.planning.model_shapes import ModelShape
 from distflow.rollout.embedded import decode_steps
@@ -273,3 +273,10 @@ def test_amounts_are_those_of_the_engines() -> None:
 def test_the_launcher_shares_storage_by_the_same_rule(overrides: list[str], shares: bool) -> None:
     config = load_config("grpo", [*SIZES, *overrides], complete=False).config
     assert shares_weights(config) is shares
+
+
+def test_what_a_server_takes_is_not_lost_to_fragments() -> None:
+    server = MemoryItem("rollout", "KV cache", 22e9, ("generate",), in_server=True)
+    worker = WorkerMemory((0,), (server, MemoryItem("process", "libraries", 1e9)))
+    assert worker.bytes_in("generate") <= worker.usable("generate", 24e9)
+    assert worker.usable("update", 24e9) == pytest.approx(0.94 * 24e9)

@@ -63,6 +63,8 @@ class MemoryItem:
     phases: tuple[Phase, ...] = PHASES
     on_host: bool = False
     """In the memory of the machine beside a GPU."""
+    in_server: bool = False
+    """Taken as a whole by a server's process, which loses nothing to fragments."""
 
     @property
     def when(self) -> str:
@@ -91,6 +93,12 @@ class WorkerMemory:
     @property
     def peak(self) -> float:
         return self.bytes_in(self.peak_phase)
+
+    def usable(self, phase: Phase, memory: float) -> float:
+        """How much of a device's memory may be full in a phase: what a server takes, and a share of
+        the rest."""
+        taken = sum(item.num_bytes for item in self._there(phase) if item.in_server)
+        return USABLE * memory + (1 - USABLE) * min(taken, memory)
 
     def largest(self, phase: Phase) -> MemoryItem:
         """What takes most on the device."""
@@ -267,7 +275,8 @@ class _Needs:
         freed = trains_between and settings.free_cache_engine
         kept: tuple[Phase, ...] = ("generate", "sync") if freed else PHASES
         generating: tuple[Phase, ...] = ("generate",)
-        yield MemoryItem("rollout", "weights", self._engine_weights, kept)
+        in_server = self._in_server
+        yield MemoryItem("rollout", "weights", self._engine_weights, kept, in_server=in_server)
         reads_as_stored = self._by_torch and self._engine_itemsize == 4
         if self.device.is_cpu and settings.name == "embedded" and not reads_as_stored:
             # See `cpu_kernels/weight_layout.py`.
@@ -281,8 +290,8 @@ class _Needs:
         # it was taken in advance.
         shrinks = trains_between and settings.name == "embedded" and (freed or taken is None)
         phases = generating if shrinks else kept
-        yield MemoryItem("rollout", "KV cache", cache, phases)
-        if not self._in_server:
+        yield MemoryItem("rollout", "KV cache", cache, phases, in_server=in_server)
+        if not in_server:
             logits = 4 * 3 * running * shape.vocabulary / own.tensor
             yield MemoryItem("rollout", "logits", logits, generating)
 

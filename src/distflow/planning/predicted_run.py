@@ -19,7 +19,7 @@ from distflow.planning.assign_ranks import plan_devices
 from distflow.planning.devices import Device
 from distflow.planning.lengths import Lengths, assumed_lengths
 from distflow.planning.measured_rates import Rates
-from distflow.planning.memory import PHASES, USABLE, Phase, WorkerMemory, worker_memory
+from distflow.planning.memory import PHASES, Phase, WorkerMemory, worker_memory
 from distflow.planning.model_memory import samples_per_step
 from distflow.planning.model_shapes import ModelShape
 from distflow.planning.plan import Plan
@@ -132,7 +132,7 @@ class PredictedRun:
 
     def _lacking(self, worker: WorkerMemory, phase: Phase) -> float:
         """Bytes; not above 0 if all fits."""
-        return worker.bytes_in(phase) - USABLE * self.device.memory
+        return worker.bytes_in(phase) - worker.usable(phase, self.device.memory)
 
     @cached_property
     def _tightest(self) -> tuple[WorkerMemory, Phase]:
@@ -149,7 +149,7 @@ class PredictedRun:
         """Why it does not fit, as a sentence."""
         worst, phase = self._tightest
         item = worst.largest(phase)
-        usable = USABLE * self.device.memory
+        usable = worst.usable(phase, self.device.memory)
         return (
             f"rank {worst.ranks[0]} needs {worst.bytes_in(phase) / 1e9:.1f} GB in the phase "
             f"'{phase}', and each {self.device.name} has {usable / 1e9:.1f} GB to use: most of it "
