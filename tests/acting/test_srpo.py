@@ -2,11 +2,12 @@
 
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from distflow.acting.srpo import SrpoSettings, srpo_rewards
+from distflow.acting.srpo import SrpoSettings, cluster_centres, srpo_rewards
 from tests.references import srpo
 
 POINTS = st.lists(
@@ -38,3 +39,11 @@ def test_rewards_of_two_tasks(won: Any, lost: Any, eps: float, min_samples: int)
         is_alone = task == "b" or not won
         assert each.clusters == (0 if is_alone else number)
         assert each.fallback == (not is_alone and number == 0)
+
+
+def test_a_point_at_the_border_belongs_to_its_cluster() -> None:
+    """Of 0, 0, 0, 1 and 2 the last has one neighbour beside itself, which is a core point; 9 is
+    noise."""
+    vectors = np.array([[0.0], [0.0], [0.0], [1.0], [2.0], [9.0]])
+    centres, is_fallback = cluster_centres(vectors, SrpoSettings(eps=0.5, min_samples=4))
+    assert centres.tolist() == [[pytest.approx(0.6)]] and not is_fallback

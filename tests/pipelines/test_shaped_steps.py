@@ -227,9 +227,10 @@ def test_from_scores_to_advantages(drawn: Drawn, keys: dict[str, Any], first: li
         {"mask_long_errors": 2},
         {"reward_shift": -0.5, "reward_scale": 2.0},
         {"kl_ctrl": ADAPTIVE},
+        {"adv_estimator": "grpo", "mask_type": "all", "mask_truncated": True},
     ],
 )
-@settings(max_examples=6, phases=(Phase.generate,))
+@settings(max_examples=8, phases=(Phase.generate,))
 @given(drawn=batches(longest=4).filter(has_groups), first=st.just([False, True]))
 def test_keys_that_are_rarely_drawn_together(
     keys: dict[str, Any], drawn: Drawn, first: list[bool]
