@@ -161,7 +161,7 @@ def test_a_fault_is_named_on_two_workers(
         (
             "fsdp",
             (f"{ACTOR}.strategy=fsdp",),
-            {"groups", "responses", "draws", "loss", "gradients"},
+            {"groups", "responses", "draws", "log_probs"},
         ),
         ("whitened", ("algorithm.adv_estimator=reinforce_plus_plus",), {"advantages", "loss"}),
         ("apart", (APART,), {"groups", "responses", "draws", "loss", "gradients"}),
