@@ -272,7 +272,8 @@ async def check_reward(
     """Call the pool's function `name` with right answers in each form, then with wrong ones in the
     forms that it reads and with hostile texts. num_workers: of the pool; as many calls run at a
     time, so that each can be timed."""
-    result, free = CheckResult(), asyncio.Semaphore(num_workers)
+    result = CheckResult()
+    free = asyncio.Semaphore(num_workers)
     answers = [reply_of(row.ground_truth) for row in rows]
     known = [(row, answer) for row, answer in zip(rows, answers, strict=True) if answer is not None]
     result.answers = len(known) or sum(row.response is not None for row in rows)
@@ -287,12 +288,10 @@ async def check_reward(
             result.num_hangs += isinstance(reward_result, Timeout)
             return row, response, reward_result
 
-    right = [
-        (row, response)
-        for row, answer in zip(rows, answers, strict=True)
-        for response in right_responses(answer, row.response)
-    ]
-
+    right: list[tuple[Row, Response]] = []
+    for row, answer in zip(rows, answers, strict=True):
+        for response in right_responses(answer, row.response):
+            right.append((row, response))
     answered = [*filter(None, await asyncio.gather(*(ask(*asked) for asked in right)))]
     result.read.update({response.form: 0 for _, response in right})
     result.read.update(
