@@ -84,6 +84,9 @@ async def compute_score(
         result = read_score(_without(secret, answer) if isinstance(answer, str) else answer)
     except openai.OpenAIError as error:
         why = f"the judge did not reply: {type(error).__name__}: {error}"
+        if isinstance(error, openai.APIStatusError):
+            # Older clients do not write the status into their message.
+            why += f" (status {error.status_code})"
         if error.__cause__ is not None:
             why += f" ({error.__cause__})"
         if isinstance(error, openai.AuthenticationError):
