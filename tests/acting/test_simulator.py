@@ -127,7 +127,7 @@ def test_a_pool_plays_several_episodes_at_once_and_uses_simulators_again() -> No
         one = await first.step([[1.0]])
         assert first.seen.state.tolist() == [2.0] and one["terminated"] == [False]
         assert (await other.step([[1.0]] * 4))["terminated"] == [False, False, True]
-        await other.close()
+        other.close()
         again = await made.begin(5, {})
         assert again.seen.state.tolist() == [5.0]
         assert (await first.step([[2.0]]))["rewards"] == [0.5] and first.seen.state.tolist() == [
@@ -174,25 +174,33 @@ def test_what_breaks_the_protocol_fails_its_episode_alone(how: str, says: str) -
 @pytest.mark.parametrize(
     ("how", "says"), [("dies", "exited with status 3"), ("hangs", "no answer within 1 s")]
 )
-def test_a_worker_that_dies_or_hangs_is_replaced(how: str, says: str) -> None:
+def test_a_simulator_that_dies_or_hangs_ends_its_episode_alone(how: str, says: str) -> None:
     async def play(made: SimulatorPool) -> None:
         bad = await made.begin(100, {})
-        beside = None
-        elsewhere = await made.begin(1, {})
         beside = await made.begin(2, {})
-        await beside.step([[1.0]])
         with pytest.raises(ProcessEnded, match=says):
             await bad.step([[1.0]])
+        bad.close()
         assert (await beside.step([[1.0]]))["rewards"] == [0.5]
-        assert beside.seen.state.tolist() == [4.0], "it was played again in the new worker"
-        assert len((await elsewhere.step([[1.0]]))["rewards"]) == 1
-        for episode in (bad, beside, elsewhere):
-            await episode.close()
+        assert beside.seen.state.tolist() == [3.0]
         after = [await made.begin(seed, {}) for seed in (3, 4)]
         assert [each.seen.state.tolist() for each in after] == [[3.0], [4.0]]
-        assert made.num_replaced == 1
 
-    playing(pool(f"{FILE}Fails", timeout_s=1.0, workers=2, how=how), play)
+    playing(pool(f"{FILE}Fails", timeout_s=1.0, how=how), play)
+
+
+def test_a_cancelled_step_leaves_its_simulator_to_nobody() -> None:
+    async def play(made: SimulatorPool) -> None:
+        bad = await made.begin(100, {})
+        step = asyncio.create_task(bad.step([[1.0]]))
+        await asyncio.sleep(0.1)
+        step.cancel()
+        await asyncio.wait([step])
+        bad.close()
+        after = await made.begin(3, {})
+        assert after.seen.state.tolist() == [3.0]
+
+    playing(pool(f"{FILE}Fails", how="hangs"), play)
 
 
 def test_a_simulator_that_fails_in_the_check_is_refused() -> None:

@@ -1,5 +1,4 @@
-"""The object in a worker process that holds the simulators of several episodes. It does not import
-torch."""
+"""The object in a worker process that holds a simulator. It does not import torch."""
 
 import asyncio
 import os
@@ -24,8 +23,7 @@ BUILTIN = {"gridreach": "distflow.acting.gridreach:GridReach"}
 
 
 class SimulatorHost:
-    """In a worker process: the simulators of several episodes, by key. One that ended is used
-    again."""
+    """In a process: the simulator of one episode at a time, which later episodes use again."""
 
     def __init__(self, env: str, options: Mapping[str, Any], gl: str | None = None) -> None:
         """env: see `simulator_maker`. gl: how MuJoCo renders: egl, osmesa or none. Raises
@@ -33,44 +31,40 @@ class SimulatorHost:
         if gl is not None:
             os.environ["MUJOCO_GL"] = "disable" if gl == "none" else gl  # before it is imported
         self._make = partial(simulator_maker(env), **options)
-        self._running: dict[str, tuple[Any, Observation]] = {}
-        self._idle: list[Any] = []
+        self._simulator: Any = None
+        self._first = Observation()
         self._loop = asyncio.new_event_loop()
 
-    def begin(self, key: str, seed: int, options: Mapping[str, Any]) -> dict[str, Any]:
+    def begin(self, seed: int, options: Mapping[str, Any]) -> dict[str, Any]:
         """The first observation of an episode. Raises what the simulator raises, and ValueError for
         an observation of another form."""
-        simulator = self._idle.pop() if self._idle else self._make()
-        first = self._loop.run_until_complete(simulator.reset(seed, options))
-        check_observation(first, first)
-        self._running[key] = simulator, first
-        return to_json(first)
+        if self._simulator is None:
+            self._simulator = self._make()
+        self._first = self._loop.run_until_complete(self._simulator.reset(seed, options))
+        check_observation(self._first, self._first)
+        return to_json(self._first)
 
-    def act(self, key: str, actions: Sequence[Sequence[float]]) -> dict[str, Any]:
+    def act(self, actions: Sequence[Sequence[float]]) -> dict[str, Any]:
         """The result of a chunk; raises as `begin`."""
-        simulator, first = self._running[key]
-        result = self._loop.run_until_complete(simulator.step(np.array(actions, np.float64)))
+        chunk = np.array(actions, np.float64)
+        result = self._loop.run_until_complete(self._simulator.step(chunk))
         check_result(result, len(actions))
-        check_observation(result.observation, first)
+        check_observation(result.observation, self._first)
         return {
             **result._asdict(),
             "rewards": [*map(float, result.rewards)],
             "observation": to_json(result.observation),
         }
 
-    def end(self, key: str) -> None:
-        self._idle.append(self._running.pop(key)[0])
-
     def repeats(self) -> str:
         """What differs after `reset` with the same seed, in a used simulator or a fresh one; empty
         if nothing does."""
-        wanted = self.begin("first", 1, {})
-        self.end("first")
-        self.begin("used", 2, {})
-        self.end("used")
-        if self.begin("used", 1, {}) != wanted:
+        wanted = self.begin(1, {})
+        self.begin(2, {})
+        if self.begin(1, {}) != wanted:
             return "a used simulator"
-        return "" if self.begin("fresh", 1, {}) == wanted else "a fresh simulator"
+        self._simulator = None
+        return "" if self.begin(1, {}) == wanted else "a fresh simulator"
 
 
 def simulator_maker(env: str) -> Callable[..., Simulator]:

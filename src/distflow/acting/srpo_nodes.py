@@ -25,16 +25,8 @@ from distflow.untrusted_files import load_image
 
 PIXELS = "pixels"
 _SIDE = 8
-_FAILURES = (
-    ArithmeticError,
-    AttributeError,
-    LookupError,
-    OSError,
-    RuntimeError,
-    TypeError,
-    ValueError,
-    UserError,
-)
+_Scored = tuple[str, str, bool, list[float]]
+"""Of an episode with a vector: its id, its task, whether it succeeded, the vector."""
 TOO_EASY = "success_above_bound"
 TOO_HARD = "success_below_bound"
 TRUNCATED = "truncated"
@@ -105,24 +97,21 @@ async def embed_episodes(
     """A vector of each episode's frames. An episode without a finite one has a reward error."""
     started = time.perf_counter()
     vectors = list[list[float]]()
-    errors = list[str | None](reward_errors)
-    for place, (extra, is_valid) in enumerate(zip(reward_extra, valid.tolist(), strict=True)):
-        vector, error = (
-            await asyncio.to_thread(_embedding_of, extra.get("frames", ()), embedder)
-            if is_valid
-            else ([], "")
-        )
+    errors = list(reward_errors)
+    for place, extra in enumerate(reward_extra):
+        vector: list[float] = []
+        if valid[place]:
+            frames = extra.get("frames", ())
+            vector, error = await asyncio.to_thread(_embedding_of, frames, embedder)
+            errors[place] = error or errors[place]
         vectors.append(vector)
-        errors[place] = error or errors[place]
     dimensions = {len(vector) for vector in vectors if vector}
     if len(dimensions) > 1:
         raise UserError(
             f"srpo.embedder returned vectors of {sorted(dimensions)} numbers: return as many for "
             "all"
         )
-    is_left = [
-        bool(was) and bool(vector) for was, vector in zip(valid.tolist(), vectors, strict=True)
-    ]
+    is_left = [bool(vector) for vector in vectors]
     columns = {"embeddings": vectors, "valid": torch.tensor(is_left), "reward_errors": errors}
     return NodeOutput(columns, {"acting/embedding_ms": 1000 * (time.perf_counter() - started)})
 
@@ -136,7 +125,7 @@ def _embedding_of(
     try:
         found = embedder(np.stack([np.asarray(load_image(path)) for path in paths]))
         vector = [float(each) for each in np.asarray(found, np.float64).reshape(-1)]
-    except _FAILURES as error:
+    except Exception as error:  # the embedder's code may raise anything
         return [], f"srpo.embedder: {type(error).__name__}: {error}"[:500]
     if not vector or not all(map(math.isfinite, vector)):
         return (
@@ -172,34 +161,30 @@ def shape_rewards(
 ) -> NodeOutput:
     """SRPO's rewards, by the episodes of all ranks in the order of their ids: the same for any
     number of ranks."""
-    tasks = [task_of(*each) for each in zip(domain, reward_extra, strict=True)]
-    columns = zip(uid, tasks, success.tolist(), embeddings, valid.tolist(), strict=True)
-    own = [(name, task, won, vector) for name, task, won, vector, is_valid in columns if is_valid]
-    everyone = sorted(each for part in reduce.gather(own) for each in part)
-    names = [each[0] for each in everyone]
-    shaped = srpo_rewards(
-        [each[1] for each in everyone],
-        [each[2] for each in everyone],
-        [each[3] for each in everyone],
-        settings,
-    )
+    own = list[_Scored]()
+    for row, name in enumerate(uid):
+        if valid[row]:
+            task = task_of(domain[row], reward_extra[row])
+            own.append((name, task, bool(success[row]), embeddings[row]))
+    everyone = list[_Scored]()
+    for part in reduce.gather(own):
+        everyone += part
+    everyone.sort()
+    names, tasks, successes, vectors = zip(*everyone, strict=True) if everyone else ([],) * 4
+    shaped = srpo_rewards(tasks, successes, vectors, settings)
     by_name = dict(zip(names, shaped, strict=True))
     found = [by_name.get(name, SrpoReward(0.0, -1.0, 0, False)) for name in uid]
-    parts = [
-        {
-            **parts,
-            "srpo_distance": each.distance,
-            "srpo_clusters": float(each.clusters),
-            "srpo_fallback": float(each.fallback),
-        }
-        for parts, each in zip(reward_parts, found, strict=True)
-    ]
+    parts = []
+    for told, each in zip(reward_parts, found, strict=True):
+        parts.append({**told, "srpo_distance": each.distance})
     distances = torch.tensor([each.distance for each in found], dtype=torch.float64)
-    rewards = on_last_token(
-        torch.tensor([each.reward for each in found], dtype=torch.float64), response_mask
-    )
-    written = {"token_level_rewards": rewards, "srpo_distance": distances, "reward_parts": parts}
-    return NodeOutput(written, _metrics(shaped, everyone))
+    rewards = torch.tensor([each.reward for each in found], dtype=torch.float64)
+    written = {
+        "token_level_rewards": on_last_token(rewards, response_mask),
+        "srpo_distance": distances,
+        "reward_parts": parts,
+    }
+    return NodeOutput(written, _metrics(tasks, shaped))
 
 
 def task_of(domain: str, extra: Mapping[str, Any]) -> str:
@@ -207,13 +192,11 @@ def task_of(domain: str, extra: Mapping[str, Any]) -> str:
     return f"{domain}: {extra.get('instruction', '')}"
 
 
-def _metrics(
-    shaped: Sequence[SrpoReward], everyone: Sequence[tuple[str, str, bool, list[float]]]
-) -> dict[str, float]:
+def _metrics(tasks: Sequence[str], shaped: Sequence[SrpoReward]) -> dict[str, float]:
     lost = [each for each in shaped if each.distance >= 0]
-    tasks = {task: each for (_, task, _, _), each in zip(everyone, shaped, strict=True)}
+    by_task = dict(zip(tasks, shaped, strict=True)).values()
     return {
         "srpo/reward_of_failures": sum(each.reward for each in lost) / max(len(lost), 1),
-        "srpo/clusters": sum(each.clusters for each in tasks.values()) / max(len(tasks), 1),
-        "srpo/fallback_frac": sum(each.fallback for each in tasks.values()) / max(len(tasks), 1),
+        "srpo/clusters": sum(each.clusters for each in by_task) / max(len(by_task), 1),
+        "srpo/fallback_frac": sum(each.fallback for each in by_task) / max(len(by_task), 1),
     }

@@ -1,21 +1,16 @@
-"""Worker processes that hold the simulators of a run's episodes. A worker executes one chunk of one
-episode at a time; one that dies or is overdue is replaced, the episode that caused it fails, and
-its others are played again."""
+"""Processes that hold the simulators of a run's episodes: each has one simulator, which plays one
+episode at a time. What a simulator does to its process (dies, hangs) ends its own episode."""
 
 import asyncio
-import itertools
 import re
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
-from dataclasses import dataclass, field
 from typing import Any
 
 from distflow.acting import simulator_host
 from distflow.acting.simulator import Observation, from_json
 from distflow.environments.user_code_process import (
     CallFailed,
-    ProcessEnded,
     ProcessServer,
     ServerLost,
     UserProcess,
@@ -28,30 +23,10 @@ _RENDERING = (
     "or apt's libegl1) "
     "or to osmesa (apt's libosmesa6), or leave env_kwargs.render=false"
 )
-_MOST_REPLAYS = 3
-"""Of an episode whose workers are lost to others."""
-
-
-@dataclass(eq=False)
-class _Worker:
-    """A process, once it has started, and the number of its episodes. is_gone: it was killed."""
-
-    process: UserProcess | None = None
-    num_episodes: int = 0
-    is_gone: bool = False
-    lock: asyncio.Lock = field(default_factory=asyncio.Lock)
-
-    def leave(self) -> None:
-        """Kill the process; its episodes begin in another worker."""
-        self.is_gone = True
-        self.num_episodes = 0
-        if self.process is not None:
-            self.process.close()
 
 
 class SimulatorPool:
-    """Workers with an env each, see `SimulatorHost`. timeout_s: of each `reset`, and of each
-    chunk."""
+    """A process for each episode that is under way; one whose episode ended serves a later one."""
 
     def __init__(
         self,
@@ -61,8 +36,9 @@ class SimulatorPool:
         timeout_s: float,
         gl: str | None = None,
     ) -> None:
-        """gl: see `SimulatorHost`. Raises UserError if the env cannot be made or rendered, or
-        `reset` does not repeat a state."""
+        """num_workers: simulators that compute at the same time. timeout_s: of each `reset`, and of
+        each chunk. env, gl: see `SimulatorHost`. Raises UserError if the env cannot be made or
+        rendered, or `reset` does not repeat a state."""
         host = {"env": env, "options": dict(options), "gl": gl}
         try:
             self._server = ProcessServer(f"{simulator_host.__name__}:SimulatorHost", host)
@@ -71,76 +47,45 @@ class SimulatorPool:
         self.close = self._server.close
         self._num_workers = num_workers
         self._timeout_s = timeout_s
-        self._workers = list[_Worker]()
-        self._keys = itertools.count()
-        self.new_key = lambda: str(next(self._keys))
         self._loop: asyncio.AbstractEventLoop | None = None
-        self.num_replaced = 0
+        self._computing = asyncio.Semaphore(num_workers)
+        self._idle = list[UserProcess]()
         with ThreadPoolExecutor(1) as thread:  # the caller's thread may run a loop
             failed = thread.submit(asyncio.run, self._check()).result()
         if failed:
             self.close()
-            raise UserError(
-                f"the simulator '{env}' {failed}{_RENDERING if _OF_GL.search(failed) else ''}"
-            )
+            rendering = _RENDERING if _OF_GL.search(failed) else ""
+            raise UserError(f"the simulator '{env}' {failed}{rendering}")
 
     async def begin(self, seed: int, options: Mapping[str, Any]) -> "Episode":
-        """Begin an episode in the worker that has the fewest. Raises CallFailed."""
-        episode = Episode(self, self.free_worker(), {"seed": seed, "options": dict(options)})
+        """Begin an episode. Raises CallFailed, ServerLost."""
+        loop = asyncio.get_running_loop()
+        if self._loop is not loop:  # processes are read by the loop that forked them
+            self._loop = loop
+            self._computing = asyncio.Semaphore(self._num_workers)
+            self._idle = []
+        process = self._idle.pop() if self._idle else await self._server.fork("simulator")
+        episode = Episode(self, process)
         try:
-            await episode.begin()
-        except CallFailed:
-            episode.leave()
-            raise
-        except asyncio.CancelledError:  # the worker begins it all the same
-            await episode.close()
+            await episode.begin(seed, options)
+        except BaseException:
+            episode.close()
             raise
         return episode
 
-    def free_worker(self) -> _Worker:
-        """The worker that has the fewest episodes; a lost one is replaced."""
-        if self._loop is not (loop := asyncio.get_running_loop()):
-            self._loop = loop
-            self._workers = [_Worker() for _ in range(self._num_workers)]
-        number = min(
-            range(self._num_workers), key=lambda number: self._workers[number].num_episodes
-        )
-        if self._workers[number].is_gone:
-            self._workers[number] = _Worker()
-            self.num_replaced += 1
-        return self._workers[number]
-
-    async def call(self, worker: _Worker, method: str, **arguments: Any) -> Any:
-        """The result of the host's method. Raises CallFailed, ProcessEnded, WorkerLost. A call that
-        is cancelled is executed all the same."""
-        if worker.process is None and not worker.is_gone:
-            async with worker.lock:
-                try:
-                    worker.process = worker.process or await self._server.fork("simulator")
-                except ServerLost as error:
-                    worker.leave()
-                    raise WorkerLost(str(error)) from error
-        if not worker.is_gone and worker.process is not None:
-            worker.process.send(method, arguments)  # it need not wait for it after the calls before
-        answer = asyncio.ensure_future(self._answer(worker, method, arguments))
-        answer.add_done_callback(lambda done: done.cancelled() or done.exception())
-        return await asyncio.shield(answer)
-
-    async def _answer(self, worker: _Worker, method: str, arguments: Mapping[str, Any]) -> Any:
-        async with worker.lock:
-            if worker.is_gone or worker.process is None:
-                raise WorkerLost(
-                    "its worker was replaced, because the simulator of another episode died or hung"
-                )
+    async def call(self, process: UserProcess, method: str, **arguments: Any) -> Any:
+        """The result of the host's method. Raises CallFailed, ServerLost."""
+        async with self._computing:
             try:
-                return await worker.process.answer(method, arguments, self._timeout_s)
-            except ServerLost as error:
-                worker.leave()
-                raise WorkerLost(str(error)) from error
-            # the answer to a cancelled call would be taken for the next
-            except (ProcessEnded, asyncio.CancelledError):
-                worker.leave()
+                return await process.call(method, self._timeout_s, **arguments)
+            except ServerLost:  # all its processes ended with it
+                for idle in self._idle:
+                    idle.close()
+                self._idle = []
                 raise
+
+    def take_back(self, process: UserProcess) -> None:
+        self._idle.append(process)
 
     async def _check(self) -> str:
         """Why the env cannot be used; empty if it can."""
@@ -158,76 +103,36 @@ class SimulatorPool:
         return f"{why} ({differing} differs)" if differing else ""
 
 
-class WorkerLost(ProcessEnded):
-    """Another episode has ended the worker."""
-
-
 class Episode:
-    """An episode in a worker. If another one ends the worker, this one is played again in a new
-    worker, up to where it was. seen: its last observation."""
+    """An episode in a process of its own."""
 
-    def __init__(self, pool: SimulatorPool, worker: _Worker, start: Mapping[str, Any]) -> None:
+    def __init__(self, pool: SimulatorPool, process: UserProcess) -> None:
         self._pool = pool
-        self._start = start
-        self._chunks = list[list[list[float]]]()
+        self._process = process
+        self._is_sound = True  # no call failed, and none was cancelled before its answer
         self.seen = Observation()
-        self._last: Any = None
-        self._has_left = False
-        self._join(worker)
+        """The last observation."""
 
-    async def begin(self) -> None:
-        """Raises CallFailed."""
-        self._last = await self._call("begin", **self._start)
-        self.seen = from_json(self._last)
+    async def begin(self, seed: int, options: Mapping[str, Any]) -> None:
+        """Raises CallFailed, ServerLost."""
+        self.seen = from_json(await self._call("begin", seed=seed, options=dict(options)))
 
     async def step(self, actions: Sequence[Sequence[float]]) -> dict[str, Any]:
-        """`ChunkResult` by name. Raises CallFailed."""
+        """`ChunkResult` by name. Raises CallFailed, ServerLost."""
         chunk = [[*map(float, action)] for action in actions]
         result: dict[str, Any] = await self._call("act", actions=chunk)
-        self._chunks.append(chunk)
-        self._last = result["observation"]
-        self.seen = from_json(self._last)
+        self.seen = from_json(result["observation"])
         return result
 
-    async def close(self) -> None:
-        """Return the simulator."""
-        self.leave()
-        with suppress(CallFailed):
-            await self._pool.call(self._worker, "end", key=self._key)
-
-    def leave(self) -> None:
-        if not self._has_left and not self._worker.is_gone:
-            self._worker.num_episodes -= 1
-        self._has_left = True
-
-    def _join(self, worker: _Worker) -> None:
-        self._worker = worker
-        self._key = self._pool.new_key()
-        self._has_left = False
-        worker.num_episodes += 1
+    def close(self) -> None:
+        """Leave the process to a later episode, or end it if a call failed."""
+        if self._is_sound:
+            self._pool.take_back(self._process)
+        else:
+            self._process.close()
 
     async def _call(self, method: str, **arguments: Any) -> Any:
-        for _ in range(_MOST_REPLAYS):
-            try:
-                return await self._pool.call(self._worker, method, key=self._key, **arguments)
-            except WorkerLost:
-                await self._replay()
-        return await self._pool.call(self._worker, method, key=self._key, **arguments)
-
-    async def _replay(self) -> None:
-        """Raises CallFailed if it does not end in the same state."""
-        self._join(self._pool.free_worker())
-        if self._last is None:  # it has not begun
-            return
-        try:
-            seen = await self._pool.call(self._worker, "begin", key=self._key, **self._start)
-            for chunk in self._chunks:
-                seen = (await self._pool.call(self._worker, "act", key=self._key, actions=chunk))[
-                    "observation"
-                ]
-        except WorkerLost:  # the next attempt begins anew
-            return
-        if seen != self._last:
-            raise CallFailed(
-                "its worker was lost, and the same actions lead to another state in a new one"
-            )
+        self._is_sound = False
+        result = await self._pool.call(self._process, method, **arguments)
+        self._is_sound = True
+        return result

@@ -4,6 +4,7 @@ own, whose prompt shows the observation, and whose reply is a chunk of actions."
 import time
 import weakref
 from collections.abc import Awaitable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from distflow.acting.action_tokens import (
@@ -33,6 +34,33 @@ _ACTIONS = (*_STATE, "action_chunks_len", "execute", "head", *_FLOW)
 HEADS = ("action_tokens", "gaussian", "flow_sde")
 """What draws an action: a bin of each dimension, its number from a normal distribution, or from
 noise, in steps."""
+
+
+@dataclass
+class _Played:
+    """What an episode has been so far."""
+
+    reason: str = ""
+    """Why it ended; empty while it goes on."""
+    success: bool = False
+    num_steps: int = 0
+    """Env steps that were executed."""
+    total: float = 0.0
+    """The sum of the simulator's rewards."""
+    frames: list[str] = field(default_factory=list)
+    """The paths of the first image of each observation."""
+    step_rewards: list[list[float]] = field(default_factory=list)
+    """The parts of the score, by decision and env step."""
+
+    def add(self, result: Mapping[str, Any]) -> None:
+        """Count an executed chunk. result: `ChunkResult` by name."""
+        self.num_steps += len(result["success"])
+        self.total += sum(result["rewards"])
+        self.success = self.success or any(result["success"])
+        if result["terminated"][-1]:
+            self.reason = "stop"
+        elif result["truncated"][-1]:
+            self.reason = MAX_STEPS
 
 
 class SimulatorWorkflow(MadeByOptions):
@@ -101,72 +129,64 @@ class SimulatorWorkflow(MadeByOptions):
         with chat.clock_stopped():
             episode = await _timed(chat, "simulator", self._pool.begin(seed_of(row), told))
         try:
-            return await self._play(chat, episode, self._codec)
+            played = _Played()
+            while not played.reason:
+                await self._decide(chat, episode, self._codec, played)
         finally:
-            with chat.clock_stopped():
-                await episode.close()
-
-    async def _play(
-        self, chat: Chat, episode: Episode, codec: ActionTokens | ContinuousActions
-    ) -> dict[str, Any]:
-        frames = list[str]()
-        num_steps = 0
-        total = 0.0
-        success = False
-        reason = ""
-        decisions = 0
-        step_rewards = list[list[float]]()
-        while not reason:
-            paths = _store_images(episode.seen, chat)
-            frames += paths[:1]
-            talk = chat.fork(()) if decisions else chat
-            ids = self._encoded(chat, episode.seen, paths)
-            reply = await _timed(
-                chat, "model", talk.ask(ids, max_tokens=codec.num_tokens, images=paths)
-            )
-            decisions += 1
-            talk.finish_reason = ENV_ERROR
-            if isinstance(codec, ContinuousActions):
-                chunk = codec.decode(talk.segments[-1].values)[: self._execute]
-            else:
-                chunk = codec.decode(reply.token_ids)[: self._execute]
-            steps: list[bool] = []
-            step_rewards.append([])
-            if len(chunk):
-                with chat.clock_stopped():
-                    result = await _timed(chat, "simulator", episode.step(chunk.tolist()))
-                steps = result["success"]
-                step_rewards[-1] = result["rewards"]
-                if self._score == "success":
-                    step_rewards[-1] = _first(steps, success)
-                num_steps += len(steps)
-                total += sum(result["rewards"])
-                success = success or any(steps)
-                if result["terminated"][-1]:
-                    reason = "stop"
-                elif result["truncated"][-1]:
-                    reason = MAX_STEPS
-            size = codec.num_tokens // self._chunk  # of an action
-            used = len(steps) * size
-            if not reason and len(chunk) < self._execute:
-                reason = NO_ACTION
-                used = min(used + size, len(reply.token_ids))
-            talk.keep(used)
-            talk.finish_reason = reason or "stop"
-        if decisions and (last := _store_images(episode.seen, chat)):
-            frames.append(last[0])
+            episode.close()
+        if last := _store_images(episode.seen, chat):
+            played.frames.append(last[0])
         facts = {
-            "success": float(success),
-            "env_steps": num_steps,
-            "episode_len": decisions,
-            "return": total,
+            "success": float(played.success),
+            "env_steps": played.num_steps,
+            "episode_len": len(played.step_rewards),
+            "return": played.total,
         }
         extra = {
-            "frames": frames,
+            "frames": played.frames,
             "instruction": episode.seen.instruction,
-            "step_rewards": step_rewards,
+            "step_rewards": played.step_rewards,
         }
-        return {"score": facts[self._score], "acc": float(success), **facts, "extra": extra}
+        return {"score": facts[self._score], "acc": float(played.success), **facts, "extra": extra}
+
+    async def _decide(
+        self,
+        chat: Chat,
+        episode: Episode,
+        codec: ActionTokens | ContinuousActions,
+        played: "_Played",
+    ) -> None:
+        """Ask the policy for a chunk of actions, and execute it."""
+        paths = _store_images(episode.seen, chat)
+        played.frames += paths[:1]
+        talk = chat.fork(()) if played.step_rewards else chat
+        ids = self._encoded(chat, episode.seen, paths)
+        asked = talk.ask(ids, max_tokens=codec.num_tokens, images=paths)
+        reply = await _timed(chat, "model", asked)
+        talk.finish_reason = ENV_ERROR  # until its actions are executed
+        if isinstance(codec, ContinuousActions):
+            actions = codec.decode(talk.segments[-1].values)
+        else:
+            actions = codec.decode(reply.token_ids)
+        chunk = actions[: self._execute]
+        num_steps = 0
+        rewards: list[float] = []
+        if len(chunk):
+            with chat.clock_stopped():
+                result = await _timed(chat, "simulator", episode.step(chunk.tolist()))
+            num_steps = len(result["success"])
+            rewards = result["rewards"]
+            if self._score == "success":
+                rewards = _first(result["success"], played.success)
+            played.add(result)
+        played.step_rewards.append(rewards)
+        size = codec.num_tokens // self._chunk  # of an action
+        used = num_steps * size
+        if not played.reason and len(chunk) < self._execute:
+            played.reason = NO_ACTION
+            used = min(used + size, len(reply.token_ids))
+        talk.keep(used)
+        talk.finish_reason = played.reason or "stop"
 
     def _codecs(self, chat: Chat) -> ActionTokens | ContinuousActions:
         """Those of actions and of states. Raises ChatError for a model without such tokens, or too
@@ -200,17 +220,19 @@ class SimulatorWorkflow(MadeByOptions):
 
     def _encoded(self, chat: Chat, seen: Observation, paths: Sequence[str]) -> tuple[int, ...]:
         """The prompt's tokens. Those of an image depend on its size alone."""
-        state = " ".join(f"{each:.3g}" for each in seen.state) if "{state}" in self._prompt else ""
+        state = ""
+        if "{state}" in self._prompt:
+            state = " ".join(f"{each:.3g}" for each in seen.state)
         sizes = tuple(image.shape for image in seen.images.values())
         key = seen.instruction, state, sizes
-        if (ids := self._ids.get(key)) is None:
+        ids = self._ids.get(key)
+        if ids is None:
             marks = chat.tokens.image_mark * len(paths) if paths else ""
             text = self._prompt.format(images=marks, instruction=seen.instruction, state=state)
-            ids = (
-                chat.tokens.with_images(text, paths)
-                if paths
-                else chat.tokens.of_text(text, begins=True)
-            )
+            if paths:
+                ids = chat.tokens.with_images(text, paths)
+            else:
+                ids = chat.tokens.of_text(text, begins=True)
             if not state:  # a state hardly ever occurs again
                 self._ids[key] = ids
         if (codec := self._state_codec) is None:

@@ -1,7 +1,6 @@
 """The formulas of the tables, for sizes: of a device, a step or a prompt, as each system counts
 them."""
 
-import ast
 import math
 import re
 from collections.abc import Mapping
@@ -29,13 +28,6 @@ def _share(total: object, steps: float | None) -> float | None:
     return steps * total
 
 
-def _product(left: object, right: object) -> float:
-    """Of numbers: a text times a number would be as long as a file wants."""
-    if not isinstance(left, int | float) or not isinstance(right, int | float):
-        raise TypeError("it is no product of numbers")
-    return left * right
-
-
 _IN_FORMULAS: dict[str, Any] = {
     "max": max,
     "min": min,
@@ -44,7 +36,6 @@ _IN_FORMULAS: dict[str, Any] = {
     "isinstance": isinstance,
     "list": list,
     "map": map,
-    "product": _product,
 }
 
 
@@ -79,6 +70,10 @@ class Computed:
     """Their keys that formulas read, and that change nothing."""
 
 
+class Uncomputed(Unread):
+    """In place of a value that a formula cannot give: why."""
+
+
 def compute(
     table: tables.Table,
     theirs: ForeignSettings,
@@ -86,89 +81,94 @@ def compute(
     devices: int | None,
     missing: list[str],
 ) -> Computed:
-    """A name that is no key is a step of others."""
-    found = Computed()
-    names: dict[str, Any] = {_DOT.sub("__", key): value for key, value in values.items()}
-    sources: dict[str, set[str]] = {}
-    """Their keys that a step or a key comes from."""
-    formulas = entries_for(table.computed, theirs.method)
-    names["share"] = partial(_share, values.get("max_steps"))
-    names["devices"] = devices
-    read = set[str]()
+    """Evaluate the formulas for what is trained, of which later ones may use earlier ones.
+
+    values: of the file and of its system's defaults. devices: None if the values say it. missing:
+    gets a line for what cannot be computed.
+    """
     says_devices = any(key.endswith(("n_gpus_per_node", "num_gpus_per_node")) for key in values)
-    if not (names["devices"] or says_devices) and (
-        theirs.system == "TRL" or theirs.method in ("sft", "rm")
-    ):
-        names["devices"] = 1
+    is_alone = theirs.system == "TRL" or theirs.method in ("sft", "rm")
+    if is_alone and not (devices or says_devices):
+        devices = 1
         missing.append(
             "devices: their number is not in the file; 1 is assumed, set another with --devices N"
         )
-    made = list[Unread]()
+    formulas = entries_for(table.computed, theirs.method)
+    known: dict[str, object] = {**values, "devices": devices}
+    sources: dict[str, set[str]] = {}
+    """Their keys that a result comes from."""
+    read = set[str]()
+    found = Computed()
     for ours, formula in formulas.items():
-        code = _compiled(formula)
-        own = {name: names.get(name) for name in code.co_names if name not in _IN_FORMULAS}
-        unread = next((each for each in own.values() if isinstance(each, Unread)), None)
-        try:
-            # the formulas are the package's own
-            value = unread or eval(code, {"__builtins__": _IN_FORMULAS}, own)
-            value = _whole(ours, value, missing)
-        except (TypeError, AttributeError, LookupError, ArithmeticError):
-            lacking = ", ".join(
-                name.replace("__", ".") for name, value in own.items() if value is None
-            )
-            why = f"it cannot be computed from the file{lacking and f', which has no {lacking}'}"
-            made.append(value := Unread(why))
-        except ValueError as error:  # raised by what formulas call
-            made.append(value := Unread(str(error)))
-        names[_DOT.sub("__", ours)] = value
-        if isinstance(value, Unread):  # one of the file is reported as such
-            given = {
-                name.replace("__", "."): each
-                for name, each in own.items()
-                if isinstance(each, int | float)
-            }
-            named = [(key, table.find(key)) for key in given.keys() & theirs.values]
-            same = {key for key, name in named if key == ours or name and name.ours == ours}
+        own = {key: known.get(key) for key in _keys_in(formula)}
+        result = _whole(ours, _evaluate(formula, own, values.get("max_steps")), missing)
+        known[ours] = result
+        if isinstance(result, Unread):
+            same = {key for key in own if _is_same(key, ours, theirs, table)}
             found.used |= same  # in another unit
-            is_said = same or is_known(ours) and any(value is each for each in made)
-            of_keys = f" (from {', '.join(sorted(same))})" if same - {ours} else ""
-            missing += [f"{ours}: {value.why}{of_keys}"] if is_said else []
+            # what the file does not say is reported where its own key is converted
+            if same or (is_known(ours) and isinstance(result, Uncomputed)):
+                of_keys = f" (from {', '.join(sorted(same))})" if same - {ours} else ""
+                missing.append(f"{ours}: {result.why}{of_keys}")
             continue
-        parts = [name.replace("__", ".") for name in own]
-        sources[ours] = set[str]().union(
-            *({name} if name == ours else sources.get(name, {name}) for name in parts)
-        )
-        # a key that is theirs too
-        read |= sources[ours] if value is not None else sources[ours] - {ours}
-        if value is not None and is_known(ours):
+        sources[ours] = set()
+        for key in own:
+            sources[ours] |= {key} if key == ours else sources.get(key, {key})
+        if result is None:  # it says nothing of a key that is theirs too
+            read |= sources[ours] - {ours}
+            continue
+        read |= sources[ours]
+        if is_known(ours):
             found.used |= sources[ours]
-            found.overrides[ours] = "null" if value == "null" else tables.as_override(value)
+            found.overrides[ours] = "null" if result == "null" else tables.as_override(result)
             if not sources[ours].isdisjoint(theirs.values):
                 found.given.add(ours)
-    apart = {
-        key
-        for key in read | found.used
-        if _is_apart(key, values.get(key), table, theirs.method, formulas)
-    }
+    apart = set()
+    for key in read | found.used:
+        if _is_apart(key, values.get(key), table, theirs.method, formulas):
+            apart.add(key)
     found.used -= apart
     found.idle = read - found.used - apart
     return found
 
 
+def _evaluate(formula: str, own: Mapping[str, object], max_steps: object) -> object:
+    """The value of a formula, or why it has none. own: the values of its keys."""
+    for value in own.values():
+        if isinstance(value, Unread):
+            return value
+    words = {_DOT.sub("__", key): value for key, value in own.items()}
+    words["share"] = partial(_share, max_steps)
+    try:
+        if "*" in formula and any(isinstance(value, str) for value in own.values()):
+            raise TypeError("a text times a number would be as long as a file wants")
+        # the formulas are the package's own
+        return eval(_compiled(formula), {"__builtins__": _IN_FORMULAS}, words)
+    except ValueError as error:  # raised by `share`
+        return Uncomputed(str(error))
+    except (TypeError, AttributeError, LookupError, ArithmeticError):
+        lacking = ", ".join(key for key, value in own.items() if value is None)
+        which = f", which has no {lacking}" if lacking else ""
+        return Uncomputed(f"it cannot be computed from the file{which}")
+
+
+def _is_same(key: str, ours: str, theirs: ForeignSettings, table: tables.Table) -> bool:
+    """Whether a number that the file sets is the setting `ours`, in another unit."""
+    if not isinstance(theirs.values.get(key), int | float):
+        return False
+    name = table.find(key)
+    return key == ours or (name is not None and name.ours == ours)
+
+
 @cache
 def _compiled(formula: str) -> CodeType:
-    tree = _Products().visit(ast.parse(_DOT.sub("__", formula), mode="eval"))
-    return compile(ast.fix_missing_locations(tree), formula, "eval")
+    return compile(_DOT.sub("__", formula), formula, "eval")
 
 
-class _Products(ast.NodeTransformer):
-    """Makes each product a call of `product`."""
-
-    def visit_BinOp(self, node: ast.BinOp) -> ast.expr:  # the name that ast calls
-        self.generic_visit(node)
-        if not isinstance(node.op, ast.Mult):
-            return node
-        return ast.Call(ast.Name("product", ast.Load()), [node.left, node.right], [])
+def _keys_in(formula: str) -> list[str]:
+    """The keys of theirs, and the earlier results, that a formula reads."""
+    names = [*_compiled(formula).co_names]
+    return [name.replace("__", ".") for name in names if name not in (*_IN_FORMULAS, "share")]
 
 
 def _whole(ours: str, value: object, missing: list[str]) -> object:
