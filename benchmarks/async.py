@@ -32,7 +32,7 @@ import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from distflow.observe.report.activity import read_activity
+from distflow.observe.report.activity import covered, read_activity
 from distflow.observe.run_reader import MetricsRecord, read_metrics
 from distflow.scheduling.ledger import timeline
 
@@ -130,9 +130,13 @@ def measured(run_dir: Path) -> Result:
     end = steps[-1].t
     activity = read_activity(run_dir)
     seconds = end - start
+    waits = []
+    for span in activity.spans.get("training", ()):
+        if span.kind == "wait" and span.what.startswith("step "):
+            waits.append((span.start, span.end))
     return Result(
         seconds,
-        activity.waited(start, end) / seconds,
+        covered(waits, start, end) / seconds,
         1 - activity.decoded(start, end) / seconds,
         _mean(steps, "async/version_diff/max"),
         _mean(steps[-len(steps) // 4 :], "reward/mean_score"),

@@ -185,7 +185,7 @@ def _write_step(folder: Path, step: int) -> None:
         "t": time.time(),
         "restart": 0,
         "kind": "train",
-        "m": {"actor": {"entropy": 1.0}},
+        "m": {"actor/entropy": 1.0},
     }
     with (folder / "metrics" / "metrics.jsonl").open("a") as file:
         file.write(json.dumps(line) + "\n")
@@ -198,7 +198,7 @@ _SHOWN = 12
 def measure_peers(python: str, folder: Path, num_steps: int) -> None:
     with (folder / "metrics" / "metrics.jsonl").open() as file:
         values = json.loads(file.readline())["m"]
-    names = [f"{group}/{name}" for group, own in values.items() for name in own][:_SHOWN]
+    names = list(values)[:_SHOWN]
     start = time.perf_counter()
     with server(folder) as found:
         first_page(found.ask, "metrics")

@@ -170,9 +170,9 @@ def measured(folder: Path) -> Measured:
     steps = [line["m"] for line in lines if line["kind"] == "train"]
     first = max(1, len(steps) // 4)
     processor = json.loads((folder / "processor.json").read_text())[first:]
-    peak = max(step["memory"]["process"]["peak"] for step in steps)
+    peak = max(step["memory/process/peak"] for step in steps)
     return Measured(
-        median(step["timing_s"]["step"] for step in steps[first:]), median(processor), peak
+        median(step["timing_s/step"] for step in steps[first:]), median(processor), peak
     )
 
 

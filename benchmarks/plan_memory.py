@@ -68,7 +68,7 @@ def measured(folder: Path, words: list[str]) -> float:
     command = [sys.executable, "-m", "distflow", "train", *words, *quiet, *run]
     subprocess.run(command, check=True, capture_output=True)
     with (folder / "run/metrics.jsonl").open(encoding="utf-8") as lines:
-        return max(float(json.loads(line)["m"]["memory"]["process"]["peak"]) for line in lines)
+        return max(float(json.loads(line)["m"]["memory/process/peak"]) for line in lines)
 
 
 def predicted(words: list[str]) -> float:

@@ -10,7 +10,6 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
 
 Log = Callable[[int, Mapping[str, float]], None]
 
@@ -41,22 +40,13 @@ def trackio(folder: str) -> Log:
     return log
 
 
-def flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, float]:
-    found: dict[str, float] = {}
-    for name, value in values.items():
-        found |= (
-            flat(value, f"{prefix}{name}/") if isinstance(value, dict) else {prefix + name: value}
-        )
-    return found
-
-
 def main() -> None:
     name, metrics, folder = sys.argv[1:]
     log = {"tensorboard": tensorboard, "trackio": trackio}[name](folder)
     values = dict[str, float]()
     for line in Path(metrics).read_text("utf-8").rstrip("\n").split("\n"):
         record = json.loads(line)
-        values = flat(record["m"])
+        values = record["m"]
         log(record["step"], values)
     print("written", flush=True)
     for line in sys.stdin:

@@ -87,14 +87,16 @@ def measured(step: object, values: object, **record: object) -> bytes:
 
 
 _EXTREME = {
-    "reward": dict.fromkeys(("mean_score", "max", "min", "calls", "errors"), 1e308)
-    | {"frac_reward_zero_std": "NaN"},
-    "timing_s": {"step": 1e308, "a": 1e308},
-    "actor": {"skipped": 1e308, "x": HUGE},
-    "domains": {
-        "a": {"groups": 1e308, "errors": 1e308},
-        "b": {"groups": HUGE, "errors": "Infinity"},
-    },
+    **{f"reward/{name}": 1e308 for name in ("mean_score", "max", "min", "calls", "errors")},
+    "reward/frac_reward_zero_std": "NaN",
+    "timing_s/step": 1e308,
+    "timing_s/a": 1e308,
+    "actor/skipped": 1e308,
+    "actor/x": HUGE,
+    "domains/a/groups": 1e308,
+    "domains/a/errors": 1e308,
+    "domains/b/groups": HUGE,
+    "domains/b/errors": "Infinity",
 }
 _EXTREMES = (
     measured(1, _EXTREME)

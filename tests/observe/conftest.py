@@ -201,8 +201,9 @@ def _consumed(step: int, groups: int) -> dict[str, Any]:
 def _timed(step: int, end: float, seconds: float) -> dict[str, Any]:
     stale = min(step - 1, 2)
     values = {
-        "timing_s": {"step": seconds},
-        "async": {"version_diff": {"mean": stale, "max": stale}},
+        "timing_s/step": seconds,
+        "async/version_diff/mean": stale,
+        "async/version_diff/max": stale,
     }
     return {"step": step, "t": end, "restart": 0, "kind": "train", "m": values}
 

@@ -1,30 +1,19 @@
-"""The table of metrics, nesting, and how parts are combined."""
+"""The table of metrics, and how parts are combined."""
 
 import math
 import re
 from typing import get_args
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from distflow.observe.metrics import (
     Kind,
     combine,
     find_metric,
-    flatten,
     headline_table,
     headlines,
     metric_table,
-    nest,
 )
-
-names = st.lists(st.text("ab/@é", max_size=5), min_size=1, max_size=4).map("/".join)
-
-
-@given(st.dictionaries(names, st.floats(allow_nan=False)))
-def test_nesting_loses_nothing_whatever_the_names(values: dict[str, float]) -> None:
-    assert flatten(nest(values)) == values
 
 
 @pytest.mark.parametrize(

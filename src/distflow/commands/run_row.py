@@ -11,7 +11,6 @@ from distflow.errors import UserError
 from distflow.observe.crash_safe_files import read_object, read_records, to_number
 from distflow.observe.findings.finding import ACCURACY, REWARD
 from distflow.observe.findings.summary import NO_END, PROBLEM_KINDS, status
-from distflow.observe.metrics import flatten
 from distflow.observe.run_reader import read_events
 from distflow.observe.writing.run_folder import WRITER, writer_of
 from distflow.untrusted_files import read_file
@@ -53,8 +52,8 @@ def run_row(path: Path) -> dict[str, Any]:
     for record in records:
         step = record.get("step")
         row["step"] = max(row["step"], step if isinstance(step, int) else 0)
-        nested = record.get("m")
-        values = flatten(nested) if isinstance(nested, dict) else {}
+        metrics = record.get("m")
+        values = metrics if isinstance(metrics, dict) else {}
         for name, metric in {**_HEADLINES, "speed": "throughput/tokens_per_s"}.items():
             if metric in values:
                 row[name] = to_number(values[metric])

@@ -254,21 +254,10 @@ def iter_records(
     """
     try:
         with open_file(path, folder) as file:
-            lines = lines_of(file) if max_bytes is None else io.BytesIO(_end(file, max_bytes)[0])
+            lines = lines_of(file) if max_bytes is None else io.BytesIO(_end(file, max_bytes))
             yield from (parse_object(line) for line in lines if line.strip())
     except FileNotFoundError:
         return
-    except OSError as error:
-        raise unreadable(path, error) from error
-
-
-def bytes_left_out(path: Path, max_bytes: int) -> int:
-    """How much of the file's beginning `iter_records` omits. Raises UserError as it does."""
-    try:
-        with open_file(path) as file:
-            return _end(file, max_bytes)[1]
-    except FileNotFoundError:
-        return 0
     except OSError as error:
         raise unreadable(path, error) from error
 
@@ -290,24 +279,15 @@ def unreadable(path: Path, error: OSError) -> UserError:
     )
 
 
-def _end(file: BinaryIO, max_bytes: int) -> tuple[bytes, int]:
-    """The end of the file, and where it begins."""
+def _end(file: BinaryIO, max_bytes: int) -> bytes:
+    """The whole lines in the end of the file, fewer if they would take too much memory."""
     start = max(file.seek(0, os.SEEK_END) - max_bytes, 0)
     file.seek(start)
     data = file.read(max_bytes)
-    left_out = start_within_memory(data)
-    start += left_out
-    return (data[left_out:].partition(b"\n")[2] if start else data), start
-
-
-def start_within_memory(data: bytes) -> int:
-    """From where on JSON lines take little enough memory to be read."""
-    start = 0
     while count_values(data) + 20 * data.count(b"\n") > MAX_JSON_VALUES:
-        half = len(data) // 2
-        data = data[half:]
-        start = start + half
-    return start
+        start += len(data) // 2
+        data = data[len(data) // 2 :]
+    return data.partition(b"\n")[2] if start else data
 
 
 def parse_object(text: bytes) -> dict[str, JSON] | None:

@@ -5,12 +5,9 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache, lru_cache
 from pathlib import Path
-from sys import intern
-from typing import Any, Literal, NamedTuple, TypeAlias
+from typing import Any, Literal, NamedTuple
 
 Kind = Literal["mean", "sum", "max", "min", "last"]
-Nested: TypeAlias = dict[str, "float | Nested"]
-
 
 TIMED_OUT = "no score within"
 """The prefix of a reward error that counts as a timeout."""
@@ -65,10 +62,6 @@ def headline_names() -> set[str]:
     return {name for line in headline_table() for name in line.names}
 
 
-# the key of a value whose name is also the prefix of other names; no part of a name can be "/"
-_LEAF = "/"
-
-
 @lru_cache(maxsize=4096)
 def find_metric(name: str) -> Metric | None:
     """The first entry of the table that matches a name."""
@@ -95,46 +88,6 @@ def headlines(values: Mapping[str, float]) -> dict[Headline, float]:
         for line in headline_table()
     }
     return {line: values[name] for line, name in present.items() if name is not None}
-
-
-def nest(values: Mapping[str, float]) -> Nested:
-    """{"actor/loss": 1.0} → {"actor": {"loss": 1.0}}; `flatten` gives back exactly what went in."""
-    root: Nested = {}
-    for name, value in values.items():
-        *branches, leaf = name.split("/")
-        node = root
-        for branch in branches:
-            child = node.setdefault(branch, {})
-            if not isinstance(child, dict):
-                child = node[branch] = {_LEAF: child}
-            node = child
-        if isinstance(below := node.get(leaf), dict):
-            below[_LEAF] = value
-        else:
-            node[leaf] = value
-    return root
-
-
-def flatten(nested: Mapping[str, object]) -> dict[str, object]:
-    """{"actor": {"loss": 1.0}} → {"actor/loss": 1.0}."""
-    found: dict[str, object] = {}
-    _collect(nested, "", found)
-    return found
-
-
-def _collect(nested: Mapping[str, object], start: str, found: dict[str, object]) -> None:
-    names = _flat_names(start, tuple(nested))
-    for name, value in zip(names, nested.values(), strict=True):
-        if isinstance(value, dict) and f"{name}/" != start:
-            _collect(value, f"{name}/", found)
-        else:
-            found[name] = value
-
-
-@lru_cache(maxsize=1024)
-def _flat_names(start: str, keys: tuple[str, ...]) -> list[str]:
-    """One string for all steps, which share most of their names."""
-    return [intern(start[:-1] if key == _LEAF else start + key) for key in keys]
 
 
 Measured = tuple[Mapping[str, float], float]

@@ -7,6 +7,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from sys import intern
 
 import yaml
 
@@ -14,7 +15,6 @@ from distflow.errors import UserError, count_of
 from distflow.observe.crash_safe_files import (
     JSON,
     LATEST_TIME,
-    bytes_left_out,
     encode,
     is_deep,
     iter_records,
@@ -23,7 +23,6 @@ from distflow.observe.crash_safe_files import (
     to_number,
     whole,
 )
-from distflow.observe.metrics import flatten
 from distflow.observe.sample_files import (
     DROPPED,
     SAMPLES,
@@ -193,7 +192,9 @@ def read_damage(run_dir: Path) -> list[str]:
         if number:
             lines = count_of(number, "line")
             found.append(f"{lines} of {name} cannot be read: their content is missing here")
-        if left_out := bytes_left_out(run_dir / name, MAX_BYTES):
+        file = run_dir / name
+        left_out = file.stat().st_size - MAX_BYTES if file.is_file() else 0
+        if left_out > 0:
             found.append(f"{name} is too long: its first {left_out:,} bytes are missing here")
     for file, _, _ in sample_files(run_dir):
         if is_torn(file, run_dir) and len(found) < _MAX_SENTENCES:
@@ -290,14 +291,14 @@ def read_samples(
 
 def _metrics_record(record: dict[str, JSON]) -> MetricsRecord | None:
     step = whole(record.get("step"))
-    nested = record.get("m")
-    if step is None or not isinstance(nested, dict):
+    metrics = record.get("m")
+    if step is None or not isinstance(metrics, dict):
         return None
     values = {}
-    for name, value in flatten(nested).items():
+    for name, value in metrics.items():
         number = to_number(value)
         if number is not None and len(name) <= _MAX_NAME:
-            values[name] = number
+            values[intern(name)] = number  # the steps share most names
     return MetricsRecord(
         step,
         time_of(record),

@@ -54,10 +54,8 @@ def write(folder: Path, *overrides: str, steps: int = 6) -> PredictedRun:
             files["spans/reward"].append(
                 {**times, "t0": end, "t1": scored, "kind": "wait", "what": "scores"}
             )
-        measured = {
-            "timing_s": {**timed, "eval": 0.0},
-            "memory": {"process": {"peak": run.fullest.peak}},
-        }
+        measured = {f"timing_s/{name}": seconds for name, seconds in timed.items()}
+        measured |= {"timing_s/eval": 0.0, "memory/process/peak": run.fullest.peak}
         line = {
             "step": step,
             "t": began + run.step_seconds,

@@ -165,7 +165,7 @@ def write_run(folder: Path, steps: range) -> None:
         for place, step in enumerate(steps):
             t = 1010.0 + 10 * place
             record = {"step": step, "t": t, "restart": 0, "kind": "train"}
-            file.write(json.dumps({**record, "m": {"timing_s": {"step": 10}}}) + "\n")
+            file.write(json.dumps({**record, "m": {"timing_s/step": 10}}) + "\n")
 
 
 def test_lines_page_and_finding_of_a_run(tmp_path: Path) -> None:

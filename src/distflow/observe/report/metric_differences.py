@@ -1,6 +1,7 @@
 """The metrics of two runs compared, and whether noise explains a difference."""
 
 import math
+import statistics
 from collections.abc import Sequence
 from typing import Any
 
@@ -9,44 +10,45 @@ from distflow.observe.findings.finding import Steps
 LAST = 50
 """The values of each run that count."""
 
-_DRAWS = 1000
 _BLOCKS = 4
-_WIDTH = 2.447 * math.sqrt(_BLOCKS / (_BLOCKS - 1))
-"""Standard errors of half an interval of 95 %: t of 4 blocks on each side, which estimate the
-spread themselves."""
+_FEWEST = 12
+_QUANTILE = 2.447
+"""Standard errors of half an interval of 95 %: of Student's t with the 6 degrees of freedom that
+4 blocks on each side leave."""
 
 
 def compared_metrics(a: Steps, b: Steps) -> list[dict[str, Any]]:
     """The metrics that both runs have, over their last common steps. differs: None if unknown."""
     steps = sorted(a.keys() & b.keys())
-    names = [{name for values in run.values() for name in values} for run in (a, b)]
+    names = [set[str]().union(*run.values()) for run in (a, b)]
     found = []
     for name in sorted(names[0] & names[1]):
-        sides = []
-        for run in (a, b):
-            values = [run[step].get(name, math.nan) for step in steps]
-            sides.append([value for value in values if math.isfinite(value)][-LAST:])
-        if all(sides):
-            found.append({"metric": name, **_compared(sides)})
+        first = _last_values(a, name, steps)
+        second = _last_values(b, name, steps)
+        if first and second:
+            found.append({"metric": name, **_compare(first, second)})
     return found
 
 
-def _compared(sides: Sequence[Sequence[float]]) -> dict[str, Any]:
-    """By drawing blocks, each a quarter of the values, since neighbours are correlated."""
-    import numpy as np
+def _last_values(run: Steps, name: str, steps: Sequence[int]) -> list[float]:
+    values = [run[step].get(name, math.nan) for step in steps]
+    return [value for value in values if math.isfinite(value)][-LAST:]
 
-    means = [math.fsum(values) / len(values) for values in sides]
-    moved = means[1] - means[0]
-    number = min(map(len, sides))
-    found = {"a": means[0], "b": means[1], "difference": moved, "values": number}
-    if number < 3 * _BLOCKS:
+
+def _compare(a: Sequence[float], b: Sequence[float]) -> dict[str, Any]:
+    """Neighbouring values are correlated, so the spread is that of means of blocks."""
+    first = statistics.fmean(a)
+    second = statistics.fmean(b)
+    moved = second - first
+    number = min(len(a), len(b))
+    found = {"a": first, "b": second, "difference": moved, "values": number}
+    if number < _FEWEST:
         return {**found, "low": None, "high": None, "differs": None}
-    drawn = []
-    draw = np.random.default_rng(0)
-    for values in sides:
-        block = -(-len(values) // _BLOCKS)
-        starts = draw.integers(0, len(values), (_DRAWS, _BLOCKS, 1))
-        places = (starts + np.arange(block)) % len(values)
-        drawn.append(np.array(values)[places].mean((1, 2)))
-    half = _WIDTH * float((drawn[1] - drawn[0]).std())
+    half = _QUANTILE * math.sqrt((_block_variance(a) + _block_variance(b)) / _BLOCKS)
     return {**found, "low": moved - half, "high": moved + half, "differs": abs(moved) > half}
+
+
+def _block_variance(values: Sequence[float]) -> float:
+    ends = [place * len(values) // _BLOCKS for place in range(_BLOCKS + 1)]
+    means = [statistics.fmean(values[ends[i] : ends[i + 1]]) for i in range(_BLOCKS)]
+    return statistics.variance(means)

@@ -6,19 +6,16 @@ A worker is idle while its training loop waits and its engine draws no token and
 
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from math import inf
 from typing import Any, NamedTuple
 
 from distflow.errors import count_of
-from distflow.observe.report.activity import RunActivity
+from distflow.observe.report.activity import Interval, RunActivity, covered
 from distflow.observe.run_reader import MetricsRecord
 from distflow.observe.writing.run_folder import Span
 from distflow.observe.writing.timing import ENGINE
-
-Interval = tuple[float, float]
-"""Begin and end in seconds since the epoch. Lists of them are sorted and do not overlap."""
 
 _SWAPS = ("weights of step", "version number of step")
 """Beginnings of an engine's waits in which it loads weights."""
@@ -45,15 +42,28 @@ class StepTimes:
     windows: Mapping[int, Interval]
     """When each step ran."""
 
-    parts: Sequence[Part]
+    parts: list[Part]
 
     workers: int
 
-    idle: Mapping[int, float]
+    idle: dict[int, float]
     """Seconds of all workers together by step."""
 
-    idle_causes: Mapping[tuple[int, str], float]
+    idle_causes: dict[tuple[int, str], float]
     """By step and by whom anything waited for meanwhile; several at once count each."""
+
+    def add_idle(
+        self, step: int, work: Sequence[Interval], waits: Mapping[str, Sequence[Interval]]
+    ) -> None:
+        """Add a worker's idle time in a step. work: when it works. waits: when anything waits, by
+        for whom."""
+        begin, end = self.windows[step]
+        worked = covered(work)
+        self.idle[step] = self.idle.get(step, 0.0) + end - begin - worked
+        for cause, own in waits.items():
+            idle = covered([*work, *own]) - worked
+            if idle > 0:
+                self.idle_causes[step, cause] = self.idle_causes.get((step, cause), 0.0) + idle
 
     def seconds(self, steps: Iterable[int]) -> float:
         """The time of all workers in some steps."""
@@ -79,31 +89,32 @@ class StepTimes:
 def step_times(activity: RunActivity, records: Sequence[MetricsRecord]) -> StepTimes:
     """records: the surviving ones of the run."""
     windows = _step_windows(activity, records)
-    parts = list[Part]()
-    busy: dict[str, list[Interval]] = {}
-    waited = defaultdict[str, list[Interval]](list)
-    for actor, spans in activity.spans.items():
-        kind, _, number = actor.partition("-")
-        found = _loop_parts(spans) if kind == "training" else _waits_by_cause(spans)
-        for (phase, waits_for), own in found.items():
-            for step, seconds in _by_step(own, windows):
-                parts.append(Part(step, actor, phase, waits_for, seconds))
-            if not waits_for:
-                busy.setdefault(number, []).extend(own)
-            elif (kind, waits_for) != ("training", "rollout"):  # whose groups wait for others
-                waited[waits_for] += own
+    workers = set()
+    for actor in activity.spans:
+        kind, _, worker = actor.partition("-")
         if kind in ("training", "rollout", "engine"):
-            busy.setdefault(number, []).extend(_engine_work(activity.spans, number))
-    idle = defaultdict[int, float](float)
-    causes = defaultdict[tuple[int, str], float](float)
-    for work in busy.values():
-        own_idle = _common([*windows.values()], _gaps(_merged(work)))
-        for step, seconds in _by_step(own_idle, windows):
-            idle[step] += seconds
-        for cause, waits in waited.items():
-            for step, seconds in _by_step(_common(own_idle, _merged(waits)), windows):
-                causes[step, cause] += seconds
-    return StepTimes(windows, parts, len(busy), idle, causes)
+            workers.add(worker)
+    times = StepTimes(windows, [], len(workers), {}, {})
+    logs_decoding = False
+    for own in activity.spans.values():
+        logs_decoding = logs_decoding or any(span.kind == "decode" for span in own)
+    for step, spans in _by_step(activity.spans, windows).items():
+        busy: dict[str, list[Interval]] = {worker: [] for worker in workers}
+        waits = defaultdict[str, list[Interval]](list)
+        for actor, own in spans.items():
+            kind, _, worker = actor.partition("-")
+            found = _loop_parts(own) if kind == "training" else _waits_by_cause(own)
+            for (phase, waits_for), intervals in found.items():
+                times.parts.append(Part(step, actor, phase, waits_for, covered(intervals)))
+                if not waits_for:
+                    busy[worker] += intervals
+                elif (kind, waits_for) != ("training", "rollout"):  # whose groups wait for others
+                    waits[waits_for] += intervals
+            if kind in ("engine", "rollout"):
+                busy[worker] += _engine_work(own, logs_decoding)
+        for work in busy.values():
+            times.add_idle(step, work, waits)
+    return times
 
 
 def _step_windows(activity: RunActivity, records: Sequence[MetricsRecord]) -> dict[int, Interval]:
@@ -154,68 +165,44 @@ def _loop_parts(spans: Iterable[Span]) -> dict[tuple[str, str], list[Interval]]:
 
 
 def _waits_by_cause(spans: Iterable[Span]) -> dict[tuple[str, str], list[Interval]]:
-    """When at least one task of an actor waits."""
+    """When the tasks of an actor wait."""
     found = defaultdict[tuple[str, str], list[Interval]](list)
     for span in spans:
-        if span.kind == "wait":
-            found["", span.on or span.what].append((span.start, span.end))
-    return {cause: _merged(own) for cause, own in found.items()}
+        waits_for = span.on or span.what
+        if span.kind == "wait" and waits_for:
+            found["", waits_for].append((span.start, span.end))
+    return found
 
 
-def _engine_work(spans: Mapping[str, Sequence[Span]], number: str) -> list[Interval]:
+def _engine_work(spans: Iterable[Span], logs_decoding: bool) -> list[Interval]:
     """When an engine draws tokens or loads weights. One that logs no decoding, such as a server,
-    works while it has a request."""
-    suffix = f"-{number}" if number else ""
-    own = spans.get(f"engine{suffix}", ())
-    work = [span for span in own if span.kind == "decode" or span.what.startswith(_SWAPS)]
-    if not any(span.kind == "decode" for span in own):
-        work += [span for span in spans.get(f"rollout{suffix}", ()) if span.on == ENGINE]
-    return [(span.start, span.end) for span in work]
-
-
-def _merged(intervals: Iterable[Interval]) -> list[Interval]:
-    found: list[Interval] = []
-    for start, end in sorted(intervals):
-        if found and start <= found[-1][1]:
-            found[-1] = (found[-1][0], max(found[-1][1], end))
-        elif end > start:
-            found.append((start, end))
-    return found
-
-
-def _gaps(intervals: Sequence[Interval]) -> list[Interval]:
-    """The time around and between them."""
-    starts = [-inf, *(end for _, end in intervals)]
-    ends = [*(start for start, _ in intervals), inf]
-    return list(zip(starts, ends, strict=True))
-
-
-def _common(a: Sequence[Interval], b: Sequence[Interval]) -> list[Interval]:
-    found: list[Interval] = []
-    ends = [end for _, end in b]
-    for start, end in a:
-        for place in range(bisect_right(ends, start), len(b)):
-            begin, until = b[place]
-            if begin >= end:
-                break
-            found.append((max(start, begin), min(end, until)))
-    return found
+    works while a rollout loop has a request."""
+    work = []
+    for span in spans:
+        has_request = span.on == ENGINE and not logs_decoding
+        if span.kind == "decode" or span.what.startswith(_SWAPS) or has_request:
+            work.append((span.start, span.end))
+    return work
 
 
 def _by_step(
-    intervals: Iterable[Interval], windows: Mapping[int, Interval]
-) -> Iterator[tuple[int, float]]:
-    """The seconds of the intervals in each step that they touch."""
+    spans: Mapping[str, Iterable[Span]], windows: Mapping[int, Interval]
+) -> dict[int, dict[str, list[Span]]]:
+    """The spans of each actor in each step, cut to the step."""
     steps = list(windows)
     ends = [end for _, end in windows.values()]
-    seconds = defaultdict[int, float](float)
-    for start, end in intervals:
-        for place in range(bisect_right(ends, start), len(steps)):
-            begin, until = windows[steps[place]]
-            if begin >= end:
-                break
-            seconds[steps[place]] += min(end, until) - max(start, begin)
-    yield from seconds.items()
+    found: dict[int, dict[str, list[Span]]] = {step: {} for step in steps}
+    for actor, own in spans.items():
+        for span in own:
+            for place in range(bisect_right(ends, span.start), len(steps)):
+                begin, end = windows[steps[place]]
+                if begin >= span.end:
+                    break
+                inside = span
+                if span.start < begin or span.end > end:
+                    inside = replace(span, start=max(span.start, begin), end=min(span.end, end))
+                found[steps[place]].setdefault(actor, []).append(inside)
+    return found
 
 
 def times_json(times: StepTimes) -> dict[str, Any]:

@@ -20,7 +20,6 @@ from typing import Final
 
 from distflow.errors import UserError
 from distflow.observe.crash_safe_files import LineFile, encode, read_object, write_atomically
-from distflow.observe.metrics import nest
 from distflow.observe.sample_files import SAMPLES, SCHEMA_VERSION, SampleWriter, sample_file_name
 from distflow.observe.sanitized_output import escape_control
 
@@ -353,11 +352,10 @@ class RunFolder(AbstractContextManager["RunFolder"]):
     def metrics(self, step: int, kind: str, values: Mapping[str, float]) -> None:
         """Append one record of flat metric names; `kind` is "train", "val", "sft", ... Flushes
         everything."""
-        nested = nest({name: float(value) for name, value in values.items()})
+        record = {"step": step, "t": time.time(), "restart": self.restart, "kind": kind}
+        flat = {name: float(value) for name, value in values.items()}
         with self._lock:
-            self._metrics.append(
-                {"step": step, "t": time.time(), "restart": self.restart, "kind": kind, "m": nested}
-            )
+            self._metrics.append({**record, "m": flat})
         self.flush()
 
     def flush(self) -> None:
