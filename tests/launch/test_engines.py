@@ -224,7 +224,6 @@ def test_another_critic_is_loaded_as_it_was_trained_and_an_equal_one_as_the_poli
         ((), True, True, True),
         ((), False, False, True),
         ((f"{ROLLOUT}.enforce_eager=true",), True, False, True),
-        ((f"{ROLLOUT}.batch_invariant=true",), True, False, True),
         (("actor_rollout_ref.actor.strategy=fsdp", "trainer.launcher=ray"), True, False, False),
     ],
 )

@@ -69,7 +69,7 @@ def _engine_casts(config: Config) -> bool:
     trainer does. Native code casts them at no cost; torch would cast all weights in every decode
     step."""
     rollout = config.actor_rollout_ref.rollout
-    if rollout.enforce_eager or rollout.batch_invariant or not _rounds_as_trainer(config):
+    if rollout.enforce_eager or not _rounds_as_trainer(config):
         return False
     return choose_device(config).type == "cpu" and native.is_there()
 

@@ -20,7 +20,6 @@ from distflow.models.cpu_kernels.build import NotNative
 from distflow.models.cpu_kernels.decode_step import NativeStep
 from distflow.models.cpu_kernels.weight_layout import is_plain
 from distflow.models.lora import unwrapped
-from distflow.models.packed_attention import attend_in_blocks
 
 if TYPE_CHECKING:
     from distflow.models.gpu_kernels.decode_step import PagedStep
@@ -61,16 +60,15 @@ class DecoderView:
     def __init__(
         self,
         model: nn.Module,
-        in_blocks: bool = False,
         native: bool = False,
         compute_dtype: torch.dtype | None = None,
     ) -> None:
-        """in_blocks: decode by `attend_in_blocks`. native: decode by native code (CUDA: kernels) if
-        available for this machine and model; else `why_not_native` is the reason. compute_dtype:
-        bfloat16 means products in it and the rest in float32, like a trainer with autocast;
-        attention is in float32 with float32 weights, and keys and values in bfloat16 with bfloat16
-        weights. None: everything in the weights' dtype. Raises UserError for a family that it
-        cannot run, or whose logits differ from the module's."""
+        """native: decode by native code (CUDA: kernels) if available for this machine and model;
+        else `why_not_native` is the reason. compute_dtype: bfloat16 means products in it and the
+        rest in float32, like a trainer with autocast; attention is in float32 with float32 weights,
+        and keys and values in bfloat16 with bfloat16 weights. None: everything in the weights'
+        dtype. Raises UserError for a family that it cannot run, or whose logits differ from the
+        module's."""
         causal = unwrapped(model)
         config = causal.config
         if refusal := why_not_embedded(config) or (
@@ -82,7 +80,6 @@ class DecoderView:
             )
         self._body = causal.model
         self._module = causal
-        self._attend = attend_in_blocks if in_blocks else attend
         self._low = None if compute_dtype == torch.float32 else compute_dtype
         self._fused = self.device.type != "cpu" and _has_plain_norms(self._body)
         self.num_layers: int = config.num_hidden_layers
@@ -251,7 +248,7 @@ class DecoderView:
         ) -> Tensor:
             keys[index][rows, :, positions] = key
             values[index][rows, :, positions] = value.to(values.dtype)
-            return self._attend(query, keys[index], values[index].to(keys.dtype), bias, scaling)
+            return attend(query, keys[index], values[index].to(keys.dtype), bias, scaling)
 
         return self._decode_over(token_ids, positions, extent, attend_to_slots)
 
@@ -308,9 +305,7 @@ class DecoderView:
     def _bias(self, positions: Tensor, extent: int) -> Tensor:
         """`(rows * kv_heads, heads of each, extent)`: 0 up to the row's position, -inf after it."""
         unseen = torch.arange(extent, device=self.device) > positions[:, None]
-        dtype = (
-            torch.promote_types(self.dtype, torch.float32) if self._attend is attend else self.dtype
-        )
+        dtype = torch.promote_types(self.dtype, torch.float32)
         bias = torch.zeros(len(positions), 1, extent, dtype=dtype, device=self.device)
         bias = bias.masked_fill_(unseen[:, None], float("-inf"))
         return bias.repeat_interleave(self.num_kv_heads, 0).expand(

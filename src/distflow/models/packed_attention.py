@@ -6,8 +6,6 @@ also has
 
 - `take_rows`: rows by index, with a backward pass that knows which rows repeat. Autograd's backward
   of `index_select` must assume that all do, with additions in no fixed order on a GPU.
-- `attend_in_blocks`: attention of one token per row; the result does not depend on memory after the
-  row's position.
 """
 
 import math
@@ -85,43 +83,6 @@ def _add_rows(total: Tensor, index: Tensor, rows: Tensor) -> Tensor:
     if total.device.type == "cpu":
         return total.index_add_(0, index, rows)
     return total.index_put_((index,), rows, accumulate=True)
-
-
-BLOCK = 64
-
-
-def attend_in_blocks(
-    query: Tensor, keys: Tensor, values: Tensor, bias: Tensor, scaling: float
-) -> Tensor:
-    """query: `(rows, heads, head_dim)`; keys, values `(rows, kv_heads, extent, head_dim)`; bias:
-    `(rows * kv_heads, heads of each, extent)`, -inf where a row does not attend.
-
-    Keys and values are processed in blocks of 64 tokens, each by products of one shape, and the
-    sums are added in order. A block that a row does not attend to adds exact zeros, so a row's bits
-    do not depend on the extent, as long as it is a multiple of a block. Returns
-    `(rows * kv_heads, heads of each, head_dim)`.
-    """
-    keys = keys.flatten(0, 1)
-    values = values.flatten(0, 1)
-    query = query.reshape(len(keys), -1, keys.shape[-1])
-    blocks = [slice(start, start + BLOCK) for start in range(0, keys.shape[1], BLOCK)]
-    scores = torch.cat(
-        [
-            torch.baddbmm(
-                bias[..., block], query, keys[:, block].transpose(1, 2), alpha=scaling
-            ).float()
-            for block in blocks
-        ],
-        dim=-1,
-    )
-    masses = torch.exp(scores - scores.amax(dim=-1, keepdim=True))
-    # Start at +0, whose sum with zeros of either sign is never -0: adding nothing changes no bit.
-    mixed = masses.new_zeros(query.shape)
-    total = masses.new_zeros(*query.shape[:-1], 1)
-    for block in blocks:
-        mixed += torch.bmm(masses[..., block].to(values.dtype), values[:, block])
-        total += masses[..., block].sum(dim=-1, keepdim=True)
-    return (mixed / total).to(values.dtype)
 
 
 PACKED_ATTENTION = "distflow_packed"

@@ -304,7 +304,7 @@ class _Needs:
     @property
     def _by_torch(self) -> bool:
         settings = self.config.actor_rollout_ref.rollout
-        return settings.name != "embedded" or settings.enforce_eager or settings.batch_invariant
+        return settings.name != "embedded" or settings.enforce_eager
 
     @property
     def _engine_itemsize(self) -> int:

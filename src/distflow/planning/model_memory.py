@@ -118,7 +118,7 @@ def cache_in_advance(
     """Bytes of keys and values that the embedded engine takes on a GPU when it first generates, and
     keeps; None for engines that take what they need. free: at that time."""
     rollout = config.actor_rollout_ref.rollout
-    if rollout.name != "embedded" or rollout.batch_invariant:
+    if rollout.name != "embedded":
         return None
     longest = context or longest_sequence(config)
     return min(CACHE_SHARE * free, 2 * rollout.max_num_seqs * longest * token_bytes)

@@ -137,7 +137,7 @@ class RolloutConfig:
         taken_by="concurrent_rollout",
     )
     batch_invariant: bool = key(
-        False, "make responses bit-equal in any batch; about half as fast", taken_by=BY_NAME
+        False, "decode one response at a time: bit-equal in any company, but slow", taken_by=BY_NAME
     )
     enforce_eager: bool = key(
         False,

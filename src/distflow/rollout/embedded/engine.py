@@ -22,7 +22,6 @@ from distflow.rollout.embedded.engine_thread import StepLoop, settle
 from distflow.rollout.embedded.host_lane import RequestLane
 from distflow.rollout.embedded.prompt_cache import PromptCache
 from distflow.rollout.embedded.scheduler import Scheduler, Sequence, StepTokens, sequences_of
-from distflow.rollout.embedded.tiled_lane import TiledLane, tile_size
 from distflow.rollout.engine import (
     Activity,
     ActivityLog,
@@ -80,7 +79,8 @@ class EmbeddedEngine:
     num_threads: int | None = None
     """Of torch, if the engine computes on its own thread; None leaves the number unchanged."""
     batch_invariant: bool = False
-    """See `tiled_lane.py`."""
+    """Decode one sequence of a lane at a time and keep no prefixes, so that the bits of a response
+    depend on its own request alone: the rounding of a matrix product depends on its shape."""
     max_prefill_tokens: int = 8192
     """See `Scheduler`."""
     prompt_cache_tokens: int = 16384
@@ -90,8 +90,8 @@ class EmbeddedEngine:
     compute_dtype: torch.dtype | None = None
     """See `DecoderView`."""
     on_device: DeviceOptions | None = None
-    """Run decode steps asynchronously on the device (`decode_steps.py`); None: unless it is a CPU
-    or the engine is `batch_invariant`."""
+    """Run decode steps asynchronously on the device (`decode_steps.py`); None: unless it is a
+    CPU."""
 
     def __post_init__(self) -> None:
         if self.max_num_seqs < 1:
@@ -101,14 +101,9 @@ class EmbeddedEngine:
         if not self.shares_weights:
             prepack(self.model)
         on_cpu = next(self.model.parameters()).device.type == "cpu"
-        by_torch = (
-            self.batch_invariant or self.enforce_eager or (on_cpu and self.on_device is not None)
-        )
+        by_torch = self.enforce_eager or (on_cpu and self.on_device is not None)
         self._decoder = DecoderView(
-            self.model,
-            in_blocks=self.batch_invariant,
-            native=not by_torch,
-            compute_dtype=self.compute_dtype,
+            self.model, native=not by_torch, compute_dtype=self.compute_dtype
         )
         self._activity = ActivityLog()
         # Only the step loop's thread uses the fields down to `_pending`; asyncio's thread posts
@@ -117,14 +112,12 @@ class EmbeddedEngine:
         # when the weights were loaded; the version may change without a load
         self._loaded = self.version
         device = self.on_device
-        if device is None and self._decoder.device.type != "cpu" and not self.batch_invariant:
+        if device is None and self._decoder.device.type != "cpu":
             device = DeviceOptions(graphs=not self.enforce_eager)
+        self._num_slots = 1 if self.batch_invariant else self.max_num_seqs
         self._steps: AsyncSteps | None = None
         if device is not None:
-            self._steps = AsyncSteps(self._decoder, self.model, 2 * self.max_num_seqs, device)
-        self._tile_size = (
-            tile_size(self._decoder) if self.batch_invariant and device is None else None
-        )
+            self._steps = AsyncSteps(self._decoder, self.model, 2 * self._num_slots, device)
         self._other, self._train = self._lanes = self._make_lane("eval"), self._make_lane("train")
         self._numbers = itertools.count()
         self._pending: dict[int, _Pending] = {}
@@ -134,13 +127,11 @@ class EmbeddedEngine:
 
     def _make_lane(self, name: str) -> Lane:
         num_fitting = None if self._steps is None else self._steps.num_fitting
-        scheduler = Scheduler(self.max_num_seqs, self.max_prefill_tokens, num_fitting)
+        scheduler = Scheduler(self._num_slots, self.max_prefill_tokens, num_fitting)
         parts = (name, scheduler, PromptCache(self.prompt_cache_tokens), self._decoder)
         if self._steps is not None:
             return CudaRequestLane(*parts, self._steps)
-        return (
-            RequestLane(*parts) if self._tile_size is None else TiledLane(*parts, self._tile_size)
-        )
+        return RequestLane(*parts)
 
     async def __aenter__(self) -> "EmbeddedEngine":
         self._loop.start(self.host)

@@ -11,9 +11,8 @@ from distflow.models.cached_decoder import DecoderView, PromptKV
 from distflow.rollout.embedded.kv_slots import KeysValues, KVSlots, joined_blocks, num_tokens
 from distflow.rollout.embedded.prefix_cache import PrefixCache
 from distflow.rollout.embedded.prompt_cache import PromptCache
-from distflow.rollout.embedded.sampler import Draws, sample
+from distflow.rollout.embedded.sampler import sample
 from distflow.rollout.embedded.scheduler import (
-    DrawInputs,
     Move,
     Prefill,
     Scheduler,
@@ -54,8 +53,9 @@ class RequestLane:
     def leave(self, gone: list[Sequence], moves: list[Move]) -> None:
         """Forget sequences that left the scheduler; after the last one, all memory is dropped."""
         self.slots.move(moves)
-        if not self.scheduler.has_work:
+        if not self.scheduler.running:
             self.slots.reset()
+        if not self.scheduler.has_work:
             self.prompts.clear()
 
     def forget_kv(self) -> None:
@@ -87,7 +87,7 @@ class RequestLane:
         self._root = (weights,)
         work = self.scheduler.schedule()
         hidden = self._prefill(work, weights) if work.prefills else self._decode(work)
-        draws = self._draw(hidden, draw_inputs(work.sequences))
+        draws = sample(self.decoder.logits(hidden), draw_inputs(work.sequences))
         return StepTokens(work.sequences, *(column.tolist() for column in draws))
 
     def read(self) -> None:
@@ -150,6 +150,3 @@ class RequestLane:
             len(positions), max(positions) + 1, self.scheduler.num_wanted
         )
         return self.decoder.decode(tokens, torch.tensor(positions, device=device), keys, values)
-
-    def _draw(self, hidden: Tensor, inputs: DrawInputs) -> Draws:
-        return sample(self.decoder.logits(hidden), inputs)

@@ -91,17 +91,14 @@ def sample(logits: Tensor, inputs: DrawInputs) -> Draws:
     groups = rows_by_law(inputs.laws)
     if len(groups) == 1:
         return _draw_tiles(logits, inputs)
-    parts = [
-        _draw_tiles(logits[torch.tensor(rows, device=logits.device)], inputs.take(rows))
-        for rows in groups.values()
-    ]
-    return joined(parts, [row for rows in groups.values() for row in rows])
-
-
-def joined(parts: Sequence[Draws], rows: list[int]) -> Draws:
-    """The draws of all parts, each of the row whose number is in `rows`, by row."""
-    order = torch.tensor(rows, device=parts[0].token_ids.device).argsort()
-    return Draws(*(torch.cat(column)[order] for column in zip(*parts, strict=True)))
+    parts = list[Draws]()
+    indices = list[Tensor]()
+    for rows in groups.values():
+        index = torch.tensor(rows, device=logits.device)
+        parts.append(_draw_tiles(logits[index], inputs.take(rows)))
+        indices.append(index)
+    in_order = torch.cat(indices).argsort()
+    return Draws(*(torch.cat(column)[in_order] for column in zip(*parts, strict=True)))
 
 
 def _draw_tiles(logits: Tensor, inputs: DrawInputs) -> Draws:

@@ -66,14 +66,6 @@ class Sequence:
         """The position of the last token, which is the next one to be fed to the model."""
         return len(self.prompt_ids) + len(self.token_ids) - 1
 
-    def input_at(self, index: int) -> tuple[int, int]:
-        """Drawn token number `index`, or the last one, and its position. A sequence without drawn
-        tokens gives one that its first will overwrite."""
-        number = min(index, len(self.token_ids) - 1)
-        return (self.token_ids[number] if self.token_ids else 0), len(self.prompt_ids) + max(
-            number, 0
-        )
-
     def append(
         self, token_id: int, rollout_log_prob: float, sampling_log_prob: float, version: int
     ) -> None:

@@ -1,4 +1,4 @@
-"""Batch-invariant steps: the bits of an answer are those of the same request alone, whatever ran
+"""With `batch_invariant` the bits of an answer are those of the same request alone, whatever ran
 beside it."""
 
 import asyncio
@@ -10,10 +10,7 @@ import pytest
 import torch
 
 from distflow.data.sample import Segment
-from distflow.models.cached_decoder import DecoderView
-from distflow.models.packed_attention import BLOCK, attend_in_blocks
 from distflow.rollout.embedded import EmbeddedEngine
-from distflow.rollout.embedded.tiled_lane import LARGEST, tile_size
 from distflow.rollout.engine import GenerateRequest
 from tests.rollout.drive import (
     generate_all,
@@ -21,8 +18,6 @@ from tests.rollout.drive import (
     make_model,
     prompt_of,
     request_of,
-    run_all,
-    tokens_after,
     with_engine,
 )
 from tests.sparse_params import one_fast_in
@@ -98,62 +93,3 @@ def test_an_answer_has_the_bits_of_its_request_alone(
         assert bits(await at_any_time(engine, wanted)) == bits(alone)
 
     with_engine(make_engine(model, batch_invariant=True, max_num_seqs=18), story)
-
-
-def test_an_answer_that_lost_its_keys_and_values_goes_on_with_the_same_bits() -> None:
-    model = make_model("llama", **ODD)
-    wanted = requests()
-    undisturbed = bits(run_all(make_engine(model, batch_invariant=True), wanted))
-
-    async def story(engine: EmbeddedEngine) -> None:
-        answers = asyncio.gather(*map(engine.generate, wanted))
-        for _ in range(3):
-            await tokens_after(engine, 60)
-            await engine.pause(release=True)
-            await engine.resume()
-        assert bits(await answers) == undisturbed
-
-    with_engine(
-        make_engine(model, batch_invariant=True, max_num_seqs=8, shares_weights=True), story
-    )
-
-
-def test_what_a_row_does_not_look_at_adds_no_bit() -> None:
-    """Against a softmax in float64, too."""
-    generator = torch.Generator().manual_seed(0)
-    query, keys, values = (
-        torch.randn(shape, generator=generator)
-        for shape in ((5, 6, 16), (5, 2, 256, 16), (5, 2, 256, 16))
-    )
-    unseen = torch.arange(256) > torch.tensor([0, 5, 63, 40, 21])[:, None]
-    bias = torch.zeros(5, 1, 256).masked_fill(unseen[:, None], float("-inf"))
-    by_group = bias.repeat_interleave(2, 0).expand(-1, 3, -1)
-
-    def attended(extent: int) -> torch.Tensor:
-        return attend_in_blocks(
-            query, keys[:, :, :extent], values[:, :, :extent], by_group[..., :extent], 0.5
-        )
-
-    short = attended(BLOCK)
-    for extent in (2 * BLOCK, 4 * BLOCK):
-        longer = attended(extent)
-        assert torch.equal(longer.view(torch.int32), short.view(torch.int32))
-    by_head = query.view(5, 2, 3, 16).double()
-    weights = torch.softmax(0.5 * by_head @ keys.double().mT + bias.double()[:, :, None], dim=-1)
-    torch.testing.assert_close(
-        short.view(5, 2, 3, 16).double(), weights @ values.double(), atol=1e-5, rtol=0
-    )
-
-
-def test_tiles_are_as_small_as_the_places_of_a_row_demand() -> None:
-    """A layer that adds a rounding error to the last rows of more than four."""
-    model = make_model()
-    assert tile_size(DecoderView(model, in_blocks=True)) == LARGEST
-    view = DecoderView(model, in_blocks=True)
-
-    def uneven(module: Any, args: Any, output: torch.Tensor) -> torch.Tensor:
-        place = torch.arange(output.shape[0])[:, None] >= 4
-        return output * (1 + place * 1e-6) if output.dim() == 2 else output
-
-    model.model.layers[1].mlp.register_forward_hook(uneven)
-    assert tile_size(view) == 4
