@@ -148,7 +148,7 @@ def _diff_lines(a: "RunRecords", b: "RunRecords", content: Mapping[str, Any]) ->
     lines += [f"first difference: {content['first_difference']}", ""]
     lines += _metric_table(content["metrics"])
     lines.append(
-        f"One run each, their last {LAST} common values: by block bootstrap. Other seeds may "
+        f"One run each, their last {LAST} common values: by means of blocks. Other seeds may "
         "differ by more."
     )
     for name, key in (("A", "only_a"), ("B", "only_b")):

@@ -53,18 +53,8 @@ _DERIVED = ("step", "split", "fate", "group_id")
 """Not part of a row in Python: derived from the others, and from the file's name."""
 _ALWAYS = ("score", "acc", "errors", "advantage", "ground_truth", "restart")
 """Part of every row in Python, even if null."""
-_REPEATED = [
-    "domain",
-    "prompt",
-    "images",
-    "ground_truth",
-    "finish_reason",
-    "versions",
-    "dropped",
-    "set",
-    "kind",
-]
-_REPEATED += ["step", "split", "fate", "restart"]
+_REPEATED = ["domain", "prompt", "images", "ground_truth", "finish_reason", "versions", "dropped"]
+_REPEATED += ["set", "kind", "step", "split", "fate", "restart"]
 """Columns whose values repeat; the others would only fill a dictionary."""
 
 _MAGIC: Final = b"PAR1"
@@ -76,8 +66,7 @@ _MOST_ZIPPED = 64
 _MAX_WHOLE = 2**63
 _MOST_FOOTER = 8 * 2**20
 _MAX_WAITING: Final = 400 * 2**20
-_DROPPED_EVERY_S = 5.0
-_SHARE_OF_TIME = 0.01
+_DROPPED_EVERY_S = 30.0
 _CLOSE_S: Final = 60.0
 
 
@@ -85,9 +74,9 @@ def sample_file_name(step: int, split: str, part: int = 0) -> str:
     """ "000012.parquet" for training samples, "val-000012.parquet" for those of the split "val",
     "000012.3.parquet" for those written by part 3 of the run. split: made of letters that a file's
     name may have."""
-    return (
-        f"{'' if split == 'train' else f'{split}-'}{step:06d}{f'.{part}' if part else ''}.parquet"
-    )
+    of_split = "" if split == "train" else f"{split}-"
+    of_part = f".{part}" if part else ""
+    return f"{of_split}{step:06d}{of_part}.parquet"
 
 
 def write_sample_file(
@@ -102,7 +91,7 @@ def write_sample_file(
     arrays = [
         _array(column.kind, [row.get(name) for row in values]) for name, column in COLUMNS.items()
     ]
-    mean_size = sum(map(_size, rows)) // max(len(rows), 1)
+    rows_of_group = max(_GROUP_CHARACTERS * len(rows) // max(_size(rows), 1), 1)
     options = {
         "compression": "zstd",
         "use_dictionary": _REPEATED,
@@ -114,9 +103,7 @@ def write_sample_file(
         replacing(path) as aside,
         pyarrow.parquet.ParquetWriter(aside, schema, **options) as writer,
     ):
-        writer.write_table(
-            pyarrow.table(arrays, schema=schema), max(_GROUP_CHARACTERS // max(mean_size, 1), 1)
-        )
+        writer.write_table(pyarrow.table(arrays, schema=schema), rows_of_group)
         writer.add_key_value_metadata({_VERSION_KEY: str(SCHEMA_VERSION)})
 
 
@@ -136,12 +123,10 @@ def _stored(row: Mapping[str, object], step: int, split: str) -> dict[str, Any]:
 
 
 def _as_kind(kind: str, value: object) -> object:
-    if kind == "json":
+    if kind == "text" and isinstance(value, str):
+        return value.encode("utf-8", "backslashreplace")
+    if kind in ("text", "json"):
         return encode(value)
-    if kind == "text":
-        return (
-            value.encode("utf-8", "backslashreplace") if isinstance(value, str) else encode(value)
-        )
     if kind == "whole":
         return value if isinstance(value, int) and abs(value) < _MAX_WHOLE else None
     return to_number(value)
@@ -174,33 +159,28 @@ def _array(kind: str, values: Sequence[Any]) -> "pyarrow.Array":
     return pyarrow.Array.from_buffers(_arrow_type(kind), len(values), buffers)
 
 
-def _size(row: Mapping[str, object]) -> int:
-    """About its characters."""
-    return _ROW_BYTES + _characters(row)
-
-
-def _characters(value: object) -> int:
-    """Of all texts in it: an episode has most of them in its `conversation`."""
-    if isinstance(value, str):
-        return len(value)
-    inside = (
-        value.values()
-        if isinstance(value, Mapping)
-        else value
-        if isinstance(value, list | tuple)
-        else ()
-    )
-    return sum(map(_characters, inside))
+def _size(rows: Sequence[Mapping[str, object]]) -> int:
+    """About their characters."""
+    return sum(_ROW_BYTES + len(str(row)) for row in rows)
 
 
 @dataclass
-class _Waiting:
-    """Rows that wait to be written. due: not before (`time.monotonic()`)."""
+class _File:
+    """A file to write, or the last one of dropped samples, of which more may come."""
 
     step: int
+
     split: str
-    due: float
+
     rows: list[Mapping[str, object]] = field(default_factory=list)
+
+    size: int = 0
+
+    due: float = 0.0
+    """Not to be written before, in `time.monotonic()`."""
+
+    has_new: bool = True
+    """Whether some of its rows are not written."""
 
 
 class SampleWriter:
@@ -208,7 +188,7 @@ class SampleWriter:
     are bounded: what comes on top, or cannot be written, is lost, and counted in `num_lost`.
 
     Dropped samples come one group at a time. Their file is written anew with each that is there by
-    then, so seldom that this takes at most a hundredth of the time.
+    then, twice a minute at most.
 
     on_loss: called with a message at the first loss, on any thread.
     """
@@ -216,104 +196,106 @@ class SampleWriter:
     def __init__(self, on_loss: Callable[[str], None]):
         self._on_loss = on_loss
         self._condition = threading.Condition()
-        self._waiting: dict[Path, _Waiting] = {}
-        self._size = 0  # of the rows that wait or are kept
-        # dropped ones that are written
-        self._kept: tuple[Path | None, list[Mapping[str, object]]] = (None, [])
-        self._next_dropped = 0.0
-        self._busy = self._urgent = self._closed = False
+        self._files: dict[Path, _File] = {}
+        self._dropped: Path | None = None
+        """The last file of dropped samples."""
+        self._is_writing = False
+        self._is_urgent = False
+        self._is_closed = False
         self._thread: threading.Thread | None = None
         self.num_lost = 0
 
     def put(self, path: Path, rows: Sequence[Mapping[str, object]], step: int, split: str) -> None:
         """Have a file written: with these rows, or for dropped ones with those before as well.
         Never waits."""
-        size = sum(map(_size, rows))
+        why = ""
+        size = _size(rows)
         with self._condition:
-            if self._closed or self._size + size > _MAX_WAITING:
-                why = "the run is faster than its disk" if not self._closed else "the run had ended"
+            waiting = sum(file.size for file in self._files.values())
+            if self._is_closed:
+                why = "the run had ended"
+            elif waiting + size > _MAX_WAITING:
+                why = "the run is faster than its disk"
             else:
-                why = ""
-                self._size += size
-                due = self._next_dropped if split == DROPPED else 0.0
-                waiting = self._waiting.setdefault(path, _Waiting(step, split, due))
-                if split != DROPPED:
-                    self._size -= sum(map(_size, waiting.rows))
-                    waiting.rows.clear()
-                waiting.rows += rows
+                file = self._file(path, step, split)
+                file.rows += rows
+                file.size += size
+                file.has_new = True
                 if self._thread is None:
-                    self._thread = threading.Thread(
-                        target=self._run, name="sample-writer", daemon=True
-                    )
+                    name = "sample-writer"
+                    self._thread = threading.Thread(target=self._run, name=name, daemon=True)
                     self._thread.start()
                 self._condition.notify_all()
         if why:
             self._lose(len(rows), why)
 
+    def _file(self, path: Path, step: int, split: str) -> _File:
+        """The file to add rows to: an empty one, but for dropped ones that of their step."""
+        if split != DROPPED:
+            self._files[path] = _File(step, split)
+        elif path != self._dropped:
+            last = self._dropped
+            self._dropped = path
+            self._files[path] = _File(step, split)
+            if last is not None and not self._files[last].has_new:
+                del self._files[last]
+        return self._files[path]
+
     def finish(self, timeout_s: float = _CLOSE_S) -> bool:
         """Wait until everything is written. False if that takes too long."""
         with self._condition:
-            self._urgent = True
+            self._is_urgent = True
             self._condition.notify_all()
-            done = self._condition.wait_for(lambda: not self._waiting and not self._busy, timeout_s)
-            self._urgent = False
+            done = self._condition.wait_for(self._is_done, timeout_s)
+            self._is_urgent = False
             return done
 
     def close(self) -> None:
         """Write what is left, and end the thread."""
         done = self.finish()
         with self._condition:
-            self._closed = True
-            left = sum(len(waiting.rows) for waiting in self._waiting.values())
-            self._waiting.clear()
+            self._is_closed = True
+            left = sum(len(file.rows) for file in self._files.values() if file.has_new)
+            self._files.clear()
             self._condition.notify_all()
         if not done:
             self._lose(left, f"the disk did not take them within {_CLOSE_S:g} s of the run's end")
+
+    def _is_done(self) -> bool:
+        return not self._is_writing and not any(file.has_new for file in self._files.values())
 
     def _run(self) -> None:
         """Consumes waiting samples · waits for them · unblocked by the run or its end · produces
         files."""
         while (taken := self._take()) is not None:
-            path, waiting = taken
-            started = time.monotonic()
+            path, file, rows = taken
             try:
-                write_sample_file(path, waiting.rows, waiting.step, waiting.split)
+                write_sample_file(path, rows, file.step, file.split)
             except OSError as error:
-                self._lose(
-                    len(waiting.rows), f"{path.name} cannot be written: {error.strerror or error}"
-                )
-            ended = time.monotonic()
+                self._lose(len(rows), f"{path.name} cannot be written: {error.strerror or error}")
             with self._condition:
-                if waiting.split == DROPPED:
-                    self._kept = (path, waiting.rows)
-                    self._next_dropped = ended + max(
-                        _DROPPED_EVERY_S, (ended - started) / _SHARE_OF_TIME
-                    )
-                else:
-                    self._size -= sum(map(_size, waiting.rows))
-                self._busy = False
+                file.due = time.monotonic() + _DROPPED_EVERY_S
+                if not file.has_new and path != self._dropped and self._files.get(path) is file:
+                    del self._files[path]
+                self._is_writing = False
                 self._condition.notify_all()
 
-    def _take(self) -> tuple[Path, _Waiting] | None:
-        """The next file that is due, with all its rows; None at the end."""
+    def _take(self) -> tuple[Path, _File, Sequence[Mapping[str, object]]] | None:
+        """Wait for a file that is due, with the rows to write; None at the end."""
         with self._condition:
-            while True:
+            while not self._is_closed:
                 now = time.monotonic()
-                for path, waiting in self._waiting.items():
-                    if self._urgent or waiting.due <= now:
-                        del self._waiting[path]
-                        self._busy = True
-                        if waiting.split == DROPPED:
-                            kept, rows = self._kept
-                            if kept == path:
-                                waiting.rows = [*rows, *waiting.rows]
-                            else:
-                                self._size -= sum(map(_size, rows))
-                        return path, waiting
-                if self._closed:
-                    return None
-                first = min((waiting.due for waiting in self._waiting.values()), default=None)
-                self._condition.wait(None if first is None else first - now)
+                wait = None
+                for path, file in self._files.items():
+                    if not file.has_new:
+                        continue
+                    if self._is_urgent or file.due <= now:
+                        self._is_writing = True
+                        file.has_new = False
+                        return path, file, list(file.rows)
+                    wait = file.due - now
+                self._condition.wait(wait)
+            return None
 
     def _lose(self, number: int, why: str) -> None:
         with self._condition:
@@ -348,20 +330,17 @@ def read_sample_file(
         except (pyarrow.ArrowException, OSError, ValueError, OverflowError) as error:
             return [], f"{SAMPLES}/{path.name} is damaged, its samples are missing here: {error}"
     left = number - len(rows)
-    return (
-        rows,
-        f"{SAMPLES}/{path.name} is too long: {left:,} of its samples are missing here"
-        if left
-        else "",
-    )
+    if not left:
+        return rows, ""
+    return rows, f"{SAMPLES}/{path.name} is too long: {left:,} of its samples are missing here"
 
 
 def is_torn(path: Path, folder: Path) -> bool:
-    """Whether its beginning or its end is not there, or no run wrote such an end. Raises UserError
-    as `read_sample_file` does."""
+    """Whether its end is not there, or no run wrote such an end. Raises UserError as
+    `read_sample_file` does."""
     try:
         with open_file(path, folder) as file:
-            return file.read(4) != _MAGIC or not _has_footer(file)
+            return not _has_footer(file)
     except OSError as error:
         raise unreadable(path, error) from error
 

@@ -2,17 +2,12 @@
 
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import islice
-from typing import NamedTuple
 
 from distflow.observe.findings.finding import MANY_STEPS, Finding, known_values, readable_s
-from distflow.observe.findings.learning_rules import (
-    LEARNING_RULES,
-    LearningRule,
-    accuracy_counts_nothing,
-)
+from distflow.observe.findings.learning_rules import LEARNING_RULES, accuracy_counts_nothing
 from distflow.observe.findings.run_rules import (
     MAX_SHOWN,
     idle_workers,
@@ -26,48 +21,6 @@ from distflow.observe.run_records import RunRecords
 
 BROKEN = "policy-broken"
 _MOST_WARNINGS = 5
-
-
-class RunRule(NamedTuple):
-    """A rule over the whole run."""
-
-    name: str
-
-    needs: str
-    """A metric or "spans"; empty if it needs nothing."""
-
-    level: str
-    """Of a finding whose tone is bad or flat; others are no problem."""
-
-    check: Callable[[RunRecords], Finding | None]
-
-    def can_look(self, run: RunRecords) -> bool:
-        if self.needs == "spans":
-            return bool(run.times.windows)
-        return not self.needs or self.needs in run.metrics
-
-
-def _as_run_rule(rule: LearningRule) -> RunRule:
-    def over_run(run: RunRecords) -> Finding | None:
-        return rule.find(run.steps, run.steps, run.config)
-
-    # A run of several roles may have any of their gradients.
-    needs = "" if "*" in rule.needs else rule.needs
-    return RunRule(rule.name, needs, rule.level, over_run)
-
-
-RUN_RULES = (
-    *map(_as_run_rule, LEARNING_RULES),
-    RunRule(
-        "accuracy-counts-nothing",
-        "reward/max",
-        "warning",
-        lambda run: accuracy_counts_nothing(run.steps),
-    ),
-    RunRule("reward-errors", "", "", reward_errors),
-    RunRule("idle-workers", "spans", "warning", idle_workers),
-)
-"""In the order in which a report shows their findings."""
 
 
 @dataclass(frozen=True)
@@ -91,24 +44,21 @@ def examine(run: RunRecords) -> Examination:
     comparable, _ = comparable_validations(run.records, run.events)
     step_rules = rules_over(tabulate(comparable), run.config)
     lacking = step_rules.lacking()
-    found: list[Finding] = []
-    for rule in RUN_RULES:
-        if not rule.can_look(run):
-            lacking[rule.name] = f"needs {rule.needs}"
+    if not run.times.windows:
+        lacking["idle-workers"] = "needs spans"
+    over_run = [rule.find(run.steps, run.steps, run.config) for rule in LEARNING_RULES]
+    over_run += [accuracy_counts_nothing(run.steps), reward_errors(run), idle_workers(run)]
+    findings: list[Finding] = []
+    for found in over_run:
+        if found is None:
             continue
-        if len(run.steps) < MANY_STEPS:
-            lacking[rule.name] = f"needs {MANY_STEPS} steps"
-        each = rule.check(run)
-        if each is None:
-            continue
-        is_problem = each.tone in ("bad", "flat") and rule.name not in lacking
-        level = (each.level or rule.level) if is_problem else ""
-        found.append(each._replace(rule=rule.name, level=level))
-    known = {each.rule for each in found if each.level}
+        is_problem = found.tone in ("bad", "flat") and len(run.steps) >= MANY_STEPS
+        findings.append(found if is_problem else found._replace(level=""))
+    known = {found.rule for found in findings if found.level}
     if BROKEN in known:
         known.add("entropy-collapse")  # the same, without its cause
-    found += [each for each in step_rules.findings() if each.rule not in known]
-    return Examination(found, lacking)
+    findings += [found for found in step_rules.findings() if found.rule not in known]
+    return Examination(findings, lacking)
 
 
 def problems(run: RunRecords, found: Examination, is_running: bool) -> list[Finding]:

@@ -12,7 +12,6 @@ from distflow.observe.findings.summary import (
     describe_checks,
     describe_learning,
     status,
-    time_sentence,
 )
 from distflow.observe.report.chart_data import wilson
 from distflow.observe.run_reader import Event
@@ -53,13 +52,11 @@ def judgements(
 def sentences(
     judged: Sequence[Finding], steps: Steps, events: Sequence[Event], last: Sequence[Finding]
 ) -> list[dict[str, str]]:
-    """The findings, then checks and times, then the last ones: what was predicted, and lost
-    lines."""
+    """The findings, then the checks, then the last ones: what was predicted, and lost lines."""
     ordered = list(judged)
-    if steps and max(steps):
-        if status(events)["word"] != "failed" or checked(events):
-            ordered.append(describe_checks(events))
-        ordered.append(Finding("unknown", time_sentence(steps)))
+    is_checked = status(events)["word"] != "failed" or checked(events)
+    if steps and max(steps) and is_checked:
+        ordered.append(describe_checks(events))
     ordered += last
     shown = []
     for found in ordered[:_MAX_SENTENCES]:

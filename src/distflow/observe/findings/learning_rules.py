@@ -184,6 +184,8 @@ def accuracy_counts_nothing(steps: Steps) -> Finding | None:
         'The accuracy was always 0: no response got "acc": 1, or where the reward function returns '
         f'no "acc", a reward of 1 (the highest was {max(highest):.3g}).',
         'If it misses correct responses, correct "acc", or return {"score": ..., "acc": 0 or 1}.',
+        rule="accuracy-counts-nothing",
+        level="warning",
     )
 
 
@@ -235,13 +237,14 @@ class LearningRule(NamedTuple):
         """What it finds in some steps, unless it follows from a policy that came apart. whole:
         with the first steps."""
         broken = broken_policy(whole, config)
-        if self.check is broken_policy:
-            return broken
-        found = self.check(steps, config)
-        if broken is None:
-            return found
-        is_cause = self.check is constant_reward and constant_reward(whole, config) is not None
-        return found if is_cause else None
+        found = broken if self.check is broken_policy else self.check(steps, config)
+        if found is None:
+            return None
+        if broken is not None and self.check is not broken_policy:
+            is_cause = self.check is constant_reward and constant_reward(whole, config)
+            if not is_cause:
+                return None
+        return found._replace(rule=self.name, level=self.level)
 
 
 LEARNING_RULES = (

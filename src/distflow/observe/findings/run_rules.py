@@ -88,6 +88,7 @@ def reward_errors(run: RunRecords) -> Finding | None:
     return Finding(
         "bad" if share > _BAD_ERRORS or validation else "flat",
         f"The reward function failed {joined(parts)}.{said}",
+        rule="reward-errors",
         level=level,
         first=first,
         numbers={"reward/error_rate": share},
@@ -136,4 +137,5 @@ def idle_workers(run: RunRecords) -> Finding | None:
     advice = next(
         (text for start, text in _ADVICE_BY_CAUSE.items() if longest.startswith(start)), ""
     )
-    return Finding("flat", text, advice, numbers={"idle": share, **shares})
+    numbers = {"idle": share, **shares}
+    return Finding("flat", text, advice, rule="idle-workers", level="warning", numbers=numbers)

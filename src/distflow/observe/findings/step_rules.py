@@ -2,56 +2,65 @@
 
 A rule looks at the history up to a step and returns a sentence if the step is bad. A finding opens
 after 3 such steps (hits) with fewer than 10 good ones between them, and closes after 10 good ones,
-so that noise opens none. Drifts compare the last 20 steps with the 80 before. Neighbouring steps of
-RL are correlated, so the variance of the mean is inflated by (1 + r) / (1 - r), r being the
-correlation of neighbours: without it, every second healthy run has a false alarm.
+so that noise opens none.
 """
 
+import fnmatch
 import statistics
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal
 
 from distflow.errors import UserError
 from distflow.import_target import is_ours, users_code
 from distflow.observe.crash_safe_files import JSON
 from distflow.observe.findings.finding import MANY_STEPS, REWARD, Finding, Tone, draws_numbers
-from distflow.observe.findings.history import NEW, RECENT, History
+from distflow.observe.findings.history import RECENT, History
 from distflow.observe.findings.learning_rules import LEARNING_RULES, LearningRule
 
 Level = Literal["error", "warning"]
 Check = Callable[["History"], str | Finding | None]
 
 CLEAN_STEPS = 10
-DRIFT = 6.0
-"""The z value from which a drift counts: at most 1 in 20 healthy runs of 1,000 steps reaches it by
-chance."""
+_NEW = 20
+"""Values at the end that are compared with those before."""
+_MUCH_LONGER = 1.5
 
 
 @dataclass(frozen=True)
 class StepRule:
-    """needs: metrics, with "*" for any part; without one of them in a step, the rule does not look
-    at the step. enough: values that the first must have. advice: a sentence. action: "key=value",
-    if one change is the remedy. opens: hits until a finding opens."""
-
     name: str
+
     needs: tuple[str, ...]
+    """Metrics, with "*" for any part; without one of them in a step, the rule does not look at
+    it."""
+
     check: Check
     level: Level = "warning"
+
     advice: str = ""
+    """A sentence."""
+
     action: str = ""
+    """A "key=value", if one change is the remedy."""
+
     enough: int = 20
+    """Values that the first metric must have."""
+
     opens: int = 3
+    """Hits until a finding opens."""
 
     def numbers(self, history: History) -> dict[str, float] | None:
         """The metrics that it needs; None if one is missing, or has too few values."""
-        found = [
-            history.named(need) if "*" in need else [need] * (need in history.metrics)
-            for need in self.needs
-        ]
-        if not all(found) or found and len(history.last(found[0][0])) < min(self.enough, RECENT):
+        names = []
+        for need in self.needs:
+            found = fnmatch.filter(history.metrics, need)
+            if not found:
+                return None
+            names += found
+        if names and len(history.last(names[0])) < min(self.enough, RECENT):
             return None
-        return {name: history.metrics[name] for names in found for name in names}
+        return {name: history.metrics[name] for name in names}
 
 
 STEP_RULES: dict[str, StepRule] = {}
@@ -79,13 +88,16 @@ def register_doctor_rule(
 
 
 @dataclass
-class _State:
+class _Case:
+    """Bad steps with fewer than 10 good ones between them."""
+
+    finding: Finding
+    """On the first of them, with the last one as `last`."""
+
     hits: int = 0
+
     clean: int = 0
-    has_looked: bool = False
-    pending: Finding | None = None
-    open: int | None = None  # its place among `found`
-    found: list[Finding] = field(default_factory=list)
+    """Good steps since the last bad one."""
 
 
 class StepRules:
@@ -94,70 +106,69 @@ class StepRules:
     def __init__(self, config: Mapping[str, JSON]) -> None:
         self.history = History(config)
         self.failed: dict[str, str] = {}
-        self._states = {name: _State() for name in STEP_RULES}
+        self._cases: dict[str, list[_Case]] = {name: [] for name in STEP_RULES}
+        self._unseen = set(STEP_RULES)
+        """The rules that have looked at no step."""
 
     def step(self, step: int, metrics: Mapping[str, float]) -> list[Finding]:
         """The findings that open at this step."""
         self.history.add(step, metrics)
-        return [
-            found
-            for name in self._states
-            if (found := self._look(STEP_RULES[name], self._states[name]))
-        ]
+        opened = []
+        for name, cases in self._cases.items():
+            found = self._look(STEP_RULES[name], cases)
+            if found:
+                opened.append(found)
+        return opened
 
     def lacking(self) -> dict[str, str]:
         """The rules that saw no step, with what they need; or how they failed."""
-        unseen = [STEP_RULES[name] for name, state in self._states.items() if not state.has_looked]
-        return {
-            rule.name: f"needs {rule.enough} steps with {', '.join(rule.needs)}" for rule in unseen
-        } | self.failed
+        found = {}
+        for name in self._cases:
+            rule = STEP_RULES[name]
+            if name in self._unseen:
+                found[name] = f"needs {rule.enough} steps with {', '.join(rule.needs)}"
+        return found | self.failed
 
     def findings(self) -> list[Finding]:
-        return [found for state in self._states.values() for found in state.found]
+        """Those that have opened."""
+        found = []
+        for name, cases in self._cases.items():
+            found += [case.finding for case in cases if case.hits >= STEP_RULES[name].opens]
+        return found
 
-    def _look(self, rule: StepRule, state: _State) -> Finding | None:
+    def _look(self, rule: StepRule, cases: list[_Case]) -> Finding | None:
         """The finding, if it opens."""
-        if (numbers := rule.numbers(self.history)) is None or rule.name in self.failed:
+        numbers = rule.numbers(self.history)
+        if numbers is None or rule.name in self.failed:
             return None
-        state.has_looked = True
+        self._unseen.discard(rule.name)
         try:
             with users_code(f"the doctor rule '{rule.name}' failed:"):
                 said = rule.check(self.history)
         except UserError as error:
             self.failed[rule.name] = str(error)
             return None
-        if not said:
-            self._clean(state)
-            return None
-        state.clean = 0
-        state.hits = state.hits + 1
-        step = self.history.step
-        state.pending = state.pending or self._finding(rule, said, numbers)
-        if state.open is not None:
-            state.found[state.open] = state.found[state.open]._replace(last=step)
-        elif state.hits >= rule.opens:
-            state.open = len(state.found)
-            state.found.append(state.pending._replace(last=step))
-            return state.found[-1]
+        case = cases[-1] if cases and not cases[-1].finding.is_over else None
+        if said:
+            if case is None:
+                case = _Case(self._finding(rule, said, numbers))
+                cases.append(case)
+            case.hits += 1
+            case.clean = 0
+            case.finding = case.finding._replace(last=self.history.step)
+            return case.finding if case.hits == rule.opens else None
+        if case is not None:
+            case.clean += 1
+            is_over = case.clean >= CLEAN_STEPS
+            case.finding = case.finding._replace(is_over=is_over)
         return None
-
-    def _clean(self, state: _State) -> None:
-        state.clean += 1
-        if state.clean >= CLEAN_STEPS:
-            if state.open is not None:
-                state.found[state.open] = state.found[state.open]._replace(is_over=True)
-            state.hits = 0
-            state.pending = None
-            state.open = None
 
     def _finding(
         self, rule: StepRule, said: str | Finding, numbers: Mapping[str, float]
     ) -> Finding:
-        found = (
-            Finding("flat", said, rule.advice, action=rule.action)
-            if isinstance(said, str)
-            else said
-        )
+        found = said
+        if isinstance(found, str):
+            found = Finding("flat", found, rule.advice, action=rule.action)
         tone: Tone = "bad" if rule.level == "error" else "flat"
         first = self.history.step
         return found._replace(
@@ -181,11 +192,11 @@ _STALENESS = "async.max_staleness"
 def _never_updated(h: History) -> str | None:
     versions = h.last("async/version_end", 4)
     bound = h.setting(_STALENESS)
-    every = 1
-    if isinstance(frequency := h.setting("actor_rollout_ref.actor.model_update_frequency"), int):
-        every = frequency
-    late = h.step - 1 - versions[-1] - (bound if isinstance(bound, int) else 0) - every
-    if late < 1 or len(set(versions)) > 1 or not min(h.last("actor/grad_norm", 3)) > 0:
+    every = h.setting("actor_rollout_ref.actor.model_update_frequency")
+    allowed = bound if isinstance(bound, int) else 0
+    allowed += every if isinstance(every, int) else 1
+    is_late = h.step - 1 - versions[-1] > allowed
+    if not is_late or len(set(versions)) > 1 or not min(h.last("actor/grad_norm", 3)) > 0:
         return None
     return (
         f"Step {h.step} trained on tokens of version {versions[-1]:.0f} at most, although the "
@@ -240,8 +251,8 @@ def _numerics(h: History) -> str | None:
 )
 def _hacking(h: History) -> str | None:
     rewards = h.last(REWARD)
-    first = rewards[:NEW]
-    rise = statistics.fmean(rewards[-NEW:]) - statistics.fmean(first)
+    first = rewards[:_NEW]
+    rise = statistics.fmean(rewards[-_NEW:]) - statistics.fmean(first)
     accuracies = h.last("val_correct/all/mean", 30)
     if rise <= statistics.pstdev(first) or len(accuracies) < 6:
         return None
@@ -286,10 +297,14 @@ def _collapse(h: History) -> str | None:
     enough=RECENT,
 )
 def _longer(h: History) -> str | None:
-    name = "rollout/avg_response_length"
-    if h.drift(name) <= DRIFT or h.drift(REWARD) >= 2:
+    lengths = h.last("rollout/avg_response_length")
+    rewards = h.last(REWARD)
+    before = statistics.fmean(lengths[:-_NEW])
+    rise = statistics.fmean(rewards[-_NEW:]) - statistics.fmean(rewards[:-_NEW])
+    is_longer = statistics.fmean(lengths[-_NEW:]) > _MUCH_LONGER * before
+    if not is_longer or rise > statistics.pstdev(rewards[:-_NEW]):
         return None
-    return f"Responses grew to {h.now(name):.0f} tokens, while the reward did not."
+    return f"Responses grew from {before:.0f} to {lengths[-1]:.0f} tokens, the reward did not."
 
 
 @register_doctor_rule(
@@ -303,7 +318,7 @@ def _longer(h: History) -> str | None:
     opens=1,
 )
 def _spike(h: History) -> str | None:
-    for name in (name for name in h.metrics if name.endswith("/grad_norm")):
+    for name in fnmatch.filter(h.metrics, "*/grad_norm"):
         *before, now = h.last(name, 51)
         middle = statistics.median(before)
         spread = 1.4826 * statistics.median(abs(value - middle) for value in before)

@@ -15,7 +15,6 @@ from distflow.observe.findings.finding import (
     Finding,
     Steps,
     known_values,
-    readable_s,
 )
 from distflow.observe.run_reader import Event, MetricsRecord, comparable_validations
 
@@ -23,7 +22,6 @@ _MAX_GROUPS = 200
 _FEW_VALUES = 4
 _SMALL_CHANGE = 0.02
 """Of an accuracy on an unknown number of problems."""
-_SMALL_SHARE = 0.01  # of the time: phases below it are left out
 PROBLEM_KINDS = ("error", "warning", "finding")
 
 
@@ -247,27 +245,6 @@ def describe_checks(events: Sequence[Event]) -> Finding:
         shown = "; ".join(f"{name} ({reason})" for name, reason in unchecked.items())
         text += f" Not checked, or not in every step: {shown}."
     return Finding("flat" if unchecked else "good", text)
-
-
-def time_sentence(steps: Steps) -> str:
-    """The number of steps, their time, and the share of each phase that is not small."""
-    total = sum(values.get("timing_s/step", 0.0) for values in steps.values())
-    phases: dict[str, float] = {}
-    for values in steps.values():
-        for name, seconds in values.items():
-            phase = name.removeprefix("timing_s/")
-            if phase not in (name, "step") and math.isfinite(seconds):
-                phases[phase] = phases.get(phase, 0.0) + seconds
-    if not total or not phases or not math.isfinite(total):
-        return ""
-    phrases = []
-    for phase, seconds in sorted(phases.items(), key=lambda item: -item[1]):
-        share = seconds / total
-        if share >= _SMALL_SHARE:
-            phrases.append(f"{phase} {share:.0%}")
-    num_steps = sum("timing_s/step" in values for values in steps.values())
-    took = f"{num_steps:,} steps took" if num_steps > 1 else "One step took"
-    return f"{took} {readable_s(total)}: {', '.join(phrases)}."
 
 
 def group_events(events: Sequence[Event]) -> list[EventGroup]:

@@ -202,7 +202,7 @@ function showComparison() {
       ...plainTable(`${plural(changed.length, "key")} of the config differ${changed.length === 1 ? "s" : ""}`, changed),
       facts([["same", found.same.join(", ") || "nothing known"], ["different", found.different.join(", ") || "nothing known"],
         [`findings only in ${a}`, found.findings.only_a.join(", ") || "none"], [`findings only in ${b}`, found.findings.only_b.join(", ") || "none"]]),
-      el("h3", {}, "Means of the last common steps, with 95 % intervals by block bootstrap; other seeds may differ by more"),
+      el("h3", {}, "Means of the last common steps, with 95 % intervals; other seeds may differ by more"),
       table("Metrics", [["metric", (row) => row.metric], [a, (row) => row.a], [b, (row) => row.b], ["difference", (row) => signed(row.difference)], ["%", percent],
         ["interval", (row) => row.low === null ? "" : `${signed(row.low)} to ${signed(row.high)}`], ["can one tell?", (row) => words[row.differs]]], found.metrics));
     Object.assign(data, found.curves);
