@@ -76,8 +76,8 @@ class Away:
     def arm(self, rank: int) -> None:
         fault_injection.arm(rank)
 
-    def receive(self, *bucket: Any) -> str | None:
-        return self._incoming.receive(*bucket)
+    def receive(self, *bucket: Any) -> None:
+        self._incoming.receive(*bucket)
 
     def load(self, *version: Any) -> WeightReceipt:
         return self._incoming.load(*version)
@@ -132,12 +132,10 @@ def fleet_of(workers: Mapping[int, Any], carry: Carry = put_in_store) -> RayWeig
     return weights_to(rollout_workers_of(workers), carry)
 
 
-def carrier(
-    name: str, run_dir: Path, timeout_s: float = 60, note: Callable[[str], None] = pytest.fail
-) -> Carry:
+def carrier(name: str, run_dir: Path, timeout_s: float = 60) -> Carry:
     if name == "collective":
         on_loopback()
-        return Pairs(run_dir, "cpu", timeout_s, note)
+        return Pairs(run_dir, "cpu", timeout_s)
     return put_in_store if name == "store" else partial(write_bucket, run_dir)
 
 

@@ -44,7 +44,7 @@ def test_tensors_of_any_dtype_and_shape_arrive(
         ("yes", torch.tensor([True, False, True])),
     ]
     packed = pack(bucket, device)
-    pairs = Pairs(tmp_path, device, ENDS_WITHIN_S, pytest.fail)
+    pairs = Pairs(tmp_path, device, ENDS_WITHIN_S)
     sent = pairs(Version(0, 1), 0, packed, [3])[3]
     away = multiprocessing.get_context("spawn")
     hashes = away.Queue()

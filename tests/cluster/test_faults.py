@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 
 from distflow import cli
+from distflow.cluster import remote_calls
 from distflow.cluster.ray_launcher import launch_ray
 from distflow.cluster.remote_calls import WorkerDied
 from distflow.runtime.fault_injection import Fault
@@ -70,12 +71,13 @@ def struck(folder: Path, strike: Callable[[], None]) -> Iterator[list[float]]:
 
 @pytest.mark.slow
 def test_a_worker_that_is_stopped_is_named_within_the_deadline_and_others_leave_their_stacks(
-    ground: Playground, plan: Callable[..., None]
+    ground: Playground, plan: Callable[..., None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It stops itself: which process a rank has is Ray's choice."""
+    monkeypatch.setattr(remote_calls, "REPLIES_WITHIN_S", 10.0)
     plan(Fault("train.backward", rank=1, call=3, action="SIGSTOP"))
     _, spec = ground.spec("grpo", *ENDLESS)
-    with pytest.raises(WorkerDied, match="worker 1 has not responded for 5 s"):
+    with pytest.raises(WorkerDied, match="worker 1 has not responded for 10 s"):
         launch_ray(spec)
     assert "training_loop" in (ground.folder / "run" / "stacks.txt").read_text()
     wait_until(lambda: not workers(), "no process is left, a stopped one neither")

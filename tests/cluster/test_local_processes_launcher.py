@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from distflow.cluster import remote_calls
 from distflow.cluster.local_processes_launcher import launch_processes
 from distflow.cluster.remote_calls import WorkerDied
 from distflow.errors import UserError
@@ -165,10 +166,11 @@ def test_a_signal_to_the_command_ends_all_and_the_first_saves(
 @pytest.mark.faults
 @pytest.mark.by_hand
 def test_a_process_that_is_stopped_is_named_within_the_deadline(
-    ground: Playground, plan: Callable[..., None]
+    ground: Playground, plan: Callable[..., None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(remote_calls, "REPLIES_WITHIN_S", 10.0)
     plan(Fault("train.backward", rank=1, call=2, action="SIGSTOP"))
-    with pytest.raises(WorkerDied, match="worker 1 has not responded for 5 s"):
+    with pytest.raises(WorkerDied, match="worker 1 has not responded for 10 s"):
         run(ground, TWO, name="stopped")
     assert "training_loop" in (ground.folder / "stopped" / "stacks.txt").read_text()
     assert not workers(os.getpid())

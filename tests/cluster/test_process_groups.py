@@ -35,4 +35,4 @@ def test_gloo_is_beside_nccl_where_the_plan_says_so() -> None:
 def test_ranks_without_a_model_have_shares_of_their_own() -> None:
     rollout = Layout("rollout", "embedded", (0, 1), Sizes(tensor=2))
     found = dp_group_layout(Plan("sft", (), (), (rollout,)), (0, 1))
-    assert [found.place(rank)["data"] for rank in (0, 1)] == [0, 1]
+    assert [found.data_place(rank) for rank in (0, 1)] == [0, 1]

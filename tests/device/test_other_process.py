@@ -90,7 +90,7 @@ def test_an_engine_on_the_device_of_another_process_gets_them_bit_for_bit(tmp_pa
             send(
                 model,
                 Version(0, 2),
-                Pairs(tmp_path, "rehearsal", DEADLINE_S, pytest.fail),
+                Pairs(tmp_path, "rehearsal", DEADLINE_S),
                 worker,
                 "rehearsal",
             )

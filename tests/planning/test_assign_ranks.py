@@ -18,7 +18,6 @@ from distflow.planning.assign_ranks import plan_ray, share_devices
 from distflow.planning.independent_parts import pipeline_parts
 from distflow.planning.layouts import Layout, Sizes
 from distflow.planning.plan import Plan
-from tests.planning.test_layouts import group_of
 from tests.planning.valid_plan import check_plan
 
 ROLLOUT = "actor_rollout_ref.rollout"
@@ -143,11 +142,6 @@ def test_rollout_and_training_on_devices_of_their_own() -> None:
         ("process_group_1", (0, 1)),
         ("process_group_2", (2, 3)),
     ]
-    group = group_of(plan, "ref", "data", 3)
-    assert group is not None and group.ranks == (2, 3)
-    assert (
-        group_of(plan, "actor", "tensor", 3) is None and group_of(plan, "actor", "data", 0) is None
-    )
     assert plan.layout("critic") is None
 
 
@@ -199,7 +193,7 @@ def test_independent_parts_have_devices_of_their_own() -> None:
     actor = (("load",), ("learn",))
     assert nodes_of(plan) == [critic, critic, actor]
     assert plan.layout("critic").sizes == Sizes(data=2) and plan.layout("actor").ranks == (2,)
-    assert group_of(plan, "critic", "data", 0) is not None
+    assert [group.ranks for group in plan.groups] == [(0, 1)]
 
 
 def test_a_join_before_a_fork_is_whole_in_each_part() -> None:

@@ -5,7 +5,7 @@ from typing import Any
 
 from distflow.config.keys.reward import RewardPart
 from distflow.rewards.pool.domain_pools import Patience, Pools, RewardSettings
-from distflow.rewards.pool.pool import Pool
+from distflow.rewards.pool.pool import RewardPool
 from distflow.rewards.router import RewardRouter
 
 PATIENCE = ("timeout_s", "num_workers", "retries", "backoff_s", "give_up_after")
@@ -21,7 +21,7 @@ def make_router(functions: Mapping[str, Sequence[tuple]], **arguments: Any) -> R
     return RewardRouter(RewardSettings(parts, patience, **settings), **arguments)
 
 
-def pids_of(pools: Pool | Pools) -> list[int]:
+def pids_of(pools: RewardPool | Pools) -> list[int]:
     """Of the processes that run now."""
     found = pools._pools.values() if isinstance(pools, Pools) else [pools]
     return sorted(process.pid for pool in found for process in getattr(pool, "_living", ()))

@@ -115,7 +115,7 @@ def main(rank: int, folder: Path) -> None:
             mesh = groups.mesh(layout.ranks, layout, rank, "cpu")
             group = TorchCollective(groups.of(layout.line("data", rank)))
             engine = make_engine(case, folder, Sharding(mesh), group)
-            metrics = train(case, engine, SHARES[layout.sizes.data][layout.place(rank)["data"]])
+            metrics = train(case, engine, SHARES[layout.sizes.data][layout.data_place(rank)])
             check_places(engine)
             name = f"{case}-{layout.role}-{rank}"
             (folder / f"{name}.json").write_text(json.dumps(metrics))

@@ -13,7 +13,7 @@ is taken for a stalled one.
 
 import os
 import secrets
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from concurrent.futures import Future
 from dataclasses import dataclass
 from datetime import timedelta
@@ -114,61 +114,37 @@ class InPair:
         return tensor
 
 
-@dataclass(frozen=True)
-class _Sending:
-    """A bucket being sent to a worker. group: the trainer's side of the pair."""
-
-    bucket: tuple[Version, int]
-    pair: Pair
-    group: "Future[_Group]"
-    done: "Future[None]"
-
-
 class Pairs:
-    """The trainer's side: a `Carry`. A pair serves one sync, and is recreated for a rejected
-    bucket, so that a replacement of a dead worker, or one behind a broken connection, is like any
-    other."""
+    """The trainer's side: a `Carry`. A pair serves one sync, so that a replacement of a dead worker
+    is like any other."""
 
-    def __init__(
-        self, run_dir: Path, device: str, timeout_s: float | None, note: Callable[[str], None]
-    ) -> None:
-        """device: see `Pair`; buckets are packed there. timeout_s: time for a worker to reply.
-        note: called with the reason if a bucket was not sent."""
+    def __init__(self, run_dir: Path, device: str, timeout_s: float | None) -> None:
+        """device: see `Pair`; buckets are packed there. timeout_s: time for a worker to reply."""
         self._run_dir = run_dir
         self._device = device
-        self._note = note
         self._timeout = _FOREVER if timeout_s is None else timedelta(seconds=timeout_s / 2)
-        self._sending: dict[int, _Sending] = {}
+        self._pairs: dict[int, tuple[Pair, Future[_Group]]] = {}
+        """By the worker's rank, with the trainer's side of each."""
 
     def __call__(
         self, version: Version, number: int, packed: Packed, to: Collection[int]
     ) -> dict[int, InPair]:
-        """Returns at once: the bytes are sent while the workers receive them."""
+        """Returns at once: the bytes are sent while the workers receive them. A worker whose bytes
+        cannot be sent notices it, and says so."""
+        if number == 0:
+            self._pairs = {rank: self._open() for rank in to}
         tensors = tuple((name, dtype, shape) for name, dtype, shape, _ in packed)
+        sent = {}
         for rank in to:
-            self._sending[rank] = self._send((version, number), packed, rank)
-        return {rank: InPair(self._sending[rank].pair, tensors) for rank in to}
+            pair, group = self._pairs[rank]
+            on_a_thread(partial(_send, group, packed, pair))
+            sent[rank] = InPair(pair, tensors)
+        return sent
 
-    def _send(self, bucket: tuple[Version, int], packed: Packed, rank: int) -> _Sending:
-        before = self._sending.get(rank)
-        if (
-            before is not None
-            and before.bucket == bucket
-            and before.done.done()
-            and (err := before.done.exception())
-        ):
-            self._note(
-                f"the trainer had not sent bucket {bucket[1]} to worker {rank} before: "
-                f"{_first_line(err)}"
-            )
-        if before is not None and bucket[1] > 0 and before.bucket != bucket:
-            pair = before.pair
-            group = before.group
-        else:
-            meeting = self._run_dir / f".meeting-{secrets.token_hex(4)}"
-            pair = Pair(meeting, self._device, self._timeout)
-            group = on_a_thread(partial(pair.join, TRAINER))
-        return _Sending(bucket, pair, group, on_a_thread(partial(_send, group, packed, pair)))
+    def _open(self) -> "tuple[Pair, Future[_Group]]":
+        meeting = self._run_dir / f".meeting-{secrets.token_hex(4)}"
+        pair = Pair(meeting, self._device, self._timeout)
+        return pair, on_a_thread(partial(pair.join, TRAINER))
 
 
 def _send(group: "Future[_Group]", packed: Packed, pair: Pair) -> None:

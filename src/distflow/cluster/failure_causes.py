@@ -164,6 +164,6 @@ def with_resume_hint(spec: Spec) -> Iterator[None]:
     try:
         yield
     except WorkerDied as died:
-        process = failed_process(or_stopped=True)
+        process = failed_process()
         message = f"{process}, and the workers with it: {_CAUSES}" if process else str(died)
         raise type(died)(f"{message} {resume_hint(spec)}") from died

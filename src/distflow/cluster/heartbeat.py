@@ -1,20 +1,14 @@
 """Whether the processes of a run respond, and which of them hang."""
 
-import os
 import time
 from collections.abc import Mapping
 from concurrent.futures import Future, wait
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from distflow.cluster import remote_calls
 from distflow.cluster.remote_calls import WorkerHangs, future_of, name_of
-from distflow.processes.descendants import stat_fields
 
-STOPPED_S = 5.0
-"""How long a process may be stopped by a signal. One that replies late because it is busy is not
-stopped."""
 _AWAY_S = 5.0
 
 
@@ -48,21 +42,6 @@ def _stacks_in(which: str, stacks: Path) -> str:
     return f"{which} in {stacks}." if stacks.exists() else "No worker could write its stacks."
 
 
-def process_here() -> tuple[str, int]:
-    """This process: the kernel's name of its machine (or container), and its pid there."""
-    return Path("/proc/sys/kernel/random/boot_id").read_text() + os.readlink(
-        "/proc/self/ns/pid"
-    ), os.getpid()
-
-
-def state_of(pid: int) -> str:
-    """The kernel's letter for the state of a process: T if SIGSTOP or Ctrl-Z has stopped it, t if a
-    debugger has; empty if it has ended, or this is not Linux."""
-    with suppress(OSError):
-        return stat_fields(pid)[0].decode()
-    return ""
-
-
 class Heartbeat:
     """Repeatedly asks processes whether they respond, on a thread of theirs that does nothing
     else."""
@@ -71,8 +50,7 @@ class Heartbeat:
         """actors: by rank."""
         self._actors: dict[int, Any] = {}
         self._asked: dict[int, tuple[Future[Any], float]] = {}
-        self._heard = dict[int, tuple[str, int] | None]()
-        self._stopped = dict[int, float]()
+        self._heard = set[int]()
         self._looked = time.monotonic()
         for rank, actor in actors.items():
             self.follow(rank, actor)
@@ -86,8 +64,8 @@ class Heartbeat:
         self._asked.pop(rank, None)
 
     def silent(self) -> int | None:
-        """The rank of a process that has not responded for too long (`_limit_s`), or is stopped;
-        None if all are well."""
+        """The rank of a process that has not responded for too long (`_limit_s`); None if all are
+        well."""
         now = time.monotonic()
         before = self._looked
         self._looked = now
@@ -97,16 +75,11 @@ class Heartbeat:
             }
         for rank, (asked, since) in list(self._asked.items()):
             if asked.done():
-                self._heard[rank] = asked.result() if asked.exception() is None else None
+                self._heard.add(rank)
                 self.follow(rank, self._actors[rank])
             elif now - since > self._limit_s(rank):
                 return rank
         return None
-
-    def pid(self, rank: int) -> int | None:
-        """The pid of a process, once it has responded."""
-        heard = self._heard.get(rank)
-        return None if heard is None else heard[1]
 
     def describe_silence(self, silent: int, stacks: Path) -> str:
         """The message about an unresponsive process, after responding workers have written their
@@ -114,24 +87,14 @@ class Heartbeat:
         workers = [actor for rank, actor in self._actors.items() if rank >= 0 and rank != silent]
         written = [future_of(worker.write_stacks.remote(stacks)) for worker in workers]
         wait(written, remote_calls.ENDS_WITHIN_S)
-        why = (
-            "is stopped, hangs in native code"
-            if silent in self._heard
-            else "has not started, is stopped"
-        )
         return (
-            f"{name_of(silent)} has not responded for {self._limit_s(silent):g} s: its process "
-            f"{why}, or its machine "
-            f"is gone or overloaded. {_stacks_in('The stacks of the others are', stacks)}"
+            f"{name_of(silent)} has not responded for {self._limit_s(silent):g} s: its process has "
+            "not started, is stopped or hangs in native code, or its machine is gone or "
+            f"overloaded. {_stacks_in('The stacks of the others are', stacks)}"
         )
 
     def _limit_s(self, rank: int) -> float:
         """How long it may take to reply. At first it still starts and imports."""
-        machine, pid = self._heard.get(rank) or ("", 0)
-        if machine != process_here()[0] or state_of(pid) != "T":
-            self._stopped.pop(rank, None)
-        elif time.monotonic() - self._stopped.setdefault(rank, time.monotonic()) >= STOPPED_S:
-            return STOPPED_S
-        if rank not in self._heard:
-            return remote_calls.STARTS_WITHIN_S
-        return remote_calls.REPLIES_WITHIN_S
+        if rank in self._heard:
+            return remote_calls.REPLIES_WITHIN_S
+        return remote_calls.STARTS_WITHIN_S

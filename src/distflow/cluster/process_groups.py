@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from distflow.models.sharding import DATA, REPLICA, SHARD, TENSOR
 from distflow.observe.writing.timing import COLLECTIVE, RANKS, Waits
-from distflow.planning.layouts import Axis, Layout, Part
+from distflow.planning.layouts import Axis, Layout
 from distflow.planning.plan import Plan
 from distflow.runtime.dp_groups import dp_group_layout
 from distflow.runtime.spec import Spec
@@ -56,14 +56,13 @@ class ProcessGroups:
         self._plan = plan
         self._timeout = timeout
         self._training_ranks = [rank for dp_group in dp_groups for rank in dp_group]
-        of_plan = [
-            group.ranks for group in plan.groups if set(group.ranks) <= set(self._training_ranks)
-        ]
-        self._groups = {
-            ranks: dist.new_group(self._places(ranks), timeout)
-            for ranks in dict.fromkeys([*of_plan, *dp_groups])
-            if len(ranks) > 1
-        }
+        names = {group.ranks: group.name for group in plan.groups}
+        self._groups = {}
+        for ranks in dict.fromkeys([*names, *dp_groups]):
+            if len(ranks) > 1 and set(ranks) <= set(self._training_ranks):
+                places = self._places(ranks)
+                group = dist.new_group(places, timeout, group_desc=names.get(ranks))
+                self._groups[ranks] = group
 
     def of(self, ranks: tuple[int, ...]) -> dist.ProcessGroup:
         """The group of these ranks: this one, with or without others."""
@@ -79,7 +78,7 @@ class ProcessGroups:
         (two with replicas), and the tensor parallel one if layers are divided."""
         data = layout.sizes.data
         tensor = layout.sizes.tensor
-        dimensions: dict[str, tuple[Axis | Part, int]] = {DATA: ("data", data)}
+        dimensions: dict[str, tuple[Axis, int]] = {DATA: ("data", data)}
         if layout.shard is not None:
             dimensions = {
                 REPLICA: ("replica", data // layout.shard),

@@ -5,6 +5,7 @@ import logging
 import os
 import socket
 import threading
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -17,7 +18,6 @@ from ray.exceptions import GetTimeoutError
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy as Bundle
 
-from distflow.cluster.heartbeat import state_of
 from distflow.cluster.remote_calls import ENDS_WITHIN_S
 from distflow.errors import RayNotStarted, UserError, count_of
 from distflow.launch.threads import check_cores, usable_cores
@@ -38,7 +38,6 @@ _TOKEN_ADVICE = (
 )
 _SHARE_OF_STORE = 0.5
 _MB = 10**6
-_STOPPED = ("T", "t")
 _NEEDED = ("raylet", "gcs_server")
 """Ray's names for its processes that a run needs."""
 SHARED_BUNDLES = "DISTFLOW_SHARED_BUNDLES"
@@ -47,10 +46,10 @@ node."""
 
 
 @contextmanager
-def connect_ray(plan: Plan, say: Callable[[str], None], more_cpus: int = 0) -> Iterator[bool]:
+def connect_ray(plan: Plan, say: Callable[[str], None]) -> Iterator[bool]:
     """Connect this process to the Ray that RAY_ADDRESS names or that it is already connected to,
     else to its own one on loopback, which ends with the block and everything that runs there.
-    Yields whether it is its own. more_cpus: for its own, besides those of the workers."""
+    Yields whether it is its own."""
     if ray.is_initialized():
         yield False
         return
@@ -62,7 +61,7 @@ def connect_ray(plan: Plan, say: Callable[[str], None], more_cpus: int = 0) -> I
     say(f"starting Ray for {count_of(len(plan.ranks), 'worker')} on this machine")
     with ExitStack() as stack:
         with lasting(say, "starting Ray"):
-            stack.enter_context(start_ray(len(plan.ranks) + more_cpus))
+            stack.enter_context(start_ray(len(plan.ranks)))
         yield True
 
 
@@ -109,18 +108,13 @@ def start_ray(num_cpus: int) -> Iterator[None]:
         _end_own()
 
 
-def failed_process(or_stopped: bool = False) -> str | None:
+def failed_process() -> str | None:
     """Names a dead process of the Ray that this process started; None if all live or it started no
-    Ray. or_stopped: also names a stopped process, which may have caused a worker's death."""
-    own = {kind: process for name in _NEEDED for kind, process in _own_processes() if kind == name}
-    failed = [(kind, "has died") for kind, process in own.items() if process.poll() is not None]
-    if or_stopped:
-        failed += [
-            (kind, "is stopped")
-            for kind, process in own.items()
-            if state_of(process.pid) in _STOPPED
-        ]
-    return next((f"Ray's {kind} (pid {own[kind].pid}) {how}" for kind, how in failed), None)
+    Ray."""
+    for kind, process in _own_processes():
+        if kind in _NEEDED and process.poll() is not None:
+            return f"Ray's {kind} (pid {process.pid}) has died"
+    return None
 
 
 def _own_processes() -> list[tuple[str, "Popen[Any]"]]:
@@ -141,8 +135,6 @@ def _end_own() -> None:
             node.kill_all_processes(check_alive=False, allow_graceful=False, wait=False)
         kill_those(below)
 
-    if any(state_of(process.pid) in _STOPPED for process in processes):
-        kill()
     late = threading.Timer(ENDS_WITHIN_S, kill)
     late.start()
     ray.shutdown()
@@ -254,21 +246,11 @@ def _needs(ranks: Sequence[RankPlan], each: WorkerNeeds) -> dict[str, float]:
 
 def _fits(wanted: Sequence[Mapping[str, float]]) -> bool:
     """Whether the machines have this much in total, in use or not."""
-    nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
-    free = list(nodes)
-    for need in wanted:
-        found = next(
-            (
-                node
-                for node in free
-                if all(node.get(name, 0) >= count for name, count in need.items())
-            ),
-            None,
-        )
-        if found is None:
-            return False
-        free.remove(found)
-    return True
+    have = ray.cluster_resources()
+    needed = Counter[str]()
+    for each in wanted:
+        needed.update(each)
+    return all(have.get(name, 0) >= count for name, count in needed.items())
 
 
 def _counted(resources: Mapping[str, float]) -> str:

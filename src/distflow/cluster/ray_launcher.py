@@ -79,10 +79,9 @@ def _bundles(spec: Spec, start: Start, say: Callable[[str], None]) -> "Iterator[
     from distflow.cluster.ray_cluster import bundles_of, connect_ray
 
     start.set_aside(spec, say)
-    needs = spec.needs
     with (
-        connect_ray(spec.plan, say, needs.num_reward_actors * needs.reward_cpus) as ends,
-        bundles_of(spec.plan, needs, say, ends) as bundles,
+        connect_ray(spec.plan, say) as ends,
+        bundles_of(spec.plan, spec.needs, say, ends) as bundles,
         reported(spec.run_dir, say),
     ):
         yield bundles
@@ -123,10 +122,9 @@ def launch_several_ray(runs: Sequence[PlannedRun], options: SeveralOptions) -> E
             tuple(rank for run in runs for rank in run.plan.ranks),
             (),
         )
-        num_cpus = sum(run.needs.num_reward_actors * run.needs.reward_cpus for run in runs)
         say = options.say
         with (
-            connect_ray(plan, say, num_cpus) as ends,
+            connect_ray(plan, say) as ends,
             reserve(plan, runs[0].needs, say, ends) as bundles,
         ):
             joins = {

@@ -12,8 +12,7 @@ STARVED_S = 10.0
 """How long a busy machine may take to report a death, or that others are late too."""
 COORDINATOR = -1
 EXCHANGE = -2
-FIRST_REWARD_ACTOR = -3
-"""Numbers in place of a rank; further reward actors have lower numbers."""
+"""Numbers in place of a rank."""
 
 
 class WorkerDied(RuntimeError):
@@ -38,11 +37,8 @@ class WorkerFailed(RuntimeError):
 
 def name_of(number: int) -> str:
     """The process's name in messages. number: a rank, or a number in place of one."""
-    if number <= FIRST_REWARD_ACTOR:
-        return f"actor {FIRST_REWARD_ACTOR - number} of the reward actors"
-    return {COORDINATOR: "the coordinator", EXCHANGE: "the exchange"}.get(
-        number, f"worker {number}"
-    )
+    services = {COORDINATOR: "the coordinator", EXCHANGE: "the exchange"}
+    return services.get(number, f"worker {number}")
 
 
 def future_of(ref: Any) -> "Future[Any]":

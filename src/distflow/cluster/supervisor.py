@@ -27,7 +27,6 @@ from distflow.cluster.ray_cluster import (
 from distflow.cluster.remote_calls import WorkerDied
 from distflow.cluster.reports_to_driver import DriverOutput, shown
 from distflow.cluster.reshard_through_object_store import ReshardActor
-from distflow.cluster.reward_actors import start_reward_actors
 from distflow.cluster.worker_actor import BuildReport, WorkerActor, check_reports
 from distflow.cluster.worker_replacements import Replacements
 from distflow.errors import UserError, count_of
@@ -72,7 +71,6 @@ class RayRun(AbstractContextManager["RayRun"]):
         self._own_loop = own_loop
         places = places_of(spec)
         spec = replace(spec, data=replace(spec.data, max_held_bytes=bound_of(spec)))
-        self._reward_actors = start_reward_actors(spec)  # first: there may be no room for them
         self._meeting = new_meeting(spec.run_dir)
         coordinator: Any = ray.remote(CoordinatorActor)  # Ray's handles have no types
         calls = _NUM_CALLS * len(places) + _NUM_CALLS
@@ -94,13 +92,7 @@ class RayRun(AbstractContextManager["RayRun"]):
         self._others = Replacements(
             others, self._start_worker, self.coordinator, self._workers[self._leader]
         )
-        numbered = {
-            remote_calls.FIRST_REWARD_ACTOR - number: actor
-            for number, actor in enumerate(self._reward_actors)
-        }
-        self._heartbeat = Heartbeat(
-            {**dict(enumerate(self._workers)), **self._services, **numbered}
-        )
+        self._heartbeat = Heartbeat({**dict(enumerate(self._workers)), **self._services})
         self.finished = False
         self._steps = 0
         self.stop = StopRequest(lambda name: None)
@@ -108,7 +100,7 @@ class RayRun(AbstractContextManager["RayRun"]):
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         """End all processes of the run, and wait until none writes to its folder."""
         starting = [starting.worker for starting in self._others.starting.values()]
-        for actor in [*starting, *self._workers, *self._services.values(), *self._reward_actors]:
+        for actor in [*starting, *self._workers, *self._services.values()]:
             remote_calls.kill(actor)
         with suppress(OSError, RunFolderError):  # the next start tries again
             wait_for_joined(self._spec.run_dir)
@@ -286,7 +278,6 @@ class RayRun(AbstractContextManager["RayRun"]):
                 self.coordinator,
                 self._meeting,
                 self._exchange,
-                self._reward_actors,
             )
         )
 
@@ -323,14 +314,6 @@ class RayRun(AbstractContextManager["RayRun"]):
         if silent is None:
             return
         message = self._heartbeat.describe_silence(silent, self._spec.run_dir / STACKS)
-        if silent <= remote_calls.FIRST_REWARD_ACTOR:
-            reward_actor = self._reward_actors[remote_calls.FIRST_REWARD_ACTOR - silent]
-            self._workers[self._leader].note.remote(
-                "warning", f"{message} It is killed and restarted"
-            )
-            ray.kill(reward_actor, no_restart=False)
-            self._heartbeat.follow(silent, reward_actor)
-            return
         if silent not in self._others.places:
             raise WorkerDied(message)
         self._workers[self._leader].note.remote("warning", f"{message} It is killed")
@@ -396,11 +379,7 @@ def supervise(
                 steps = run.watch(run.build(options.say), options)
             break
         except WorkerDied as died:
-            if (
-                number > spec.config.trainer.max_restarts
-                or run.stop.wanted
-                or failed_process(or_stopped=True)
-            ):
+            if number > spec.config.trainer.max_restarts or run.stop.wanted or failed_process():
                 raise
             start = start_again(spec, start, bundles.values(), number, died, options.say)
             if done := done_before(spec, start, options.say):

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from distflow.cluster.remote_calls import kill, reply
-from distflow.errors import TrustError, UserError
+from distflow.errors import UserError
 from distflow.observe.writing.timing import Waits
 from distflow.runtime.rollout_loop.loop_thread import on_a_thread
 from distflow.runtime.step_metrics import ValidationResults
@@ -24,6 +24,7 @@ from distflow.runtime.weight_sync.bucket_files import (
     Carry,
     Packed,
     SentBucket,
+    Spoiled,
     hash_of,
     pack,
     unpack,
@@ -33,9 +34,6 @@ from distflow.scheduling.group_states import Version
 
 if TYPE_CHECKING:
     import ray
-
-MAX_SENDS = 3
-"""How often a bucket is sent to a worker that rejects it."""
 
 
 class WeightReceivers:
@@ -93,8 +91,8 @@ class WeightReceivers:
         timeout_s: float | None,
     ) -> dict[int, Any]:
         """The replies of those that reply. One that does not within `timeout_s` is killed, since it
-        may be between two states. Raises what a worker raised. workers: those that were asked,
-        which may have been replaced since."""
+        may be between two states; so is one that received damaged weights. Raises what a worker
+        raised. workers: those that were asked, which may have been replaced since."""
         import ray
         from ray.exceptions import RayActorError
 
@@ -112,6 +110,10 @@ class WeightReceivers:
                     self._remove(
                         rank, workers[rank], f"worker {rank} died before it had replied for {what}"
                     )
+                except Spoiled as err:
+                    kill(workers[rank])
+                    why = f"worker {rank} rejected {what}, and is killed: {err}"
+                    self._remove(rank, workers[rank], why)
             if not done:
                 break
         for rank in waiting.values():
@@ -183,30 +185,13 @@ def put_in_store(
     )
 
 
-@dataclass
-class _InFlight:
-    """A bucket that workers are receiving. sent, asked: what each one reads, and its pending reply,
-    by rank."""
-
-    number: int
-    packed: Packed
-    hash: str
-    sent: Mapping[int, SentBucket]
-    asked: dict[int, Any]
-
-    def drop(self) -> None:
-        for each in self.sent.values():
-            each.drop()
-
-
 class RayWeights:
     """The `WeightPort` of the trainer that sends weights to engines of other processes, and to its
     own if it has one.
 
-    A bucket is freed when all of them have copied it, before the next is sent. A worker that
-    receives different bytes than were sent rejects it, and gets it again, at most twice. A worker
-    that dies meanwhile, or is late, is skipped from then on: its replacement has nothing of the
-    version. Only the training thread uses it.
+    A bucket is freed when all of them have copied it, before the next is sent. A worker that dies
+    meanwhile, is late, or receives other bytes than were sent, is skipped from then on: its
+    replacement has nothing of the version. Only the training thread uses it.
     """
 
     def __init__(
@@ -228,27 +213,27 @@ class RayWeights:
         self._waits = waits
         self._device = device
         self._version: Version | None = None
-        self._receiving: dict[int, Any] = {}  # workers by rank
-        self._in_flight: _InFlight | None = None
+        self._receiving: dict[int, Any] = {}
+        """The workers that get the version, by rank."""
         self._num_buckets = 0
+        self._sent: Mapping[int, SentBucket] = {}
+        """What each worker reads of the bucket on its way, by rank."""
+        self._asked: dict[int, Any] = {}
+        """Their pending replies."""
 
     def begin(self, version: Version) -> None:
         """Begin a version, which the other workers without it receive."""
         self._own.begin(version)
-        if self._in_flight is not None:  # of a sync that was aborted
-            self._in_flight.drop()
+        self._free_bucket()  # of a sync that was aborted
         self._version = version
         self._receiving = self._rollout_workers.without(version)
-        self._in_flight = None
         self._num_buckets = 0
 
     def put(self, bucket: Bucket) -> None:
         assert self._version is not None, "a version is begun before it is sent"
         self._finish_bucket(self._version)
         if self._receiving:
-            packed = pack(bucket, self._device)
-            self._send(self._version, self._num_buckets, packed, hash_of(packed), self._receiving)
-            self._num_buckets += 1
+            self._send(self._version, pack(bucket, self._device))
         self._own.put(bucket)
 
     def commit(self, hashes: Mapping[str, str]) -> None:
@@ -263,22 +248,21 @@ class RayWeights:
         self._own.renumber(version, hashes)
         self._load(self._rollout_workers.with_weights(), version, None, hashes)
 
-    def _send(
-        self, version: Version, number: int, packed: Packed, own_hash: str, to: Collection[int]
-    ) -> None:
-        sent = self._put_for_workers(version, number, packed, to)
-        asked = {
-            rank: self._receiving[rank].receive.remote(version, number, each, own_hash)
-            for rank, each in sent.items()
-        }
-        self._in_flight = _InFlight(number, packed, own_hash, sent, asked)
+    def _send(self, version: Version, packed: Packed) -> None:
+        number = self._num_buckets
+        own_hash = hash_of(packed)
+        self._sent = self._put_for_workers(version, number, packed)
+        for rank, sent in self._sent.items():
+            receive = self._receiving[rank].receive
+            self._asked[rank] = receive.remote(version, number, sent, own_hash)
+        self._num_buckets += 1
 
     def _put_for_workers(
-        self, version: Version, number: int, packed: Packed, to: Collection[int]
+        self, version: Version, number: int, packed: Packed
     ) -> Mapping[int, SentBucket]:
         """Put on a separate thread, since a write to a hanging file system never returns. Raises
         Stalled."""
-        putting = on_a_thread(partial(self._carry, version, number, packed, to))
+        putting = on_a_thread(partial(self._carry, version, number, packed, self._receiving))
         try:
             with self._waits("training", f"weights of step {version.step}", on="storage"):
                 return putting.result(self._timeout_s)
@@ -287,38 +271,26 @@ class RayWeights:
                 raise
             raise Stalled(
                 f"bucket {number} of the weights of step {version.step} could not be stored for "
-                "the workers within "
-                f"{self._timeout_s:g} s (actor_rollout_ref.rollout.timeout_s): Ray's object store, "
-                "or with "
-                "actor.weight_update_mode=disk the file system of the run's folder, hangs"
+                f"the workers within {self._timeout_s:g} s (actor_rollout_ref.rollout.timeout_s): "
+                "Ray's object store, or with actor.weight_update_mode=disk the file system of the "
+                "run's folder, hangs"
             ) from err
 
     def _finish_bucket(self, version: Version) -> None:
-        """Wait until every worker that still runs has the current bucket."""
-        num_sent = 1
-        while (bucket := self._in_flight) is not None:
-            replies = self._replies(self._receiving, bucket.asked, version)
-            gone = bucket.asked.keys() - replies.keys()
-            self._receiving = {
-                rank: worker for rank, worker in self._receiving.items() if rank not in gone
-            }
-            rejections = {rank: why for rank, why in replies.items() if why is not None}
-            self._in_flight = None
-            bucket.drop()
-            if not rejections:
-                break
-            reasons = "; ".join(f"worker {rank}: {why}" for rank, why in sorted(rejections.items()))
-            what = f"bucket {bucket.number} of the weights of step {version.step}"
-            if num_sent == MAX_SENDS:
-                raise TrustError(
-                    f"{what} was sent {MAX_SENDS} times, and was rejected each time ({reasons}). "
-                    "The memory, the disk "
-                    "or the network between this process and the worker corrupts or loses data: "
-                    "fix that first"
-                )
-            self._rollout_workers.note(f"{what} was rejected and is sent again ({reasons})")
-            self._send(version, bucket.number, bucket.packed, bucket.hash, rejections)
-            num_sent += 1
+        """Wait until every worker that still runs has the bucket on its way."""
+        if not self._asked:
+            return
+        has_it = self._replies(self._receiving, self._asked, version)
+        self._receiving = {
+            rank: worker for rank, worker in self._receiving.items() if rank in has_it
+        }
+        self._free_bucket()
+
+    def _free_bucket(self) -> None:
+        for sent in self._sent.values():
+            sent.drop()
+        self._sent = {}
+        self._asked = {}
 
     def _load(
         self,

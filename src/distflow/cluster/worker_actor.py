@@ -13,7 +13,6 @@ import torch
 
 from distflow import __version__
 from distflow.cluster.coordinator_actor import Progress
-from distflow.cluster.heartbeat import process_here
 from distflow.cluster.own_loop_worker import RankCalls, with_submissions
 from distflow.cluster.process_groups import Collectives
 from distflow.cluster.remote_calls import reply
@@ -23,7 +22,6 @@ from distflow.cluster.worker_connections import WorkerPorts
 from distflow.launch.build_worker import build_worker
 from distflow.launch.run_end import note_end
 from distflow.launch.run_start import Start, model_lines, note_resume, open_store, write_facts
-from distflow.rewards.pool.domain_pools import StartPool, take_pool
 from distflow.runtime import fault_injection
 from distflow.runtime.checkpoint.restore import check_same_facts, restore, set_generators
 from distflow.runtime.dp_groups import kept_share
@@ -79,11 +77,9 @@ class WorkerActor:
         coordinator: Any,
         meeting: Path,
         exchange: Any = None,
-        reward_actors: Sequence[Any] = (),
     ) -> None:
-        """coordinator, exchange, reward_actors: handles of the actors. There is no exchange if dp
-        groups send each other nothing, and there are no reward actors if reward functions run
-        beside the worker. meeting: a file through which training workers find each other."""
+        """coordinator, exchange: handles of the actors. There is no exchange if dp groups send each
+        other nothing. meeting: a file through which training workers find each other."""
         start.join(spec)
         place.home.enter()
         fault_injection.arm(place.rank)
@@ -92,7 +88,6 @@ class WorkerActor:
         self._place = place
         self._coordinator = coordinator
         self._meeting = meeting
-        self._reward_actors = reward_actors
         self._rollout_workers = WeightReceivers(partial(self.note, "warning"))
         self._ports = WorkerPorts(spec, place, coordinator, exchange)
         self._recorder: Future[Recorder] = Future()
@@ -108,14 +103,7 @@ class WorkerActor:
         own = self._spec.plan.ranks[self._place.rank]
         device = own_device(own.device)  # before meeting the others, which would wait
         self._among = among = Collectives.join(self._spec, self._place, self._meeting)
-        start_pool: StartPool = take_pool
-        if self._reward_actors:
-            from distflow.cluster.reward_actors import RewardActorPool
-
-            start_pool = partial(RewardActorPool, self._reward_actors)
-        self._resources = build_resources(
-            self._spec.factories, own, among.data, among.mesh, start_pool
-        )
+        self._resources = build_resources(self._spec.factories, own, among.data, among.mesh)
         return BuildReport(__version__, device, dict(self._resources.facts), self._resources.sizes)
 
     def run(self, differences: list[str], others: Mapping[int, Any], own_loop: bool) -> int:
@@ -198,15 +186,14 @@ class WorkerActor:
         fault_injection.reach("rollout.generate")
         return self._worker.result().generate(request)
 
-    def receive(self, *bucket: Any) -> str | None:
-        return self._ports.incoming_weights.receive(*bucket)
+    def receive(self, *bucket: Any) -> None:
+        self._ports.incoming_weights.receive(*bucket)
 
     def load(self, *version: Any) -> Any:
         return self._ports.incoming_weights.load(*version)
 
-    def alive(self) -> tuple[str, int]:
-        """A heartbeat, answered by a separate thread with the identity of this process."""
-        return process_here()
+    def alive(self) -> None:
+        """A heartbeat, answered by a separate thread."""
 
     def join(self, rank: int, worker: Any) -> None:
         """A rollout worker has started as a replacement."""

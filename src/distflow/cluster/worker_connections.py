@@ -67,7 +67,7 @@ class WorkerPorts:
                 carry = partial(write_bucket, run_dir)
             elif settings.actor.weight_update_mode == "collective":
                 device = self._spec.plan.ranks[place.rank].device.partition(":")[0]
-                carry = Pairs(run_dir, device, timeout_s, rollout_workers.note)
+                carry = Pairs(run_dir, device, timeout_s)
             assert weights is not None, "the leading worker trains"
             weights = RayWeights(weights, rollout_workers, carry, timeout_s, waits, device)
         queue = RemoteSampleQueue(

@@ -69,5 +69,4 @@ def build_reward_router(config: Config, get: Get, device: torch.device) -> Rewar
         config.data.max_response_length,
         {name: response_limit(config, name) for name in config.data.domains},
         Overlong(overlong.buffer_tokens, overlong.factor),
-        start=get("start_pool"),
     )

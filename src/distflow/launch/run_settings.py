@@ -17,7 +17,7 @@ from distflow.config.derived_settings import (
 )
 from distflow.config.keys.reward import scoring_models
 from distflow.errors import UserError
-from distflow.graph import BoundPipeline, NodeRole
+from distflow.graph import BoundPipeline
 from distflow.launch.configured_models import check_layouts, model_sizes, prediction
 from distflow.launch.data_sets import data_plan
 from distflow.launch.devices import choose_device, refuse_offload_here
@@ -58,7 +58,7 @@ def settle_run(config: Config, pipeline: BoundPipeline, num_rows: Mapping[str, i
     return RunSettings(
         plan,
         data,
-        _worker_needs(config, pipeline, plan.ranks),
+        _worker_needs(config, plan.ranks),
         _offloads(config, pipeline, plan),
         make_factories(config, pipeline.engines, pipeline.services, data.total_steps),
         prediction(config, pipeline, plan, sum(num_rows.values())),
@@ -112,12 +112,9 @@ def validation_params(
     return greedy, sampled, settings.n
 
 
-def _worker_needs(
-    config: Config, pipeline: BoundPipeline, ranks: Sequence[RankPlan]
-) -> WorkerNeeds:
+def _worker_needs(config: Config, ranks: Sequence[RankPlan]) -> WorkerNeeds:
     """Raises UserError for a role that no workers of the plan have exclusively."""
     trainer = config.trainer
-    reward = config.reward
     of_ranks = [
         {*rank.engines, "training"} - {"rollout"} if rank.training_nodes else {"rollout"}
         for rank in ranks
@@ -150,10 +147,7 @@ def _worker_needs(
         return WorkerNeeds(cpus, memory_mb, env)
 
     roles = {role: needs_of(own) for role, own in trainer.worker_roles.items()}
-    needs = replace(needs_of({}), roles=roles)
-    if any(node.node_role is NodeRole.REWARD for node in pipeline.rollout_nodes):
-        needs = replace(needs, num_reward_actors=reward.num_actors, reward_cpus=reward.actor_cpus)
-    return needs
+    return replace(needs_of({}), roles=roles)
 
 
 def _offloads(config: Config, pipeline: BoundPipeline, plan: Plan) -> dict[str, Offloads]:

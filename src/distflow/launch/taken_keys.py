@@ -202,7 +202,6 @@ class TakenKeys:
                 not (node.contract.is_async and is_ours(node.fn)) for node in nodes
             ),
             "scores": scores,
-            "reward_actors": scores and by_others,
             "sharded_ref": is_sharded(config) and not has_adapter,
         }
 

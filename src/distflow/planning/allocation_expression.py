@@ -3,11 +3,10 @@
 allocation = devices ("+" devices)*              each on devices of its own
 devices    = part ("|" part)*                    all on the same devices
 part       = ENGINE ["[" ROLE "]"] ":" sizes | ENGINE "." sizes | sizes
-sizes      = (LETTER NUMBER)+                    d data, t (or m) tensor, p pipeline, c context, e
-expert
+sizes      = (LETTER NUMBER)+                    d data, t (or m) tensor; p, c and e only as 1
 
 The last two are AReaL's older forms, `sglang.d4p1m1+d2` and `sglang:d4+d2`: sizes alone, after the
-rollout's engine, are the trainer's, with FSDP if it has no stages.
+rollout's engine, are those of a trainer with FSDP.
 Keys that are not set follow the allocation; a key that contradicts it is an error.
 """
 
@@ -27,19 +26,13 @@ from distflow.config.compose.fit_defaults_to_data import is_free
 from distflow.config.migration.tables import find_synonyms
 from distflow.errors import UserError, hint
 from distflow.graph.node_roles import ENGINES
-from distflow.planning.layouts import Axis, Sizes
+from distflow.planning.layouts import Sizes
 
 KEY = "trainer.allocation"
 STRATEGY = "actor_rollout_ref.actor.strategy"
 NAME = "actor_rollout_ref.rollout.name"
-_LETTERS: dict[str, Axis] = {
-    "d": "data",
-    "t": "tensor",
-    "m": "tensor",
-    "p": "pipeline",
-    "c": "context",
-    "e": "expert",
-}
+_LETTERS = {"d": "data", "t": "tensor", "m": "tensor"}
+_NOT_THERE_YET = {"p": "pipeline", "c": "context", "e": "expert"}
 _ENGINES: dict[str, RolloutEngineEntry | TrainEngineEntry] = {**ROLLOUT_ENGINES, **TRAIN_ENGINES}
 _PART = re.compile(r"([a-z]\w*)(?:\[(\w+)\]:|[:.])((?:[a-zA-Z]\d{1,6})+)", re.ASCII)
 _SIZES_ALONE = re.compile(r"(?:[a-zA-Z]\d{1,6})+", re.ASCII)
@@ -114,18 +107,13 @@ def require_engines(allocation: Allocation) -> None:
             table = ROLLOUT_ENGINES if part.engine in ROLLOUT_ENGINES else TRAIN_ENGINES
             there = ", ".join(name for name, entry in table.items() if entry.target)
             part.refuse(f"the engine '{part.engine}' is not implemented yet; choose from {there}")
-        if part.engine in ROLLOUT_ENGINES and part.sizes.pipeline > 1:
-            part.refuse(
-                "a rollout engine with pipeline stages is not implemented yet; write d and t"
-            )
 
 
 def _parse_part(text: str, has_rollout: bool) -> AllocatedPart:
     if _SIZES_ALONE.fullmatch(text):
         if not has_rollout:
             _refuse(text, f"sizes without an engine; write e.g. fsdp:{text}")
-        engine = "megatron" if re.search(r"p(?!1(?!\d))", text) else "fsdp"
-        return AllocatedPart(engine, "actor", _parse_sizes(engine, text), text)
+        return AllocatedPart("fsdp", "actor", _parse_sizes("fsdp", text), text)
     match = _PART.fullmatch(text)
     if match is None:
         _refuse(text, "write ENGINE:SIZES or ENGINE[ROLE]:SIZES, e.g. embedded:d2+fsdp[actor]:d4")
@@ -148,20 +136,16 @@ def _parse_part(text: str, has_rollout: bool) -> AllocatedPart:
 
 def _parse_sizes(engine: str, text: str) -> Sizes:
     has = _ENGINES[engine].sizes
-    found: dict[Axis, int] = {}
+    found: dict[str, int] = {}
     for letter, number in re.findall(r"([a-zA-Z])(\d+)", text):
-        axis = _LETTERS.get(letter)
+        axis = _LETTERS.get(letter) or _NOT_THERE_YET.get(letter)
         if axis is None or axis in found or int(number) < 1:
             _refuse(text, f"'{letter}{number}': write each of d, t (or m), p, c, e once, from 1")
-        if int(number) > 1 and axis not in (_LETTERS[each] for each in has):
+        found[axis] = int(number)
+        if int(number) > 1 and (letter in _NOT_THERE_YET or (axis == "tensor" and "t" not in has)):
             lacks = f"the engine '{engine}' has no {axis} parallelism"
             _refuse(text, f"{lacks}; its sizes are {', '.join(has)}")
-        found[axis] = int(number)
-    sizes = Sizes(**found)
-    if sizes.data * sizes.context % sizes.expert:
-        among = f"the {sizes.data * sizes.context} ranks along data and context"
-        _refuse(text, f"experts shared by {sizes.expert} ranks do not divide {among}")
-    return sizes
+    return Sizes(found.get("data", 1), found.get("tensor", 1))
 
 
 def _refuse(part: str, what: str) -> NoReturn:

@@ -39,7 +39,7 @@ def shards_of(plan: Plan, config: Config, role: str) -> int:
         return 1
     if role == "rollout":
         return layout.sizes.tensor
-    own = layout.sizes.tensor * layout.sizes.pipeline
+    own = layout.sizes.tensor
     if is_sharded(config):
         own *= layout.shard or layout.sizes.data
     return own

@@ -27,7 +27,7 @@ from distflow.rewards.pool.domain_pools import (
     functions_of,
     pool_settings,
 )
-from distflow.rewards.pool.pool import Pool, RewardPool
+from distflow.rewards.pool.pool import RewardPool
 from distflow.rewards.reward_results import (
     ACC,
     RewardResult,
@@ -363,7 +363,7 @@ def call_first(settings: RewardSettings, rows: Iterable[Row]) -> list[str]:
     return notes
 
 
-async def _first_calls(pool: Pool, name: str, rows: Sequence[Row], target: str) -> list[str]:
+async def _first_calls(pool: RewardPool, name: str, rows: Sequence[Row], target: str) -> list[str]:
     row = rows[0]
 
     async def ask(row: Row, *responses: str) -> list[Score]:

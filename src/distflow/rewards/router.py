@@ -112,10 +112,9 @@ class RewardRouter(AbstractContextManager["RewardRouter"]):
         max_response_length: int,
         response_limits: Mapping[str, int] | None = None,
         overlong: Overlong = Overlong(),  # noqa: B008  immutable
-        start: domain_pools.StartPool = domain_pools.take_pool,
     ) -> None:
         """max_response_length: in tokens, for the overlong penalty; response_limits: of domains
-        that differ. start: see `Pools`.
+        that differ.
 
         Starts a worker process for each domain. Raises UserError if a function is unknown or cannot
         be loaded.
@@ -133,7 +132,7 @@ class RewardRouter(AbstractContextManager["RewardRouter"]):
         # Whether an earlier process of the run had scores, so that no function is given up for
         # hanging.
         self.has_scored = False
-        self.pools = domain_pools.Pools(settings, start)
+        self.pools = domain_pools.Pools(settings)
 
     def __exit__(self, *exception: object) -> None:
         self.close()

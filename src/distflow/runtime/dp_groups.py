@@ -22,7 +22,7 @@ def with_samples(plan: Plan, ranks: tuple[int, ...]) -> tuple[int, ...]:
     """The ranks of a dp group with separate samples: the first of tensor-parallel ranks, which
     share theirs."""
     layout = dp_group_layout(plan, ranks)
-    return tuple(rank for rank in ranks if layout.place(rank)["tensor"] == 0)
+    return tuple(rank for rank in ranks if layout.tensor_place(rank) == 0)
 
 
 def kept_share(
@@ -77,5 +77,5 @@ def queue_dp_group(spec: Spec, ranks: Sequence[int]) -> DpGroupShares:
         epochs = critic.ppo_epochs
     layout = dp_group_layout(spec.plan, tuple(ranks))
     return DpGroupShares(
-        tuple(layout.place(rank)["data"] for rank in ranks), size, config.trainer.seed, epochs
+        tuple(layout.data_place(rank) for rank in ranks), size, config.trainer.seed, epochs
     )

@@ -14,7 +14,6 @@ from transformers import PreTrainedTokenizerBase
 from distflow.models.sharding import whole
 from distflow.observe.writing.timing import lasting
 from distflow.planning.plan import RankPlan
-from distflow.rewards.pool.domain_pools import StartPool, take_pool
 from distflow.rewards.router import RewardRouter
 from distflow.rollout.engine import RolloutEngine
 from distflow.rollout.engine_weights import stripe_hashes
@@ -76,18 +75,17 @@ def build_resources(
     rank: RankPlan,
     collective: Collective | None = None,
     mesh: DeviceMesh | None = None,
-    start_pool: StartPool = take_pool,
     shards: bool = True,
     say: Callable[[str], None] = lambda line: None,
 ) -> Resources:
     """collective: of the ranks that train together. mesh: of the same ranks, if their weights are
-    sharded. start_pool: starts the pool of reward functions. shards: False for whole models,
-    whatever the config says. say: called with the time that it takes, if long.
+    sharded. shards: False for whole models, whatever the config says. say: called with
+    the time that it takes, if long.
 
     Raises UserError if a part cannot be built, naming the key.
     """
-    ready = {"collective": collective or OneRank(), "mesh": mesh, "start_pool": start_pool}
-    get = Get(factories, rank, {**ready, "shards": shards})
+    ready = {"collective": collective or OneRank(), "mesh": mesh, "shards": shards}
+    get = Get(factories, rank, ready)
     with lasting(say, "loading the models"):
         policy: nn.Module = get("policy")
         facts = {"model_fingerprint": _fingerprint(policy)}

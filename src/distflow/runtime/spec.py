@@ -61,15 +61,12 @@ class ValidationSet:
 @dataclass(frozen=True)
 class WorkerNeeds:
     """Resources of each worker's process, and its environment variables. memory_mb: None for what a
-    worker without a model needs. num_reward_actors, reward_cpus: actors that run reward functions,
-    and the CPUs of each. roles: overrides for workers that only generate (`rollout`), for all
-    others (`training`), and for workers with an engine, by its name."""
+    worker without a model needs. roles: overrides for workers that only generate (`rollout`), for
+    all others (`training`), and for workers with an engine, by its name."""
 
     cpus: int = 1
     memory_mb: int | None = None
     env: Mapping[str, str] = field(default_factory=dict)
-    num_reward_actors: int = 0
-    reward_cpus: int = 1
     roles: Mapping[str, "WorkerNeeds"] = field(default_factory=dict)
 
     def of(self, rank: RankPlan) -> "WorkerNeeds":

@@ -313,8 +313,6 @@ OF_RAY = {
         f"trainer.slurm.{name}"
         for name in ("partition", "account", "time", "cpus_per_node", "args")
     ),
-    "reward.num_actors",
-    "reward.actor_cpus",
     "actor_rollout_ref.actor.weight_update_mode",
     "dag.backend_threshold",
     "dag.apportion_strategy",

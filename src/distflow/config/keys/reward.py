@@ -183,22 +183,6 @@ class RewardConfig:
     num_workers: int = key(
         2, "worker processes of each domain; a reward model has 1", minimum=1, taken_by="reward_fn"
     )
-    num_actors: int = key(
-        0,
-        (
-            "Ray actors (launcher=ray) that run the reward functions of all workers; 0 runs them "
-            "next to each worker"
-        ),
-        minimum=0,
-        taken_by="reward_actors",
-    )
-    actor_cpus: int = key(
-        1,
-        "CPUs that each reward actor reserves",
-        minimum=1,
-        taken_by="reward_actors",
-        taken_if=lambda own: own.num_actors > 0,
-    )
     retries: int = key(0, "retries of a failed call", minimum=0, taken_by="reward_fn")
     backoff_s: float = key(
         1.0,
@@ -318,7 +302,6 @@ _TAKEN = (
     # other names that a worker's factories look up
     "collective",
     "mesh",
-    "start_pool",
     "shards",
 )
 

@@ -4,7 +4,7 @@ settings.
 Pools can be started early: then their processes load functions while the run imports torch.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import NamedTuple
@@ -21,7 +21,7 @@ from distflow.rewards.function_loading import (
     with_answer_key,
     with_options,
 )
-from distflow.rewards.pool.pool import MEMORY_BYTES, OnResult, Pool, PoolSettings, RewardPool
+from distflow.rewards.pool.pool import MEMORY_BYTES, OnResult, PoolSettings, RewardPool
 from distflow.rewards.reward_results import RewardResult
 
 DEFAULT_DOMAIN = "default"
@@ -30,15 +30,14 @@ LARGE_START_TIMEOUT_S = 1800.0
 
 Functions = Mapping[str, Sequence[RewardPart]]
 """Reward functions by domain."""
-StartPool = Callable[[PoolSettings], Pool]
-"""Raises UserError if a function cannot be loaded."""
 
 
 class Patience(NamedTuple):
     """Time, workers and retries of a domain's reward functions.
 
     timeout_s: of one call. num_workers: processes. retries: of a failed call; backoff_s: the wait
-    before the first retry, doubled before each further one. give_up_after: see `Pool.score_group`.
+    before the first retry, doubled before each further one. give_up_after: see
+    `RewardPool.score_group`.
     """
 
     timeout_s: float
@@ -194,9 +193,9 @@ class Pools:
     other domains share the pool of "default". A function that is too large to load twice has one
     pool for all domains."""
 
-    def __init__(self, settings: RewardSettings, start: StartPool = take_pool) -> None:
-        """start: starts pools of functions that may be loaded twice. Waits for the first process of
-        each. Raises UserError if a function is unknown or cannot be loaded."""
+    def __init__(self, settings: RewardSettings) -> None:
+        """Waits for the first process of each pool. Raises UserError if a function is unknown or
+        cannot be loaded."""
         self._patience = settings.patience_by_domain()
         pools = pool_settings(settings)
         self._targets = {
@@ -206,13 +205,9 @@ class Pools:
             if is_large(name)
         }
         self._functions = {name: frozenset(each.functions) for name, each in pools.items()}
-        large = set(self._targets.values())
         # All at once, since each waits for a process that loads its functions.
         with ThreadPoolExecutor(len(pools), thread_name_prefix="distflow-pools") as threads:
-            starting = {
-                name: threads.submit(take_pool if name in large else start, each)
-                for name, each in pools.items()
-            }
+            starting = {name: threads.submit(take_pool, each) for name, each in pools.items()}
         self._pools = {
             name: each.result() for name, each in starting.items() if each.exception() is None
         }
@@ -221,7 +216,7 @@ class Pools:
             self.close()
             raise failure
 
-    def of(self, domain: str, name: str = "") -> Pool:
+    def of(self, domain: str, name: str = "") -> RewardPool:
         """The pool of the domain's function of that name. Raises KeyError if there is none."""
         return self._pools[self._key(domain, name)]
 

@@ -3,7 +3,6 @@ score, never the run."""
 
 import asyncio
 import queue
-from abc import ABC, abstractmethod
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -44,61 +43,7 @@ class PoolSettings(NamedTuple):
     start_timeout_s: float = START_TIMEOUT_S
 
 
-class Pool(ABC):
-    """Reward workers, in processes of this machine (`RewardPool`) or in Ray actors.
-
-    takes_groups: functions that score several responses in one call (batched or async).
-    takes_batches: the batched ones. takes_conversations: those that see a whole episode. on_result:
-    called with every result, on the caller's event loop. closed: there will be no further results.
-    """
-
-    takes_groups = frozenset[str]()
-    takes_batches = frozenset[str]()
-    takes_conversations = frozenset[str]()
-    on_result: OnResult | None = None
-    closed = False
-
-    async def score_group(
-        self,
-        name: str,
-        asked: Calls,
-        timeout_s: float | None = None,
-        on_repeat: OnRepeat = lambda number: None,
-        give_up_after: int = 0,
-    ) -> list[RewardResult]:
-        """Call function `name` for each of these arguments (by their names in
-        `reward_functions.PARAMETERS`; plain JSON values). timeout_s: of each. give_up_after: raises
-        GivenUp once that many calls timed out and none with such a limit has returned; 0 means
-        never."""
-        on_result = None if self.closed else self.on_result
-        reward_results = await self._score_group(name, asked, timeout_s, on_repeat, give_up_after)
-        if on_result is not None:
-            for arguments, reward_result in zip(asked, reward_results, strict=True):
-                on_result(name, arguments, reward_result)
-        return reward_results
-
-    @abstractmethod
-    async def _score_group(
-        self,
-        name: str,
-        asked: Calls,
-        timeout_s: float | None,
-        on_repeat: OnRepeat,
-        give_up_after: int,
-    ) -> list[RewardResult]: ...
-
-    async def call(
-        self, name: str, arguments: Mapping[str, object], timeout_s: float | None = None
-    ) -> RewardResult:
-        """`score_group` for one response."""
-        (reward_result,) = await self.score_group(name, [arguments], timeout_s)
-        return reward_result
-
-    @abstractmethod
-    def close(self) -> None: ...
-
-
-class RewardPool(Pool):
+class RewardPool:
     """`num_workers` processes, each with the same functions loaded. A process scores one response
     at a time, or several by a function in `takes_groups`.
 
@@ -112,6 +57,16 @@ class RewardPool(Pool):
         """Waits for the first process. Raises UserError if a function cannot be loaded."""
         assert settings.num_workers > 0 and settings.timeout_s > 0 and settings.functions
         self.timeout_s = settings.timeout_s
+        self.takes_groups = frozenset[str]()
+        """Functions that score several responses in one call: batched and async ones."""
+        self.takes_batches = frozenset[str]()
+        """The batched ones."""
+        self.takes_conversations = frozenset[str]()
+        """Functions that see a whole episode."""
+        self.on_result: OnResult | None = None
+        """Called with every result, on the caller's event loop."""
+        self.closed = False
+        """Whether there will be no further results."""
         self._settings = settings
         self._threads = ThreadPoolExecutor(
             settings.num_workers, thread_name_prefix="distflow-reward"
@@ -133,6 +88,32 @@ class RewardPool(Pool):
             on_failure.callback(self.close)
             self._start_first()
             on_failure.pop_all()
+
+    async def score_group(
+        self,
+        name: str,
+        asked: Calls,
+        timeout_s: float | None = None,
+        on_repeat: OnRepeat = lambda number: None,
+        give_up_after: int = 0,
+    ) -> list[RewardResult]:
+        """Call function `name` for each of these arguments (by their names in
+        `reward_functions.PARAMETERS`; plain JSON values). timeout_s: of each. give_up_after: raises
+        GivenUp once that many calls timed out and none with such a limit has returned; 0 means
+        never."""
+        on_result = None if self.closed else self.on_result
+        reward_results = await self._score_group(name, asked, timeout_s, on_repeat, give_up_after)
+        if on_result is not None:
+            for arguments, reward_result in zip(asked, reward_results, strict=True):
+                on_result(name, arguments, reward_result)
+        return reward_results
+
+    async def call(
+        self, name: str, arguments: Mapping[str, object], timeout_s: float | None = None
+    ) -> RewardResult:
+        """`score_group` for one response."""
+        (reward_result,) = await self.score_group(name, [arguments], timeout_s)
+        return reward_result
 
     async def _score_group(
         self,

@@ -83,12 +83,10 @@ class IncomingWeights:
         self._attached.set()
         return lambda: None
 
-    def receive(
-        self, version: Version, number: int, bucket: SentBucket, own_hash: str
-    ) -> str | None:
+    def receive(self, version: Version, number: int, bucket: SentBucket, own_hash: str) -> None:
         """Receive a bucket of a version. number: from 0; the first bucket begins the version.
-        own_hash: of the bucket. Returns None, or why it was rejected, after which it may be resent.
-        Raises ValueError if an earlier one is missing, UserError if it is not visible from here."""
+        own_hash: of the bucket. Raises Spoiled if it differs from what was sent, ValueError if an
+        earlier one is missing, UserError if it is not visible from here."""
         fault_injection.reach("weights.take")
         if number == 0:
             self._version = version
@@ -99,17 +97,13 @@ class IncomingWeights:
                 f"{self._version}"
             )
         buckets = self._buckets  # whatever version begins meanwhile
-        try:
-            weights = bucket.get()
-        except Spoiled as err:
-            return str(err)
+        weights = bucket.get()
         arrived = pack(weights, device=None)
         on_host = (values.numpy().data for *_, values in arrived if values.device.type == "cpu")
         fault_injection.reach("weights.arrived", next(on_host, None))
         if hash_of(arrived) != own_hash:
-            return "its hash differs from that of the sent bytes"
+            raise Spoiled(f"the hash of bucket {number} differs from that of the sent bytes")
         buckets.append([(name, _until_loaded(tensor)) for name, tensor in weights])
-        return None
 
     def load(self, version: Version, num_buckets: int | None) -> WeightReceipt:
         """Load the received version into the engine; num_buckets None: only renumber its weights.
