@@ -8,7 +8,6 @@ import random
 import stat
 import subprocess
 import sys
-from array import array
 
 import pytest
 from hypothesis import given, settings
@@ -194,10 +193,10 @@ def test_a_foreign_file_is_the_users_error(tmp_path):
 def test_a_changed_id_is_found(tmp_path):
     prompts = prompts_of(3)
     file = write_encoded(prompts, tmp_path, "train")
-    ids = array("i", prompts[1].prompt_ids).tobytes()
+    ids = str(list(prompts[1].prompt_ids)).encode()
     content = file.read_bytes()
     assert content.count(ids) == 1
-    file.write_bytes(content.replace(ids, bytes([ids[0] ^ 1]) + ids[1:]))
+    file.write_bytes(content.replace(ids, ids.replace(b",", b"1,", 1)))
     assert EncodedRows(file)[0] == prompts[0]
     with pytest.raises(UserError, match="row 1 has changed since it was written.*Delete the file"):
         EncodedRows(file)[1]

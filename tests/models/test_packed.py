@@ -13,7 +13,6 @@ from distflow.models.packed_forward import (
     output_head,
     packed_hidden_states,
 )
-from distflow.models.packed_layout import Packing
 from distflow.training.torch_engine import checkpoint_activations
 from tests.tiny_models import tiny_config
 
@@ -152,17 +151,3 @@ def test_forwards_that_are_not_packed_stay_as_with_sdpa() -> None:
         outputs[implementation] = (logits, tokens)
     assert torch.equal(outputs["sdpa"][0], outputs[PACKED_ATTENTION][0])
     assert torch.equal(outputs["sdpa"][1], outputs[PACKED_ATTENTION][1])
-
-
-@pytest.mark.parametrize(
-    "lengths", [[4], [1, 1, 1], [100, 1, 74, 76, 75, 3, 2], list(range(1, 60))]
-)
-def test_packing_reads_and_writes_every_token_once(lengths: list[int]) -> None:
-    buckets = Packing(torch.tensor(lengths), torch.device("cpu")).buckets
-    assert torch.equal(buckets.source[buckets.home], torch.arange(sum(lengths)))
-    assert sum(rows for rows, _ in buckets.shapes) == len(lengths)
-    assert (
-        buckets.source.numel()
-        == sum(rows * longest for rows, longest in buckets.shapes)
-        <= sum(lengths) / 0.75
-    )

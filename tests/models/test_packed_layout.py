@@ -4,7 +4,7 @@ unchanged."""
 import pytest
 import torch
 
-from distflow.models.packed_attention import PACKED_ATTENTION
+from distflow.models.packed_attention import PACKED_ATTENTION, spread_rows
 from distflow.models.packed_forward import packed_hidden_states
 from distflow.models.packed_layout import Packing, shared_prefixes
 from tests.models.test_packed import make_model
@@ -73,12 +73,13 @@ def test_states_and_gradients_are_those_of_a_loop(implementation: str) -> None:
         )
 
 
-def test_packing_of_kept_tokens_reads_each_for_all_that_share_it() -> None:
+def test_rows_spread_to_sequences_and_their_gradients_add_up() -> None:
     ids, lengths = packed(SEQUENCES)
     sharing = shared_prefixes(ids, lengths)
-    whole = Packing(lengths, torch.device("cpu")).buckets
-    kept = Packing(lengths, torch.device("cpu"), sharing).buckets
-    assert torch.equal(ids[sharing.positions][kept.source], ids[whole.source])
-    counted = torch.cat([kept.home, kept.again]).sort().values
-    assert torch.equal(counted, whole.home.sort().values)
-    assert torch.equal(kept.source[kept.home], torch.arange(len(sharing.positions)))
+    spread = Packing(lengths, torch.device("cpu"), sharing).spread
+    kept = ids[sharing.positions].double()[:, None].requires_grad_()
+    weights = torch.randn(len(ids), 1, dtype=torch.float64)
+    (spread_rows(kept, spread) * weights).sum().backward()
+    assert torch.equal(spread_rows(kept, spread)[:, 0], ids.double())
+    expected = torch.zeros_like(kept).index_add_(0, sharing.place, weights)
+    torch.testing.assert_close(kept.grad, expected)

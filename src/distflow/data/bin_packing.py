@@ -6,6 +6,7 @@ large use first-fit decreasing.
 """
 
 import heapq
+import math
 from collections.abc import Sequence
 
 Parts = list[list[int]]
@@ -25,19 +26,23 @@ def pack(lengths: Sequence[int], max_tokens: int, min_bins: int = 1) -> Parts:
         raise ValueError(f"max_tokens must be at least 1, not {max_tokens}")
     lengths = [int(length) for length in lengths]
     assert min_bins >= 0 and all(length >= 0 for length in lengths)
-    alone = [[i] for i, length in enumerate(lengths) if length > max_tokens]
-    longest_first = sorted(
-        (i for i, length in enumerate(lengths) if length <= max_tokens), key=lambda i: -lengths[i]
-    )
+    longest_first = sorted(range(len(lengths)), key=lambda i: -lengths[i])
+    alone = [[i] for i in longest_first if lengths[i] > max_tokens]
+    rest = [i for i in longest_first if lengths[i] <= max_tokens]
 
-    packed = _first_fit(longest_first, lengths, max_tokens)
+    packed = _first_fit(rest, lengths, max_tokens)
     num_bins = max(len(packed), min_bins - len(alone))
-    if num_bins:
-        even = lightest_first(longest_first, lengths, num_bins)
-        fits = max(_load(bin_, lengths) for bin_ in even) <= max_tokens
-        packed = even if fits else packed + [[] for _ in range(num_bins - len(packed))]
-    bins = [sorted(bin_) for bin_ in alone + packed]
-    return sorted(bins, key=lambda bin_: bin_[0] if bin_ else len(lengths))
+    even = lightest_first(rest, lengths, num_bins) if num_bins else []
+    if all(sum(lengths[i] for i in bin_) <= max_tokens for bin_ in even):
+        packed = even
+    else:
+        packed += [[] for _ in range(num_bins - len(packed))]
+    return _in_order(alone + packed)
+
+
+def _in_order(bins: Parts) -> Parts:
+    """Indices ascending within a bin, bins by their first index, empty ones last."""
+    return sorted(map(sorted, bins), key=lambda bin_: bin_[0] if bin_ else math.inf)
 
 
 def lightest_first(longest_first: Sequence[int], lengths: Sequence[int], num_bins: int) -> Parts:
@@ -65,10 +70,6 @@ def _first_fit(longest_first: Sequence[int], lengths: Sequence[int], max_tokens:
     return bins
 
 
-def _load(bin_: Sequence[int], lengths: Sequence[int]) -> int:
-    return sum(lengths[i] for i in bin_)
-
-
 def partition(lengths: Sequence[int], num_parts: int) -> Parts:
     """Exactly `num_parts` lists of indices into `lengths`, with balanced sums.
 
@@ -79,8 +80,7 @@ def partition(lengths: Sequence[int], num_parts: int) -> Parts:
         raise ValueError(f"num_parts must be at least 1, not {num_parts}")
     loads = [int(length) for length in lengths]
     heaviest_first = sorted(range(len(loads)), key=lambda item: -loads[item])
-    best = lightest_first(heaviest_first, loads, num_parts)
-    return sorted(map(sorted, best), key=lambda part: part[0] if part else len(loads))
+    return _in_order(lightest_first(heaviest_first, loads, num_parts))
 
 
 def divide_step(
@@ -90,47 +90,22 @@ def divide_step(
     its mini-batch.
 
     passes: the mini-batches of each pass over the step, of indices into `lengths`, each index in
-    one of them. In a single pass `partition` balances each mini-batch; several passes draw new
-    mini-batches of items that stay on their ranks, and a sorted greedy balances all of them
-    together.
+    one of them. The longest item in turn goes to the part with the least of the item's mini-batches
+    so far, and of equal ones to the lightest.
     """
-    if len(passes) == 1:
-        return _divide_pass(lengths, passes[0], num_parts)
     parts: Parts = [[] for _ in range(num_parts)]
-    # loads of each part, by mini-batch
-    loads = [[[0] * num_parts for _ in mini_batches] for mini_batches in passes]
-    homes: list[list[list[int]]] = [[] for _ in lengths]  # loads of each item's mini-batches
-    for own, mini_batches in zip(loads, passes, strict=True):
-        for load, mini_batch in zip(own, mini_batches, strict=True):
-            for item in mini_batch:
-                homes[item].append(load)
     totals = [0] * num_parts
+    loads_of: list[list[list[int]]] = [[] for _ in lengths]
+    for mini_batches in passes:
+        for mini_batch in mini_batches:
+            loads = [0] * num_parts
+            for item in mini_batch:
+                loads_of[item].append(loads)
     for item in sorted(range(len(lengths)), key=lambda item: -lengths[item]):
-        part = min(
-            range(num_parts),
-            key=lambda part: (sum(load[part] for load in homes[item]), totals[part]),
-        )
+        sums = [sum(loads) for loads in zip(*loads_of[item], strict=True)]
+        weights = list(zip(sums, totals, strict=True))
+        part = weights.index(min(weights))
         parts[part].append(item)
-        for load in (*homes[item], totals):
-            load[part] += lengths[item]
-    return [sorted(part) for part in parts]
-
-
-def _divide_pass(
-    lengths: Sequence[int], mini_batches: Sequence[Sequence[int]], num_parts: int
-) -> Parts:
-    """Give the heaviest share of each mini-batch to the part that was lightest before it."""
-    parts: Parts = [[] for _ in range(num_parts)]
-    loads = [0] * num_parts
-    for mini_batch in mini_batches:
-        found = [
-            [mini_batch[i] for i in part]
-            for part in partition([lengths[i] for i in mini_batch], num_parts)
-        ]
-        found.sort(key=lambda items: -sum(lengths[i] for i in items))
-        for part, items in zip(
-            sorted(range(num_parts), key=lambda part: loads[part]), found, strict=True
-        ):
-            parts[part] += items
-            loads[part] += sum(lengths[i] for i in items)
+        for loads in (*loads_of[item], totals):
+            loads[part] += lengths[item]
     return [sorted(part) for part in parts]

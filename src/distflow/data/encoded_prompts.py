@@ -3,7 +3,6 @@
 import hashlib
 import json
 from abc import abstractmethod
-from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, fields, replace
@@ -62,9 +61,9 @@ class PromptRow:
     images: tuple[str, ...] = ()
     """Paths, see `read_images`."""
     is_chat: bool = field(default=False, compare=False)
-    """Whether the user's file has messages as its prompt; not known of rows in a run's folder."""
+    """Whether the user's file has messages as its prompt."""
     workflow: object = field(default=None, compare=False)
-    """Of its episodes, replacing the run's."""
+    """Of its episodes, replacing the run's; not kept in sets."""
 
     @staticmethod
     def of(
@@ -229,31 +228,28 @@ class PromptRows(Sequence[PromptRow]):
 
 
 class PromptSet(PromptRows):
-    """Prompts in row order. Token ids are kept apart from their rows, in four bytes each."""
+    """Prompts in row order, each kept as a line of JSON, which takes less memory."""
 
     def __init__(self, rows: Iterable[PromptRow], report: PromptReport) -> None:
         self.report = report
-        self._rows: list[PromptRow] = []
-        self._prompts: list[array[int]] = []
-        self._responses: list[array[int] | None] = []
-        self._rejected: list[array[int] | None] = []
-        for index, row in enumerate(rows):
-            self._prompts.append(array("i", row.prompt_ids))
-            self._responses.append(_packed(row.response_ids))
-            self._rejected.append(_packed(row.rejected_ids))
-            bare = replace(row, index=index, prompt_ids=(), response_ids=None, rejected_ids=None)
-            self._rows.append(bare)
+        self.lines: list[bytes] = []
+        self.has_messages = False
+        """Whether a prompt is chat messages."""
+        self.has_images = False
+        domains = set[str]()
+        for row in rows:
+            self.lines.append(write_line(row))
+            self.has_messages |= row.is_chat
+            self.has_images |= bool(row.images)
+            domains.add(row.domain)
+        self.domains = sorted(domains)
+        """Each once."""
 
     def __len__(self) -> int:
-        return len(self._rows)
+        return len(self.lines)
 
     def _row(self, index: int) -> PromptRow:
-        return replace(
-            self._rows[index],
-            prompt_ids=tuple(self._prompts[index]),
-            response_ids=_unpacked(self._responses[index]),
-            rejected_ids=_unpacked(self._rejected[index]),
-        )
+        return read_line(self.lines[index], index)
 
     @staticmethod
     def joined(sets: Sequence["PromptSet"]) -> "PromptSet":
@@ -263,40 +259,35 @@ class PromptSet(PromptRows):
         rows = chain.from_iterable(sets)
         return PromptSet(rows, PromptReport.joined([each.report for each in sets]))
 
-    @property
-    def domains(self) -> list[str]:
-        """The domains, sorted, each once."""
-        return sorted({row.domain for row in self._rows})
-
-    @property
-    def has_messages(self) -> bool:
-        """Whether a prompt is chat messages."""
-        return any(row.is_chat for row in self._rows)
-
-    @property
-    def has_images(self) -> bool:
-        """Whether a prompt has images."""
-        return any(row.images for row in self._rows)
-
     def fingerprint(self) -> str:
         """A hash of what affects a run in the rows: tokens, texts, ground truths, domains, extra
         info (without the messages, which are added for some reward functions), tags."""
         digest = hashlib.sha256()
         for row in self:
-            for ids in (row.prompt_ids, row.response_ids or (), row.rejected_ids or ()):
-                digest.update(array("i", (len(ids), *ids)).tobytes())
             extra = dict(row.extra_info or {})
             extra.pop(PROMPT_CHAT, None)
             extra.pop(PROMPT_MESSAGES, None)
-            names = [Path(path).stem for path in row.images]
-            values = [row.prompt_text, row.ground_truth, row.domain, row.turns, row.tag, names]
-            digest.update(json.dumps([*values, extra], sort_keys=True).encode())
+            names = tuple(Path(path).stem for path in row.images)
+            read = replace(row, extra_info=extra, images=names, origin="", is_chat=False)
+            digest.update(write_line(read) + b"\n")
         return digest.hexdigest()
 
 
-def _packed(ids: tuple[int, ...] | None) -> "array[int] | None":
-    return None if ids is None else array("i", ids)
+_STORED = tuple(item.name for item in fields(PromptRow) if item.name not in ("index", "workflow"))
+_TUPLES = ("prompt_ids", "response_ids", "rejected_ids", "images")
 
 
-def _unpacked(ids: "array[int] | None") -> tuple[int, ...] | None:
-    return None if ids is None else tuple(ids)
+def write_line(row: PromptRow) -> bytes:
+    """The row as JSON in one line, without its index."""
+    return json.dumps([getattr(row, name) for name in _STORED]).encode()
+
+
+def read_line(line: bytes, index: int) -> PromptRow:
+    """The row from the result of `write_line`."""
+    values = dict(zip(_STORED, json.loads(line), strict=True))
+    for name in _TUPLES:
+        if values[name] is not None:
+            values[name] = tuple(values[name])
+    if values["turns"] is not None:
+        values["turns"] = tuple(map(tuple, values["turns"]))
+    return PromptRow(index=index, **values)

@@ -5,7 +5,7 @@ submodules work); only the attention and the key-value memory are ours.
 """
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -63,20 +63,20 @@ class DecoderView:
         native: bool = False,
         compute_dtype: torch.dtype | None = None,
     ) -> None:
-        """native: decode by native code (CUDA: kernels) if available for this machine and model;
-        else `why_not_native` is the reason. compute_dtype: bfloat16 means products in it and the
-        rest in float32, like a trainer with autocast; attention is in float32 with float32 weights,
-        and keys and values in bfloat16 with bfloat16 weights. None: everything in the weights'
-        dtype. Raises UserError for a family that it cannot run, or whose logits differ from the
-        module's."""
+        """native: decode by native code (CUDA: kernels) if available for this machine and model.
+        compute_dtype: bfloat16 means products in it and the rest in float32, like a trainer with
+        autocast; attention is in float32 with float32 weights, and keys and values in bfloat16 with
+        bfloat16 weights. None: everything in the weights' dtype. Raises UserError for a family that
+        it cannot run, or whose logits differ from the module's."""
         causal = unwrapped(model)
         config = causal.config
-        if refusal := why_not_embedded(config) or (
-            "" if hasattr(causal, "lm_head") else "it has no lm_head"
-        ):
-            advice = "set actor_rollout_ref.rollout.name=hf"
+        refusal = why_not_embedded(config)
+        if refusal is None and not hasattr(causal, "lm_head"):
+            refusal = "it has no lm_head"
+        if refusal is not None:
             raise UserError(
-                f"the embedded rollout engine cannot run this model: {refusal}; {advice}"
+                f"the embedded rollout engine cannot run this model: {refusal}; set "
+                "actor_rollout_ref.rollout.name=hf"
             )
         self._body = causal.model
         self._module = causal
@@ -92,13 +92,9 @@ class DecoderView:
         self._native: NativeStep | None = None
         self._kernels: PagedStep | None = None
         self._values_dtype = self.dtype
-        self.why_not_native: str | None = "it is not wanted"
         if native:
-            try:
+            with suppress(NotNative):
                 self._take_native(causal)
-                self.why_not_native = None
-            except NotNative as reason:
-                self.why_not_native = str(reason)
         self._check_against_module()
 
     def _take_native(self, causal: nn.Module) -> None:
@@ -111,6 +107,11 @@ class DecoderView:
         except ImportError as error:  # Triton comes with torch's builds for CUDA
             raise NotNative(f"there is no Triton: {error}") from error
         self._kernels = PagedStep(causal, self._low)
+
+    @property
+    def is_native(self) -> bool:
+        """Whether native code decodes."""
+        return self._native is not None or self._kernels is not None
 
     @property
     def device(self) -> torch.device:
@@ -134,32 +135,21 @@ class DecoderView:
 
     def prefill(self, prompts: list[tuple[int, ...]]) -> PromptKV:
         """Run prompts, padded on the right: under a causal mask no real token sees the padding."""
+        ids = self._padded(prompts)
+        longest = ids.shape[1]
         lengths = send(torch.tensor([len(prompt) for prompt in prompts]), self.device)
-        longest = max(len(prompt) for prompt in prompts)
-        ids = send(
-            torch.tensor([prompt + (0,) * (longest - len(prompt)) for prompt in prompts]),
-            self.device,
-        )
-        hidden = self._embed(ids)
-        cos, sin = self._rotary_rows(longest, hidden)
-        cos = cos[:longest, None]
-        sin = sin[:longest, None]
-        shape = (self.num_layers, len(prompts), self.num_kv_heads, longest, self.head_dim)
-        keys = torch.empty(shape, dtype=self.dtype, device=self.device)
-        values = torch.empty_like(keys, dtype=self._values_dtype)
-        for index, layer in enumerate(self._body.layers):
-            query, key, value = self._project(layer, hidden, cos, sin)
+        keys, values = self._memory(len(prompts), longest)
+
+        def attend_to(
+            index: int, query: Tensor, key: Tensor, value: Tensor, scale: float
+        ) -> Tensor:
             keys[index] = key.transpose(1, 2)
             values[index] = value.transpose(1, 2)
-            mixed = scaled_dot_product_attention(
-                query.transpose(1, 2),
-                keys[index],
-                value.transpose(1, 2).to(keys.dtype),
-                is_causal=True,
-                scale=layer.self_attn.scaling,
-                enable_gqa=self.num_heads != self.num_kv_heads,
-            )
-            hidden = self._rest_of_layer(layer, hidden, mixed.transpose(1, 2))
+            unrounded = value.transpose(1, 2).to(keys.dtype)
+            return self._attend_all(query, keys[index], unrounded, scale, is_causal=True)
+
+        positions = torch.arange(longest, device=self.device)[None]
+        hidden = self._through_layers(ids, positions, longest, attend_to)
         last = hidden[torch.arange(len(prompts), device=self.device), lengths - 1]
         return PromptKV(keys, values, self._norm(self._body.norm, last))
 
@@ -170,62 +160,69 @@ class DecoderView:
         prefixes: keys and values of the first tokens, `(layers, kv_heads, tokens, head_dim)`."""
         begins = [keys.shape[-2] for keys, _ in prefixes]
         rests = [prompt[begin:] for prompt, begin in zip(prompts, begins, strict=True)]
-        width = max(len(rest) for rest in rests)
-        ids = send(torch.tensor([rest + (0,) * (width - len(rest)) for rest in rests]), self.device)
-        first, last = send(torch.tensor([begins, [len(rest) - 1 for rest in rests]]), self.device)
-        positions = first[:, None] + torch.arange(width, device=self.device)
+        ids = self._padded(rests)
+        width = ids.shape[1]
         extent = max(begins) + width
-        shape = (self.num_layers, len(prompts), self.num_kv_heads, extent, self.head_dim)
-        keys = torch.zeros(shape, dtype=self.dtype, device=self.device)
-        values = torch.zeros_like(keys, dtype=self._values_dtype)
+        keys, values = self._memory(len(prompts), extent)
         for row, (old_keys, old_values) in enumerate(prefixes):
             keys[:, row, :, : begins[row]] = old_keys
             values[:, row, :, : begins[row]] = old_values
+        first, last = send(torch.tensor([begins, [len(rest) - 1 for rest in rests]]), self.device)
+        positions = first[:, None] + torch.arange(width, device=self.device)
         rows = torch.arange(len(prompts), device=self.device)
         longest_native = LONGEST_OF_FEW if ids.numel() <= FEW_TOKENS else LONGEST_NATIVE
         if self._native is not None and extent <= longest_native and self._native.refresh():
-            flat = (
-                ids.flatten(),
-                positions.flatten(),
-                keys,
-                values,
-                *self._rotary_rows(extent, keys),
-            )
-            hidden = self._native.decode(*flat).unflatten(0, ids.shape)[rows, last]
+            rotary = self._rotary_rows(extent, keys)
+            states = self._native.decode(ids.flatten(), positions.flatten(), keys, values, *rotary)
+            hidden = states.unflatten(0, ids.shape)[rows, last]
         else:
-            hidden = self._norm(
-                self._body.norm, self._run_after(ids, positions, keys, values)[rows, last]
-            )
+            states = self._run_after(ids, positions, keys, values)
+            hidden = self._norm(self._body.norm, states[rows, last])
         longest = max(len(prompt) for prompt in prompts)
         return PromptKV(keys[..., :longest, :], values[..., :longest, :], hidden)
 
     def _run_after(self, ids: Tensor, positions: Tensor, keys: Tensor, values: Tensor) -> Tensor:
         """The last layer's output for these tokens, whose keys and values are written to the
         memory, and which see what it has before them."""
-        hidden = self._embed(ids)
         extent = keys.shape[-2]
+        rows = torch.arange(len(ids), device=self.device)[:, None]
+        seen = (torch.arange(extent, device=self.device) <= positions[..., None])[:, None]
+
+        def attend_to(
+            index: int, query: Tensor, key: Tensor, value: Tensor, scale: float
+        ) -> Tensor:
+            keys[index][rows, :, positions] = key
+            values[index][rows, :, positions] = value.to(values.dtype)
+            known = values[index].to(keys.dtype)
+            return self._attend_all(query, keys[index], known, scale, attn_mask=seen)
+
         # Padding may lie beyond the model's positions. The table must not grow for it: CUDA graphs
         # read the old one.
         last = min(extent, self.max_positions) - 1
-        tables = self._rotary_rows(last + 1, hidden)
-        places = positions.clamp(max=last)
-        cos, sin = (table[places][:, :, None] for table in tables)
-        rows = torch.arange(len(ids), device=self.device)
-        seen = (torch.arange(extent, device=self.device) <= positions[..., None])[:, None]
-        for index, layer in enumerate(self._body.layers):
-            query, key, value = self._project(layer, hidden, cos, sin)
-            keys[index][rows[:, None], :, positions] = key
-            values[index][rows[:, None], :, positions] = value.to(values.dtype)
-            mixed = scaled_dot_product_attention(
-                query.transpose(1, 2),
-                keys[index],
-                values[index].to(keys.dtype),
-                attn_mask=seen,
-                scale=layer.self_attn.scaling,
-                enable_gqa=self.num_heads != self.num_kv_heads,
-            )
-            hidden = self._rest_of_layer(layer, hidden, mixed.transpose(1, 2))
-        return hidden
+        return self._through_layers(ids, positions.clamp(max=last), last + 1, attend_to)
+
+    def _padded(self, prompts: list[tuple[int, ...]]) -> Tensor:
+        """int64 `(prompts, longest)`, on the device."""
+        longest = max(len(prompt) for prompt in prompts)
+        rows = [prompt + (0,) * (longest - len(prompt)) for prompt in prompts]
+        return send(torch.tensor(rows), self.device)
+
+    def _memory(self, num_rows: int, extent: int) -> tuple[Tensor, Tensor]:
+        """Zeros for keys and values, see `PromptKV`."""
+        shape = (self.num_layers, num_rows, self.num_kv_heads, extent, self.head_dim)
+        keys = torch.zeros(shape, dtype=self.dtype, device=self.device)
+        return keys, torch.zeros_like(keys, dtype=self._values_dtype)
+
+    def _attend_all(
+        self, query: Tensor, keys: Tensor, values: Tensor, scale: float, **mask: Any
+    ) -> Tensor:
+        """Attention of queries `(rows, tokens, heads, head_dim)`, which it returns, to keys and
+        values `(rows, kv_heads, extent, head_dim)`."""
+        shares_keys = self.num_heads != self.num_kv_heads
+        mixed = scaled_dot_product_attention(
+            query.transpose(1, 2), keys, values, scale=scale, enable_gqa=shares_keys, **mask
+        )
+        return mixed.transpose(1, 2)
 
     def decode(self, token_ids: Tensor, positions: Tensor, keys: Tensor, values: Tensor) -> Tensor:
         """One token per row, written to the memory at its position and attending up to it.
@@ -237,20 +234,20 @@ class DecoderView:
         """
         extent = keys.shape[-2]
         if self._native is not None and self._native.refresh():
-            return self._native.decode(
-                token_ids, positions, keys, values, *self._rotary_rows(extent, keys)
-            )
+            rotary = self._rotary_rows(extent, keys)
+            return self._native.decode(token_ids, positions, keys, values, *rotary)
         rows = torch.arange(token_ids.shape[0], device=self.device)
         bias = self._bias(positions, extent)
 
-        def attend_to_slots(
-            index: int, query: Tensor, key: Tensor, value: Tensor, scaling: float
+        def attend_to(
+            index: int, query: Tensor, key: Tensor, value: Tensor, scale: float
         ) -> Tensor:
             keys[index][rows, :, positions] = key
             values[index][rows, :, positions] = value.to(values.dtype)
-            return attend(query, keys[index], values[index].to(keys.dtype), bias, scaling)
+            return attend(query, keys[index], values[index].to(keys.dtype), bias, scale)
 
-        return self._decode_over(token_ids, positions, extent, attend_to_slots)
+        hidden = self._through_layers(token_ids, positions, extent, attend_to)
+        return self._norm(self._body.norm, hidden)
 
     def decode_paged(
         self, token_ids: Tensor, positions: Tensor, keys: Tensor, values: Tensor, tables: Tensor
@@ -266,41 +263,39 @@ class DecoderView:
         num_heads, page_tokens = keys.shape[2:4]
         bias = self._bias(positions, tables.shape[1] * page_tokens)
         page = tables.gather(1, (positions // page_tokens)[:, None]).squeeze(1)
-        offset, heads = positions % page_tokens, torch.arange(num_heads, device=self.device)
+        offset = positions % page_tokens
+        heads = torch.arange(num_heads, device=self.device)
         # (rows, kv heads, width)
         gathered = (tables[:, None] * num_heads + heads[:, None]).flatten()
 
         def write_and_gather(memory: Tensor, new: Tensor) -> Tensor:
             memory[page, :, offset] = new
-            return (
-                memory.flatten(0, 1)
-                .index_select(0, gathered)
-                .view(len(new), num_heads, -1, self.head_dim)
-            )
+            pages = memory.flatten(0, 1).index_select(0, gathered)
+            return pages.view(len(new), num_heads, -1, self.head_dim)
 
-        def attend_to_pages(
-            index: int, query: Tensor, key: Tensor, value: Tensor, scaling: float
+        def attend_to(
+            index: int, query: Tensor, key: Tensor, value: Tensor, scale: float
         ) -> Tensor:
             all_keys = write_and_gather(keys[index], key)
             all_values = write_and_gather(values[index], value)
-            return attend(query, all_keys, all_values, bias, scaling)
+            return attend(query, all_keys, all_values, bias, scale)
 
-        return self._decode_over(token_ids, positions, self.max_positions, attend_to_pages)
+        hidden = self._through_layers(token_ids, positions, self.max_positions, attend_to)
+        return self._norm(self._body.norm, hidden)
 
-    def _decode_over(
+    def _through_layers(
         self, token_ids: Tensor, positions: Tensor, extent: int, attend_to: Attend
     ) -> Tensor:
-        """One token per row, over memory that `attend_to` writes and reads; `extent` is above every
-        position."""
+        """The last layer's output `(..., hidden)` for tokens `(...)` at these positions, all below
+        `extent`."""
         hidden = self._embed(token_ids)
-        cos, sin = self._rotary_rows(extent, hidden)
-        cos = cos[positions, None]
-        sin = sin[positions, None]
+        tables = self._rotary_rows(extent, hidden)
+        cos, sin = (table[positions].unsqueeze(-2) for table in tables)
         for index, layer in enumerate(self._body.layers):
             query, key, value = self._project(layer, hidden, cos, sin)
             mixed = attend_to(index, query, key, value, layer.self_attn.scaling)
             hidden = self._rest_of_layer(layer, hidden, mixed)
-        return self._norm(self._body.norm, hidden)
+        return hidden
 
     def _bias(self, positions: Tensor, extent: int) -> Tensor:
         """`(rows * kv_heads, heads of each, extent)`: 0 up to the row's position, -inf after it."""
@@ -308,9 +303,8 @@ class DecoderView:
         dtype = torch.promote_types(self.dtype, torch.float32)
         bias = torch.zeros(len(positions), 1, extent, dtype=dtype, device=self.device)
         bias = bias.masked_fill_(unseen[:, None], float("-inf"))
-        return bias.repeat_interleave(self.num_kv_heads, 0).expand(
-            -1, self.num_heads // self.num_kv_heads, -1
-        )
+        per_head = self.num_heads // self.num_kv_heads
+        return bias.repeat_interleave(self.num_kv_heads, 0).expand(-1, per_head, -1)
 
     def _project(
         self, layer: Any, hidden: Tensor, cos: Tensor, sin: Tensor
@@ -329,9 +323,8 @@ class DecoderView:
             key = attention.k_norm(key)
         # (first, second) · cos + (-second, first) · sin, of the halves of each head
         both = torch.cat((query, key), dim=-2)
-        both = torch.addcmul(both * cos, torch.roll(both, self.head_dim // 2, -1), sin).to(
-            self.dtype
-        )
+        rolled = torch.roll(both, self.head_dim // 2, -1)
+        both = torch.addcmul(both * cos, rolled, sin).to(self.dtype)
         return both[..., : self.num_heads, :], both[..., self.num_heads :, :], value
 
     def _rest_of_layer(self, layer: Any, hidden: Tensor, mixed: Tensor) -> Tensor:
@@ -339,9 +332,8 @@ class DecoderView:
         numbers per token."""
         with self._autocast():
             hidden = hidden + layer.self_attn.o_proj(mixed.reshape(*hidden.shape[:-1], -1))
-            return hidden + layer.mlp(
-                self._narrow(self._norm(layer.post_attention_layernorm, hidden))
-            )
+            normed = self._norm(layer.post_attention_layernorm, hidden)
+            return hidden + layer.mlp(self._narrow(normed))
 
     def _autocast(self) -> AbstractContextManager[object]:
         """Autocast for products with weights only."""
@@ -390,35 +382,29 @@ class DecoderView:
         """
         was_training = self._module.training
         self._module.eval()
-        ids = [(7 * i + 3) % self.vocab_size for i in range(7)]
+        tokens = [(7 * i + 3) % self.vocab_size for i in range(7)]
+        ids = torch.tensor(tokens, device=self.device)
         with self._autocast():
-            expected = self._module(
-                input_ids=torch.tensor([ids], device=self.device), use_cache=False
-            ).logits[0]
-        expected = expected.float()
-        short = self.prefill([tuple(ids[:5]), tuple(ids[:3])])
-        rows = [self.logits(short.hidden)]
-        keys, values = (
-            nn.functional.pad(memory, (0, 0, 0, 59)) for memory in (short.keys, short.values)
-        )
+            expected = self._module(input_ids=ids[None], use_cache=False).logits[0].float()
+        prompts = self.prefill([tuple(tokens[:5]), tuple(tokens[:3])])
+        found = [self.logits(prompts.hidden)]
+        keys = nn.functional.pad(prompts.keys, (0, 0, 0, 59))
+        values = nn.functional.pad(prompts.values, (0, 0, 0, 59))
         decode = self.decode
         if self._kernels is not None:  # a page of 64 tokens for each row
             decode = partial(self.decode_paged, tables=torch.arange(2, device=self.device)[:, None])
         for step in range(2):
             positions = torch.tensor([5 + step, 3 + step], device=self.device)
-            tokens = torch.tensor([ids[5 + step], ids[3 + step]], device=self.device)
-            rows.append(self.logits(decode(tokens, positions, keys, values)))
-        if was_training:
-            self._module.train()
-        difference = (torch.cat(rows).float() - expected[[4, 2, 5, 3, 6, 4]]).abs().max().item()
+            found.append(self.logits(decode(ids[positions], positions, keys, values)))
+        self._module.train(was_training)
+        difference = (torch.cat(found).float() - expected[[4, 2, 5, 3, 6, 4]]).abs().max().item()
         relative = 1e-3 if (self._low or self.dtype) == torch.float32 else 0.1
         tolerance = relative * max(1.0, expected.abs().max().item())
         if not difference <= tolerance:
             raise UserError(
                 f"the embedded rollout engine computes different logits than this "
-                f"{self._module.config.model_type} model "
-                f"itself (difference {difference:.2g}, allowed {tolerance:.2g}); set "
-                "actor_rollout_ref.rollout.name=hf"
+                f"{self._module.config.model_type} model itself (difference {difference:.2g}, "
+                f"allowed {tolerance:.2g}); set actor_rollout_ref.rollout.name=hf"
             )
 
 
@@ -433,28 +419,20 @@ def attend(query: Tensor, keys: Tensor, values: Tensor, bias: Tensor, scaling: f
     keys = keys.flatten(0, 1)
     values = values.flatten(0, 1)
     query = query.reshape(len(keys), -1, keys.shape[-1])
-    if bias.dtype == keys.dtype:
-        scores = torch.baddbmm(bias, query, keys.transpose(1, 2), alpha=scaling)
-    elif keys.device.type == "cuda":
+    if keys.device.type == "cuda" and bias.dtype != keys.dtype:
         scores = torch.baddbmm(bias, query, keys.transpose(1, 2), bias.dtype, alpha=scaling)
-    else:  # torch has this product only for CUDA
-        scores = torch.baddbmm(
-            bias, query.to(bias.dtype), keys.transpose(1, 2).to(bias.dtype), alpha=scaling
-        )
+    else:  # torch has a product of another dtype than its operands' only for CUDA
+        query = query.to(bias.dtype)
+        scores = torch.baddbmm(bias, query, keys.transpose(1, 2).to(bias.dtype), alpha=scaling)
     return torch.bmm(torch.softmax(scores, dim=-1).to(values.dtype), values)
 
 
 def _has_plain_norms(body: Any) -> bool:
     """Whether the norms of a decoder's residual stream are those of `transformers`, without
     hooks."""
-    norms = [
-        body.norm,
-        *(
-            norm
-            for each in body.layers
-            for norm in (each.input_layernorm, each.post_attention_layernorm)
-        ),
-    ]
+    norms = [body.norm]
+    for layer in body.layers:
+        norms += (layer.input_layernorm, layer.post_attention_layernorm)
     return all(is_plain(norm, "RMSNorm") for norm in norms)
 
 
@@ -467,9 +445,8 @@ def why_not_embedded(config: Any) -> str | None:
     if rope_type not in ROPE_TYPES:
         return f"rotary type {rope_type!r} is not one of {', '.join(ROPE_TYPES)}"
     window = getattr(config, "sliding_window", None)
-    sliding = (
-        "sliding_attention" in (getattr(config, "layer_types", None) or ()) or family == "mistral"
-    )
-    if sliding and window is not None and window < config.max_position_embeddings:
+    layer_types = getattr(config, "layer_types", None) or ()
+    slides = "sliding_attention" in layer_types or family == "mistral"
+    if slides and window is not None and window < config.max_position_embeddings:
         return f"it uses a sliding window of {window} tokens"
     return None

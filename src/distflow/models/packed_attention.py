@@ -8,7 +8,6 @@ also has
   of `index_select` must assume that all do, with additions in no fixed order on a GPU.
 """
 
-import math
 from typing import Any
 
 import torch
@@ -21,7 +20,7 @@ from transformers.masking_utils import sdpa_mask
 
 from distflow.models.cpu_kernels import build as native
 from distflow.models.cpu_kernels.training_layer import attend
-from distflow.models.packed_layout import Buckets, Packing
+from distflow.models.packed_layout import Packing, Spread
 
 
 def take_rows(values: Tensor, index: Tensor, repeats: bool = False) -> Tensor:
@@ -41,41 +40,27 @@ class _Rows(Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         (index,) = ctx.saved_tensors
         total = grad.new_zeros((ctx.num_rows, *grad.shape[1:]))
-        return (
-            _add_rows(total, index, grad) if ctx.repeats else total.index_copy_(0, index, grad),
-            None,
-            None,
-        )
+        if ctx.repeats:
+            return _add_rows(total, index, grad), None, None
+        return total.index_copy_(0, index, grad), None, None
 
 
-def spread_rows(values: Tensor, source: Tensor, home: Tensor, again: Tensor | None) -> Tensor:
-    """`values[source]`, where row i of `values` counts only as row `home[i]` of the result and, if
-    given, as the rows in `again`.
-
-    The other rows are padding: `source` may repeat there, and the caller ensures that they get no
-    gradient.
-    """
-    return _SpreadRows.apply(values, source, home, again)
+def spread_rows(values: Tensor, spread: Spread) -> Tensor:
+    """`values[spread.place]`: the rows of whole sequences from the kept ones."""
+    return _SpreadRows.apply(values, *spread)
 
 
 class _SpreadRows(Function):
     @staticmethod
-    def forward(
-        ctx: Any, values: Tensor, source: Tensor, home: Tensor, again: Tensor | None
-    ) -> Tensor:
-        ctx.save_for_backward(home, again, None if again is None else source[again])
-        return values.index_select(0, source)
+    def forward(ctx: Any, values: Tensor, place: Tensor, first: Tensor, again: Tensor) -> Tensor:
+        ctx.save_for_backward(first, again, place[again])
+        return values.index_select(0, place)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        home, again, repeated = ctx.saved_tensors
-        summed = grad.index_select(0, home)
-        return (
-            summed if again is None else _add_rows(summed, repeated, grad.index_select(0, again)),
-            None,
-            None,
-            None,
-        )
+        first, again, shared = ctx.saved_tensors
+        own = grad.index_select(0, first)
+        return _add_rows(own, shared, grad.index_select(0, again)), None, None, None
 
 
 def _add_rows(total: Tensor, index: Tensor, rows: Tensor) -> Tensor:
@@ -102,49 +87,46 @@ def packed_attention(
     scaling are read besides the tensors, and not the mask."""
     if packing is None:
         return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
-    dropout: float = kwargs.get("dropout", 0.0)
-    scaling: float | None = kwargs.get("scaling")
     # On a CPU the kernel of 16-bit types takes five times as long backward as that of float32,
     # copies included.
-    dtype = (
-        torch.promote_types(query.dtype, torch.float32)
-        if query.device.type == "cpu"
-        else query.dtype
-    )
-    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    one_width = value.shape[3] == query.shape[3]  # DeepSeek's values are narrower than its keys
-    if (
-        query.device.type == "cpu"
-        and dtype == torch.float32
-        and dropout == 0.0
-        and one_width
-        and native.is_there()
-    ):
-        queries, keys, values = (x[0].transpose(0, 1).to(dtype) for x in (query, key, value))
-        return attend(queries, keys, values, packing.sequences, scale).to(query.dtype)[None], None
-    buckets = packing.buckets
-    padded = [_padded(x, buckets) for x in (query, key, value)]
-    outputs = []
-    for bucket in zip(*padded, strict=True):
-        q, k, v = (x.to(dtype) for x in bucket)
-        with torch.autocast("cpu", enabled=False):
-            shares_keys = q.shape[1] != k.shape[1]
-            out = scaled_dot_product_attention(
-                q, k, v, dropout_p=dropout, is_causal=True, scale=scale, enable_gqa=shares_keys
+    on_cpu = query.device.type == "cpu"
+    dtype = torch.promote_types(query.dtype, torch.float32) if on_cpu else query.dtype
+    queries, keys, values = (x[0].transpose(0, 1).to(dtype) for x in (query, key, value))
+    dropout: float = kwargs.get("dropout", 0.0)
+    scale: float = kwargs.get("scaling") or query.shape[-1] ** -0.5
+    one_width = values.shape[2] == keys.shape[2]  # DeepSeek's values are narrower than its keys
+    is_ours = on_cpu and dtype == torch.float32 and dropout == 0.0 and one_width
+    if is_ours and native.is_there():
+        mixed = attend(queries, keys, values, packing.sequences, scale)
+    else:
+        mixed = _attend_one_by_one(queries, keys, values, packing, scale, dropout)
+    return mixed.to(query.dtype)[None], None
+
+
+def _attend_one_by_one(
+    queries: Tensor, keys: Tensor, values: Tensor, packing: Packing, scale: float, dropout: float
+) -> Tensor:
+    """Causal attention of `(rows, heads, head_dim)` by torch, sequence by sequence."""
+    operands = [queries, keys, values]
+    if packing.sharing is not None:
+        operands = [spread_rows(each, packing.spread) for each in operands]
+    lengths = packing.lengths.tolist()
+    by_sequence = [each.transpose(0, 1)[None].split(lengths, 2) for each in operands]
+    found = []
+    with torch.autocast("cpu", enabled=False):
+        for query, key, value in zip(*by_sequence, strict=True):
+            mixed = scaled_dot_product_attention(
+                query,
+                key,
+                value,
+                dropout_p=dropout,
+                is_causal=True,
+                scale=scale,
+                enable_gqa=query.shape[1] != key.shape[1],
             )
-        outputs.append(out.reshape(-1, out.shape[-1]).to(query.dtype))
-    rows = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
-    mixed = take_rows(rows, buckets.of_heads(query.shape[1]).home)
-    return mixed.view(1, -1, query.shape[1], value.shape[3]), None
-
-
-def _padded(x: Tensor, buckets: Buckets) -> list[Tensor]:
-    """`(1, heads, tokens, head_dim)` → `(rows, heads, longest, head_dim)` of each bucket."""
-    num_heads, _, dim = x.shape[1:]
-    rows = spread_rows(x[0].transpose(0, 1).reshape(-1, dim), *buckets.of_heads(num_heads))
-    shapes = [(rows, num_heads, longest) for rows, longest in buckets.shapes]
-    parts = rows.split([math.prod(shape) for shape in shapes])
-    return [part.unflatten(0, shape) for part, shape in zip(parts, shapes, strict=True)]
+            found.append(mixed[0].transpose(0, 1))
+    rows = torch.cat(found)
+    return rows if packing.sharing is None else take_rows(rows, packing.spread.first)
 
 
 AttentionInterface.register(PACKED_ATTENTION, packed_attention)

@@ -24,11 +24,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from types import MethodType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
+from torch.nn.utils.rnn import pad_sequence
 from torch.utils.checkpoint import checkpoint
 
 from distflow.device_transfer import send
@@ -36,7 +37,6 @@ from distflow.errors import UserError
 from distflow.models.cached_decoder import FAMILIES
 from distflow.models.cpu_kernels import build as native
 from distflow.models.cpu_kernels import training_layer as cpu_layer
-from distflow.models.cpu_kernels.training_layer import after_attention, before_attention
 from distflow.models.cpu_kernels.weight_layout import check_modules, layer_modules, side_by_side
 from distflow.models.image_inputs import (
     IN_OWN_PASSES,
@@ -51,7 +51,6 @@ from distflow.models.lora import unwrapped
 from distflow.models.number_head import NumberTargets
 from distflow.models.packed_attention import PACKED_ATTENTION, spread_rows, take_rows
 from distflow.models.packed_layout import Packing, Sharing, shared_prefixes
-from distflow.models.sharding import is_spread
 
 LARGEST = 2**19
 """Elements of a gated MLP's float32 matrix above which the cache cannot hold a thread's data, so
@@ -63,35 +62,34 @@ def runs_natively(decoder: Any) -> bool:
     modules of `transformers`: on a CPU with float32 weights, perhaps under autocast to bfloat16; on
     CUDA with products in bfloat16."""
     config = decoder.config
-    if config.model_type not in FAMILIES or (
-        device := decoder.embed_tokens.weight.device.type
-    ) not in ("cpu", "cuda"):
-        return False
-    has_code = native.is_there() if device == "cpu" else gpu_layer() is not None
-    dtypes = (torch.float32, torch.bfloat16) if device == "cpu" else (torch.bfloat16,)
-    if not has_code or _products_of(decoder) not in dtypes:
+    if config.model_type not in FAMILIES or not _has_code(decoder):
         return False
     head_dim = decoder.layers[0].self_attn.head_dim
-    modules = list(layer_modules(decoder))
     if 2 * len(decoder.rotary_emb.inv_freq) != head_dim:  # only a part of each head is rotated
         return False
+    if decoder.training and config.attention_dropout:
+        return False
+    modules = list(layer_modules(decoder))
+    device = decoder.embed_tokens.weight.device.type
     if device == "cuda":
         if head_dim & (head_dim - 1):  # Triton needs powers of two
             return False
         modules.remove(decoder.embed_tokens)  # it is called, as it may have a checkpointing hook
-    if decoder.training and config.attention_dropout:
-        return False
-    if (
-        decoder.training
-        and device == "cpu"
-        and any(layer.gradient_checkpointing for layer in decoder.layers)
-    ):
+    elif decoder.training and any(layer.gradient_checkpointing for layer in decoder.layers):
         return False
     try:
         check_modules((decoder, *decoder.layers, *modules), config.rms_norm_eps, device)
     except native.NotNative:
         return False
     return True
+
+
+def _has_code(decoder: Any) -> bool:
+    """Whether there is native code for the decoder's device and the dtype of its products."""
+    device = decoder.embed_tokens.weight.device.type
+    if device == "cpu":
+        return native.is_there() and _products_of(decoder) in (torch.float32, torch.bfloat16)
+    return device == "cuda" and gpu_layer() is not None and _products_of(decoder) == torch.bfloat16
 
 
 @functools.cache
@@ -123,20 +121,28 @@ def packed_layers(decoder: Any, embedded: Tensor, position_ids: Tensor, packing:
     cos, sin = (each[0] for each in decoder.rotary_emb(hidden, position_ids[None]))
     with torch.autocast(weight.device.type, enabled=False):
         if weight.device.type == "cuda":
-            hidden = _by_torchs_products(
-                decoder.layers, hidden, cos, sin, gpu_layer(), partial(_on_gpu, packing), dtype
-            )
+            between = Between(gpu_layer(), partial(_on_gpu, packing), dtype)
+            hidden = _by_torchs_products(decoder.layers, hidden, cos, sin, between)
         elif dtype == torch.bfloat16 or config.hidden_size * config.intermediate_size > LARGEST:
-            hidden = _by_torchs_products(
-                decoder.layers, hidden, cos, sin, cpu_layer, partial(_on_cpu, packing), dtype
-            )
+            between = Between(cpu_layer, partial(_on_cpu, packing), dtype)
+            hidden = _by_torchs_products(decoder.layers, hidden, cos, sin, between)
         else:
             for layer in decoder.layers:
-                mixed = _on_cpu(
-                    packing, *before_attention(layer, hidden, cos, sin), layer.self_attn.scaling
-                )
-                hidden = after_attention(layer, hidden, mixed)
+                operands = cpu_layer.before_attention(layer, hidden, cos, sin)
+                mixed = _on_cpu(packing, *operands, layer.self_attn.scaling)
+                hidden = cpu_layer.after_attention(layer, hidden, mixed)
         return decoder.norm(hidden).to(weight.dtype)
+
+
+class Between(NamedTuple):
+    """What is computed between the products with weights."""
+
+    kernels: Any
+    """A module with `add_norm`, `split_heads` and `gate`."""
+    attend: Callable[..., Tensor]
+    """Takes queries, keys, values and the scale of scores."""
+    dtype: torch.dtype
+    """Of the products' inputs and outputs."""
 
 
 def _on_cpu(
@@ -151,42 +157,31 @@ def _on_gpu(
     """Attention on a GPU; rows that sequences share are duplicated for each."""
     if packing.sharing is None:
         return gpu_layer().attend(queries, keys, values, packing.bounds, packing.longest, scale)
-    whole = packing.whole
-    spread = (
-        spread_rows(each, whole.source, whole.home, whole.again) for each in (queries, keys, values)
-    )
-    return take_rows(
-        gpu_layer().attend(*spread, packing.bounds, packing.longest, scale), whole.home
-    )
+    spread = (spread_rows(each, packing.spread) for each in (queries, keys, values))
+    mixed = gpu_layer().attend(*spread, packing.bounds, packing.longest, scale)
+    return take_rows(mixed, packing.spread.first)
 
 
 def _by_torchs_products(
-    layers: Any,
-    hidden: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    kernels: Any,
-    attend: Callable[..., Tensor],
-    dtype: torch.dtype,
+    layers: Any, hidden: Tensor, cos: Tensor, sin: Tensor, between: Between
 ) -> Tensor:
-    """kernels: the operations between the products, and, with `attend`, between these and
-    attention. dtype: of the products' inputs and outputs."""
+    """`(rows, hidden)` after all layers. cos, sin: `(rows, head_dim)`."""
+    kernels, attend, dtype = between
 
-    # the outputs of each for x, side by side
-    def linear_of(x: Tensor, *modules: nn.Linear) -> Tensor:
+    def product(x: Tensor, *modules: nn.Linear) -> Tensor:
+        """The outputs of each for x, side by side."""
         return linear(x, *side_by_side(modules, dtype))
 
     def through(layer: Any, hidden: Tensor, added: Tensor | None) -> tuple[Tensor, Tensor]:
         attention = layer.self_attn
         mlp = layer.mlp
         hidden, normed = kernels.add_norm(hidden, added, layer.input_layernorm, dtype)
-        projected = linear_of(normed, attention.q_proj, attention.k_proj, attention.v_proj)
+        projected = product(normed, attention.q_proj, attention.k_proj, attention.v_proj)
         mixed = attend(*kernels.split_heads(projected, cos, sin, attention), attention.scaling)
-        added = linear_of(mixed.flatten(1).to(dtype), attention.o_proj)
+        added = product(mixed.flatten(1).to(dtype), attention.o_proj)
         hidden, normed = kernels.add_norm(hidden, added, layer.post_attention_layernorm, dtype)
-        return hidden, linear_of(
-            kernels.gate(linear_of(normed, mlp.gate_proj, mlp.up_proj)), mlp.down_proj
-        )
+        gated = kernels.gate(product(normed, mlp.gate_proj, mlp.up_proj))
+        return hidden, product(gated, mlp.down_proj)
 
     added = None
     for layer in layers:
@@ -205,7 +200,7 @@ TOLERANCE = {torch.float64: 1e-3, torch.float32: 1e-3, torch.bfloat16: 0.08, tor
 # The same if tokens of other sequences change and no shape does: zero, except for experts of a
 # mixture, whose products have as many rows as tokens chose them.
 _LEAK = {torch.float64: 1e-9, torch.float32: 2e-5, torch.bfloat16: 0.02, torch.float16: 5e-3}
-_CHECK_LENGTHS = (5, 1, 11, 1, 4, 9, 3, 8)  # when padded, some share a bucket
+_CHECK_LENGTHS = (5, 1, 11, 1, 4, 9, 3, 8)
 _IN_ROWS = "sequences_in_rows"  # marks a model whose sequences are padded, not packed
 
 
@@ -306,17 +301,11 @@ def _with_images(
 
 def _in_rows(decoder: Any, input_ids: Tensor, lengths: Tensor, wanted: Tensor | None) -> Tensor:
     """As `packed_hidden_states`, but each sequence in its own row, padded on the right."""
-    # all ranks must gather the same layers equally often: one table, whatever their lengths
-    if is_spread(decoder):
-        buckets = Packing(lengths, input_ids.device).table
-    else:
-        buckets = Packing(lengths, input_ids.device).buckets
-    padded = input_ids[buckets.source].split([rows * longest for rows, longest in buckets.shapes])
-    states = [
-        decoder(input_ids=ids.view(shape), use_cache=False).last_hidden_state.flatten(0, 1)
-        for ids, shape in zip(padded, buckets.shapes, strict=True)
-    ]
-    return take_rows(torch.cat(states), buckets.home if wanted is None else buckets.home[wanted])
+    padded = pad_sequence(input_ids.split(lengths.tolist()), batch_first=True)
+    states = decoder(input_ids=padded, use_cache=False).last_hidden_state
+    is_token = torch.arange(padded.shape[1]) < lengths[:, None]
+    place = send(is_token.flatten().nonzero()[:, 0], states.device)
+    return take_rows(states.flatten(0, 1), place if wanted is None else place[wanted])
 
 
 def output_head(model: nn.Module) -> Callable[[Tensor], Tensor]:
@@ -330,9 +319,8 @@ def output_head(model: nn.Module) -> Callable[[Tensor], Tensor]:
     head = causal.get_output_embeddings()
     if head is None:
         return causal.score
-    scale = float(getattr(config, "logit_scale", None) or 1.0) / float(
-        getattr(config, "logits_scaling", None) or 1.0
-    )
+    scale = float(getattr(config, "logit_scale", None) or 1.0)
+    scale /= float(getattr(config, "logits_scaling", None) or 1.0)
     softcap = getattr(config, "final_logit_softcapping", None)
 
     def logits(hidden: Tensor) -> Tensor:
@@ -366,25 +354,11 @@ def choose_attention(model: nn.Module) -> str:
     """
     causal = unwrapped(model)
     decoder = text_decoder(model)
-    config = causal.config.get_text_config()
     # what computes images keeps its own attention
     owner = causal if decoder.config is causal.config else decoder
-    # Ours supports plain causal attention only; a window or a soft cap is left to the family's own
-    # code.
-    layer_types = set(getattr(config, "layer_types", None) or ("full_attention",))
-    windowed = (
-        layer_types != {"full_attention"} or getattr(config, "sliding_window", None) is not None
-    )
-    candidates: tuple[str, ...] = (
-        ("sdpa", "eager") if windowed else (PACKED_ATTENTION, "sdpa", "eager")
-    )
-    if getattr(config, "attn_logit_softcapping", None) is not None:
-        candidates = ("eager",)
-    errors = {}
-    for in_rows, name in [
-        *((False, name) for name in candidates),
-        *((True, name) for name in ("sdpa", "eager")),
-    ]:
+    candidates = [(name, False) for name in _packed_candidates(causal.config.get_text_config())]
+    errors: dict[str, float] = {}
+    for name, in_rows in [*candidates, ("sdpa", True), ("eager", True)]:
         tried = f"{name}, padded" if in_rows else name
         try:
             owner.set_attn_implementation(name)
@@ -403,6 +377,18 @@ def choose_attention(model: nn.Module) -> str:
     )
 
 
+def _packed_candidates(config: Any) -> tuple[str, ...]:
+    """The attentions that may keep packed sequences apart, the fastest first. Ours supports plain
+    causal attention only; a window or a soft cap is left to the family's own code."""
+    if getattr(config, "attn_logit_softcapping", None) is not None:
+        return ("eager",)
+    layer_types = getattr(config, "layer_types", None) or ("full_attention",)
+    has_window = getattr(config, "sliding_window", None) is not None
+    if has_window or set(layer_types) != {"full_attention"}:
+        return "sdpa", "eager"
+    return PACKED_ATTENTION, "sdpa", "eager"
+
+
 @torch.no_grad()
 def packed_error(model: nn.Module) -> tuple[float, float]:
     """Largest difference of a logit between packed sequences (two of which begin alike) and each
@@ -418,56 +404,52 @@ def packed_error(model: nn.Module) -> tuple[float, float]:
     ids[-8:-5] = ids[-11:-8]
     sharing = shared_prefixes(ids, lengths)
     ids = ids.to(embedding.device)
-    others = others.to(embedding.device)
     is_kept = (torch.arange(len(lengths)) % 2 == 1).repeat_interleave(lengths)
     kept = is_kept.nonzero()[:, 0].to(ids.device)
-    is_kept = is_kept.to(ids.device)
+    changed = torch.where(is_kept.to(ids.device), ids, others.to(ids.device))
     was_training = model.training
     model.eval()
     # nn.Module declares no methods
     packed_logits: Callable[..., Tensor] = model.packed_logits  # type: ignore[assignment]
     try:
         packed = packed_logits(ids, lengths, sharing)
-        before, after = (
-            packed_logits(each, lengths) for each in (ids, torch.where(is_kept, ids, others))
+        before = packed_logits(ids, lengths)[kept]
+        after = packed_logits(changed, lengths)[kept]
+        parts = ids.split(lengths.tolist())
+        alone = torch.cat(
+            [model(input_ids=part[None], use_cache=False).logits[0] for part in parts]
         )
-        alone = [
-            model(input_ids=part[None], use_cache=False).logits[0]
-            for part in ids.split(lengths.tolist())
-        ]
     # a keyword that the family's layers lack, softcap under sdpa, ...
     except (TypeError, ValueError):
         return math.inf, 0.0
     finally:
         model.train(was_training)
-    largest = torch.cat(alone).abs().max()
-    error = float((packed - torch.cat(alone)).abs().max() / largest)
-    leak = float((after - before)[kept].abs().max() / largest)
+    largest = alone.abs().max()
+    error = float((packed - alone).abs().max() / largest)
+    leak = float((after - before).abs().max() / largest)
     if math.isnan(error + leak):
         return math.inf, 0.0
-    return (
-        (leak, _LEAK[packed.dtype])
-        if leak > _LEAK[packed.dtype]
-        else (error, TOLERANCE[packed.dtype])
-    )
+    if leak > _LEAK[packed.dtype]:
+        return leak, _LEAK[packed.dtype]
+    return error, TOLERANCE[packed.dtype]
 
 
 @dataclass(frozen=True)
 class ModelInputs:
-    """Packed sequences on the model's device.
-
-    input_ids: int64 `(tokens,)`, at least one. lengths: of the sequences, int64 `(sequences,)`, on
-    the CPU. predicting: int64 `(n,)`, the positions whose outputs are wanted, each once. targets:
-    int64 `(n,)`, the tokens that follow them. sharing: the tokens that need not be computed for
-    each sequence, on the CPU; None computes all. images: of the sequences; None if there are none.
-    """
+    """Packed sequences on the model's device."""
 
     input_ids: Tensor
+    """int64 `(tokens,)`, at least one."""
     lengths: Tensor
+    """Of the sequences: int64 `(sequences,)`, on the CPU."""
     predicting: Tensor
+    """int64 `(n,)`: the positions whose outputs are wanted, each once."""
     targets: Tensor | NumberTargets
+    """int64 `(n,)`: the tokens that follow them."""
     sharing: Sharing | None = None
+    """The tokens that need not be computed for each sequence, on the CPU; None computes all."""
     images: ImageInputs | None = None
+    """Of the sequences; None if there are none."""
 
 
 def attach_packed_forward(model: nn.Module) -> None:
