@@ -18,6 +18,7 @@ import distflow
 
 _LEAST_SIMILARITY = 0.6  # of `difflib`: below it a guess is noise
 _MAX_LISTED = 12
+_MOST_OF_FAULT = 1000
 _from_python: ContextVar[bool] = ContextVar("from_python", default=False)
 
 
@@ -177,6 +178,15 @@ def users_place(error: BaseException) -> str | None:
     """File (or function) and line of the innermost frame that is neither ours nor a library's, or
     None."""
     return _innermost(traceback.extract_tb(error.__traceback__))
+
+
+def describe_fault(error: BaseException) -> str:
+    """An error of the user's code in words: its type, its text, and the place in that code."""
+    said = f"{type(error).__name__}: {error}"[:_MOST_OF_FAULT]
+    if "coroutine" in str(error):
+        said += ": is `await` missing?"
+    place = users_place(error)
+    return f"{said} (at {place})" if place else said
 
 
 def users_place_of(thread_id: int) -> str | None:

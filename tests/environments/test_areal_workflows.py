@@ -49,21 +49,6 @@ class Theirs:
         self.arun_episode = run
 
 
-def played_rows(theirs: Any, number: int) -> tuple[list[Chat], list[float | None]]:
-    """An episode of several samples, whose requests have one engine."""
-    drawn = Drawn()
-    chats = [
-        Chat(TurnTokens(tiny_tokenizer(), (), {}), drawn, Limits(20, 30), False)
-        for _ in range(number)
-    ]
-    workflow = make_workflow("rows", theirs, {})
-    assert workflow.num_rows == number
-    returned: Any = asyncio.run(
-        workflow(workflow.chats(chats, {}), Row(Prompt("ab", PROMPT), "7"), None)
-    )  # type: ignore[arg-type]
-    return chats, workflow.results(returned)
-
-
 def played(
     theirs: Any, drawn: Drawn | None = None, response: int = 20
 ) -> tuple[Chat, float | None]:
@@ -141,10 +126,6 @@ def set_all(**values: Any) -> Callable[[Trajectory], object]:
     return lambda row: row.update(values)
 
 
-def double(row: Trajectory) -> None:
-    row.update({name: torch.cat([values, values]) for name, values in row.items()})
-
-
 @pytest.mark.parametrize(
     ("change", "said"),
     [
@@ -153,11 +134,7 @@ def double(row: Trajectory) -> None:
         (put("input_ids", 0, 99), r"loss_mask that is on for token 3 \(10\)"),
         (
             set_all(**{name: torch.zeros(2, 3) for name in ("input_ids", "loss_mask")}),
-            "different numbers of rows",
-        ),
-        (
-            set_all(rewards=torch.tensor([0.1, 0.2])),
-            "different numbers of rows",
+            "returned 2 rows of 'input_ids'",
         ),
         (
             set_all(loss_mask=torch.tensor([[1, 1]])),
@@ -168,7 +145,6 @@ def double(row: Trajectory) -> None:
             "rows of different lengths: 4 attention_mask, 9 input_ids",
         ),
         (lambda row: row.pop("rewards"), "return None, or tensors by name"),
-        (double, "returned 2 rows, and its episodes are of 1: that many is n_samples"),
     ],
 )
 def test_a_trajectory_that_was_not_drawn_is_an_error(
@@ -249,44 +225,11 @@ def test_areals_own_workflows_run_unchanged() -> None:
     assert [segment.token_ids for segment in chat.segments[1:]] == [(10, 11), between, (20, 21)]
 
 
-def test_an_episode_of_several_rows_is_as_many_samples() -> None:
+def test_several_samples_are_as_many_episodes() -> None:
     def reward(
         prompt: str, completion: str, prompt_ids: list[int], ids: list[int], **_: Any
     ) -> float:
         return float(sum(ids))
 
-    chats, scores = played_rows(RLVRWorkflow(reward, REQUEST.new(n_samples=3), tiny_tokenizer()), 3)
-    assert scores == [21.0, 41.0, 61.0]
-    assert [chat.segments[1].token_ids for chat in chats] == [(10, 11), (20, 21), (30, 31)]
-    assert [(chat.turns, chat.segments[1].versions[0]) for chat in chats] == [
-        (1, 1),
-        (1, 2),
-        (1, 3),
-    ]
-
-
-class TwoConversations:
-    """Of two turns each, both first turns at once, and the second conversation is returned
-    first."""
-
-    gconfig = REQUEST.new(n_samples=2)
-
-    def __init__(self, kept: slice = slice(None)) -> None:
-        self.kept = kept
-
-    async def arun_episode(self, engine: Any, data: dict[str, Any]) -> list[Trajectory]:
-        ask = [engine.agenerate(ModelRequest("a", list(PROMPT), REQUEST)) for _ in range(2)]
-        rows = []
-        for first in reversed(await asyncio.gather(*ask)):
-            prompt = [*first.input_tokens, *first.output_tokens, 8]
-            rows.append(
-                trajectory(first, await engine.agenerate(ModelRequest("a", prompt, REQUEST)))
-            )
-        return rows[self.kept]
-
-
-def test_a_request_belongs_to_the_row_that_it_continues() -> None:
-    chats, scores = played_rows(TwoConversations(), 2)
-    assert scores == [0.5, 0.5]
-    turns = [[segment.token_ids for segment in chat.segments[1:]] for chat in chats]
-    assert turns == [[(10, 11), (8,), (40, 41)], [(20, 21), (8,), (30, 31)]]
+    chat, score = played(RLVRWorkflow(reward, REQUEST.new(n_samples=3), tiny_tokenizer()))
+    assert score == 21.0 and chat.turns == 1 and chat.segments[1].token_ids == (10, 11)

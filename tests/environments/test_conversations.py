@@ -60,9 +60,9 @@ class Agent:
         return [prompt for prompt, *_ in self.engine.asked]
 
     @property
-    def why(self) -> list[str]:
-        """Each branch began."""
-        return [chat.why for chat in self.chat.conversations if chat.name]
+    def branches(self) -> list[str]:
+        """Their names."""
+        return [chat.name for chat in self.chat.conversations if chat.name]
 
     @property
     def owners(self) -> list[list[str]]:
@@ -138,7 +138,7 @@ def test_what_extends_no_conversation_is_a_branch_as_it_was_sent(
     reply = agent.says(*history)
     agent.says(*history, reply, user("3"))
     agent.says(user("1"), {"role": "assistant", "content": "one"}, user("4"))
-    assert sorted(agent.owners) == [LINEAR, LINEAR] and agent.why == ["call"]
+    assert sorted(agent.owners) == [LINEAR, LINEAR] and agent.branches == ["1"]
     text = agent.family.tokenizer.apply_chat_template(
         history, tokenize=False, add_generation_prompt=True
     )
@@ -152,7 +152,7 @@ def test_other_tools_are_a_branch_and_unused_ones_are_none() -> None:
     agent = Agent("qwen2.5", "one", "two", CALLS["qwen2.5"])
     reply = agent.says(user("1"), tools=TOOLS)
     agent.says(user("1"), reply, user("2"))
-    assert sorted(agent.owners) == [["prompt", "policy"]] * 2 and agent.why == ["call"]
+    assert sorted(agent.owners) == [["prompt", "policy"]] * 2 and agent.branches == ["1"]
     assert "add" not in agent.family.tokenizer.decode(list(agent.prompts[1]))
     text = agent.says(user("1"), reply, user("3"), tools=TOOLS, tool_choice="none")
     assert "tool_calls" not in text and "<tool_call>" in text["content"]
@@ -181,7 +181,7 @@ def test_a_text_is_continued_behind_the_stop_string_that_was_drawn_or_is_a_branc
         == "Q: act\nObservation: 42"
     )
     agent.send("Q: act otherwise", TEXT)
-    assert agent.why == ["call"]
+    assert agent.branches == ["1"]
     assert agent.prompts[2] == tuple(ids(agent.family, "Q: act otherwise"))
 
 
@@ -238,7 +238,7 @@ def test_calls_at_once_are_answered_side_by_side_each_in_a_branch_of_its_own() -
 
     asyncio.run(play())
     assert sorted(chat.name for chat in agent.chat.conversations) == ["", "1", "2"]
-    assert agent.why == ["call", "call"]
+    assert sorted(agent.branches) == ["1", "2"]
     assert sorted(map(len, agent.owners)) == [2, 4, 4]
     whole = [chat.token_ids for chat in agent.chat.conversations]
     seen = [

@@ -103,10 +103,10 @@ def test_calls_that_are_wrong_hang_or_print_too_much_are_told_and_counted(tmp_pa
     replies = ["<tool_call>{</tool_call>", call("ls", name="bash"), call("yes"), call("ls"), "done"]
     chat, rewards = play(task, replies, max_characters=100)
     texts = said(chat)
-    assert "cannot be read" in texts[0] and "there is one tool, shell" in texts[1]
+    assert "cannot be read" in texts[0] and "there is no tool 'bash'" in texts[1]
     assert "did not end within 2 s and was killed" in texts[2] and "cut: the answer has" in texts[2]
     assert "the 2 s that this task has for commands are used up" in texts[3]
-    assert chat.counts["tool/shell/errors"] == 4 and rewards["score"] == 0.0
+    assert chat.counts["tool/shell/errors"] == 2 and rewards["score"] == 0.0
 
 
 def test_a_command_that_the_system_cannot_start_is_told_to_the_model(tmp_path: Path) -> None:

@@ -3,14 +3,19 @@ so."""
 
 import asyncio
 import time
+from collections import Counter
 from collections.abc import Iterator
-from contextlib import closing
+from contextlib import closing, nullcontext
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
+from distflow.environments.answer_calls import answer_call
 from distflow.environments.parse_tool_calls import ToolCall
-from distflow.environments.tool_workflow import EpisodeTools, Tools
+from distflow.environments.tool_workflow import EpisodeTools
+from distflow.environments.tools import Tools
 from distflow.errors import UserError
 from tests.patience import is_running
 
@@ -44,24 +49,26 @@ def tools(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Tools]:
         yield tools
 
 
-def answers(tools: Tools, *calls: ToolCall) -> tuple[list[str], EpisodeTools]:
-    async def run() -> tuple[list[str], EpisodeTools]:
-        with EpisodeTools(tools, ("a seed",)) as episode:
-            return [await episode.run(call) for call in calls], episode
+def answers(tools: Tools, *calls: ToolCall) -> tuple[list[str], Counter[str]]:
+    """What the model is told of each call, and the episode's counts."""
+    chat: Any = SimpleNamespace(counts=Counter(), clock_stopped=nullcontext)
 
-    return asyncio.run(run())
+    async def run() -> list[str]:
+        with EpisodeTools(tools, ("a seed",)) as episode:
+            return [await answer_call(chat, call, tools.parameters, episode.run) for call in calls]
+
+    return asyncio.run(run()), chat.counts
 
 
 def test_whatever_a_tool_does_is_a_bounded_text_and_counted(tools: Tools) -> None:
     calls = [ToolCall(name) for name, _ in HOSTILE]
-    texts, episode = answers(tools, *calls, ToolCall("later", {"a": 1}))
+    texts, counts = answers(tools, *calls, ToolCall("later", {"a": 1}))
     for (name, said), text in zip(HOSTILE, texts, strict=False):
         assert said in text and len(text) < MOST + 100, (name, text)
     assert texts[-1] == '{"sum": 3}'
-    assert episode.calls == {**{name: 1 for name, _ in HOSTILE}, "later": 1}
-    assert {name for name, number in episode.errors.items() if number} == {
-        name for name, _ in HOSTILE
-    }
+    for name, _ in HOSTILE:
+        assert (counts[f"tool/{name}/calls"], counts[f"tool/{name}/errors"]) == (1, 1)
+    assert (counts["tool/later/calls"], counts["tool/later/errors"]) == (1, 0)
 
 
 def test_what_a_module_keeps_lasts_for_the_episode_and_not_longer(tools: Tools) -> None:
@@ -83,15 +90,13 @@ def test_processes_of_a_tool_end_with_the_episode(tools: Tools, tmp_path: Path) 
 def test_a_call_that_does_not_end_is_ended_at_its_deadline() -> None:
     with closing(Tools([f"{FILE}hangs", "python"], 0.5, MOST)) as tools:
         calls = ToolCall("hangs"), ToolCall("python", {"code": "while True: pass"})
-        texts, episode = answers(tools, *calls)
+        texts, counts = answers(tools, *calls)
     assert texts == [
         "error: hangs ended its process: no answer within 0.5 s",
         "error: python ended its process: no answer within 0.5 s; names defined before are lost",
     ]
-    assert (
-        episode.errors == {"hangs": 1, "python": 1}
-        and min(episode.ms["hangs"], episode.ms["python"]) >= 400
-    )
+    for name in ("hangs", "python"):
+        assert counts[f"tool/{name}/errors"] == 1 and counts[f"tool/{name}/ms"] >= 400
 
 
 def test_calls_that_fit_no_tool_are_answered(tools: Tools) -> None:
@@ -106,10 +111,10 @@ def test_calls_that_fit_no_tool_are_answered(tools: Tools) -> None:
         (ToolCall("x" * 10_000), "there is no tool 'xxx"),
         (ToolCall("secret", {"word": "a", "key": "mine"}), "secret has no parameter 'key'"),
     ]
-    texts, episode = answers(tools, *(call for call, _ in bad))
+    texts, counts = answers(tools, *(call for call, _ in bad))
     for (_, said), text in zip(bad, texts, strict=True):
         assert said in text and len(text) < 700
-    assert episode.errors["unknown"] == 3 and episode.errors["total"] == 2
+    assert counts["tool/unknown/errors"] == 3 and counts["tool/total/errors"] == 2
 
 
 def test_text_arguments_become_what_the_schema_declares(tools: Tools) -> None:
@@ -172,7 +177,7 @@ def test_python_keeps_names_over_the_calls_of_an_episode(tools: Tools) -> None:
         "x",
         "f(",
     ]
-    texts, episode = answers(
+    texts, counts = answers(
         tools, *(ToolCall("python", {"code": code}) for code in codes), ToolCall("python", {})
     )
     assert texts[:2] == ["set\n4\n", "6\n"] and texts[3] == "3\n"
@@ -181,7 +186,7 @@ def test_python_keeps_names_over_the_calls_of_an_episode(tools: Tools) -> None:
     assert (
         "SyntaxError" in texts[7]
         and "code must be a text" in texts[8]
-        and episode.errors["python"] == 6
+        and counts["tool/python/errors"] == 6
     )
     assert "NameError" in answers(tools, ToolCall("python", {"code": "x"}))[0][0]
 

@@ -28,14 +28,14 @@ from tests.patience import is_running, wait_until
 
 RUN = """
 import asyncio, sys
-from distflow.environments.parse_tool_calls import ToolCall
-from distflow.environments.tool_workflow import EpisodeTools, Tools
+from distflow.environments.tool_workflow import EpisodeTools
+from distflow.environments.tools import Tools
 
 async def episode(tools, file):
     with EpisodeTools(tools, ()) as own:
-        await own.run(ToolCall("starts", {"file": file}))
+        await own.run("starts", {"file": file})
         print(tools.server.pid, flush=True)
-        await own.run(ToolCall("hangs"))
+        await own.run("hangs", {})
 
 asyncio.run(episode(Tools([sys.argv[1] + name for name in ("starts", "hangs")], 600.0, 100), sys.argv[2]))
 """  # noqa: E501

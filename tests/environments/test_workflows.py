@@ -19,7 +19,7 @@ from distflow.environments.workflows import (
     row_of,
 )
 from distflow.errors import UserError
-from distflow.pipelines.nodes.workflow_rollout import read_outcome
+from distflow.pipelines.nodes.episode_outcome import read_outcome
 from distflow.rewards.reward_results import AS_TEXT, Score
 from distflow.rewards.router import RewardOutcome
 from tests.environments.test_chat import FAMILIES, Engine, chat_of

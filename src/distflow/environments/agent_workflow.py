@@ -235,10 +235,11 @@ def _command(command: str | Sequence[str] | None) -> Sequence[str]:
 
 def _arguments(row: Row, session: Session) -> dict[str, Any]:
     """Arguments that functions may take by name; `row` is the whole row."""
-    messages = [dict(message) for message in row.prompt.messages] or [
-        {"role": "user", "content": str(row.prompt)}
-    ]
-    own = {"prompt": str(row.prompt), "messages": messages, "ground_truth": row.ground_truth}
+    own = {
+        "prompt": str(row.prompt),
+        "messages": row.prompt.as_messages,
+        "ground_truth": row.ground_truth,
+    }
     whole = {**row.extra_info, **own, "domain": row.domain}
     return {
         **own,

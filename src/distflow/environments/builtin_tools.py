@@ -125,30 +125,6 @@ def _read_texts(file: Path) -> list[str]:
     return lines
 
 
-PYTHON_SESSION = '''
-import ast as _ast, contextlib as _contextlib, io as _io, sys as _sys, traceback as _traceback
-
-_names = {"__name__": "__main__"}
-
-def run(code):
-    """What the code prints, and the value of its last line if that is an expression."""
-    printed = _io.StringIO()
-    with _contextlib.redirect_stdout(printed), _contextlib.redirect_stderr(printed):
-        try:
-            body = _ast.parse(code).body
-            last = body.pop() if body and isinstance(body[-1], _ast.Expr) else None
-            exec(compile(_ast.Module(body, []), "<tool>", "exec"), _names)
-            if last is not None:
-                value = eval(compile(_ast.Expression(last.value), "<tool>", "eval"), _names)
-                if value is not None:
-                    print(repr(value))
-        except:
-            return printed.getvalue() + "".join(_traceback.format_exception_only(_sys.exception())), True
-    return printed.getvalue() or "(no output)", False
-'''  # noqa: E501
-"""Executed in the sandbox once per episode, so that names persist between calls."""
-
-
 def python(code: str) -> str:
     """Runs Python code and returns what it prints. Names that it defines are kept for later calls.
 
@@ -158,5 +134,9 @@ def python(code: str) -> str:
     raise AssertionError("it runs in the sandbox")
 
 
-BUILTIN_TOOLS = {"calculator": "calculator", "python": "python", "search": "Search"}
-"""The function or class of each built-in tool, by its name in a config."""
+BUILTIN_TOOLS = {
+    "calculator": f"{__name__}:calculator",
+    "python": f"{__name__}:python",
+    "search": f"{__name__}:Search",
+}
+"""The target of each built-in tool, by its name in a config."""

@@ -116,10 +116,4 @@ def _workflow_of_domain(domain: str, entry: Any) -> Workflow:
             f"{KEY}_kwargs.{domain}: name the workflow: {{workflow: NAME, OPTION: VALUE}}"
         )
     name = str(options.pop("workflow"))
-    own = load_workflow(name, options)
-    own.check_agents({})
-    if own.num_rows > 1:
-        raise UserError(
-            f"{KEY}_kwargs.{domain}: '{own.name}' returns {own.num_rows} samples; set n_samples=1"
-        )
-    return own
+    return load_workflow(name, options).check_agents({})

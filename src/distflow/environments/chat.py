@@ -56,6 +56,11 @@ class Prompt(str):
         prompt.messages = tuple(messages)
         return prompt
 
+    @property
+    def as_messages(self) -> list[dict[str, Any]]:
+        """Those of a chat, or the text as one of the user."""
+        return [dict(message) for message in self.messages or [_user(str(self))]]
+
 
 @dataclass(frozen=True)
 class Reply:
@@ -118,8 +123,6 @@ class Chat:
     name: str = ""
     """Empty for the episode's first conversation, else the numbers of the forks that lead to this
     one, such as 2.1."""
-    why: str = ""
-    """Why a fork began: "forked", "rewritten", or "call" for an agent's call (`Conversations`)."""
     agent: str = ""
     """The conversation's agent, if the episode has several."""
     max_tokens: int | None = None
@@ -295,15 +298,11 @@ class Chat:
         """
         begun = list[Segment]()
         if messages is None:
-            why = "forked"
             history = list(self.messages)
             if self.segments:
                 begun.append(Segment("prompt", self.token_ids))
         else:
-            why = "rewritten"
-            history = list[Message]()
-            if messages != ():
-                history = _messages(messages, "fork")
+            history = _messages(messages, "fork") if messages != () else []
         self._num_forks += 1
         name = f"{self.name}.{self._num_forks}".removeprefix(".")
         fork = replace(
@@ -315,7 +314,6 @@ class Chat:
             last=None,
             finish_reason="stop",
         )
-        fork.why = why
         self.forked(fork)
         return fork
 
@@ -357,7 +355,7 @@ class Chat:
         if isinstance(content, Prompt) and (tools or history):
             content = content.messages or str(content)
         if isinstance(content, Prompt) and begins:
-            return content.token_ids, list(content.messages) or [_user(str(content))]
+            return content.token_ids, list[Message](content.as_messages)
         if _are_ids(content):
             if history:
                 raise ChatError(

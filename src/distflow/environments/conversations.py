@@ -6,15 +6,14 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from distflow.environments.answer_calls import typed_arguments
 from distflow.environments.chat import Chat, Reply, TemplatedTwice
 from distflow.environments.endpoint_calls import Answer, AnsweredCall, Call, Json, RequestError
 from distflow.environments.parse_tool_calls import (
-    ToolCall,
     find_tool_calls,
     format_of,
     text_before_calls,
 )
-from distflow.environments.tool_workflow import typed_argument
 
 
 @dataclass
@@ -113,8 +112,7 @@ class Conversations:
         chat = self._chat
         is_text = isinstance(call.messages, str)
         if chat.segments or chat.waiting:
-            chat = chat.fork([{"role": "user", "content": ""}])
-            chat.why = "call"
+            chat = chat.fork(())
         # Calls contain their whole history.
         chat.messages = []
         chat.tools = ()
@@ -197,7 +195,7 @@ def _calls(call: Call, written: str, format: str, in_thought: bool) -> tuple[Ans
     for number, found in enumerate(find_tool_calls(written, format, in_thought)):
         if found.problem:
             return ()
-        arguments = _typed_arguments(found, schemas.get(found.name, {}))
+        arguments = typed_arguments(found, schemas.get(found.name, {}))
         try:
             json.dumps([found.name, arguments], allow_nan=False, ensure_ascii=False).encode()
         except ValueError:  # 1e999, or half of a surrogate pair: not possible in a JSON response
@@ -207,12 +205,3 @@ def _calls(call: Call, written: str, format: str, in_thought: bool) -> tuple[Ans
         id = hashlib.blake2b(seen.encode(), digest_size=8).hexdigest()[:9]
         calls.append(AnsweredCall(id, found.name, arguments))
     return tuple(calls)
-
-
-def _typed_arguments(found: ToolCall, schemas: Json) -> Json:
-    """The arguments in the types of their schemas, where the format has only text."""
-    arguments = dict(found.arguments)
-    if not found.typed:
-        for name, text in arguments.items():
-            arguments[name] = typed_argument(str(text), schemas.get(name, {}))
-    return arguments

@@ -2,16 +2,17 @@
 what it made."""
 
 import asyncio
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from distflow.data.task_folders import HARBOR, Task, read_task_folder
+from distflow.environments.answer_calls import answer_calls
 from distflow.environments.chat import Chat
 from distflow.environments.harbor_verifier import copy_environment, verify
-from distflow.environments.parse_tool_calls import ToolCall, check_format, format_of
-from distflow.environments.tool_workflow import answer_calls
-from distflow.environments.tools_in_user_code_process import ToolAnswer, bounded
+from distflow.environments.parse_tool_calls import check_format, format_of
+from distflow.environments.tools_in_user_code_process import ToolAnswer, bounded, failure
 from distflow.environments.workflows import Row
 from distflow.errors import UserError
 from distflow.sandbox.shell import Shell
@@ -30,7 +31,6 @@ SHELL: dict[str, Any] = {
         },
     },
 }
-_SHOWN = 500
 _MOST_BYTES_OF_COMMAND = 100_000
 """Linux passes on an argument of 128 KiB."""
 
@@ -84,61 +84,41 @@ class HarborWorkflow:
             await asyncio.to_thread(shell.close)
 
     async def _solve(self, chat: Chat, row: Row, task: Task, shell: Shell) -> None:
-        left = task.agent_s
+        left_s = task.agent_s
 
-        async def run(call: ToolCall) -> str:
-            nonlocal left
-            started = asyncio.get_running_loop().time()
-            answer = await self._answer(call, task, shell, min(left, self._timeout_s))
-            took = asyncio.get_running_loop().time() - started
-            left = max(left - took, 0.0)
-            chat.counts["tool/shell/ms"] += round(1000 * took)
-            chat.counts["tool/shell/calls"] += 1
-            chat.counts["tool/shell/errors"] += answer.failed
-            return answer.text
+        async def run(name: str, arguments: dict[str, Any]) -> ToolAnswer:
+            nonlocal left_s
+            if left_s <= 0:
+                return failure(
+                    f"the {task.agent_s:g} s that this task has for commands are used up"
+                )
+            started = time.monotonic()
+            limit_s = min(left_s, self._timeout_s)
+            answer = await self._run_command(arguments.get("command"), task, shell, limit_s)
+            left_s -= time.monotonic() - started
+            return answer
 
         format = self._format or format_of(chat.tokens.tool_template([SHELL]))
-        await answer_calls(
-            chat,
-            await chat.ask(row.prompt, tools=[SHELL]),
-            format,
-            self._max_turns,
-            run,
-            ("shell",),
-        )
+        reply = await chat.ask(row.prompt, tools=[SHELL])
+        tools = {"shell": SHELL["function"]["parameters"]["properties"]}
+        await answer_calls(chat, reply, format, self._max_turns, tools, run)
 
-    async def _answer(self, call: ToolCall, task: Task, shell: Shell, left: float) -> ToolAnswer:
-        command = call.arguments.get("command")
-        if call.problem:
-            return ToolAnswer(f"error: {bounded(call.problem, _SHOWN).text}", True)
-        if (
-            call.name != "shell"
-            or not isinstance(command, str)
-            or "\0" in command
-            or len(call.arguments) > 1
-        ):
-            return ToolAnswer(
-                "error: there is one tool, shell, whose one argument is the text 'command'", True
-            )
+    async def _run_command(
+        self, command: object, task: Task, shell: Shell, limit_s: float
+    ) -> ToolAnswer:
+        if not isinstance(command, str) or "\0" in command:
+            return failure("the argument 'command' of the tool shell must be a text")
         if len(command.encode()) > _MOST_BYTES_OF_COMMAND:
-            return ToolAnswer(
-                f"error: a command has at most {_MOST_BYTES_OF_COMMAND:,} bytes: write long files "
-                "in parts",
-                True,
-            )
-        if left <= 0:
-            return ToolAnswer(
-                f"error: the {task.agent_s:g} s that this task has for commands are used up", True
+            return failure(
+                f"a command has at most {_MOST_BYTES_OF_COMMAND:,} bytes: write long files in parts"
             )
         ran = await shell.run(
-            ("/bin/bash", "-c", command), left, 4 * self._max_characters, task.env
+            ("/bin/bash", "-c", command), limit_s, 4 * self._max_characters, task.env
         )
-        text, cut = bounded(ran.output, self._max_characters)
+        text, is_cut = bounded(ran.output, self._max_characters)
         if ran.exit_code is None:
-            return ToolAnswer(
-                f"{text}\nerror: the command did not end within {left:.3g} s and was killed", True
-            )
-        return ToolAnswer(
-            f"{text}\n[exit status {ran.exit_code}]" if ran.exit_code else text or "(no output)",
-            cut,
-        )
+            late = f"error: the command did not end within {limit_s:.3g} s and was killed"
+            return ToolAnswer(f"{text}\n{late}", True)
+        if ran.exit_code:
+            return ToolAnswer(f"{text}\n[exit status {ran.exit_code}]", is_cut)
+        return ToolAnswer(text or "(no output)", is_cut)

@@ -18,6 +18,8 @@ _CONTROL = re.compile(
     "|[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]"
 )
 
+_SHOWN = 500
+
 
 class ToolAnswer(NamedTuple):
     """The answer for the model. failed: the tool failed, or its answer had to be changed."""
@@ -74,6 +76,11 @@ def bounded(text: str, max_characters: int) -> ToolAnswer:
     if len(text) > max_characters:
         remarks.append(f"cut: the answer has {len(text):,} characters")
     return ToolAnswer("\n".join([plain, *(f"[{remark}]" for remark in remarks)]), bool(remarks))
+
+
+def failure(what: str) -> ToolAnswer:
+    """The answer that says what went wrong."""
+    return ToolAnswer(f"error: {bounded(what, _SHOWN).text}", True)
 
 
 def without_control(text: str) -> str:

@@ -32,7 +32,7 @@ from tempfile import TemporaryFile
 from typing import Any, NoReturn, cast
 
 from distflow.data import global_random_states
-from distflow.errors import UserError, users_place
+from distflow.errors import UserError, describe_fault
 from distflow.import_target import load
 from distflow.processes.channel import Channel, PeerGone, encode, framed, receive
 from distflow.processes.child import Child, how_it_ended
@@ -49,7 +49,6 @@ from distflow.user_values import plain_value
 _MAX_ANSWER_BYTES = 4 * 2**20
 MEMORY_BYTES = 4 * 2**30
 START_TIMEOUT_S = 60.0
-_SHOWN = 1000
 _MOST_DEATHS = 4
 """Of a server, without an answer from an episode's process in between."""
 _ENDS_WITHIN_S = 10.0
@@ -395,8 +394,7 @@ def _answer(function: Callable[..., object], arguments: dict[str, Any]) -> bytes
     except MemoryError:
         return encode({"died": "it ran out of memory"})
     except BaseException as error:  # the user's code may raise anything
-        place = f" (at {found})" if (found := users_place(error)) else ""
-        return encode({"error": f"{type(error).__name__}: {error}"[:_SHOWN] + place})
+        return encode({"error": describe_fault(error)})
     if len(text) >= _MAX_ANSWER_BYTES:
         return encode({"error": f"an answer of {len(text):,} bytes; at most {_MAX_ANSWER_BYTES:,}"})
     return framed(text.encode())

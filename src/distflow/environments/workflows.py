@@ -111,27 +111,17 @@ class Workflow:
     """Whether it takes the chats of several agents."""
     is_tried: bool = True
     """Whether an episode is tried before the run."""
-    num_rows: int = 1
-    """Samples that an episode returns; with several, `run` takes a list of chats and returns a list
-    of results."""
 
     def __call__(
-        self, chats: Chat | list[Chat] | Agents, row: Row, reward_fn: RewardFn | None
+        self, talk: Chat | Agents, row: Row, reward_fn: RewardFn | None
     ) -> Awaitable[object]:
         if self.scores:
-            return self.run(chats, row, **{REWARD: reward_fn})
-        return self.run(chats, row)
+            return self.run(talk, row, **{REWARD: reward_fn})
+        return self.run(talk, row)
 
-    def chats(self, chats: list[Chat], agents: Mapping[str, Agent]) -> Chat | list[Chat] | Agents:
-        """The workflow's first argument. chats: the first conversation of each of the episode's
-        samples."""
-        if self.num_rows > 1:
-            return chats
-        return begin_agents(chats[0], agents) if agents else chats[0]
-
-    def results(self, returned: Any) -> list[Any]:
-        """The result of each of the episode's samples."""
-        return list(returned) if self.num_rows > 1 else [returned]
+    def talk(self, chat: Chat, agents: Mapping[str, Agent]) -> Chat | Agents:
+        """The workflow's first argument. chat: the first conversation of the episode."""
+        return begin_agents(chat, agents) if agents else chat
 
     def check_agents(self, declared: Mapping[str, object]) -> "Workflow":
         """Raises UserError if the config declares agents but this takes one chat, or vice versa."""
@@ -180,7 +170,7 @@ def make_workflow(name: str, found: Any, options: Mapping[str, object]) -> Workf
         return _workflow_of_class(name, found, options)
     if _is_areals(found):
         _check_options(name, [], options)
-        return _areals_workflow(name, found)
+        return Workflow(name, ArealWorkflow(found), scores=False)
     _check_is_workflow(f"'{name}'", found)
     parameters = inspect.signature(found).parameters
     own = list(parameters.values())[2:]  # without the chat and the row
@@ -197,16 +187,11 @@ def _workflow_of_class(name: str, found: Any, options: Mapping[str, object]) -> 
     with users_code(f"{KEY}: '{name}' cannot be constructed:"):
         run = found(**options)
     if _is_areals(run):
-        return _areals_workflow(name, run)
+        return Workflow(name, ArealWorkflow(run), scores=False)
     _check_is_workflow(f"an instance of '{name}'", run)
     of_call = inspect.signature(run).parameters
     scores = bool(getattr(run, "uses_reward_fn", REWARD in of_call))
     return Workflow(name, run, scores, has_agents="agents" in of_call)
-
-
-def _areals_workflow(name: str, made: Any) -> Workflow:
-    areals = ArealWorkflow(made)
-    return Workflow(name, areals, scores=False, num_rows=areals.num_rows)
 
 
 def _check_is_workflow(what: str, found: object) -> None:

@@ -48,7 +48,6 @@ class EpisodeRequests:
     may_continue: bool
     policy_of: Callable[[str], str]
     params_of: Callable[[str], SamplingParams]
-    rows: int
     num_prompt_tokens: int = 0
     num_cached_tokens: int = 0
     failure: Exception | None = None
@@ -60,12 +59,8 @@ class EpisodeRequests:
     _closed: bool = False
 
     def __post_init__(self) -> None:
-        self._running = {self._episode_of(index) for index in self.group.wanted}
-        self._has_forked = self.rows > 1
-
-    def _episode_of(self, index: int) -> int:
-        """The number of its first sample."""
-        return index - index % self.rows
+        self._running = set(self.group.wanted)
+        self._has_forked = False
 
     def connect(self, index: int, chat: Chat) -> None:
         """Connect this episode's chat, or a fork, to these requests."""
@@ -83,8 +78,8 @@ class EpisodeRequests:
         num_drawn: int,
         images: tuple[str, ...] = (),
     ) -> Segment:
-        """See `distflow.environments.chat.Generate`. index: of the episode's sample."""
-        if self._episode_of(index) not in self._running:
+        """See `distflow.environments.chat.Generate`. index: of the episode."""
+        if index not in self._running:
             raise ChatError("ask: the episode of this chat has ended")
         fork = chat.name
         own = self.params_of(fork)
@@ -127,11 +122,11 @@ class EpisodeRequests:
                 self._scoring[index] -= 1
                 self._look()
 
-    def ended(self, episode: int) -> None:
+    def ended(self, index: int) -> None:
         """End an episode's requests; pending ones are withdrawn."""
-        self._running.discard(episode)
+        self._running.discard(index)
         for waiting in (*self._asked.values(), *self._sent.values()):
-            for index in [index for index in waiting if self._episode_of(index) == episode]:
+            if index in waiting:
                 waiting.pop(index).cancel()
         self._withdraw()
         self._look()
@@ -158,16 +153,15 @@ class EpisodeRequests:
             self._settling = asyncio.ensure_future(self._settle())
 
     def _all_asked(self) -> bool:
-        asked = {self._episode_of(index) for waiting in self._asked.values() for index in waiting}
+        asked = set[int]().union(*self._asked.values())
         if not asked >= self._running or not asked:
             return False
         if not self.in_rounds:
             return True
-        sent = {self._episode_of(index) for waiting in self._sent.values() for index in waiting}
-        is_aborting = not all(self._sent.values())  # the engine may still decode
-        return not is_aborting and not any(
-            index in sent or self._scoring[index] for index in self._running
-        )
+        if not all(self._sent.values()):  # aborted, but the engine may still decode
+            return False
+        busy = set[int]().union(*self._sent.values(), +self._scoring)
+        return busy.isdisjoint(self._running)
 
     async def _settle(self) -> None:
         """Send once no further conversation is about to ask."""

@@ -21,8 +21,9 @@ from distflow.environments.chat import Chat, ChatError, Limits
 from distflow.environments.parse_tool_calls import format_of
 from distflow.environments.tokens_between_turns import TurnTokens
 from distflow.environments.workflows import KEY, Workflow, row_of
-from distflow.errors import UserError, users_place
-from distflow.pipelines.nodes.workflow_rollout import read_outcome, template_kwargs
+from distflow.errors import UserError, describe_fault, users_place
+from distflow.pipelines.nodes.episode_outcome import read_outcome
+from distflow.pipelines.nodes.workflow_rollout import template_kwargs
 from distflow.processes.channel import Channel, PeerGone, encode
 from distflow.processes.child import Child
 from distflow.processes.interpreters import python_command
@@ -151,15 +152,13 @@ def _outcome(spec: Spec, workflow: Workflow, row: PromptRow, tokenizer: Any) -> 
     try:
         asyncio.run(_episode(spec, workflow, row, tokenizer))
     except BaseException as error:  # the boundary to user code
-        place = f" (at {found})" if (found := users_place(error)) else ""
+        if isinstance(error, _Wrong):
+            return f"fault {error}"
         # such as the match of a pattern in the reply
-        depends = "'NoneType'" in str(error) or not place
-        is_fault = (
-            isinstance(error, ChatError | _Wrong) or isinstance(error, _MISTAKES) and not depends
-        )
-        hint = ": is `await` missing?" if "coroutine" in str(error) else ""
-        shown = str(error) if isinstance(error, _Wrong) else f"{type(error).__name__}: {error}"
-        return f"{'fault' if is_fault else 'note'} {shown[:1000]}{hint}{place}"
+        depends_on_reply = "'NoneType'" in str(error) or users_place(error) is None
+        is_mistake = isinstance(error, _MISTAKES) and not depends_on_reply
+        kind = "fault" if is_mistake or isinstance(error, ChatError) else "note"
+        return f"{kind} {describe_fault(error)}"
     return "fine"
 
 
@@ -184,22 +183,19 @@ async def _episode(spec: Spec, workflow: Workflow, row: PromptRow, tokenizer: An
         tokenizer, spec.sampling.stop_token_ids, template_kwargs(config, row.domain)
     )
     limits = Limits(longest, config.data.max_prompt_length + longest)
-    templated = bool(told.prompt.messages)
-    chats = [Chat(tokens, generate, limits, templated) for _ in range(workflow.num_rows)]
+    chat = Chat(tokens, generate, limits, templated=bool(told.prompt.messages))
 
     async def reward(reply: object = None) -> RewardOutcome:
         return RewardOutcome(Score(0.0), {}, 0.0)
 
-    returned = await workflow(
-        workflow.chats(chats, config.actor_rollout_ref.rollout.agents), told, reward
-    )
-    for chat, result in zip(chats, workflow.results(returned), strict=True):
-        try:
-            outcome = read_outcome(result)
-        except ValueError as error:
-            raise _Wrong(str(error)) from error
-        if outcome is not None and not any(each.num_drawn for each in chat.conversations):
-            raise _Wrong("its episode ended without a token of the policy: it must await chat.ask")
+    talk = workflow.talk(chat, config.actor_rollout_ref.rollout.agents)
+    returned = await workflow(talk, told, reward)
+    try:
+        outcome = read_outcome(returned)
+    except ValueError as error:
+        raise _Wrong(str(error)) from error
+    if outcome is not None and not any(each.num_drawn for each in chat.conversations):
+        raise _Wrong("its episode ended without a token of the policy: it must await chat.ask")
 
 
 def describe_turns(

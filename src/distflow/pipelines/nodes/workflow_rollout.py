@@ -1,20 +1,19 @@
 """The rollout node of workflows, which runs a group's episodes concurrently, each with its own
-chat, and the reward node that takes their scores."""
+chat."""
 
 import asyncio
 import math
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from functools import cache, partial
-from operator import attrgetter
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
 from distflow.builtin_names import WORKFLOWS
 from distflow.config import Config
-from distflow.data.sample import LIMIT_REASONS, Sample, Segment, note_event, on_event
+from distflow.data.sample import LIMIT_REASONS, Sample, note_event, on_event
 from distflow.environments.chat import Chat, Limits, Reply
 from distflow.environments.tokens_between_turns import TurnTokens
 from distflow.environments.user_code_process import ServerGivenUp, ServerLost
@@ -24,8 +23,10 @@ from distflow.environments.workflows import (
     make_workflow,
     row_of,
 )
-from distflow.errors import UserError, users_place
+from distflow.errors import UserError, describe_fault
 from distflow.graph import NodeOutput, NodeRole, node, node_factory
+from distflow.pipelines.nodes.episode_outcome import Outcome, read_outcome
+from distflow.pipelines.nodes.episode_sample import EpisodeSamples, by_last_reply
 from distflow.pipelines.nodes.rollout_reward_filter import SAMPLED_FIELDS
 from distflow.pipelines.nodes.send_episode_requests import EpisodeRequests
 from distflow.rewards.pool.pool import GivenUp
@@ -35,7 +36,6 @@ from distflow.rewards.reward_results import (
     Error,
     Score,
     in_episode,
-    read_extra,
     read_score,
     with_value,
 )
@@ -44,14 +44,9 @@ from distflow.rollout.engine import RolloutEngine, SamplingParams
 from distflow.runtime.compiled_node import NodeContext
 from distflow.runtime.rollout_loop.group import Group
 from distflow.runtime.rollout_loop.user_calls import DeadlinePassed, deadline_paused
-from distflow.user_values import finite_number
 
 _SINGLE_TURN = "single_turn"
 _LONGEST_TURN_S = 1e6
-_DRAWN_AT = attrgetter("drawn_at")
-"""Sorts conversations by their last tokens: a reply without room, which has none, may follow."""
-
-Outcome = RewardOutcome | None
 
 
 @node_factory
@@ -61,11 +56,6 @@ def run_workflow(config: Config) -> Callable[..., object]:
     settings = config.actor_rollout_ref.rollout
     workflow = load_workflow(str(settings.workflow), settings.workflow_kwargs)
     workflow.check_agents(settings.agents)
-    if settings.n % workflow.num_rows:
-        raise UserError(
-            f"actor_rollout_ref.rollout.n={settings.n}: each episode of '{workflow.name}' returns "
-            f"{workflow.num_rows} samples (gconfig.n_samples): set a multiple of that"
-        )
     is_tried = config.trust.check_rewards and settings.workflow not in WORKFLOWS
     workflow = replace(workflow, is_tried=is_tried)
     node = run_scored_episodes if workflow.scores else run_episodes
@@ -121,47 +111,42 @@ async def run_episodes(
     return await _Episodes(group, rollout, tokenizer, ctx, workflow, timeout_s, None).run()
 
 
-@dataclass
 class _Episodes:
     """The episodes of a group."""
 
-    group: Group
-    rollout: RolloutEngine
-    tokenizer: PreTrainedTokenizerBase
-    ctx: NodeContext
-    workflow: Workflow
-    timeout_s: float
-    reward_fn: RewardRouter | None
-    requests: EpisodeRequests = field(init=False)
-    tokens: TurnTokens = field(init=False)
-    counts: Counter[str] = field(default_factory=Counter)
-    own_scores: bool = field(init=False)
-    note: Callable[..., None] | None = field(default_factory=on_event.get)
-
-    def __post_init__(self) -> None:
-        config = self.ctx.config
-        group = self.group
+    def __init__(
+        self,
+        group: Group,
+        rollout: RolloutEngine,
+        tokenizer: PreTrainedTokenizerBase,
+        ctx: NodeContext,
+        workflow: Workflow,
+        timeout_s: float,
+        reward_fn: RewardRouter | None,
+    ) -> None:
+        config = ctx.config
+        self.group = group
+        self.ctx = ctx
+        self.workflow = workflow
         if isinstance(group.row.workflow, Workflow):  # from a call of the user's own loop
             self.workflow = group.row.workflow
-        in_rounds = config.async_.max_staleness == 0 and not self.ctx.validating
-        take_turn = partial(self.ctx.call_user, partial(asyncio.sleep, 0), _LONGEST_TURN_S)
-        may_continue = self.workflow.name != _SINGLE_TURN
+        self.timeout_s = timeout_s
+        self.reward_fn = reward_fn
+        self.agents: Mapping[str, Any] = config.actor_rollout_ref.rollout.agents
         self.requests = EpisodeRequests(
             group,
-            self.rollout,
-            in_rounds,
-            take_turn,
-            may_continue,
-            self._policy_of,
-            self._params_of,
-            self.workflow.num_rows,
+            rollout,
+            in_rounds=config.async_.max_staleness == 0 and not ctx.validating,
+            take_turn=partial(ctx.call_user, partial(asyncio.sleep, 0), _LONGEST_TURN_S),
+            may_continue=self.workflow.name != _SINGLE_TURN,
+            policy_of=self._policy_of,
+            params_of=self._params_of,
         )
         kwargs = template_kwargs(config, group.row.domain)
-        self.tokens = TurnTokens(self.tokenizer, group.params.stop_token_ids, kwargs)
-        # samples are made for each call of a reward function too
-        self.written = cache(self.tokens.written)
-        self.agents: Mapping[str, Any] = config.actor_rollout_ref.rollout.agents
-        self.own_scores = config.algorithm.agent_rewards != "shared"
+        self.tokens = TurnTokens(tokenizer, group.params.stop_token_ids, kwargs)
+        self.samples = EpisodeSamples(group, self.tokens, self.agents)
+        self.counts = Counter[str]()
+        self.note = on_event.get()
 
     def _policy_of(self, conversation: str) -> str:
         """The policy of the conversation's agent if agents have several policies; else ""."""
@@ -186,40 +171,33 @@ class _Episodes:
 
     async def run(self) -> NodeOutput:
         """The samples of the episodes, in order."""
-        rows = self.workflow.num_rows
-        firsts = dict.fromkeys(index - index % rows for index in self.group.wanted)
-        episodes = list[asyncio.Task[list[Sample]]]()
-        for first in firsts:
-            episodes.append(asyncio.create_task(self._episode(range(first, first + rows))))
-        samples = list[Sample]()
+        episodes = [asyncio.create_task(self._episode(index)) for index in self.group.wanted]
         try:
-            for own in await asyncio.gather(*episodes):
-                samples += own
+            samples = await asyncio.gather(*episodes)
         finally:
             self.requests.close()
             await _end(episodes)
         if self.requests.failure is not None:
             raise self.requests.failure
-        return NodeOutput(list(samples), self._metrics(samples))
+        return NodeOutput(samples, self._metrics(samples))
 
     def _metrics(self, samples: Sequence[Sample]) -> dict[str, float]:
-        """Means over the samples."""
+        """Means over the samples, the counts of their chats, and how much of the prompts was in the
+        engine's cache."""
         totals = Counter[str]()
         for sample in samples:
-            totals["episodes/branches"] += len(sample.forks)
-            totals["episodes/rejected"] += sample.rejected
-            totals[f"episodes/ended/{sample.finish_reason}"] += 1
-            if len(sample.segments) < 2:  # It has no response.
-                continue
-            totals["episodes/turns"] += sum(part.owner == "policy" for part in sample.segments)
+            totals["branches"] += len(sample.forks)
+            totals["rejected"] += sample.rejected
+            totals[f"ended/{sample.finish_reason}"] += 1
             for segment in sample.response_segments:
-                who = "drawn" if segment.owner == "policy" else "given"
-                totals[f"episodes/{who}_tokens"] += len(segment.token_ids)
+                if segment.owner == "policy":
+                    totals["turns"] += 1
+                    totals["drawn_tokens"] += len(segment.token_ids)
+                else:
+                    totals["given_tokens"] += len(segment.token_ids)
         names = ["turns", "drawn_tokens", "given_tokens", "branches", "rejected"]
         names += [f"ended/{reason}" for reason in LIMIT_REASONS]
-        metrics: dict[str, float] = {}
-        for name in names:
-            metrics[f"episodes/{name}"] = totals[f"episodes/{name}"] / len(samples)
+        metrics = {f"episodes/{name}": totals[name] / len(samples) for name in names}
         metrics |= self.counts
         num_prompt_tokens = self.requests.num_prompt_tokens
         if num_prompt_tokens:
@@ -227,48 +205,34 @@ class _Episodes:
             metrics["episodes/prefix_cache_hit_rate"] = hit_rate
         return metrics
 
-    async def _episode(self, indices: Sequence[int]) -> list[Sample]:
-        """indices: of its samples, which in validation may not all be wanted."""
-        row = self.group.row
-        first = indices[0]
+    async def _episode(self, index: int) -> Sample:
         if self.note is not None:
-            on_event.set(partial(self.note, first))
-        told = row_of(row, self.ctx.config.data.prompt_key, self.ctx.config.data.answer_key)
-        chats = [self._chat(index, templated=bool(told.prompt.messages)) for index in indices]
-        work = partial(self.workflow, self.workflow.chats(chats, self.agents), told)
+            on_event.set(partial(self.note, index))
+        data = self.ctx.config.data
+        row = row_of(self.group.row, data.prompt_key, data.answer_key)
+        chat = self._chat(index, templated=bool(row.prompt.messages))
+        reward = None if self.reward_fn is None else partial(self._reward, chat, index)
+        work = partial(self.workflow, self.workflow.talk(chat, self.agents), row, reward)
         try:
-            outcomes = await self._outcomes(chats, work, first)
+            outcome = await self._outcome(chat, work, index)
         finally:
-            self.requests.ended(first)
-        samples = list[Sample]()
-        for index, chat, outcome in zip(indices, chats, outcomes, strict=True):
-            if self.agents:
-                called = {each.agent for each in chat.conversations if each.turns}
-                chat.counts["episodes/idle_agents"] += len(self.agents) - len(called)
-            if index in self.group.wanted:
-                for each in self._trained(chat):
-                    if each.why:
-                        chat.counts[f"episodes/branched/{each.why}"] += 1
-                self.counts.update(chat.counts)
-                samples.append(self._sample(index, chat, self._penalised(chat, outcome)))
-        return samples
+            self.requests.ended(index)
+        if self.agents:
+            called = {each.agent for each in chat.conversations if each.turns}
+            chat.counts["episodes/idle_agents"] += len(self.agents) - len(called)
+        self.counts.update(chat.counts)
+        return self.samples.sample(index, chat, self._penalised(chat, outcome))
 
     def _chat(self, index: int, templated: bool) -> Chat:
-        group = self.group
-        longest = self.group.params.max_tokens
-        limits = Limits(longest, self.ctx.config.data.max_prompt_length + longest)
-        chat = Chat(self.tokens, self.requests.ask, limits, templated=templated)
+        params = self.group.params
+        context = self.ctx.config.data.max_prompt_length + params.max_tokens
+        chat = Chat(self.tokens, self.requests.ask, Limits(params.max_tokens, context), templated)
         chat.image_store = self.ctx.config.trainer.run_dir / "data" / "images"
         chat.clock_stopped = lambda on="environment": deadline_paused(on)
-        chat.version = group.prompt_group.version
+        chat.version = self.group.prompt_group.version
         if not self.ctx.validating:
-            params = group.params
-            chat.sampling = {
-                "temperature": params.temperature,
-                "top_p": params.top_p,
-                "top_k": params.top_k,
-                "greedy": params.greedy,
-            }
+            names = ("temperature", "top_p", "top_k", "greedy")
+            chat.sampling = {name: getattr(params, name) for name in names}
         self.requests.connect(index, chat)
         return chat
 
@@ -280,7 +244,7 @@ class _Episodes:
         result = outcome.reward_result
         if not isinstance(result, Score):
             return outcome
-        last = (self._trained(chat) or chat.conversations)[-1]
+        last = (self.samples.trained(chat) or chat.conversations)[-1]
         added = -float(penalties.get(last.finish_reason, 0.0))
         return replace(
             outcome,
@@ -288,24 +252,16 @@ class _Episodes:
             parts={**outcome.parts, "limit": Score(added)},
         )
 
-    async def _outcomes(
-        self, chats: Sequence[Chat], work: Callable[..., Awaitable[object]], first: int
-    ) -> list[Outcome]:
-        """The workflow's outcome for each sample. Its own error, by name, gives no score. Raises
-        what the engine raised, and what is no fault of the episode. work: receives the run's reward
-        functions."""
-        reward = None
-        if self.reward_fn is not None:
-            reward = partial(self._reward, chats[0], first)
+    async def _outcome(
+        self, chat: Chat, work: Callable[[], Awaitable[object]], index: int
+    ) -> Outcome:
+        """The outcome of the workflow's call. Its own error, by name, gives no score. Raises what
+        the engine raised, and what is no fault of the episode."""
         try:
-            returned = await self.ctx.call_user(partial(work, reward), self.timeout_s, first)
-            results = self.workflow.results(returned)
-            outcomes = list[Outcome]()
-            for number, (chat, result) in enumerate(zip(chats, results, strict=True)):
-                outcomes.append(self._outcome(chat, result, first + number))
-            return outcomes
+            returned = await self.ctx.call_user(work, self.timeout_s, index)
+            return self._read(chat, returned, index)
         except DeadlinePassed as late:
-            error = self._error(
+            return self._error(
                 f"an episode did not end within {self.timeout_s:g} s (reward.timeout_s){late}"
             )
         except asyncio.CancelledError:
@@ -314,38 +270,27 @@ class _Episodes:
                 raise
             if self.requests.failure is not None:
                 raise self.requests.failure from None
-            error = self._error("it has cancelled itself")
+            return self._error("it has cancelled itself")
         except (GivenUp, ServerLost, ServerGivenUp):
             raise
-        except BaseException as err:  # the boundary to user code
-            what = f"{type(err).__name__}: {err}"
-            if "coroutine" in str(err):
-                what += ": is `await` missing?"
-            place = users_place(err)
-            if place:
-                what += f" (at {place})"
-            error = self._error(what[:1000])
-        return [error for _ in chats]
+        except BaseException as error:  # the boundary to user code
+            return self._error(describe_fault(error))
 
-    def _outcome(self, chat: Chat, returned: object, index: int) -> Outcome:
-        if self.own_scores:
+    def _read(self, chat: Chat, returned: object, index: int) -> Outcome:
+        """The outcome of an episode that has ended. Raises ValueError for a wrong result."""
+        if self.ctx.config.algorithm.agent_rewards != "shared":
             returned = self._by_agent(chat, returned)
         outcome = read_outcome(returned)
-        result = None if outcome is None else outcome.reward_result
-        if self.note is not None and isinstance(result, Score):
-            self.note(index, "returned", result.value)
-        if outcome is not None and not self._trained(chat):
+        if outcome is None:
+            return None
+        if self.note is not None and isinstance(outcome.reward_result, Score):
+            self.note(index, "returned", outcome.reward_result.value)
+        if not self.samples.trained(chat):
             who = " of an agent that is trained" if self.agents else ""
             return self._error(
                 f"an episode ended without a token of the policy: it must await chat.ask{who}"
             )
         return outcome
-
-    def _trained(self, chat: Chat) -> list[Chat]:
-        """The episode's conversations that drew a token to train on; the one with the last reply is
-        the last."""
-        talks = [each for each in chat.conversations if each.num_drawn]
-        return [each for each in talks if not self.agents or self.agents[each.agent].trainable]
 
     def _by_agent(self, chat: Chat, returned: object) -> object:
         """The episode's result, after putting each trained agent's score on its own replies: what
@@ -353,8 +298,8 @@ class _Episodes:
         has no score."""
         if returned is None or (isinstance(returned, RewardOutcome) and returned.score is None):
             return returned
-        talks = self._trained(chat)
-        last = {each.agent: each for each in sorted(talks, key=_DRAWN_AT)}
+        talks = self.samples.trained(chat)
+        last = {each.agent: each for each in by_last_reply(talks)}
         if not isinstance(returned, Mapping) or not {*last} <= {*returned} <= {*self.agents, ACC}:
             names = ", ".join(f"{name!r}: ..." for name in self.agents)
             raise ValueError(
@@ -381,92 +326,15 @@ class _Episodes:
         in_episode.set(True)
         text = reply.text if isinstance(reply, Reply) else reply
         note_event("judged", text)
-        sample = self._sample(index, chat, None)
+        sample = self.samples.sample(index, chat, None)
         if text is not None:
             sample = replace(sample, response=text)
         with self.requests.scoring(index):
             (outcome,) = await self.reward_fn([sample])
         return outcome
 
-    def _laid_out(self, chat: Chat) -> tuple[list[Segment], list[tuple[str, int]]]:
-        """All conversations of the episode with tokens to train on, end to end, the first one
-        first; and the name and the start of each other one."""
-        segments = list[Segment]()
-        if not self.agents or self.agents[chat.agent].trainable:
-            segments += chat.segments
-        if not segments:
-            segments.append(Segment("prompt", tuple(self.group.row.prompt_ids)))
-        forks = list[tuple[str, int]]()
-        others = [each for each in self._trained(chat) if each.name]
-        for fork in sorted(others, key=self._place):
-            start = sum(len(segment.token_ids) for segment in segments[1:])
-            forks.append((fork.name, start))
-            segments += fork.segments
-        return segments, forks
 
-    def _sample(self, index: int, chat: Chat, outcome: Outcome) -> Sample:
-        talks = self._trained(chat)
-        last_talk = (talks or chat.conversations)[-1]
-        last_drawn: Segment | None = None
-        for talk in sorted(talks, key=_DRAWN_AT):
-            for segment in talk.segments:
-                if segment.owner == "policy" and segment.token_ids:
-                    last_drawn = segment
-        text = ""
-        if last_drawn is not None:
-            text = self.tokens.decode(last_drawn.token_ids)
-        elif last_talk.last is not None:
-            text = last_talk.last.text
-        segments, forks = self._laid_out(chat)
-        last_turn = -1
-        turns = [each for each in segments if each.owner == "policy" and each.token_ids]
-        for number, turn in enumerate(turns):
-            if turn is last_drawn:
-                last_turn = number
-        return replace(
-            self.group.sample(index, None, text, last_talk.finish_reason),
-            last_turn=last_turn,
-            segments=segments,
-            forks=tuple(forks),
-            conversation=tuple(self._said(chat)),
-            outcome=outcome,
-            valid=outcome is not None and isinstance(outcome.reward_result, Score),
-            rejected=outcome is None,
-            head=chat.head,
-        )
-
-    def _place(self, chat: Chat) -> tuple[int, list[int]]:
-        """Sort key of conversations: by agent, then by the numbers of the forks."""
-        agent = list(self.agents).index(chat.agent) if self.agents else 0
-        forks = [int(number) for number in chat.name.split(".") if number.isdecimal()]
-        return agent, forks
-
-    def _said(self, chat: Chat) -> list[dict[str, str]]:
-        """The messages for display: one conversation after another; several agents' in the order in
-        which they speak."""
-        said = list[tuple[int, dict[str, str]]]()  # with the turn to which it belongs
-        talks = [each for each in chat.conversations if each.num_drawn or each is chat]
-        for talk in sorted(talks, key=self._place):
-            names = {
-                "agent": talk.agent,
-                "fork": talk.name.removeprefix(talk.agent).removeprefix("."),
-                "why": talk.why,
-            }
-            names = {name: value for name, value in names.items() if value}
-            messages = list[tuple[int, dict[str, str]]]()
-            turn = 0
-            for segment in reversed(talk.segments):
-                if segment.owner == "policy":
-                    turn = segment.turn
-                text = self.written(segment.token_ids)
-                messages.append((turn, {"owner": segment.owner, "text": text, **names}))
-            said += reversed(messages)
-        if self.agents:
-            said.sort(key=lambda each: each[0])
-        return [message for _, message in said]
-
-
-async def _end(episodes: Sequence[asyncio.Task[list[Sample]]]) -> None:
+async def _end(episodes: Sequence[asyncio.Task[Sample]]) -> None:
     """Cancel the episodes that have not ended, and wait for their end."""
     left = [episode for episode in episodes if not episode.done()]
     for episode in left:
@@ -474,43 +342,6 @@ async def _end(episodes: Sequence[asyncio.Task[list[Sample]]]) -> None:
             episode.cancel()
     if left:
         await asyncio.wait(left)
-
-
-def read_outcome(returned: object) -> Outcome:
-    """The outcome of an episode's result: a number, a mapping of parts by name (their sum is the
-    score, unless one is called `score`; `extra` is only shown), the result of `reward_fn`, or None,
-    which rejects it. Raises ValueError for anything else."""
-    if returned is None:
-        return None
-    if isinstance(returned, RewardOutcome):
-        _check_finite(returned)
-        return returned
-    if not isinstance(returned, Mapping):
-        score = read_score(returned)
-        return RewardOutcome(score, {}, score.value)
-    parts = dict[str, float]()
-    for name, part in returned.items():
-        if name not in ("score", ACC, "extra"):
-            parts[str(name)] = finite_number(part, where=f" as '{name}'")
-    if not parts and "score" not in returned:
-        raise ValueError("it returned a mapping without a part")
-    total = returned["score"] if "score" in returned else math.fsum(parts.values())
-    value = finite_number(total)
-    accuracy = value
-    if ACC in returned:
-        accuracy = finite_number(returned[ACC], where=f" as '{ACC}'")
-    score = Score(value, read_extra(returned.get("extra", {})))
-    return RewardOutcome(score, {name: Score(part) for name, part in parts.items()}, accuracy)
-
-
-def _check_finite(outcome: RewardOutcome) -> None:
-    """Raises ValueError: a workflow may have changed the outcome."""
-    if not isinstance(outcome.reward_result, Score):
-        return
-    finite_number(outcome.accuracy, where=f" as '{ACC}'")
-    for name, value in outcome.scores().items():
-        finite_number(value, where=f" as '{name}'")
-    finite_number(outcome.reward_result.value)
 
 
 def template_kwargs(config: Config, domain: str) -> dict[str, object]:

@@ -12,8 +12,8 @@ const lengths = (group) => mean(group.responses.map((response) => response.respo
 const OWNERS = ["prompt", "policy", "tool", "environment"];
 const turns = ({ conversation, response }) => Array.isArray(conversation) && conversation.length
   ? conversation.map((turn) => {
-    const { owner, text, agent, fork, why } = Object(turn);
-    const branch = fork ? `fork ${fork}${why ? ` (${why})` : ""}: ` : "";
+    const { owner, text, agent, fork } = Object(turn);
+    const branch = fork ? `fork ${fork}: ` : "";
     const who = `${agent ? `${agent}: ` : ""}${branch}${owner}${["policy", "unused"].includes(owner) ? " (drawn)" : " (given)"}`;
     return el("div", { class: OWNERS.includes(owner) ? `turn by-${owner}` : "turn" }, el("h4", {}, inert(who)), textBox(text));
   })
