@@ -1,7 +1,7 @@
 """Composes presets, files and overrides, and records the settings of each."""
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import get_args, get_origin
@@ -23,7 +23,6 @@ from distflow.config.compose.setting_origins import (
     base_preset,
     display,
     names_in_defaults,
-    only_own_files,
     preset_names,
     read_node,
     read_settings,
@@ -49,7 +48,7 @@ class Composition:
     """The composed plain values, every setting in the order in which it took effect, and problems.
 
     refused: keys whose override cannot be read. failure: why there are no values; often caused by
-    an unknown key.
+    an unknown key. base: the preset that the file builds on without naming it.
     """
 
     values: dict[str, object] = field(default_factory=dict)
@@ -58,6 +57,7 @@ class Composition:
     problems: list[Problem] = field(default_factory=list)
     refused: set[str] = field(default_factory=set)
     failure: Problem | None = None
+    base: str | None = None
 
 
 def find_source(preset_or_file: str) -> Path:
@@ -80,31 +80,45 @@ def find_source(preset_or_file: str) -> Path:
     raise ConfigError([Problem(((f"'{preset_or_file}'", COMMAND_LINE),), what, advice)])
 
 
-def compose_values(source: Path, overrides: Sequence[str], base: str | None = None) -> Composition:
-    """Defaults, then what the file builds on, then the file, then the overrides. Raises ConfigError
-    for a broken file.
+@dataclass(frozen=True)
+class _File:
+    """A YAML file that takes part."""
 
-    base: a preset that the file builds on without naming it; see `find_base`.
+    path: Path
+
+    prefix: str
+    """Of its keys; empty for a file at the top."""
+
+    settings: list[Setting]
+
+
+def compose(
+    source: Path,
+    overrides: Sequence[str],
+    otherwise: str,
+    register: Callable[[Sequence[Setting]], None],
+) -> Composition:
+    """What the file builds on, then the file, then the overrides. Raises ConfigError for a broken
+    file.
+
+    otherwise: the preset that a file builds on if it names none and its keys select no built-in
+    pipeline. register: adds the groups of keys that the settings' modules define.
     """
     result = Composition()
     parsed = _read_overrides(overrides, result)
     try:
-        layers = [*_files_below(source, base)]
-        for path, package in layers:
-            result.settings += read_settings(path, package)
+        files = [*_files(source)]
+        result.base = _find_base(source, files, parsed, otherwise)
+        if result.base is not None:
+            files = [*_files(PRESETS / f"{result.base}.yaml"), *files]
     except ConfigError as error:
         raise ConfigError([*result.problems, *error.problems]) from None
+    for file in files:
+        result.settings += file.settings
+    register([*result.settings, *_set_by(parsed)])
     applied = [*_applied(parsed, result)]
     try:
-        composed = OmegaConf.create(_plain_defaults())
-        ours = OmegaConf.create({})
-        for path, package in layers:
-            ours.merge_with(_layer(path, package))
-        for override in applied:
-            _apply(ours, override)
-        composed.merge_with(ours)
-        check_interpolations(_plain(composed, resolve=False))
-        result.values = _plain(composed)
+        _merge(files, applied, result)
     except YAMLError as error:
         result.failure = yaml_problem(error, source)
     except InterpolationResolutionError as error:
@@ -116,10 +130,31 @@ def compose_values(source: Path, overrides: Sequence[str], base: str | None = No
     return result
 
 
-def _files_below(source: Path, base: str | None) -> Iterator[tuple[Path, str]]:
-    """Each YAML file with its package, the prefix of its keys, in the order in which they take
-    effect. A name in `defaults` is a file next to the source, or a preset; one in a folder below
-    has the folder's name as its prefix. Raises ConfigError."""
+def _merge(files: Sequence[_File], overrides: Sequence[Override], result: Composition) -> None:
+    """Fill in the values. Raises what OmegaConf raises."""
+    ours = OmegaConf.create({})
+    for file in files:
+        ours.merge_with(_layer(file.path, file.prefix))
+    for override in overrides:
+        _apply(ours, override)
+    composed = OmegaConf.create(_plain_defaults())
+    composed.merge_with(ours)
+    check_interpolations(_plain(composed, resolve=False))
+    result.values = _plain(composed)
+
+
+def _set_by(overrides: Sequence[Override]) -> list[Setting]:
+    found: list[Setting] = []
+    for override in overrides:
+        if not override.deletes:
+            found += settings_of_value(override.key, override.value, COMMAND_LINE)
+    return found
+
+
+def _files(source: Path) -> Iterator[_File]:
+    """The file and what it builds on, in the order in which they take effect. A name in `defaults`
+    is a file next to the source, or a preset; one in a folder below has the folder's name as its
+    prefix. Raises ConfigError."""
     names = ", ".join(preset_names())
 
     def wrong(what: str) -> ConfigError:
@@ -129,25 +164,28 @@ def _files_below(source: Path, base: str | None) -> Iterator[tuple[Path, str]]:
         )
         return ConfigError([Problem(((display(source), "defaults"),), what, advice)])
 
-    def follow(path: Path, package: str, above: tuple[Path, ...]) -> Iterator[tuple[Path, str]]:
+    def follow(path: Path, prefix: str, above: tuple[Path, ...]) -> Iterator[_File]:
         if path in above:
             raise wrong("builds on itself")
-        found = names_in_defaults(read_node(path))
+        root = read_node(path)
+        found = names_in_defaults(root)
         if not all(found):
             raise wrong("are no list of names")
-        for name in found if "_self_" in found else [*found, "_self_"]:
+        if "_self_" not in found:
+            found.append("_self_")
+        folder = prefix.replace(".", "/")
+        for name in found:
             if name == "_self_":
-                yield path, package
+                yield _File(path, prefix, read_settings(path, prefix, root))
                 continue
-            within = "/".join([*filter(None, [package.replace(".", "/")]), name])
+            within = f"{folder}/{name}" if folder else name
             places = [parent / f"{within}.yaml" for parent in (source.parent, PRESETS)]
             file = next((place for place in places if place.is_file()), None)
             if file is None:
                 raise wrong(f"name '{name}', which is no preset and no file")
-            yield from follow(file, within.rpartition("/")[0].replace("/", "."), (*above, path))
+            below = within.rpartition("/")[0].replace("/", ".")
+            yield from follow(file, below, (*above, path))
 
-    if base is not None:
-        yield from follow(PRESETS / f"{base}.yaml", "", ())
     yield from follow(source, "", ())
 
 
@@ -198,15 +236,20 @@ def _unresolved(error: InterpolationResolutionError, settings: Sequence[Setting]
     return Problem(((subject, places[-1]),), what, advice)
 
 
-def find_base(source: Path, composed: Composition, otherwise: str) -> str | None:
+def _find_base(
+    source: Path, files: Sequence[_File], overrides: Sequence[Override], otherwise: str
+) -> str | None:
     """The preset that a user's file builds on if it names none: that of the pipeline that its keys
     select, else `otherwise`. None for a file that names a preset or, like that of a run, sets every
     key. Raises ConfigError if a neighbouring file would be taken for the preset."""
-    is_whole = schema_keys().keys() <= {setting.key for setting in composed.settings}
-    if source.parent == PRESETS or composed.failure or is_whole or not only_own_files(source):
+    values: dict[str, object] = {}
+    for file in files:
+        values |= {setting.key: setting.value for setting in file.settings}
+    values |= {setting.key: setting.value for setting in _set_by(overrides)}
+    is_whole = schema_keys().keys() <= values.keys()
+    if is_whole or any(file.path.parent == PRESETS for file in files):
         return None
-    values = OmegaConf.create(composed.values)
-    base = base_preset({key: OmegaConf.select(values, key) for key in PIPELINE_KEYS}, otherwise)
+    base = base_preset({key: values.get(key) for key in PIPELINE_KEYS}, otherwise)
     if (source.parent / f"{base}.yaml").exists():
         place = ((display(source), "defaults"),)
         what = (

@@ -5,7 +5,7 @@ A value that cannot be read is replaced by the default and reported with all oth
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 from typing import TYPE_CHECKING
 
 from distflow.config.compose.check_paths import NEEDED_TO_TRAIN, find_missing
@@ -130,15 +130,9 @@ def load_config(
         from distflow.config.compose import composition
 
         source = composition.find_source(preset_or_file)
-        composed = composition.compose_values(source, overrides)
-        if (unnamed := composition.find_base(source, composed, base)) is not None:
-            composed = composition.compose_values(source, overrides, unnamed)
         import_problems: list[Problem] = []
-        registered = composed.failure is None and _register_user_groups(
-            composed.values, composed.settings, import_problems, trust_code
-        )
-        if registered:
-            composed = composition.compose_values(source, overrides, unnamed)
+        register = partial(_register_user_groups, import_problems, trust_code)
+        composed = composition.compose(source, overrides, base, register)
         renamed = _rename(composed)
         misused, accepted = judge_settings(composed.settings, composed.values)
         problems = [*composed.problems, *import_problems, *misused]
@@ -154,7 +148,9 @@ def load_config(
             refused=composed.refused,
             needed=needed,
         )
-        notes = [f"{display(source)} has no defaults: it builds on {unnamed}"] if unnamed else []
+        notes = []
+        if composed.base is not None:
+            notes = [f"{display(source)} has no defaults: it builds on {composed.base}"]
         notes += [*renamed, *accepted.values(), *_differences_from_verl(loaded, accepted)]
         return replace(loaded, notes=tuple(notes))
     # of this file: those of files that keys name are problems of the keys
@@ -373,35 +369,27 @@ def _differences_from_verl(loaded: Loaded, accepted: Iterable[str]) -> list[str]
 
 
 def _register_user_groups(
-    values: Mapping[str, object],
-    settings: Sequence[Setting],
-    problems: list[Problem],
-    trust_code: bool,
-) -> bool:
-    """Import the user's modules if they may register an unknown top-level group. True if one
-    did."""
+    problems: list[Problem], trust_code: bool, settings: Sequence[Setting]
+) -> None:
+    """Import the user's modules if they may register an unknown top-level group."""
     unknown = {setting.key.partition(".")[0] for setting in settings} - set(group_names())
-    trainer = values.get("trainer")
-    modules = trainer.get("imports") if isinstance(trainer, Mapping) else None
-    if not unknown or not modules:
-        return False
-    modules = [modules] if isinstance(modules, str) else list(modules)
-    origin = where("trainer.imports", _origins(settings, []))
+    named = [setting for setting in settings if setting.key == "trainer.imports"]
+    if not unknown or not named or not named[-1].value:
+        return
+    given = named[-1].value
+    modules = [str(each) for each in given] if isinstance(given, list) else [str(given)]
+    places = (("trainer.imports", named[-1].where),)
     if not trust_code:
         what = (
-            f"{', '.join(map(str, modules))} may register {', '.join(sorted(unknown))}, but was "
-            "not imported"
+            f"{', '.join(modules)} may register {', '.join(sorted(unknown))}, but was not imported"
         )
-        problems.append(
-            Problem((("trainer.imports", origin),), what, "read that code; --trust-code imports it")
-        )
-        return False
+        problems.append(Problem(places, what, "read that code; --trust-code imports it"))
+        return
     try:
         load_modules(modules)
     except LoadError as error:
         advice = "it must be importable from here: install it, or put its folder on PYTHONPATH"
-        problems.append(Problem((("trainer.imports", origin),), str(error), advice))
-    return bool(unknown & set(group_names()))
+        problems.append(Problem(places, str(error), advice))
 
 
 def _origins(settings: Sequence[Setting], deleted: Sequence[str]) -> dict[str, str]:

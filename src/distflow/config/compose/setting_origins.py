@@ -74,16 +74,6 @@ def names_in_defaults(root: yaml.Node | None) -> list[str]:
     return [entry.value if isinstance(entry, yaml.ScalarNode) else "" for entry in entries]
 
 
-def only_own_files(path: Path, seen: frozenset[Path] = frozenset()) -> bool:
-    """Whether neither a YAML file nor the neighbouring files in its `defaults` build on a
-    preset."""
-    root = read_node(path)
-    if path in seen or not isinstance(root, yaml.MappingNode):
-        return False  # composing the file reports the reason
-    files = [path.parent / f"{name}.yaml" for name in names_in_defaults(root) if name != "_self_"]
-    return all(file.is_file() and only_own_files(file, seen | {path}) for file in files)
-
-
 def is_preset(where: str) -> bool:
     """Whether an origin, "file:line", is a preset of the package."""
     return any(where.startswith(f"presets/{name}.yaml:") for name in preset_names())
@@ -98,12 +88,12 @@ def display(path: Path) -> str:
     return str(path.relative_to(here)) if path.is_relative_to(here) else str(path)
 
 
-def read_settings(path: Path, prefix: str) -> list[Setting]:
+def read_settings(path: Path, prefix: str, root: yaml.Node | None) -> list[Setting]:
     """Every mapping entry of a YAML file, groups before their entries. prefix: of their names.
+    root: the file's document.
 
     Raises ConfigError if the file is not a readable mapping or names a key twice.
     """
-    root = read_node(path)
     if root is None:
         return []
     if not isinstance(root, yaml.MappingNode):
