@@ -17,7 +17,6 @@ CALLED_FROM_OUTSIDE = {
     # users, for demonstrations (examples/acting.py)
     "acting/gridreach.py": ("GridReach.shortest",),
     "errors.py": ("UserError._render_traceback_",),  # IPython
-    "commands/migration/formulas.py": ("_Products.visit_*",),  # ast
     "cli.py": ("_Help._get_help_string",),  # argparse
     "commands/*.py": ("add_*_arguments", "run_*"),  # by the command's name
     "api/load_run.py": ("Table.to_pandas",),  # users
