@@ -5,7 +5,7 @@ from collections import deque
 
 import pytest
 
-from distflow.rewards.code.assertion_process import typed
+from distflow.rewards.code.assertion_process import exact, rebuilt
 from distflow.rewards.code.assertions import split_assertions
 from distflow.rewards.code.case_formats import AssertTests, CallTests, StreamTests, read_tests
 from distflow.rewards.code.execution import same_output, same_value
@@ -171,7 +171,8 @@ def test_names_that_stand_for_the_program(code, names):
 def test_assertions_of_literals(code, args, right, wrong):
     (literal,) = split_assertions(AssertTests(code)).literals
     assert literal is not None and literal.name == "f" and (literal.args, literal.kwargs) == args
-    assert typed(right) == typed(literal.wanted) != typed(wrong)
+    typed = [rebuilt(value, exact) for value in (right, literal.wanted, wrong)]
+    assert typed[0] == typed[1] != typed[2]
 
 
 def test_those_of_a_check_are_of_its_entry():

@@ -18,7 +18,7 @@ from fractions import Fraction
 from typing import Any, NamedTuple
 
 from distflow.rewards.code import assertion_process
-from distflow.rewards.code.assertion_process import typed
+from distflow.rewards.code.assertion_process import exact, rebuilt
 from distflow.rewards.code.assertions import Assertions
 from distflow.rewards.code.case_formats import CallTests, StreamTests
 from distflow.sandbox.inside.program_messages import MAX_YIELDED, NotPlain, Values
@@ -51,9 +51,13 @@ def same_output(printed: str, wanted: str) -> bool:
 
 
 def same_value(returned: Any, wanted: Any) -> bool:
-    """Equal by type and value (`typed`), after conversion to JSON: a sequence, a view or an
-    iterator is a list, a key of a dict is a str."""
-    return bool(typed(_as_json(returned)) == typed(wanted))
+    """Equal by type and value, after conversion to JSON: a sequence, a view or an iterator is a
+    list, a key of a dict is a str."""
+    return _same_typed(_as_json(returned), wanted)
+
+
+def _same_typed(value: Any, wanted: Any) -> bool:
+    return bool(rebuilt(value, exact) == rebuilt(wanted, exact))
 
 
 def _same_number(word: str, wanted: str) -> bool:
@@ -271,7 +275,7 @@ def run_assertions(
         for i in _order(program, len(tests.cases)):
             if literal := tests.literals[i]:
                 value, why = _returned(program, literal.name, literal.args, literal.kwargs)
-                if not why and typed(value) != typed(literal.wanted):
+                if not why and not _same_typed(value, literal.wanted):
                     why = f"it returned {_short(value)}"
             else:
                 why = _why_fails(runner, program, tests, i)

@@ -2,19 +2,17 @@
 score, never the run."""
 
 import asyncio
-import queue
 from collections import Counter, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
-from functools import partial
+from contextlib import ExitStack, contextmanager
 from typing import NamedTuple
 
 from distflow.errors import UserError
-from distflow.processes.channel import PeerGone, encode
+from distflow.processes.channel import encode
 from distflow.rewards.function_calls import PROMPT
 from distflow.rewards.function_loading import without_options
-from distflow.rewards.pool.process import Request, RewardProcess, StartFailed
+from distflow.rewards.pool.process import Crashed, RewardProcess, StartFailed
 from distflow.rewards.reward_results import Error, RewardResult, Timeout
 
 MEMORY_BYTES = 4 * 2**30
@@ -68,22 +66,15 @@ class RewardPool:
         self.closed = False
         """Whether there will be no further results."""
         self._settings = settings
+        # One thread for each process. They use what follows together, by atomic calls alone.
         self._threads = ThreadPoolExecutor(
             settings.num_workers, thread_name_prefix="distflow-reward"
         )
-        # running processes come first
-        self._idle: queue.LifoQueue[RewardProcess | None] = queue.LifoQueue()
-        # Changed by those threads, copied by `close`: `add`, `discard` and `list()` of a set are
-        # atomic.
-        self._living: set[RewardProcess] = set()
-        # Functions that may be given up: those of which a call has returned, and the numbers of
-        # calls that timed out.
+        self._idle = list[RewardProcess]()
+        self._living = set[RewardProcess]()
+        # Of calls that may be given up.
         self._returned = set[str]()
         self._num_hung = Counter[str]()
-        # the arguments of the first timed-out call
-        self._hung: dict[str, Mapping[str, object]] = {}
-        for _ in range(settings.num_workers - 1):
-            self._idle.put(None)  # a slot; its process is started when it is first needed
         with ExitStack() as on_failure:
             on_failure.callback(self.close)
             self._start_first()
@@ -123,35 +114,34 @@ class RewardPool:
         on_repeat: OnRepeat,
         give_up_after: int,
     ) -> list[RewardResult]:
-        if self.closed:
-            return [Error(_CLOSING)] * len(asked)
         timeout_s = timeout_s or self.timeout_s
         parts = [asked] if name in self.takes_groups else [[arguments] for arguments in asked]
-        requests = [_request(name, part, timeout_s) for part in parts]
-        if give_up_after:
-            for request, part in zip(requests, parts, strict=True):
-                request.on_results = partial(self._count_hangs, name, part[0])
-        pending = deque(request for request in requests if not request.reward_results)
-        serving = set[asyncio.Future[None]]()
+        served: list[_Served | None] = [None] * len(parts)
+        waiting = deque(range(len(parts)))
+
+        def serve() -> None:
+            while (i := _next(waiting)) is not None:
+                served[i] = self._serve(name, parts[i], timeout_s, give_up_after)
+
+        loop = asyncio.get_running_loop()
+        num_threads = min(len(parts), self._settings.num_workers)
         try:
-            while pending or serving:
-                self._add_threads(serving, pending, timeout_s)
-                if serving:
-                    done, serving = await asyncio.wait(serving, return_when=asyncio.FIRST_COMPLETED)
-                    for ended in done:
-                        ended.result()
-                if (
-                    give_up_after
-                    and self._num_hung[name] >= give_up_after
-                    and name not in self._returned
-                ):
-                    raise GivenUp(self._why_given_up(name, timeout_s))
-        finally:
-            pending.clear()  # the caller may have been cancelled
-        repeated = sum(request.num_asked for request in requests if request.crashes)
-        if repeated and not self.closed:
-            on_repeat(repeated)
-        return [reward_result for request in requests for reward_result in request.reward_results]
+            await asyncio.gather(
+                *(loop.run_in_executor(self._threads, serve) for _ in range(num_threads))
+            )
+        except RuntimeError:  # of threads that have ended
+            if not self.closed:
+                raise
+        finally:  # the caller may have been cancelled, or the function is given up
+            waiting.clear()
+        results = list[RewardResult]()
+        num_repeated = 0
+        for part, of_part in zip(parts, served, strict=True):
+            results += of_part.results if of_part else [Error(_CLOSING)] * len(part)
+            num_repeated += len(part) * (of_part is not None and of_part.is_repeated)
+        if num_repeated and not self.closed:
+            on_repeat(num_repeated)
+        return results
 
     def close(self) -> None:
         """Kill all processes at once; running and queued calls become errors."""
@@ -162,93 +152,78 @@ class RewardPool:
         for process in list(self._living):
             self._retire(process)
 
-    def _add_threads(
-        self, serving: set[asyncio.Future[None]], pending: deque[Request], timeout_s: float
-    ) -> None:
-        """Add as many threads as there are free slots and requests; none once the pool is
-        closed."""
-        loop = asyncio.get_running_loop()
-        try:
-            for _ in range(min(self._settings.num_workers - len(serving), len(pending))):
-                serving.add(loop.run_in_executor(self._threads, self._serve, pending, timeout_s))
-        except RuntimeError:
-            if not self.closed:
-                raise
-            while (request := _next(pending)) is not None:
-                self._fail(request, None, pending)
-
-    def _serve(self, pending: deque[Request], timeout_s: float) -> None:
-        """Send requests that no other thread takes to one process, while it lives. The rest stay
-        for all threads."""
-        request = _next(pending)
-        if request is None:
-            return
-        process = self._idle.get()
-        failure: RewardResult | None = None
-        try:
-            if process is None or not process.is_alive():
-                process = self._start(process)
-            while request is not None:
-                request.end(process.answer(request, timeout_s))
-                request = _next(pending)
-        except StartFailed as error:
-            failure = Error(f"no reward worker could be started: {error}")
-        except TimeoutError:
-            assert request is not None
-            failure = Timeout(timeout_s * request.num_asked)
-        except (PeerGone, ValueError) as error:
-            assert process is not None and request is not None
-            nonsense = f"the reward worker returned invalid data: {error}"
-            reason = process.cause_of_death() if isinstance(error, PeerGone) else nonsense
-            request.crashes += 1
-            failure = Error(f"{reason}, twice") if request.crashes > 1 else None
-        finally:
-            if process is not None and not (process.in_step and process.is_alive()):
-                self._retire(process)
-                process = None
-            self._idle.put(process)
-        if request is not None:
-            self._fail(request, failure, pending)
-
-    def _fail(
-        self, request: Request, failure: RewardResult | None, pending: deque[Request]
-    ) -> None:
-        """failure: None repeats the request in a new process. A failure while the pool closes is
-        due to the closing."""
-        if self.closed:
-            failure = Error(_CLOSING)
-        if failure is None:
-            pending.appendleft(request)
-        else:
-            request.end([failure] * request.num_asked)
-
-    def _count_hangs(
-        self, name: str, arguments: Mapping[str, object], reward_results: Sequence[RewardResult]
-    ) -> None:
-        num_hung = sum(isinstance(each, Timeout) for each in reward_results)
-        if num_hung < len(reward_results):
-            self._returned.add(name)
-        else:
-            self._hung.setdefault(name, arguments)
+    def _serve(self, name: str, asked: Calls, timeout_s: float, give_up_after: int) -> "_Served":
+        """Have a process answer the calls together; runs on a thread of the pool. Raises
+        GivenUp."""
+        served = self._answer(name, asked, timeout_s)
+        if give_up_after and all(isinstance(each, Timeout) for each in served.results):
             self._num_hung[name] += 1
+            if self._num_hung[name] >= give_up_after and name not in self._returned:
+                raise GivenUp(self._why_given_up(name, asked[0], timeout_s))
+        elif give_up_after:
+            self._returned.add(name)
+        return served
 
-    def _why_given_up(self, name: str, timeout_s: float) -> str:
-        first = self._hung[name]
+    def _answer(self, name: str, asked: Calls, timeout_s: float) -> "_Served":
+        num_asked = len(asked)
+        request = {"name": name, "asked": list(map(dict, asked)), "timeout_s": timeout_s}
+        reason = ""
+        is_repeated = False
+        try:
+            frame = encode(request)
+            while not self.closed:
+                try:
+                    with self._process() as process:
+                        results = process.answer(frame, num_asked, timeout_s)
+                        return _Served(results, is_repeated)
+                except Crashed as error:
+                    if is_repeated:
+                        reason = f"{error}, twice"
+                        break
+                    is_repeated = True
+        except (TypeError, ValueError) as error:
+            reason = f"the sample cannot be sent to a reward worker: {error}"
+        except StartFailed as error:
+            reason = f"no reward worker could be started: {error}"
+        except TimeoutError:
+            return _Served([Timeout(timeout_s * num_asked)] * num_asked, is_repeated)
+        return _Served([Error(_CLOSING if self.closed else reason)] * num_asked, is_repeated)
+
+    @contextmanager
+    def _process(self) -> Iterator[RewardProcess]:
+        """A process that no other thread uses meanwhile; an error ends it. Raises StartFailed."""
+        process = self._idle_process() or self._start()
+        try:
+            yield process
+        except BaseException:
+            self._retire(process)
+            raise
+        self._idle.append(process)
+
+    def _idle_process(self) -> RewardProcess | None:
+        while True:
+            try:
+                process = self._idle.pop()
+            except IndexError:
+                return None
+            if process.is_alive():
+                return process
+            self._retire(process)
+
+    def _why_given_up(self, name: str, first: Mapping[str, object], timeout_s: float) -> str:
         target = without_options(self._settings.functions[name])
         return (
             f"the reward function '{name}' ({target}) hangs, or is slow: none of its first "
-            f"{self._num_hung[name]} "
-            f"calls returned within {timeout_s:g} s (reward.timeout_s), e.g. for the response "
-            f"{first['solution_str']!r:.200} to the prompt {first.get(PROMPT)!r:.200} (ground "
-            "truth "
-            f"{first['ground_truth']!r:.80}). Correct it, and test it with `distflow reward "
-            "check`; if it is slow, "
-            "raise reward.timeout_s; reward.max_error_rate=1 never stops"
+            f"{self._num_hung[name]} calls returned within {timeout_s:g} s (reward.timeout_s), "
+            f"e.g. for the response {first['solution_str']!r:.200} to the prompt "
+            f"{first.get(PROMPT)!r:.200} (ground truth {first['ground_truth']!r:.80}). Correct it, "
+            "and test it with `distflow reward check`; if it is slow, raise reward.timeout_s; "
+            "reward.max_error_rate=1 never stops"
         )
 
     def _start_first(self) -> None:
         try:
-            process = self._start(None)
+            self._idle.append(self._start())
         except StartFailed as error:
             functions = self._settings.functions.items()
             loaded = [
@@ -258,11 +233,8 @@ class RewardPool:
                 f"the reward functions ({', '.join(loaded)}; see custom_reward_function.path and "
                 f"reward.functions) cannot be loaded: {error}"
             ) from None
-        self._idle.put(process)
 
-    def _start(self, dead: RewardProcess | None) -> RewardProcess:
-        if dead is not None:
-            self._retire(dead)
+    def _start(self) -> RewardProcess:
         try:
             process = RewardProcess(self._settings.memory_bytes)
         except OSError as error:
@@ -284,28 +256,17 @@ class RewardPool:
         self._living.discard(process)
 
 
-def _next(pending: deque[Request]) -> Request | None:
-    """The next request, unless other threads took them all."""
+def _next(waiting: deque[int]) -> int | None:
+    """The next number, unless other threads took them all."""
     try:
-        return pending.popleft()
+        return waiting.popleft()
     except IndexError:
         return None
 
 
-def _request(name: str, asked: Calls, timeout_s: float) -> Request:
-    """A request; if it cannot be sent, it already has its result."""
-    try:
-        frame = encode(
-            {
-                "name": name,
-                "asked": [dict(arguments) for arguments in asked],
-                "timeout_s": timeout_s,
-            }
-        )
-    except (TypeError, ValueError) as error:
-        return Request(
-            b"",
-            len(asked),
-            [Error(f"the sample cannot be sent to a reward worker: {error}")] * len(asked),
-        )
-    return Request(frame, len(asked))
+class _Served(NamedTuple):
+    """The results of calls that one process got together."""
+
+    results: list[RewardResult]
+    is_repeated: bool
+    """Whether the first process crashed."""

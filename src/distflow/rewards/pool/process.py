@@ -4,8 +4,7 @@ import os
 import socket
 import tempfile
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping
 from typing import cast
 
 from distflow.observe.crash_safe_files import JSON
@@ -19,23 +18,11 @@ _SHOWN_STDERR_BYTES = 300
 
 
 class StartFailed(Exception):
-    pass
+    """A process, or the functions in it, could not be loaded."""
 
 
-@dataclass(eq=False)
-class Request:
-    """Calls that one process gets at once, and their results once available. crashes: how many
-    processes crashed while serving it. on_results: called with the results."""
-
-    frame: bytes
-    num_asked: int
-    reward_results: list[RewardResult] = field(default_factory=list)
-    crashes: int = 0
-    on_results: Callable[[list[RewardResult]], None] = lambda reward_results: None
-
-    def end(self, reward_results: list[RewardResult]) -> None:
-        self.reward_results = reward_results
-        self.on_results(reward_results)
+class Crashed(Exception):
+    """A process ended, or answered nonsense, while it served a call."""
 
 
 class RewardProcess:
@@ -55,7 +42,6 @@ class RewardProcess:
                 memory_bytes=memory_bytes,
             )
         self.pid = self._child.pid
-        self.in_step = True
 
     def load(self, functions: Mapping[str, str], timeout_s: float) -> tuple[frozenset[str], ...]:
         """Load functions; returns those that take groups, those of them that are batched, and those
@@ -74,23 +60,24 @@ class RewardProcess:
             frozenset(cast(list[str], answer[name])) for name in ("ready", "batched", "told")
         )
 
-    def answer(self, request: Request, timeout_s: float) -> list[RewardResult]:
-        """The results of a request. timeout_s: of each of its calls.
+    def answer(self, frame: bytes, num_asked: int, timeout_s: float) -> list[RewardResult]:
+        """The results of a request for that many calls. timeout_s: of each.
 
-        Raises TimeoutError, PeerGone, and ValueError for an invalid reply. The process is then out
-        of step and must be discarded.
+        Raises TimeoutError and Crashed, after which the process is of no use.
         """
-        self.in_step = False
         self._stderr.truncate(0)
-        due = time.monotonic() + timeout_s * request.num_asked
-        self._channel.send(request.frame, _left_s(due))
-        reply = self._channel.receive(_left_s(due))
-        answers = reply.get("answers") if isinstance(reply, dict) else None
-        if not isinstance(answers, list) or len(answers) != request.num_asked:
-            raise ValueError("not an answer to each")
-        results = [_read_answer(answer, timeout_s) for answer in answers]
-        self.in_step = True
-        return results
+        due = time.monotonic() + timeout_s * num_asked
+        try:
+            self._channel.send(frame, _left_s(due))
+            reply = self._channel.receive(_left_s(due))
+            answers = reply.get("answers") if isinstance(reply, dict) else None
+            if not isinstance(answers, list) or len(answers) != num_asked:
+                raise ValueError("not an answer to each")
+            return [_read_answer(answer, timeout_s) for answer in answers]
+        except PeerGone:
+            raise Crashed(self.cause_of_death()) from None
+        except ValueError as error:
+            raise Crashed(f"the reward worker returned invalid data: {error}") from None
 
     def is_alive(self) -> bool:
         return self._child.status() is None

@@ -1,10 +1,10 @@
 """Messages between a program's process and the caller, and their encoding of plain values.
 
 A message has a token of 8 bytes, which the answer repeats from the question, 4 bytes of length, and
-JSON in ASCII. The JSON preserves exact types: an array is a list, an object is a tag with its
-content: `{"tuple": [1]}`, `{"dict": [["a", 1]]}`. The sender may be a malicious program. The caller
-caps the size; decoding here caps the depth and the number of keys with the same hash (many of them
-would take minutes to build a dictionary from).
+JSON in ASCII. The JSON preserves exact types: an array is a list, an object is the name of a type
+with the parts of a value: `{"tuple": [1]}`, `{"dict": ["a", 1]}`. The sender may be a malicious
+program. The caller caps the size; decoding here caps the depth and the number of keys with the same
+hash (many of them would take minutes to build a dictionary from).
 """
 
 import json
@@ -13,7 +13,7 @@ import os
 import struct
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator
-from itertools import islice
+from itertools import chain, islice
 from typing import Any, TypeAlias
 
 HEADER = struct.Struct(">8sI")
@@ -54,8 +54,6 @@ MAX_ITEMS = 500_000
 MAX_SAME_HASH = 64
 _SMALL_INT = 2**53
 MAX_YIELDED = 2000
-_PLAIN = (int, float, complex, str, bytes, bytearray, list, tuple, set, frozenset, dict, deque)
-_VIEWS = {type({}.keys()): "keys", type({}.values()): "values", type({}.items()): "items"}
 
 
 class Values:
@@ -103,6 +101,34 @@ def from_text(text: str | bytes) -> Any:
         raise ValueError(f"no plain value: {error}") from None
 
 
+_PARTS: dict[type, Callable[[Any], Iterable[Any]]] = {
+    int: lambda value: [hex(value)],
+    float: lambda value: [repr(value)],
+    complex: lambda value: [value.real, value.imag],
+    bytes: lambda value: [value.hex()],
+    bytearray: lambda value: [value.hex()],
+    tuple: iter,
+    set: iter,
+    frozenset: iter,
+    deque: iter,
+    dict: lambda value: chain.from_iterable(dict.items(value)),
+    range: lambda value: [value.start, value.stop, value.step],
+    type({}.keys()): iter,
+    type({}.values()): iter,
+    type({}.items()): chain.from_iterable,
+    Values: lambda value: value.items,
+}
+"""The parts of a value, which `_MADE` takes by the name of its type."""
+_PLAIN_OF: dict[type, Callable[[Any], Any]] = {
+    int: int.__int__,
+    float: float.__float__,
+    str: str.__str__,
+    list: list,
+}
+"""The value of a class that inherits from one of these; what a class says of itself is no
+matter."""
+
+
 class _Writer:
     def __init__(self) -> None:
         self.num_items = 0
@@ -116,35 +142,23 @@ class _Writer:
         kind = type(value)  # an object's `__class__` may be forged
         if value is None or kind is bool or kind is str:
             return value
-        if kind is int:
-            return value if -_SMALL_INT < value < _SMALL_INT else {"int": hex(value)}
-        if kind is float:
-            return value if math.isfinite(value) else {"float": repr(value)}
+        if kind is int and -_SMALL_INT < value < _SMALL_INT:
+            return value
+        if kind is float and math.isfinite(value):
+            return value
         if kind is list:
             return self._each(value, depth)
-        if kind in (tuple, set, frozenset, deque):
-            return {kind.__name__: self._each(value, depth)}
-        if kind is range:
-            return {"range": self._each((value.start, value.stop, value.step), depth)}
-        if kind is dict:
-            return {"dict": [self._each(pair, depth) for pair in dict.items(value)]}
-        if kind in (bytes, bytearray):
-            return {kind.__name__: value.hex()}
-        if kind is complex:
-            return {"complex": [repr(value.real), repr(value.imag)]}
-        if kind is Values:
-            return {"iterator": self._each(value.items, depth)}
+        if kind in _PARTS:
+            return {kind.__name__: self._each(_PARTS[kind](value), depth)}
         if isinstance(value, Iterator):
-            return {"iterator": self._each(islice(value, MAX_YIELDED + 1), depth)}
-        view = next((name for each, name in _VIEWS.items() if each in kind.__mro__), None)
-        if view is not None:
-            return {view: self._each(value, depth)}
-        base: Any = next((each for each in _PLAIN if each in kind.__mro__), None)
-        if base is None:
-            raise NotPlain(f"a value of type {kind.__name__}")
-        # an enum's `str()` is not its text
-        own = {dict: dict.items, str: str.__str__}.get(base, lambda each: each)
-        return self.tagged(base(own(value)), depth)
+            return self.tagged(Values(list(islice(value, MAX_YIELDED + 1))), depth)
+        for base, plain in _PLAIN_OF.items():
+            if base in kind.__mro__:
+                return self.tagged(plain(value), depth)
+        for base, parts in _PARTS.items():
+            if base in kind.__mro__:
+                return {base.__name__: self._each(parts(value), depth)}
+        raise NotPlain(f"a value of type {kind.__name__}")
 
     def _each(self, values: Iterable[Any], depth: int) -> list[JSON]:
         return [self.tagged(value, depth + 1) for value in values]
@@ -157,16 +171,10 @@ def _untagged(value: JSON, depth: int) -> Any:
         return [_untagged(item, depth + 1) for item in value]
     if not isinstance(value, dict):
         return value
-    ((tag, content),) = value.items()
-    if tag not in _READ:
-        raise ValueError("an unknown tag")
-    return _READ[tag](content, depth)
-
-
-def _read_each(content: Any, depth: int) -> list[Any]:
-    if not isinstance(content, list):
-        raise ValueError("a tag without its items")
-    return [_untagged(item, depth + 1) for item in content]
+    ((name, parts),) = value.items()
+    if name not in _MADE or not isinstance(parts, list):
+        raise ValueError("an unknown type, or one without its parts")
+    return _MADE[name]([_untagged(part, depth + 1) for part in parts])
 
 
 def _hashable(keys: list[Any]) -> list[Any]:
@@ -175,55 +183,44 @@ def _hashable(keys: list[Any]) -> list[Any]:
     return keys
 
 
-def _read_dict(content: Any, depth: int) -> dict[Any, Any]:
-    return _dict_of([_read_each(pair, depth) for pair in content])
+def _make_int(parts: list[Any]) -> int:
+    (text,) = parts
+    return int(text, 16)
 
 
-def _dict_of(pairs: list[Any]) -> dict[Any, Any]:
-    if any(len(pair) != 2 for pair in pairs):
-        raise ValueError("no pair of key and value")
-    _hashable([key for key, _ in pairs])
-    return dict(pairs)
+def _make_dict(parts: list[Any]) -> dict[Any, Any]:
+    return dict(zip(_hashable(parts[::2]), parts[1::2], strict=True))
 
 
-def _read_range(content: Any, depth: int) -> range:
-    read = range(*_read_each(content, depth))
-    if len(read) > MAX_ITEMS:
+def _make_range(parts: list[Any]) -> range:
+    made = range(*parts)
+    if len(made) > MAX_ITEMS:
         raise ValueError(f"a range of more than {MAX_ITEMS:,} items")
-    return read
-
-
-def _read_text(content: Any) -> str:
-    if not isinstance(content, str):
-        raise ValueError("a tag without its text")
-    return content
-
-
-def _read_complex(content: Any, depth: int) -> complex:
-    real, imag = content
-    return complex(float(_read_text(real)), float(_read_text(imag)))
+    return made
 
 
 def _refuse(name: str) -> float:
-    raise ValueError(f"{name} without its tag")
+    raise ValueError(f"{name} without its type")
 
 
 _ENCODER = json.JSONEncoder(allow_nan=False)
 _DECODER = json.JSONDecoder(parse_constant=_refuse)
-_READ: dict[str, Callable[[Any, int], Any]] = {
-    "int": lambda content, _: int(_read_text(content), 16),
-    "float": lambda content, _: float(_read_text(content)),
-    "complex": _read_complex,
-    "bytes": lambda content, _: bytes.fromhex(_read_text(content)),
-    "bytearray": lambda content, _: bytearray.fromhex(_read_text(content)),
-    "tuple": lambda content, depth: tuple(_read_each(content, depth)),
-    "set": lambda content, depth: set(_hashable(_read_each(content, depth))),
-    "frozenset": lambda content, depth: frozenset(_hashable(_read_each(content, depth))),
-    "dict": _read_dict,
-    "deque": lambda content, depth: deque(_read_each(content, depth)),
-    "range": _read_range,
-    "keys": lambda content, depth: dict.fromkeys(_hashable(_read_each(content, depth))).keys(),
-    "values": lambda content, depth: dict(enumerate(_read_each(content, depth))).values(),
-    "items": lambda content, depth: _dict_of(_read_each(content, depth)).items(),
-    "iterator": lambda content, depth: Values(_read_each(content, depth)),
+_MADE: dict[str, Callable[[list[Any]], Any]] = {
+    "int": _make_int,
+    "float": lambda parts: float(*parts),
+    "complex": lambda parts: complex(*parts),
+    "bytes": lambda parts: bytes.fromhex(*parts),
+    "bytearray": lambda parts: bytearray.fromhex(*parts),
+    "tuple": tuple,
+    "set": lambda parts: set(_hashable(parts)),
+    "frozenset": lambda parts: frozenset(_hashable(parts)),
+    "deque": deque,
+    "dict": _make_dict,
+    "range": _make_range,
+    "dict_keys": lambda parts: dict.fromkeys(_hashable(parts)).keys(),
+    "dict_values": lambda parts: dict(enumerate(parts)).values(),
+    "dict_items": lambda parts: _make_dict(parts).items(),
+    "Values": Values,
 }
+"""Makes a value of its parts, by the name of its type. Raises ValueError, TypeError and
+OverflowError."""
