@@ -14,7 +14,6 @@ from transformers import PreTrainedTokenizerBase
 
 from distflow.data.batch import Batch
 from distflow.data.sample import Segment
-from distflow.models.cpu_kernels.weight_layout import forget_packed
 from distflow.rewards.judge_prompt import (
     RESPONSE_CHARACTERS,
     fill_template,
@@ -132,7 +131,6 @@ class Judge(FrozenWeights):
         finally:
             del engine
             gc.collect()  # its parts reference each other
-            forget_packed(self.model)
 
     def _question(self, batch: Batch, row: int) -> list[int] | str:
         """The tokens of the model's question, or why it cannot be asked."""

@@ -1,10 +1,5 @@
-"""Weights in layouts that make products on a CPU fast.
-
-For `decode.c` a decoder's weights are packed into our own layout. Linear maps in bfloat16 computed
-by torch keep a copy in oneDNN's layout, into which it would otherwise bring a weight before each
-product, taking as long as a product of few rows. Both take as much memory again, and are recreated
-when the weights change.
-"""
+"""A decoder's weights in the layout of `decode.c`, which makes products on a CPU fast. It takes as
+much memory again, and is recreated when the weights change."""
 
 import ctypes
 from collections.abc import Iterable, Iterator, Sequence
@@ -226,54 +221,3 @@ def check_modules(modules: Iterable[nn.Module], epsilon: float, device: str = "c
             raise NotNative(f"{name} has an epsilon of its own")
         if getattr(module, "max_norm", None) is not None:
             raise NotNative("its embeddings are scaled when they are looked up")
-
-
-class PrepackedLinear(nn.Linear):
-    """An `nn.Linear` with a packed weight; with gradients it is a plain `nn.Linear`."""
-
-    _packed: Tensor
-    _packed_of: tuple[int, int] | None = None
-    """The packed weight's address, and its count of in-place changes."""
-    _held: Tensor
-    """The memory at that address, held so that no other weight is placed there."""
-
-    def forward(self, input: Tensor) -> Tensor:
-        if torch.is_grad_enabled() or not _gains(self.weight):
-            return super().forward(input)
-        now = self.weight.data_ptr(), self.weight._version
-        if now != self._packed_of:
-            self._held = self.weight.detach()
-            self._packed_of = now
-            self._packed = torch.ops.mkldnn._reorder_linear_weight(self._held)
-        return torch.ops.mkldnn._linear_pointwise(input, self._packed, self.bias, "none", [], "")
-
-
-def prepack(model: nn.Module) -> None:
-    """Turn plain linear maps into `PrepackedLinear` if this is faster. Their weights may be changed
-    in place or replaced, but not through `weight.data`, whose changes torch does not count."""
-    # The operators are torch's own, for its compiler; builds without oneDNN lack them.
-    names = ("_is_mkldnn_bf16_supported", "_reorder_linear_weight", "_linear_pointwise")
-    if (
-        not all(hasattr(torch.ops.mkldnn, name) for name in names)
-        or not torch.ops.mkldnn._is_mkldnn_bf16_supported()
-    ):
-        return
-    for module in model.modules():
-        if type(module) is nn.Linear and _gains(module.weight):
-            module.__class__ = PrepackedLinear
-
-
-def forget_packed(model: nn.Module) -> None:
-    """Free the copies of prepacked linear maps, which are recreated when needed."""
-    for module in model.modules():
-        if isinstance(module, PrepackedLinear):
-            module._packed_of = None
-            module._packed = torch.empty(0)
-            module._held = torch.empty(0)
-
-
-def _gains(weight: Tensor) -> bool:
-    """Whether packing is faster; a weight created in inference mode does not count changes."""
-    return (
-        weight.dtype == torch.bfloat16 and weight.device.type == "cpu" and not weight.is_inference()
-    )

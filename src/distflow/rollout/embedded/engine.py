@@ -15,7 +15,6 @@ from transformers import PreTrainedTokenizerBase
 from distflow.data.sample import Segment
 from distflow.errors import UserError
 from distflow.models.cached_decoder import DecoderView
-from distflow.models.cpu_kernels.weight_layout import forget_packed, prepack
 from distflow.rollout.embedded.cuda_lane import CudaRequestLane
 from distflow.rollout.embedded.decode_steps import AsyncSteps, DeviceOptions
 from distflow.rollout.embedded.engine_thread import StepLoop, settle
@@ -98,8 +97,6 @@ class EmbeddedEngine:
             raise ValueError(f"max_num_seqs must be at least 1, got {self.max_num_seqs}")
         self.num_generated_tokens = 0
         self.host: Host | None = None
-        if not self.shares_weights:
-            prepack(self.model)
         on_cpu = next(self.model.parameters()).device.type == "cpu"
         by_torch = self.enforce_eager or (on_cpu and self.on_device is not None)
         self._decoder = DecoderView(
@@ -177,7 +174,6 @@ class EmbeddedEngine:
                 if self._steps is not None:
                     self._steps.release()
                 self._weights.release()
-                forget_packed(self.model)
                 self._refresh_weights()
 
         await self._loop.call(pause)
