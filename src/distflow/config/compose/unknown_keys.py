@@ -136,20 +136,26 @@ def look_up(values: Mapping[str, object], key: str) -> object:
     return found
 
 
-_BY_WEIGHT = "set the shares of domains by data.domains.NAME.weight"
 _GONE = {
     "trust.audit_freq": "use trust.check_freq: one of so many steps is checked whole (0: none), "
     "beside the first ones, powers of two and the last",
     "trainer.webhook": "trainer.logger=wandb raises an alert for each finding",
-    "data.curriculum": _BY_WEIGHT,
-    "data.curriculum.function": _BY_WEIGHT,
-    "data.curriculum.every": _BY_WEIGHT,
-    "data.curriculum.smoothing": _BY_WEIGHT,
+    "data.curriculum": "set the shares of domains by data.domains.NAME.weight",
     "data.pass_rate": "filter the file, or use data.skip_outside, which measures",
     "data.pass_rate_key": "filter the file, or use data.skip_outside, which measures",
     "data.solution_key": "score the solutions with `distflow reward check --response-key COLUMN`",
+    "reward.num_actors": "raise reward.num_workers: reward functions run beside each worker",
+    "reward.actor_cpus": "raise reward.num_workers: reward functions run beside each worker",
 }
-"""Keys that were in earlier versions, with what to use."""
+"""Keys and groups that were in earlier versions, with what to use."""
+
+
+def _gone(key: str) -> str:
+    """What to use in place of a key of an earlier version; empty for another key."""
+    for name in (key, *parents(key)):
+        if name in _GONE:
+            return _GONE[name]
+    return ""
 
 
 def _judge(
@@ -172,7 +178,7 @@ def _judge(
         theirs = f"; {joined(list(found))} {_has_it(found)} it" if found else ""
         refers = isinstance(setting.value, str) and "${" in setting.value
         value = look_up(values, key) if refers else setting.value
-        advice = _GONE.get(key) or suggest(key, [*_groups()] if setting.is_group else keys, value)
+        advice = _gone(key) or suggest(key, [*_groups()] if setting.is_group else keys, value)
         return Problem(places, f"there is no such key{theirs}", advice)
     if setting.has_dots and (key in keys or key in _groups()):
         advice = (
