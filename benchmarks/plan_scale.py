@@ -36,7 +36,7 @@ from collections.abc import Iterator
 from simulated_run import Costs, Setup, SimulatedRun, lognormal, setup_of, simulate
 
 from distflow.config.keys.schema import with_values
-from distflow.launch.data_sets import data_plan
+from distflow.launch.plan_data import data_plan
 from distflow.launch.plans.run_planner import RunPlanner
 from distflow.planning.lengths import Lengths
 from distflow.planning.predicted_run import PredictedRun, RunFacts, predict

@@ -258,7 +258,7 @@ def test_cuda_is_refused_with_what_the_cluster_has(cluster: Any, tmp_path: Path)
     )
     assert status == 2 and "Traceback" not in said, said
     assert (
-        "trainer.device=cuda: the workers need 2 GPU(s) on 2 machine(s), but Ray has 2 GPU(s) "
+        "trainer.device=cuda: the workers need 2 GPU(s) on 2 machine(s); Ray has 2 GPU(s) "
         "on 1 machine(s)"
     ) in said
 

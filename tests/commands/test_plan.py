@@ -197,11 +197,11 @@ def test_a_timeout_of_rewards_cuts_their_times(capsys: pytest.CaptureFixture[str
     ]
     words += ["actor_rollout_ref.actor.ppo_mini_batch_size=8", "--reward-seconds", "5"]
     seconds = []
-    for timeout_s in ("10", "1", "1e6"):
+    for timeout_s in ("10", "1"):
         plan = planned(capsys, *words, f"reward.timeout_s={timeout_s}")
         seconds.append(plan["step"]["seconds"])
-    before, cut, longer = seconds
-    assert cut < 0.5 * before and longer > before
+    before, cut = seconds
+    assert cut < 0.5 * before
 
 
 @pytest.mark.slow

@@ -19,7 +19,7 @@ from distflow.config import Config, Loaded, config_from_dict, load_config, to_di
 from distflow.data.batch import Batch
 from distflow.data.sample import Sample, Segment
 from distflow.launch.configured_models import load_policy
-from distflow.launch.data_sets import train_sources, validation_sources
+from distflow.launch.data_sources import train_sources, validation_sources
 from distflow.launch.devices import choose_device
 from distflow.launch.make_spec import make_spec
 from distflow.launch.one_process_launcher import launch_local

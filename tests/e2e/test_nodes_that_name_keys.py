@@ -92,7 +92,7 @@ class Game:
 SPY = """
 import os
 
-from distflow.launch.data_sets import DataSource
+from distflow.launch.data_sources import DataSource
 
 
 def noting(kind, do, rows_of):

@@ -9,7 +9,7 @@ import pytest
 
 from distflow.config import load_config
 from distflow.data.sources import BUILTIN_FOLDER
-from distflow.launch.data_sets import train_sources, validation_sources
+from distflow.launch.data_sources import train_sources, validation_sources
 from distflow.models.loading import load_tokenizer
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "make_functions.py"

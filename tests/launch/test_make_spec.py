@@ -20,9 +20,9 @@ from distflow.config import load_config
 from distflow.data.encoded_rows_file import EncodedRows
 from distflow.errors import ConfigError, UserError
 from distflow.graph import PipelineError
-from distflow.launch.data_sets import data_plan
 from distflow.launch.importable_code import check_importable
 from distflow.launch.one_process_launcher import launch_local
+from distflow.launch.plan_data import data_plan
 from distflow.rollout.engine import SamplingParams
 from distflow.runtime.spec import Offloads, Spec
 from tests.e2e.runs import Playground
@@ -578,7 +578,7 @@ def test_auto_is_cuda_where_all_workers_can_have_a_gpu(
     assert {rank.device for rank in spec.plan.ranks} == {"cuda"} and spec.facts["device"] == "cuda"
     assert playground.spec("grpo", *keys, "trainer.device=cpu")[1].plan.ranks[0].device == "cpu"
     with pytest.raises(
-        UserError, match=r"need 3 GPU\(s\) on 1 machine\(s\), but Ray has 2 GPU\(s\) on 1"
+        UserError, match=r"need 3 GPU\(s\) on 1 machine\(s\); Ray has 2 GPU\(s\) on 1"
     ):
         playground.spec(
             "grpo", "trainer.launcher=ray", "trainer.n_gpus_per_node=3", "trainer.device=cuda"

@@ -30,16 +30,12 @@ class ActionHead:
 
     def tokens_of(self, place: int, values: Tensor) -> Tensor:
         """The tokens `(n,)` of number `place` of several generations, which has these values."""
-        bins = (
-            ((values.double().nan_to_num() + WIDEST) / (2 * WIDEST) * self.bins)
-            .floor()
-            .clamp(0, self.bins - 1)
-        )
-        return (
-            self.first
-            + self.bins * place
-            + (bins.long() if self.steps else torch.zeros_like(bins).long())
-        )
+        first = self.first + self.bins * place
+        if not self.steps:
+            return torch.full_like(values, first, dtype=torch.long)
+        shares = (values.double().nan_to_num() + WIDEST) / (2 * WIDEST)
+        bins = (shares * self.bins).floor().clamp(0, self.bins - 1)
+        return first + bins.long()
 
     def normals(self, tokens: Tensor, before: Tensor) -> Normals:
         """Of the numbers that tokens `(n,)` stand for. before: the values `(n,)`, `dim` numbers

@@ -33,12 +33,10 @@ class ActionTokens:
 
     def __post_init__(self) -> None:
         """Raises UserError for bounds whose bins cannot be told apart."""
-        middles = self._middles(np.arange(self.bins)[:, None].repeat(self.dim, axis=1))
-        if (
-            self.bins < 2
-            or not np.isfinite(middles).all()
-            or (np.arange(self.bins) != self.bins_of(middles).T).any()
-        ):
+        bins = np.arange(self.bins)[:, None].repeat(self.dim, axis=1)
+        middles = self._middles(bins)
+        are_apart = self.bins >= 2 and np.isfinite(middles).all()
+        if not (are_apart and (self.bins_of(middles) == bins).all()):
             raise UserError(
                 f"actions: {self.bins} bins between {self.low} and {self.high} cannot be told apart"
             )
@@ -58,19 +56,17 @@ class ActionTokens:
         actions = np.asarray(actions, np.float64)
         low = np.array(self.low)
         high = np.array(self.high)
-        outside = ~np.isfinite(actions) | (
-            ~np.array(self.clips) & ((actions < low) | (actions > high))
-        )
-        if outside.any():
-            step, part = np.argwhere(outside)[0]
-            bounds = f"{self.low[part]:g} to {self.high[part]:g}"
+        wrong = ~np.isfinite(actions)
+        if not self.clips:
+            wrong |= (actions < low) | (actions > high)
+        if wrong.any():
+            step, part = np.argwhere(wrong)[0]
             raise ValueError(
                 f"dimension {part} of action {step} is {actions[step, part]:g}, not a number from "
-                f"{bounds}"
+                f"{low[part]:g} to {high[part]:g}"
             )
-        return np.clip(
-            np.floor((actions - low) / (high - low) * self.bins), 0, self.bins - 1
-        ).astype(np.int64)
+        bins = np.floor((actions - low) / (high - low) * self.bins)
+        return np.clip(bins, 0, self.bins - 1).astype(np.int64)
 
     def encode(self, actions: NDArray[np.float64]) -> list[int]:
         """The tokens of actions `(steps, dim)`; raises as `bins_of`."""
@@ -162,25 +158,26 @@ def action_bounds(options: Mapping[str, Any]) -> tuple[tuple[float, ...], tuple[
     file `statistics` with `unnorm_key`, as OpenVLA's `dataset_statistics.json` has them. Raises
     UserError."""
     dim = options.get("action_dim")
-    if "statistics" not in options:
-        pair: list[Any] = [options.get(name) for name in ("low", "high")]
-        if any(each is None for each in pair):
-            raise UserError("actions: set low and high, or statistics and unnorm_key")
-        low, high = (
-            [each] * (dim or 1) if isinstance(each, int | float) else list(each) for each in pair
-        )
-        is_quantiles = False
-    else:
+    is_quantiles = "statistics" in options
+    if is_quantiles:
         low, high = _quantiles(Path(str(options["statistics"])), options.get("unnorm_key"))
-        is_quantiles = True
-    if not len(low) == len(high) == (dim or len(low)) or any(
-        one >= other for one, other in zip(low, high, strict=True)
-    ):
+    elif options.get("low") is None or options.get("high") is None:
+        raise UserError("actions: set low and high, or statistics and unnorm_key")
+    else:
+        low = _numbers(options["low"], dim)
+        high = _numbers(options["high"], dim)
+    has_sizes = len(low) == len(high) == (dim or len(low))
+    if not has_sizes or any(one >= other for one, other in zip(low, high, strict=True)):
         raise UserError(
             f"actions: {len(low)} lower and {len(high)} upper bounds for action_dim={dim}, each "
             "low < high"
         )
     return tuple(map(float, low)), tuple(map(float, high)), is_quantiles
+
+
+def _numbers(given: Any, dim: int | None) -> list[float]:
+    """One bound for each dimension; a single number is that of all."""
+    return [given] * (dim or 1) if isinstance(given, int | float) else list(given)
 
 
 def _quantiles(path: Path, key: object) -> tuple[list[float], list[float]]:

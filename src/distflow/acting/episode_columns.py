@@ -31,30 +31,32 @@ def simulator_columns(
 ) -> NodeOutput:
     """What the workflow `simulator` counted, as columns; 0 for episodes without a score. The group
     has one start state."""
-    steps = torch.tensor([int(parts.get("env_steps", 0)) for parts in reward_parts])
+    steps = _counted(reward_parts, "env_steps")
     columns = {
-        "success": torch.tensor([parts.get("success", 0.0) == 1.0 for parts in reward_parts]),
+        "success": _counted(reward_parts, "success") == 1,
         "env_steps": steps,
         "finish_step": steps,
-        "episode_len": torch.tensor([int(parts.get("episode_len", 0)) for parts in reward_parts]),
+        "episode_len": _counted(reward_parts, "episode_len"),
     }
-    return NodeOutput(
-        columns, {"acting/env_steps": float(steps.sum()), **_successes(reward_parts, reward_extra)}
-    )
-
-
-def _successes(
-    parts: Sequence[Mapping[str, float]], extra: Sequence[Mapping[str, Any]]
-) -> dict[str, float]:
-    """Of a group: its share of successes by task."""
     won = defaultdict[str, list[float]](list)
-    for own, told in zip(parts, extra, strict=True):
-        if "success" in own:
-            task = re.sub(r"[^\w ,.()-]+", " ", str(told.get("instruction", ""))).strip()[
-                :_LONGEST_NAME
-            ]
-            won[task].append(own["success"])
-    return {f"acting/success/{task}": sum(each) / len(each) for task, each in won.items()}
+    for parts, extra in zip(reward_parts, reward_extra, strict=True):
+        if "success" in parts:
+            won[_task(extra)].append(parts["success"])
+    metrics = {"acting/env_steps": float(steps.sum())}
+    for task, successes in won.items():
+        metrics[f"acting/success/{task}"] = sum(successes) / len(successes)
+    return NodeOutput(columns, metrics)
+
+
+def _counted(parts: Sequence[Mapping[str, float]], name: str) -> Tensor:
+    """A part of each episode, in whole numbers."""
+    return torch.tensor([int(own.get(name, 0)) for own in parts])
+
+
+def _task(extra: Mapping[str, Any]) -> str:
+    """The instruction, as it may stand in the name of a metric."""
+    words = re.sub(r"[^\w ,.()-]+", " ", str(extra.get("instruction", "")))
+    return words.strip()[:_LONGEST_NAME]
 
 
 def add_episode_columns(pipeline: Pipeline, config: Config) -> None:
@@ -82,18 +84,25 @@ def reward_steps(
 ) -> Tensor:
     """Each env step's part of the score on the last token of its action, which has `dim` tokens, or
     of its chunk if `dim` is None. The rest of the score is on the policy's last token."""
-    parts = [extra.get("step_rewards", ()) for extra in reward_extra]
-    unit = reward_unit(
-        [[each for own in steps for each in own] for steps in parts], scores.tolist()
-    )
+    step_rewards = [extra.get("step_rewards", ()) for extra in reward_extra]
+    paid = []
+    for decisions in step_rewards:
+        paid.append([reward for decision in decisions for reward in decision])
+    unit = reward_unit(paid, scores.tolist())
+
+    def in_units(number: float) -> float:
+        return round(number / unit) * unit
+
     placed = torch.zeros(turn_index.shape, dtype=torch.float64)
     drawn = torch.where(response_mask > 0, turn_index, -1)
-    for row, (score, steps, turns) in enumerate(zip(scores.tolist(), parts, drawn, strict=True)):
-        last = int((turns >= 0).nonzero().max()) if bool((turns >= 0).any()) else 0
-        for decision, own in enumerate(steps):
+    for row, score in enumerate(scores.tolist()):
+        turns = drawn[row]
+        for decision, rewards in enumerate(step_rewards[row]):
             places = (turns == decision).nonzero()[:, 0].tolist()
-            for step, reward in enumerate(own):
+            for step, reward in enumerate(rewards):
                 end = places[-1] if dim is None else places[dim * (step + 1) - 1]
-                placed[row, end] += round(reward / unit) * unit if unit else 0.0
-        placed[row, last] += (round(score / unit) * unit if unit else score) - placed[row].sum()
+                placed[row, end] += in_units(reward) if unit else 0.0
+        own = (turns >= 0).nonzero()
+        last = int(own.max()) if len(own) else 0
+        placed[row, last] += (in_units(score) if unit else score) - placed[row].sum()
     return placed

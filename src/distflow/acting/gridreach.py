@@ -50,13 +50,13 @@ class GridReach:
             moved = self._places[0] + np.clip(np.rint(action), -1, 1).astype(np.int64)
             self._places[0] = np.clip(moved, 0, CELLS - 1)
             reached = [bool((self._places[0] == place).all()) for place in self._places[1:]]
+            is_late = self._num_steps >= self._max_steps
             rewards.append(float(reached[self._goal]))
             terminated.append(any(reached))
-            truncated.append(not any(reached) and self._num_steps >= self._max_steps)
-            self._ended = terminated[-1] or truncated[-1]
-        return ChunkResult(
-            rewards, terminated, truncated, [reward == 1.0 for reward in rewards], self._seen()
-        )
+            truncated.append(is_late and not any(reached))
+            self._ended = any(reached) or is_late
+        success = [reward == 1.0 for reward in rewards]
+        return ChunkResult(rewards, terminated, truncated, success, self._seen())
 
     def shortest(self) -> list[tuple[int, ...]]:
         """Actions of the shortest way to the named target that nears it first, past the other one,
@@ -74,11 +74,9 @@ class GridReach:
 
     def _seen(self) -> Observation:
         pixels = np.full((CELLS, CELLS, 3), 20, np.uint8)
-        for place, colour in zip(
-            self._places[::-1], (*reversed(COLOURS.values()), _AGENT), strict=True
-        ):
-            pixels[tuple(place)] = colour
+        colours = (_AGENT, *COLOURS.values())
+        for number in (2, 1, 0):  # the agent hides what it stands on
+            pixels[tuple(self._places[number])] = colours[number]
         image = pixels.repeat(CELL_PIXELS, axis=0).repeat(CELL_PIXELS, axis=1)
-        return Observation(
-            {"image": image}, np.zeros(0, np.float32), [*COLOURS][self._goal ^ self._swap]
-        )
+        shown = self._goal ^ self._swap
+        return Observation({"image": image}, np.zeros(0, np.float32), [*COLOURS][shown])

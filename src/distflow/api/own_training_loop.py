@@ -234,7 +234,7 @@ class Rollouts:
         should_accept: ShouldAccept | None,
         workflow: object,
     ) -> None:
-        from distflow.launch.data_sets import encode_row
+        from distflow.launch.data_sources import encode_row
 
         of_group = self._of_group(should_accept, workflow)
         self._refuse_domains("submit")

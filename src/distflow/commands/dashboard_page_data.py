@@ -14,7 +14,7 @@ from distflow.commands.diff import differences
 from distflow.commands.run_row import TAIL_BYTES, run_row, stamp_of, state_of
 from distflow.commands.sample import find_sample
 from distflow.errors import UserError
-from distflow.launch.run_folders.saved_tokens import saved_tokens, token_texts
+from distflow.launch.run_folders.saved_tokens import saved_tokens
 from distflow.observe.crash_safe_files import to_number
 from distflow.observe.findings.summary import NO_END, status
 from distflow.observe.metrics import headline_names
@@ -271,12 +271,8 @@ def _sample(run: OpenRun, query: Query) -> dict[str, Any]:
 
 def _tokens_of(run_dir: Path, step: int, uid: str) -> list[dict[str, Any]]:
     """What was saved of each token of a sample. difference: of its log-prob in training."""
-    names = ("id", "trained", "log_prob", "old", "ref", "advantage", "version", "text", "owner")
-    tokens = []
-    for row in saved_tokens(run_dir, step, token_texts(run_dir)):
-        if row[1] != uid:
-            continue
-        token = dict(zip(names, row[3:], strict=True))
+    tokens = saved_tokens(run_dir, step, uid)
+    for token in tokens:
         if token["trained"] is False:  # nobody drew it: it has no log-prob and no version
             token |= dict.fromkeys(("log_prob", "old", "advantage", "version"))
         token["difference"] = None
@@ -285,8 +281,7 @@ def _tokens_of(run_dir: Path, step: int, uid: str) -> list[dict[str, Any]]:
         if isinstance(old, float) and isinstance(log_prob, float):
             token["difference"] = old - log_prob
         if token["trained"] is not None:
-            token["trained"] = int(bool(token["trained"]))
-        tokens.append(token)
+            token["trained"] = int(token["trained"])
     return tokens
 
 

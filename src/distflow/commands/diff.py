@@ -126,14 +126,16 @@ def _token(a: "RunRecords", b: "RunRecords", step: int, uid: str) -> str:
     """The first token that differs, with its log-probs, if both runs saved the step's tokens."""
     from distflow.launch.run_folders.saved_tokens import saved_tokens
 
-    first, second = (
-        [row for row in saved_tokens(run.run_dir, step) if row[1] == uid] for run in (a, b)
+    pairs = zip(
+        saved_tokens(a.run_dir, step, uid), saved_tokens(b.run_dir, step, uid), strict=False
     )
-    differing = (pair for pair in zip(first, second, strict=False) if pair[0][3] != pair[1][3])
-    if (pair := next(differing, None)) is None:
-        return ""
-    (_, _, position, x, _, p, *_), (_, _, _, y, _, q, *_) = pair
-    return f": token {position} is {x} (log-prob {p}) in A, {y} ({q}) in B"
+    for position, (x, y) in enumerate(pairs):
+        if x["id"] != y["id"]:
+            return (
+                f": token {position} is {x['id']} (log-prob {x['log_prob']}) in A, "
+                f"{y['id']} ({y['log_prob']}) in B"
+            )
+    return ""
 
 
 def _diff_lines(a: "RunRecords", b: "RunRecords", content: Mapping[str, Any]) -> list[str]:

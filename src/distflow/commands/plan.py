@@ -175,7 +175,7 @@ def _whole_run(run: "PredictedRun") -> Iterator[str]:
         )
         return
     untimed = "rewards, validation and checkpoints"
-    if rates.source or rates.scores:
+    if rates.source or rates.score:
         untimed = "validation and checkpoints"
     yield (
         f"\nassumed: {lengths.prompt:.4g} tokens of a prompt and {lengths.response:.4g} of a "

@@ -1,6 +1,7 @@
 """Builds a worker from its parts: the only place that knows all implementations."""
 
 from collections import Counter
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -17,6 +18,7 @@ from distflow.runtime.offload import Offload
 from distflow.runtime.reshard_columns import ColumnReshard
 from distflow.runtime.rollout_loop.group_tasks import GroupEvents, RolloutLoop
 from distflow.runtime.rollout_loop.rollout_services import RolloutServices
+from distflow.runtime.spec import Spec
 from distflow.runtime.validation import ValidationRunner, Validator
 from distflow.runtime.weight_sync.sender import WeightSync
 from distflow.runtime.worker import Worker
@@ -48,13 +50,13 @@ def build_worker(inputs: WorkerInputs) -> Worker:
 
     def reward_counts() -> RewardCounts:
         taken = rollout_loop.call_counts.take()
-        totals = {f"reward/{kind}": 0.0 for kind in KINDS if resources.reward_fn is not None}
+        counts = {f"reward/{kind}": 0.0 for kind in KINDS if resources.reward_fn is not None}
         recorder.engine_activity(resources.rollout)
-        totals = totals | recorder.decoded
+        counts |= recorder.decoded
         recorder.decoded = Counter()
-        return taken._replace(
-            counts=totals | {name: float(each) for name, each in sorted(taken.counts.items())}
-        )
+        for name, number in sorted(taken.counts.items()):
+            counts[name] = float(number)
+        return taken._replace(counts=counts)
 
     def group_ended(*outcome: Any) -> None:
         recorder.group_ended(*outcome)
@@ -75,12 +77,16 @@ def build_worker(inputs: WorkerInputs) -> Worker:
         spec.config.trainer.seed,
         warn,
     )
-    export = partial(write_hf_models, spec.run_dir, warn) if spec.saves_hf_model else lambda: None
-    saver = partial(Saver, waits=recorder.waits, warn=warn, after_commit=export)
-    canary = (
-        make_canary(spec, resources)
-        if resources.rollout is not None and resources.actor is not None
-        else None
+    canary = None
+    if resources.rollout is not None and resources.actor is not None:
+        canary = make_canary(spec, resources)
+    saver = Saver(
+        inputs.store,
+        ports.everyone,
+        recorder.checkpoint_saved,
+        waits=recorder.waits,
+        warn=warn,
+        after_commit=partial(_after_commit, spec, warn),
     )
     return Worker(
         WorkerParts(
@@ -95,8 +101,14 @@ def build_worker(inputs: WorkerInputs) -> Worker:
             ValidationRunner(inputs, services, validator, offload, checks),
             WeightSync(inputs, services, updates, offload, canary),
             offload,
-            saver(inputs.store, ports.everyone, recorder.checkpoint_saved),
+            saver,
             ErrorShare(spec.config.reward.max_error_rate, warn, recorder.view.reward_failed),
             reward_counts,
         )
     )
+
+
+def _after_commit(spec: Spec, warn: Callable[[str], None]) -> None:
+    """What follows a complete checkpoint."""
+    if spec.saves_hf_model:
+        write_hf_models(spec.run_dir, warn)

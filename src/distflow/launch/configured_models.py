@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -18,7 +19,7 @@ from distflow.graph import BoundPipeline
 from distflow.graph.node_roles import ENGINES
 from distflow.hub_id_or_local_path import WEIGHT_PATTERNS, is_local_model
 from distflow.launch.devices import accelerator, choose_device, choose_dtype
-from distflow.launch.plans.measured_run import as_predicted, facts_of, measured_run
+from distflow.launch.plans.measured_run import as_predicted, measured_run
 from distflow.models.cached_decoder import why_not_embedded
 from distflow.models.loading import (
     ModelSource,
@@ -36,7 +37,7 @@ from distflow.planning.independent_parts import parse_size
 from distflow.planning.layouts import Layout
 from distflow.planning.model_shapes import ModelShape
 from distflow.planning.plan import Plan
-from distflow.planning.predicted_run import predict
+from distflow.planning.predicted_run import RunFacts, predict
 
 
 class Source(SourceOptions):
@@ -159,7 +160,11 @@ def prediction(config: Config, pipeline: BoundPipeline, plan: Plan, rows: int) -
         }
     except UserError:
         return {}
-    given = facts_of(measured, config, plan.pipeline, known, RunLimits(rows))
+    given = RunFacts(RunLimits(rows))
+    if measured is not None:
+        given = replace(
+            given, lengths=measured.lengths(config), rates=measured.rates(pipeline, known)
+        )
     run = predict(config, pipeline, shapes, known, given, plan)
     return {**as_predicted(run, known, shapes), "line": run.line()}
 

@@ -13,7 +13,7 @@ from distflow.config.compose.load_config import with_changes
 from distflow.config.derived_settings import is_one_process, offload_keys
 from distflow.errors import UserError
 from distflow.import_target import load
-from distflow.launch.threads import own_cores, share_threads, usable_cores
+from distflow.launch.threads import own_cores
 from distflow.models.cpu_kernels.build import NotNative, outcome
 from distflow.observe.sanitized_output import escape_control
 from distflow.planning.allocation_expression import follow_allocation
@@ -29,38 +29,30 @@ def follow_machines(loaded: Loaded) -> Loaded:
     size = trainer.n_gpus_per_node
     if is_one_process(loaded.config) or trainer.launcher == "slurm" or trainer.device == "cpu":
         return loaded
-    counted = (
-        [torch.accelerator.device_count()]
-        if is_local
-        else cast(Callable[[], list[int]], load(GPUS_OF_CLUSTER))()
-    )
-    gpus = Counter(counted)
-    has_enough = (
-        sum(machines for number, machines in gpus.items() if number >= size) >= trainer.nnodes
-    )
-    has = ", ".join(
-        f"{number} GPU(s) on {gpus[number]} machine(s)"
-        for number in sorted(gpus, reverse=True)
-        if number
-    )
-    who = "torch" if is_local else "Ray"
-    joined = "and" if has_enough else "but"
+    if is_local:
+        gpus = [torch.accelerator.device_count()]
+    else:
+        gpus = cast(Callable[[], list[int]], load(GPUS_OF_CLUSTER))()
+    has_enough = sum(number >= size for number in gpus) >= trainer.nnodes
+    has = []
+    for number, machines in sorted(Counter(gpus).items(), reverse=True):
+        if number:
+            has.append(f"{number} GPU(s) on {machines} machine(s)")
     why = (
-        f"the workers need {size} GPU(s) on {trainer.nnodes} machine(s), {joined} {who} has "
-        f"{has or 'no GPU'}"
+        f"the workers need {size} GPU(s) on {trainer.nnodes} machine(s); "
+        f"{'torch' if is_local else 'Ray'} has {', '.join(has) or 'no GPU'}"
     )
     if not has_enough and (trainer.device != "auto" or trainer.nnodes * size > 1):
         raise UserError(
             f"trainer.device={trainer.device}: {why}: lower trainer.nnodes, "
-            "trainer.n_gpus_per_node or "
-            "trainer.allocation, or set trainer.device=cpu for workers that compute on the CPU"
+            "trainer.n_gpus_per_node or trainer.allocation, or set trainer.device=cpu for workers "
+            "that compute on the CPU"
         )
-    if trainer.device == "auto":
-        found = accelerator() if is_local else "cuda"
-        return with_changes(
-            loaded, [("trainer.device", found if found and has_enough else "cpu", why)]
-        )
-    return loaded
+    if trainer.device != "auto":
+        return loaded
+    found = accelerator() if is_local else "cuda"
+    device = found if found and has_enough else "cpu"
+    return with_changes(loaded, [("trainer.device", device, why)])
 
 
 def choose_device(config: Config) -> torch.device:
@@ -93,13 +85,9 @@ def accelerator() -> str | None:
 def choose_dtype(config: Config) -> str:
     """The dtype of `model.dtype` on the run's device: most CPUs are slow in bfloat16."""
     wanted = config.actor_rollout_ref.model.dtype
-    return (
-        wanted
-        if wanted != "auto"
-        else "float32"
-        if choose_device(config).type == "cpu"
-        else "bfloat16"
-    )
+    if wanted != "auto":
+        return wanted
+    return "float32" if choose_device(config).type == "cpu" else "bfloat16"
 
 
 def follow_device(loaded: Loaded) -> Loaded:
@@ -123,13 +111,7 @@ def refuse_offload_here(config: Config, device: torch.device) -> None:
 
 
 def describe_hardware() -> list[str]:
-    """Cores, threads, native code and accelerators of this machine, one line each."""
-    trainer, rollout = share_threads(usable_cores(), None, None)
-    turns = (
-        torch.get_num_threads()
-        if "OMP_NUM_THREADS" in os.environ
-        else min(torch.get_num_threads(), own_cores())
-    )
+    """Cores, memory, native code and accelerators of this machine, one line each."""
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     native = outcome()
     by_native = (
@@ -143,11 +125,6 @@ def describe_hardware() -> list[str]:
         (
             f"{os.cpu_count()} cores, {own_cores()} of them for this process, "
             f"{memory / 1024**3:.0f} GiB memory"
-        ),
-        f"threads if training and generation take turns (async.max_staleness=0): {turns}",
-        (
-            f"threads if they run concurrently (async.max_staleness=1 or more): {trainer} to "
-            f"train, {rollout} to generate"
         ),
         f"native code for generation on the CPU: {escape_control(by_native, one_line=True)}",
         f"accelerators: {', '.join(devices) or 'none'}",

@@ -6,7 +6,7 @@ Other errors that a function raises are left to the run, since the batch's numbe
 """
 
 import inspect
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
 import torch
@@ -42,19 +42,20 @@ def try_algorithms(config: Config, pipeline: BoundPipeline) -> list[str]:
     could not use."""
     if not is_rl(config):
         return []
+    notes = []
     with torch.random.fork_rng(devices=()):
         _check_scores(pipeline.nodes)
-        losses = []
         for node in filter(takes_policy_loss, pipeline.training_nodes):
-            losses.append(node.fn.keywords["objective"])  # type: ignore[attr-defined]  # a partial
-        parts = [
-            {POLICY_LOSS: replace(each, domains={}), **_keys_of(each.domains)} for each in losses
-        ]
-        found = [
-            note for each in parts for key, own in each.items() if (note := _try_loss(own, key))
-        ]
-        _try_nodes(config, pipeline)
-    return found
+            objective: PolicyObjective = node.fn.keywords["objective"]  # type: ignore[attr-defined]
+            notes.append(_try_loss(replace(objective, domains={}), POLICY_LOSS))
+            for domain, own in objective.domains.items():
+                notes.append(_try_loss(own, f"algorithm.domains.{domain}.policy_loss"))
+        estimator = inspect.unwrap(innermost(find_adv_est(config.algorithm.adv_estimator).fn))
+        for node in pipeline.nodes:
+            fn = inspect.unwrap(innermost(node.fn))
+            if not is_ours(fn) and not node.contract.is_async:
+                _try_node(node, config, is_estimator=fn is estimator)
+    return [note for note in notes if note]
 
 
 def try_users_code(spec: Spec, say: Callable[[str], None]) -> Spec:
@@ -69,105 +70,89 @@ def try_users_code(spec: Spec, say: Callable[[str], None]) -> Spec:
     return replace(spec, warnings=(*spec.warnings, *found))
 
 
-def _keys_of(domains: Mapping[str, PolicyObjective]) -> dict[str, PolicyObjective]:
-    return {f"algorithm.domains.{domain}.policy_loss": each for domain, each in domains.items()}
-
-
-def _try_loss(objective: PolicyObjective, key: str) -> str | None:
+def _try_loss(objective: PolicyObjective, key: str) -> str:
     """How the gradient depends on advantages, on-policy, if that is probably a mistake."""
-    if is_ours(objective.policy_loss.fn):
-        return None
-    batch = made_up(
-        {*objective.reads, *objective.optional, "loss_mask", "advantages", "old_log_probs"}
-    )
+    loss = objective.policy_loss
+    names = {*objective.reads, *objective.optional, "loss_mask", "advantages", "old_log_probs"}
+    batch = None if is_ours(loss.fn) else made_up(names)
     if batch is None:
-        return None
-    shape = batch["loss_mask"].shape
-    name = objective.policy_loss.name
-    advantages = torch.randn(sum(LENGTHS))
-    log_probs = (-torch.rand(shape)).requires_grad_()
-    gradients = list[Tensor]()
-    for column in {"old_log_probs", "prox_log_probs", "rollout_log_probs"} & {*batch.names}:
-        batch[column] = log_probs
+        return ""
     try:
-        for signed in (advantages, -advantages):
-            batch["advantages"] = signed
-            outputs = {"log_probs": log_probs, "entropy": torch.rand(shape).requires_grad_()}
-            loss, _ = objective(outputs, batch, objective.counts(batch))
-            gradients += torch.autograd.grad(loss, log_probs)
+        raised, lowered = _gradients(objective, batch)
     except UserError as error:
         raise UserError(f"{key}: {error}") from error
     except MISTAKES as error:
-        what = (
-            f"policy loss '{name}' raised {type(error).__name__}: {error} (at "
-            f"{users_place(error) or name})"
-        )
-        raise UserError(f"{key}: {what}") from error
+        place = users_place(error) or loss.name
+        raise UserError(
+            f"{key}: policy loss '{loss.name}' raised {type(error).__name__}: {error} (at {place})"
+        ) from error
     except Exception:  # the user's own, see above
-        return None
+        return ""
+    if not (raised.isfinite().any() or lowered.isfinite().any()):
+        raise UserError(
+            f"{key}: policy loss '{loss.name}' gives no finite gradient for ordinary log-probs and "
+            "advantages, so that every update would be skipped"
+        )
+    changes = raised - lowered
+    if not changes.any() and "advantages" in inspect.signature(loss.fn).parameters:
+        return f"the loss '{loss.name}' takes advantages, but does not depend on them"
+    if changes.gt(0).all():
+        return (
+            f"the loss '{loss.name}' seems to have its sign reversed: it is minimised, and would "
+            "lower the probability of tokens with positive advantages and raise others"
+        )
+    return ""
+
+
+def _gradients(objective: PolicyObjective, batch: Batch) -> list[Tensor]:
+    """The gradient of the log-prob of each token, times the sign of its advantage, for advantages
+    and for their negatives."""
+    advantages = torch.randn(sum(LENGTHS))
+    log_probs = (-torch.rand(batch["loss_mask"].shape)).requires_grad_()
+    for column in {"old_log_probs", "prox_log_probs", "rollout_log_probs"} & {*batch.names}:
+        batch[column] = log_probs
     tokens = batch.mask(Axis.RESPONSE)
-    if not any(gradient[tokens].isfinite().any() for gradient in gradients):
-        what = (
-            "no finite gradient for ordinary log-probs and advantages, so that every update would "
-            "be skipped"
-        )
-        raise UserError(f"{key}: policy loss '{name}' gives {what}")
-    changes = gradients[0] - gradients[1]
-    if not changes.any() and "advantages" in inspect.signature(objective.policy_loss.fn).parameters:
-        return f"the loss '{name}' takes advantages, but does not depend on them"
-    if (changes * batch.pad(advantages, Axis.RESPONSE))[tokens].gt(0).all():
-        what = (
-            "it is minimised, and would lower the probability of tokens with positive advantages "
-            "and raise others"
-        )
-        return f"the loss '{name}' seems to have its sign reversed: {what}"
-    return None
+    found = []
+    for signed in (advantages, -advantages):
+        batch["advantages"] = signed
+        outputs = {"log_probs": log_probs, "entropy": torch.rand_like(log_probs).requires_grad_()}
+        loss, _ = objective(outputs, batch, objective.counts(batch))
+        (gradient,) = torch.autograd.grad(loss, log_probs)
+        found.append(gradient[tokens] * batch.pad(advantages, Axis.RESPONSE)[tokens].sign())
+    return found
 
 
-def _try_nodes(config: Config, pipeline: BoundPipeline) -> None:
-    """The user's estimator and nodes, but for those that need more than columns."""
-    estimator = inspect.unwrap(innermost(find_adv_est(config.algorithm.adv_estimator).fn))
-    for node in pipeline.nodes:
-        fn = inspect.unwrap(innermost(node.fn))
-        contract = node.contract
-        more = {*contract.reserved} & {"batch", "ctx"} if fn is estimator else set()
-        needs_more = (
-            contract.engines
-            or contract.services
-            or {*contract.reserved} - {"config", "reduce"} - more
-        )
-        if is_ours(fn) or contract.is_async or needs_more:
-            continue
-        named = {
-            *contract.reads,
-            *STANDARD_FIELDS.keys() & {*contract.by_keyword},
-        }
-        batch = made_up(named | (_all_columns() - {*contract.writes} if "batch" in more else set()))
-        if batch is None:
-            continue
-        (step,) = compile_steps([node], {"reduce": OneRank(), "dp_group": OneRank()})
-        try:
-            written, _ = step(batch, NodeContext(config, 0, None))
-        except NodeError as error:
-            cause = error.__cause__
-            # of what the made-up context lacks
-            by_ctx = "ctx" in more and isinstance(cause, AttributeError)
-            if (isinstance(cause, MISTAKES) and not by_ctx) or (
-                cause is not None and users_place(cause) is None
-            ):
-                key = "algorithm.adv_estimator" if fn is estimator else "dag.pipeline"
-                raise UserError(f"{key}: {error}") from error
-        except UserError:  # due to meaningless numbers
-            continue
-        else:
-            if fn is estimator and (
-                missing := [name for name in contract.writes if name not in written]
-            ):
-                what = (
-                    f"returned no {', '.join(missing)}: end it with return "
-                    f"{', '.join(contract.writes)}"
-                )
-                raise UserError(f"algorithm.adv_estimator: {output_error(node, what)}")
+def _try_node(node: BoundNode, config: Config, is_estimator: bool) -> None:
+    """A node of the user's that needs nothing but columns, or an estimator, which may need the
+    whole batch."""
+    contract = node.contract
+    takes = {*contract.reserved} - {"config", "reduce"}
+    granted = {"batch", "ctx"} if is_estimator else set()
+    if contract.engines or contract.services or takes - granted:
+        return
+    columns = {*contract.reads, *STANDARD_FIELDS.keys() & {*contract.by_keyword}}
+    if "batch" in takes:
+        columns |= _all_columns() - {*contract.writes}
+    batch = made_up(columns)
+    if batch is None:
+        return
+    key = "algorithm.adv_estimator" if is_estimator else "dag.pipeline"
+    (step,) = compile_steps([node], {"reduce": OneRank(), "dp_group": OneRank()})
+    try:
+        written, _ = step(batch, NodeContext(config, 0, None))
+    except NodeError as error:
+        cause = error.__cause__
+        if cause is None or ("ctx" in takes and isinstance(cause, AttributeError)):
+            return  # of what the made-up context lacks
+        if isinstance(cause, MISTAKES) or users_place(cause) is None:
+            raise UserError(f"{key}: {error}") from error
+        return
+    except UserError:  # due to meaningless numbers
+        return
+    missing = [name for name in contract.writes if name not in written]
+    if is_estimator and missing:
+        what = f"returned no {', '.join(missing)}: end it with return {', '.join(contract.writes)}"
+        raise UserError(f"{key}: {output_error(node, what)}")
 
 
 def _check_scores(nodes: Sequence[BoundNode]) -> None:
@@ -191,9 +176,9 @@ def made_up(names: Iterable[str]) -> Batch | None:
     batch["uid"] = [f"{row // 2}-{row % 2}" for row in range(len(LENGTHS))]
     for name in sorted({*names, "response_mask", "valid"} - {"uid"}):
         known = find_field(name)
-        column = (
-            _column(name, known.dtype, sizes[known.axis]) if known and known.axis in sizes else None
-        )
+        if known is None or known.axis not in sizes:
+            return None
+        column = _column(name, known.dtype, sizes[known.axis])
         if column is None:
             return None
         batch[name] = column
@@ -202,12 +187,7 @@ def made_up(names: Iterable[str]) -> Batch | None:
 
 def _all_columns() -> set[str]:
     """The standard columns that can be made up."""
-    sized = {
-        name: known.dtype
-        for name, known in STANDARD_FIELDS.items()
-        if known.axis in (Axis.SAMPLE, Axis.RESPONSE)
-    }
-    return {name for name, dtype in sized.items() if _column(name, dtype, 1) is not None}
+    return {name for name in STANDARD_FIELDS if made_up([name]) is not None}
 
 
 def _column(name: str, dtype: str, size: int) -> Tensor | None:

@@ -2,13 +2,13 @@
 cheap things first."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
 import torch
 
 from distflow.algorithms.mismatch_check import Tolerance
-from distflow.config import Loaded, UserError, to_yaml
+from distflow.config import Config, Loaded, UserError, to_yaml
 from distflow.config.derived_settings import with_own_policies
 from distflow.data.encoded_prompts import PromptRow
 from distflow.data.encoded_rows_file import EncodedRows, write_encoded
@@ -16,10 +16,10 @@ from distflow.data.sources import forget_rows
 from distflow.errors import blaming
 from distflow.graph import BoundPipeline
 from distflow.launch.configured_models import compute_dtype
-from distflow.launch.data_sets import LazyRows, num_rows_of
 from distflow.launch.devices import follow_machines
 from distflow.launch.dry_run_of_user_code import try_algorithms
 from distflow.launch.importable_code import check_pickles
+from distflow.launch.lazy_rows import LazyRows, num_rows_of
 from distflow.launch.read_config import (
     Data,
     Reading,
@@ -116,38 +116,34 @@ def _check_files(loaded: Loaded, reading: Reading, say: Say) -> tuple[Loaded, Re
 
 def _spec(loaded: Loaded, pipeline: BoundPipeline, data: Data) -> Spec:
     config = loaded.config
-    run_dir = config.trainer.run_dir
     train: Sequence[PromptRow] = data.train
     if not isinstance(data.train, LazyRows):
-        train = EncodedRows(write_encoded(data.train, run_dir, "train"))
-    validation = []  # one set, or one for each domain with validation data, under its name
-    for domain, prompts in data.validation.items():
-        rows = EncodedRows(write_encoded(prompts, run_dir, f"val-{domain}" if domain else "val"))
-        params = validation_params(config, sampling_params(config, domain))
-        validation.append(ValidationSet(domain or "val", rows, *params))
-    overlap = "" if config.data.allow_overlap else data.overlap()
+        train = EncodedRows(write_encoded(data.train, config.trainer.run_dir, "train"))
     settings = settle_run(config, pipeline, num_rows_of(config, data.train))
+    overlap = "" if config.data.allow_overlap else data.overlap()
     is_exact = compute_dtype(config) is torch.float32
+    ratio_limit = math.inf
+    if is_anchored(config):
+        ratio_limit = 1e-4 if is_exact else 0.05
     shares = shares_weights(config)
     has_losses = any(map(takes_policy_loss, pipeline.training_nodes))
-    ratio_limit = 1e-4 if is_exact else 0.05
     return Spec(
         config=config,
         text=to_yaml(config),
-        run_dir=run_dir,
+        run_dir=config.trainer.run_dir,
         pipeline=partial(rebuild, config),
         factories=settings.factories,
         plan=settings.plan,
         data=settings.data,
         rows=train,
-        validation=tuple(validation),
+        validation=tuple(_validation_sets(config, data)),
         sampling=sampling_params(config),
         weight_dtype=engine_dtype(config),
         # an adapter on shared storage is applied unmerged
         sends_weights=not (shares and config.actor_rollout_ref.model.lora_rank > 0),
         shares_weights=shares,
         tolerance=Tolerance.of(is_exact),
-        ratio_limit=ratio_limit if is_anchored(config) else math.inf,
+        ratio_limit=ratio_limit,
         loss_terms=loss_terms(config) if has_losses else (),
         facts=facts(config, data),
         description=description(loaded, data),
@@ -157,3 +153,12 @@ def _spec(loaded: Loaded, pipeline: BoundPipeline, data: Data) -> Spec:
         sampling_of={name: sampling_params(config, name) for name in config.data.domains},
         warnings=(overlap,) if overlap else (),
     )
+
+
+def _validation_sets(config: Config, data: Data) -> Iterator[ValidationSet]:
+    """One, or one for each domain with validation data, under its name."""
+    for domain, prompts in data.validation.items():
+        name = f"val-{domain}" if domain else "val"
+        rows = EncodedRows(write_encoded(prompts, config.trainer.run_dir, name))
+        params = validation_params(config, sampling_params(config, domain))
+        yield ValidationSet(domain or "val", rows, *params)

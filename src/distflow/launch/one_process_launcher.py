@@ -82,12 +82,13 @@ class Running:
 
 @dataclass(frozen=True)
 class _Built:
-    """A run with its engines and services. differences: harmless ones from the checkpoint."""
+    """A run with its engines and services."""
 
     spec: Spec
     start: run_start.Start
     resources: Resources
     differences: list[str]
+    """Harmless ones from the checkpoint."""
     say: Callable[[str], None]
 
 
@@ -116,9 +117,8 @@ def _running(
     resources = built.resources
     checkpoint = built.start.checkpoint
     start.set_aside(spec, built.say)
-    state, queued = (
-        (restore(checkpoint, resources), load_queued(checkpoint)) if checkpoint else ({}, {})
-    )
+    state = restore(checkpoint, resources) if checkpoint else {}
+    queued = load_queued(checkpoint) if checkpoint else {}
     coordinator, ledger = run_start.begin_ledger(spec, start)
     total_steps = coordinator.plan.total_steps
     with (
@@ -137,18 +137,10 @@ def _running(
                 coordinator.prompt_groups.data_open = False
                 spec = for_own_loop(spec, ports.queue.submissions)
             version = coordinator.version
+            store = start.store
             worker = build_worker(
                 WorkerInputs(
-                    spec,
-                    0,
-                    resources,
-                    ports,
-                    recorder,
-                    start.store,
-                    stop,
-                    state,
-                    version,
-                    checkpoint,
+                    spec, 0, resources, ports, recorder, store, stop, state, version, checkpoint
                 )
             )
         with worker:

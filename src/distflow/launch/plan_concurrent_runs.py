@@ -32,11 +32,12 @@ _SHARED = (
 
 @dataclass(frozen=True)
 class PlannedRun:
-    """A run that is ready to start. words: its preset and overrides, with its devices."""
+    """A run that is ready to start."""
 
     name: str
     run_dir: Path
     words: tuple[str, ...]
+    """Its preset and overrides, with its devices."""
     launcher: str
     devices: tuple[int, ...]
     plan: Plan
@@ -45,12 +46,14 @@ class PlannedRun:
 
 @dataclass(frozen=True)
 class SeveralOptions:
-    """How several runs are launched. words: options of each command. say, embedded: as in
-    `LaunchOptions`."""
+    """How several runs are launched."""
 
     words: tuple[str, ...] = ()
+    """Options of each command."""
     say: Callable[[str], None] = lambda line: None
+    """As in `LaunchOptions`."""
     embedded: bool = False
+    """As in `LaunchOptions`."""
 
 
 class Ended(NamedTuple):
@@ -80,44 +83,48 @@ def plan_runs(
 
     Raises UserError that names a wrong config, or for fewer devices than parts.
     """
+    words = dict[str, Sequence[str]]()
+    for name, command in commands.items():
+        words |= _by_policy(name, command)
     runs = dict[str, Loaded]()
-    parts = list[list[Part]]()
-    commands = {
-        own: words for name in commands for own, words in _by_policy(name, commands[name]).items()
-    }
-    for name, (preset, *overrides) in commands.items():
+    for name, (preset, *overrides) in words.items():
         with blaming(name):
             runs[name] = load_config(preset, overrides, needed=NEEDED_TO_TRAIN)
     check_side_by_side({name: loaded.config for name, loaded in runs.items()})
-    for name in runs:
+    parts = list[list[Part]]()
+    for name, loaded in runs.items():
         with blaming(name):
-            runs[name] = follow_pipeline(follow_machines(runs[name]))
-            pipeline = bind(runs[name].config)
-            config = runs[name].config
-            # its processes all do the same
-            most = 1 if config.trainer.launcher == "local" else None
-            parts.append(pipeline_parts(pipeline, model_sizes(config, pipeline.engines), most))
+            runs[name] = follow_pipeline(follow_machines(loaded))
+            parts.append(_parts_of(runs[name].config))
     devices = share_devices(parts, runs[name].config)
     planned = []
     for name, own_parts, own in zip(runs, parts, devices, strict=True):
         with blaming(name):
-            planned.append(_planned(name, commands[name], runs[name], own))
-        machines = ", ".join(map(str, sorted({rank.node for rank in planned[-1].plan.ranks})))
-        what = (
-            f"models of {sum(part.size for part in own_parts):,} parameters, in "
-            f"{planned[-1].run_dir}"
+            run = _planned(name, words[name], runs[name], own)
+        planned.append(run)
+        machines = ", ".join(str(node) for node in sorted({rank.node for rank in run.plan.ranks}))
+        size = sum(part.size for part in own_parts)
+        say(
+            f"{name}: {run.words[-1]} (machine {machines}), models of {size:,} parameters, in "
+            f"{run.run_dir}"
         )
-        say(f"{name}: {planned[-1].words[-1]} (machine {machines}), {what}")
     return planned
+
+
+def _parts_of(config: Config) -> list[Part]:
+    """The parts of a run's pipeline. The processes of a local run all do the same."""
+    pipeline = bind(config)
+    most = 1 if config.trainer.launcher == "local" else None
+    return pipeline_parts(pipeline, model_sizes(config, pipeline.engines), most)
 
 
 def _by_policy(name: str, words: Sequence[str]) -> dict[str, Sequence[str]]:
     """The command, or one for each of its policies."""
     with blaming(name):
-        overrides = with_own_policies(load_config(words[0], words[1:]).config)
-    return {f"{name}-{policy}": (*words, *own) for policy, own in overrides.items()} or {
-        name: words
-    }
+        policies = with_own_policies(load_config(words[0], words[1:]).config)
+    if not policies:
+        return {name: words}
+    return {f"{name}-{policy}": (*words, *own) for policy, own in policies.items()}
 
 
 def _planned(
@@ -149,21 +156,25 @@ def check_side_by_side(configs: Mapping[str, Config]) -> None:
     """Raises UserError for runs in the same folder, under Slurm, or with different settings of the
     devices."""
     folders: dict[Path, str] = {}
-    first, of_first = next((name, flatten(config)) for name, config in configs.items())
+    first, *_ = configs
+    of_first = flatten(configs[first])
     for name, config in configs.items():
         trainer = config.trainer
-        values = flatten(config)
         if trainer.launcher == "slurm" or trainer.allocation or trainer.devices:
             raise UserError(
                 f"{name}: several configs share the devices of one machine or one Ray: set "
-                "trainer.launcher=local or "
-                "ray, and remove trainer.allocation and trainer.devices"
+                "trainer.launcher=local or ray, and remove trainer.allocation and trainer.devices"
             )
-        for key in (key for key in _SHARED if values[key] != of_first[key]):
-            both = f"{of_first[key]} in {first} and {values[key]} in {name}"
+        values = flatten(config)
+        for key in _SHARED:
+            if values[key] != of_first[key]:
+                raise UserError(
+                    f"{key} is {of_first[key]} in {first} and {values[key]} in {name}, which share "
+                    f"the devices: set it once for all, as {key}=VALUE"
+                )
+        other = folders.setdefault(trainer.run_dir.resolve(), name)
+        if other != name:
             raise UserError(
-                f"{key} is {both}, which share the devices: set it once for all, as {key}=VALUE"
+                f"{other} and {name} have the same folder, {trainer.run_dir}: give one of them "
+                f"another name, e.g. {name}:trainer.experiment_name={name}"
             )
-        if (other := folders.setdefault(trainer.run_dir.resolve(), name)) != name:
-            advice = f"give one of them another name, e.g. {name}:trainer.experiment_name={name}"
-            raise UserError(f"{other} and {name} have the same folder, {trainer.run_dir}: {advice}")

@@ -13,9 +13,8 @@ from distflow.errors import MissingColumn, UserError
 from distflow.graph import BoundPipeline
 from distflow.launch.check_extensions import check_extensions, explain_missing_column
 from distflow.launch.configured_models import policy_limits, tokenizer_loader
-from distflow.launch.data_sets import (
+from distflow.launch.data_sources import (
     DataSource,
-    LazyRows,
     as_read_by_model,
     read_sources,
     train_sources,
@@ -23,6 +22,7 @@ from distflow.launch.data_sets import (
 )
 from distflow.launch.devices import follow_device
 from distflow.launch.importable_code import check_importable
+from distflow.launch.lazy_rows import LazyRows
 from distflow.launch.run_settings import settle_run
 from distflow.launch.select_pipeline import (
     bind,
@@ -38,26 +38,28 @@ from distflow.planning.allocation_expression import follow_allocation
 
 @dataclass(frozen=True)
 class Reading:
-    """What is known from the config alone. unused: keys of a preset that the pipeline does not
-    read, for messages. lazy: training rows are read when their groups start."""
+    """What is known from the config alone."""
 
     pipeline: BoundPipeline
     unused: list[str]
+    """Keys of a preset that the pipeline does not read, for messages."""
     train: list[DataSource]
     validation: list[DataSource]
     lazy: bool
+    """Training rows are read when their groups start."""
 
 
 @dataclass(frozen=True)
 class Data:
-    """The files' prompts as tokens. validation: by the domain of the files, "" if none. broken:
-    training rows that were left out because no response to them could be scored, with the
-    reason."""
+    """The files' prompts as tokens."""
 
     tokenizer: PreTrainedTokenizerBase
     train: PromptSet | LazyRows
     validation: dict[str, PromptSet]
+    """By the domain of the files, "" if none."""
     broken: list[str]
+    """Training rows that were left out because no response to them could be scored, with the
+    reason."""
 
     @property
     def looked_at(self) -> PromptSet:
@@ -73,17 +75,15 @@ class Data:
         """A warning if validation prompts are also trained on; else empty."""
         held_out = [row for prompts in self.validation.values() for row in prompts]
         wanted = {row.content for row in held_out}
-        trained = {
-            row.content: row.origin for row in self.looked_at if wanted and row.content in wanted
-        }
-        both = [(row.origin, twin) for row in held_out if (twin := trained.get(row.content))]
+        trained = {row.content: row.origin for row in self.looked_at if row.content in wanted}
+        both = [row for row in held_out if row.content in trained]
         if not both:
             return ""
+        first = both[0]
         return (
             f"{len(both):,} of {len(held_out):,} validation prompts are trained on, the first in "
-            f"{both[0][0]} and "
-            f"{both[0][1]}: accuracy on them does not measure generalisation "
-            "(data.allow_overlap=true if intended)"
+            f"{first.origin} and {trained[first.content]}: accuracy on them does not measure "
+            "generalisation (data.allow_overlap=true if intended)"
         )
 
 
@@ -149,59 +149,55 @@ def _bind(config: Config) -> BoundPipeline:
 
 
 def fitted_to_files(loaded: Loaded, reading: Reading) -> tuple[Loaded, Reading, Data]:
+    """The config and the pipeline within what model and files allow, and the rows. Raises UserError
+    for files and rows that cannot be used."""
     limits = policy_limits(loaded.config)
     loaded, reading = _fitted(loaded, reading, limits)
     run_dir = loaded.config.trainer.run_dir
-    own = (reading.train, reading.validation)
-    to_train, to_validate = (as_read_by_model(sources, loaded.config) for sources in own)
+    to_train = as_read_by_model(reading.train, loaded.config)
+    to_validate = as_read_by_model(reading.validation, loaded.config)
     # All files are read before anything is loaded. Validation comes first: `eval` has nothing else.
-    wanted = [source.first() for source in to_train] if reading.lazy else to_train
     validation_rows = read_sources(to_validate, run_dir)
+    wanted = [source.first() for source in to_train] if reading.lazy else to_train
     train_rows = read_sources(wanted, run_dir)
     load_tokenizer = tokenizer_loader(loaded.config)
     tokenizer = load_tokenizer()
     validation = {source.domain: source.encode(rows, tokenizer) for source, rows in validation_rows}
     read = PromptSet.joined([source.encode(rows, tokenizer) for source, rows in train_rows])
-    train = LazyRows(to_train, read, run_dir / "data", load_tokenizer) if reading.lazy else read
+    broken = list[str]()
+    for _, (_, bad) in train_rows:
+        broken += bad.broken
+    train: PromptSet | LazyRows = read
+    if reading.lazy:
+        train = LazyRows(to_train, read, run_dir / "data", load_tokenizer)
     if any(prompts.has_images for prompts in (read, *validation.values())):
         _check_images(loaded.config, reading.pipeline)
-    data = Data(
-        tokenizer, train, validation, [each for _, (_, bad) in train_rows for each in bad.broken]
-    )
     loaded, reading = _fitted(loaded, reading, replace(limits, rows=len(train)))
-    return loaded, reading, data
+    return loaded, reading, Data(tokenizer, train, validation, broken)
 
 
 def _check_images(config: Config, pipeline: BoundPipeline) -> None:
     """Raises UserError, with the key, for a part of the run that would not see the images of
     prompts."""
     rollout = config.actor_rollout_ref.rollout
-    actor = config.actor_rollout_ref.actor
-    wrong = {
-        "actor_rollout_ref.rollout.name": (
-            rollout.name,
-            "rollout" in pipeline.engines and rollout.name != "hf",
-        ),
-        "actor_rollout_ref.rollout.workflow": (rollout.workflow, rollout.workflow is not None),
-        "actor_rollout_ref.actor.strategy": (actor.strategy, is_sharded(config)),
-        "dag.pipeline": (
-            config.dag.pipeline,
-            "critic" in pipeline.engines or bool(config.dag.policies),
-        ),
-    }
-    advice = {
-        "actor_rollout_ref.rollout.name": "set it to hf",
-        "actor_rollout_ref.rollout.workflow": "remove it: episodes have no images",
-        "actor_rollout_ref.actor.strategy": "train the model whole on each rank",
-        "dag.pipeline": "take one without a critic, and with one policy",
-    }
-    for key, (value, is_wrong) in wrong.items():
-        if is_wrong:
-            raise UserError(
-                f"{key}={value}: rows have images (data.image_key={config.data.image_key}), which "
-                "it does not read: "
-                f"{advice[key]}, or train on text alone (data.image_key=null)"
-            )
+    strategy = config.actor_rollout_ref.actor.strategy
+    wrong = ""
+    if "rollout" in pipeline.engines and rollout.name != "hf":
+        wrong = f"actor_rollout_ref.rollout.name={rollout.name}: set it to hf"
+    elif rollout.workflow is not None:
+        workflow = f"actor_rollout_ref.rollout.workflow={rollout.workflow}"
+        wrong = f"{workflow}: remove it (episodes have no images)"
+    elif is_sharded(config):
+        wrong = f"actor_rollout_ref.actor.strategy={strategy}: train the model whole on each rank"
+    elif "critic" in pipeline.engines or config.dag.policies:
+        wrong = (
+            f"dag.pipeline={config.dag.pipeline}: take one without a critic, and with one policy"
+        )
+    if wrong:
+        raise UserError(
+            f"{wrong}, since it does not read the images of rows (data.image_key="
+            f"{config.data.image_key}), or train on text alone (data.image_key=null)"
+        )
 
 
 def _fitted(loaded: Loaded, reading: Reading, limits: RunLimits) -> tuple[Loaded, Reading]:

@@ -4,21 +4,17 @@ import os
 import platform
 import shlex
 import sys
-from functools import cache
 from pathlib import Path
 
-import torch
-from omegaconf import DictConfig, OmegaConf
-
-from distflow.config import Config, Loaded, describe
-from distflow.config.compose.load_config import build
-from distflow.config.compose.setting_origins import PRESETS, preset_names
-from distflow.config.derived_settings import (
-    is_one_process,
+from distflow.config import Config, Loaded, describe, preset_config
+from distflow.config.compose.setting_origins import (
+    PRESETS,
+    names_in_defaults,
+    preset_names,
+    read_node,
 )
 from distflow.config.keys.schema import diff, schema_keys, show_value
 from distflow.launch.read_config import Data
-from distflow.launch.threads import threads_of, worker_cores
 
 
 def changes(loaded: Loaded) -> tuple[str, list[dict[str, str]]]:
@@ -28,48 +24,30 @@ def changes(loaded: Loaded) -> tuple[str, list[dict[str, str]]]:
     in `Loaded.origin`. Without a preset, `before` is the schema's default.
     """
     named = [
-        each
-        for each in preset_names()
-        if any(o.startswith(f"presets/{each}.yaml:") for o in loaded.origins.values())
+        name
+        for name in preset_names()
+        if any(origin.startswith(f"presets/{name}.yaml:") for origin in loaded.origins.values())
     ]
-    preset = max(named, key=lambda name: len(_chain(name)), default="")  # it builds on all others
-    before = Config()
+    preset = max(named, key=_num_bases, default="")  # it builds on all others
+    before = preset_config(preset) if preset else Config()
     keys = schema_keys()
-    if preset:  # read without Hydra, which would cost every start a tenth of a second
-        values = OmegaConf.to_container(OmegaConf.merge(*map(_read, _chain(preset))), resolve=True)
-        assert isinstance(values, dict)
-        before = build({str(key): value for key, value in values.items() if key != "defaults"}, {})[
-            0
-        ]
-    return preset, [
-        {
-            "key": key,
-            "before": show_value(keys[key], old),
-            "now": show_value(keys[key], new),
-            "where": loaded.origin(key),
-        }
-        for key, old, new in diff(before, loaded.config)
-    ]
+    changed = []
+    for key, old, new in diff(before, loaded.config):
+        changed.append(
+            {
+                "key": key,
+                "before": show_value(keys[key], old),
+                "now": show_value(keys[key], new),
+                "where": loaded.origin(key),
+            }
+        )
+    return preset, changed
 
 
-def _chain(name: str) -> list[str]:
-    """The presets that a preset builds on, followed by its own name."""
-    return [
-        *(
-            part
-            for base in _read(name).get("defaults", [])
-            if base != "_self_"
-            for part in _chain(base)
-        ),
-        name,
-    ]
-
-
-@cache
-def _read(name: str) -> DictConfig:
-    preset = OmegaConf.load(PRESETS / f"{name}.yaml")
-    assert isinstance(preset, DictConfig), "a preset is a mapping"
-    return preset
+def _num_bases(preset: str) -> int:
+    """The presets that a preset builds on, directly or by others."""
+    bases = names_in_defaults(read_node(PRESETS / f"{preset}.yaml"))
+    return sum(1 + _num_bases(base) for base in bases if base != "_self_")
 
 
 def description(loaded: Loaded, data: Data) -> dict[str, object]:
@@ -85,21 +63,10 @@ def description(loaded: Loaded, data: Data) -> dict[str, object]:
         "data": ", ".join([data.how_many, *(f"{n:,} {what}" for what, n in counts.items() if n)]),
         "batch": describe(config)[0],
         "command": shlex.join(sys.argv),
-        "machine": f"{platform.node()}: {cpu_name()}, {os.cpu_count()} cores, {_threads(config)}",
+        "machine": f"{platform.node()}: {cpu_name()}, {os.cpu_count()} cores",
         "preset": preset,
         "changed": changed,
     }
-
-
-def _threads(config: Config) -> str:
-    """The threads of a worker, in words."""
-    trainer, rollout = threads_of(config)
-    is_alone = is_one_process(config)
-    of = "threads" if is_alone else "threads of a worker"
-    if rollout is not None:
-        return f"{of}: {trainer} to train, {rollout} to generate"
-    shared = torch.get_num_threads() if is_alone else worker_cores(config)
-    return f"{of}: {trainer or shared}"
 
 
 def cpu_name() -> str:

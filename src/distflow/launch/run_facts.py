@@ -75,40 +75,44 @@ def _validation_rows(data: Data) -> str:
 
 
 def _users_facts(config: Config) -> dict[str, object]:
-    """The code of the user's reward functions and filter, the isolation of code that a
-    reward function runs here, the reward models by domain, and the frozen policies of agents. All
-    may change on resume, which is then reported. Raises UserError if a model is missing."""
-    custom = RewardSettings.of(config).custom
+    """The user's code, the isolation of code that a reward function runs here, and models that are
+    in no checkpoint. All may change on resume, which is then reported. Raises UserError if a model
+    is missing."""
     functions = reward_functions(config)
-    everything = [part for parts in functions.values() for part in parts]
-    own = sorted(
-        {part.name for part in everything if part.name == CUSTOM_REWARD or part.name not in REWARDS}
-    )
-    facts: dict[str, object] = {
-        f"code_of_reward_{name}": fingerprint_target(target_of(name, custom)) for name in own
-    }
-    chosen: dict[str, str | None] = {"should_accept": config.algorithm.filter_groups.should_accept}
-    chosen |= {key: name for key, name in named_algorithms(config) if ":" in name}
-    pipeline = config.dag.pipeline
-    chosen |= {target: target for _, target in code_of_workflow(config)}
-    chosen["dag.pipeline"] = pipeline if isinstance(pipeline, str) and ":" in pipeline else None
-    facts |= {
-        f"code_of_{name}": fingerprint_target(target)
-        for name, target in chosen.items()
-        if target is not None
-    }
-    if (isolation := isolation_of(everything)) is not None:
+    parts = [part for named in functions.values() for part in named]
+    facts: dict[str, object] = {}
+    custom = RewardSettings.of(config).custom
+    for name in sorted({part.name for part in parts}):
+        if name == CUSTOM_REWARD or name not in REWARDS:
+            facts[f"code_of_reward_{name}"] = fingerprint_target(target_of(name, custom))
+    for name, target in _named_code(config).items():
+        facts[f"code_of_{name}"] = fingerprint_target(target)
+    isolation = isolation_of(parts)
+    if isolation is not None:
         facts["sandbox"] = isolation
-    for domain, parts in sorted(functions.items()):
-        for options in (
-            part.options for part in parts if part.name in REWARDS and REWARDS[part.name].prepare
-        ):
-            model = identity(str(options.get("path", "")), str(options.get("revision", "")) or None)
-            facts[f"reward_model_{domain}"] = model
-    models = scoring_models(config.reward_model)
-    facts |= {f"engine_{name}": identity(model.path, None) for name, model in models.items()}
-    # not in any checkpoint
+    for domain, named in sorted(functions.items()):
+        for part in named:
+            if part.name in REWARDS and REWARDS[part.name].prepare:
+                path = str(part.options.get("path", ""))
+                revision = str(part.options.get("revision", "")) or None
+                facts[f"reward_model_{domain}"] = identity(path, revision)
+    for name, model in scoring_models(config.reward_model).items():
+        facts[f"engine_{name}"] = identity(model.path, None)
     for name in sorted({*policies_of_agents(config).values()} - {*trained_policies(config)}):
         frozen = config_of_policy(config, name).actor_rollout_ref.model
         facts[f"policy_{name}"] = identity(str(frozen.path), frozen.revision)
     return facts
+
+
+def _named_code(config: Config) -> dict[str, str]:
+    """The functions of the user's besides rewards, by the names of their facts."""
+    named = {key: name for key, name in named_algorithms(config) if ":" in name}
+    for _, target in code_of_workflow(config):
+        named[target] = target
+    accepts = config.algorithm.filter_groups.should_accept
+    if accepts is not None:
+        named["should_accept"] = accepts
+    pipeline = config.dag.pipeline
+    if isinstance(pipeline, str) and ":" in pipeline:
+        named["dag.pipeline"] = pipeline
+    return named

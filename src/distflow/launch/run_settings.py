@@ -1,7 +1,7 @@
 """Settles what follows from config and pipeline: the plan, the use of the data, what workers need,
 and sampling of training and validation prompts."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -19,9 +19,9 @@ from distflow.config.keys.reward import scoring_models
 from distflow.errors import UserError
 from distflow.graph import BoundPipeline
 from distflow.launch.configured_models import check_layouts, model_sizes, prediction
-from distflow.launch.data_sets import data_plan
 from distflow.launch.devices import choose_device, refuse_offload_here
 from distflow.launch.engines import make_factories
+from distflow.launch.plan_data import data_plan
 from distflow.launch.rollout_engines import shares_weights
 from distflow.launch.threads import check_cores
 from distflow.planning.assign_ranks import plan_devices
@@ -102,52 +102,59 @@ def validation_params(
     if not validates(config) or not is_rl(config):
         return None, None, 0
     settings = config.actor_rollout_ref.rollout.val_kwargs
-    greedy = (
-        SamplingParams(sampling.max_tokens, greedy=True, stop=sampling.stop)
-        if settings.greedy
-        else None
-    )
-    own = (settings.temperature, settings.top_p, settings.top_k) if settings.n else None
-    sampled = SamplingParams(sampling.max_tokens, *own, stop=sampling.stop) if own else None
+    base = SamplingParams(sampling.max_tokens, stop=sampling.stop)
+    greedy = replace(base, greedy=True) if settings.greedy else None
+    sampled = None
+    if settings.n:
+        sampled = replace(
+            base,
+            temperature=settings.temperature,
+            top_p=settings.top_p,
+            top_k=settings.top_k,
+        )
     return greedy, sampled, settings.n
 
 
 def _worker_needs(config: Config, ranks: Sequence[RankPlan]) -> WorkerNeeds:
     """Raises UserError for a role that no workers of the plan have exclusively."""
-    trainer = config.trainer
-    of_ranks = [
-        {*rank.engines, "training"} - {"rollout"} if rank.training_nodes else {"rollout"}
-        for rank in ranks
-    ]
-    for role in trainer.worker_roles:
+    _check_worker_roles(config.trainer.worker_roles, ranks)
+    roles = {}
+    for role, own in config.trainer.worker_roles.items():
+        roles[role] = _needs_of(config, own)
+    return replace(_needs_of(config, {}), roles=roles)
+
+
+def _check_worker_roles(named: Collection[str], ranks: Sequence[RankPlan]) -> None:
+    """Raises UserError for a role without workers of its own. named: in `trainer.worker_roles`."""
+    of_ranks = []
+    for rank in ranks:
+        roles = {*rank.engines, "training"} - {"rollout"} if rank.training_nodes else {"rollout"}
+        of_ranks.append(roles)
+    everyone = ", ".join(sorted(set().union(*of_ranks)))
+    for role in named:
         if sum(role in roles for roles in of_ranks) in (0, len(ranks)):
             raise UserError(
                 f"trainer.worker_roles: {role} has no workers of its own in the plan, whose roles "
-                "are "
-                f"{', '.join(sorted(set().union(*of_ranks)))}: separate them with '+' in "
-                "trainer.allocation, or set "
+                f"are {everyone}: separate them with '+' in trainer.allocation, or set "
                 "trainer.worker_cpus, worker_memory_mb and worker_env for all"
             )
-    for own_roles in of_ranks:
-        shared = own_roles & trainer.worker_roles.keys() - {"training"}
+    for roles in of_ranks:
+        shared = sorted(roles & {*named} - {"training"})
         if len(shared) > 1:
             raise UserError(
-                f"trainer.worker_roles: {' and '.join(sorted(shared))} share a worker: name one of "
-                "them"
+                f"trainer.worker_roles: {' and '.join(shared)} share a worker: name one of them"
             )
 
-    def needs_of(own: Mapping[str, Any]) -> WorkerNeeds:
-        env = {
-            name: str(value)
-            for name, value in {**trainer.worker_env, **own.get("worker_env", {})}.items()
-        }
-        cpus, memory_mb = (
-            own.get(name, getattr(trainer, name)) for name in ("worker_cpus", "worker_memory_mb")
-        )
-        return WorkerNeeds(cpus, memory_mb, env)
 
-    roles = {role: needs_of(own) for role, own in trainer.worker_roles.items()}
-    return replace(needs_of({}), roles=roles)
+def _needs_of(config: Config, own: Mapping[str, Any]) -> WorkerNeeds:
+    """own: those of the settings of all workers that a role has otherwise."""
+    trainer = config.trainer
+    env = {**trainer.worker_env, **own.get("worker_env", {})}
+    return WorkerNeeds(
+        own.get("worker_cpus", trainer.worker_cpus),
+        own.get("worker_memory_mb", trainer.worker_memory_mb),
+        {name: str(value) for name, value in env.items()},
+    )
 
 
 def _offloads(config: Config, pipeline: BoundPipeline, plan: Plan) -> dict[str, Offloads]:
@@ -159,34 +166,33 @@ def _offloads(config: Config, pipeline: BoundPipeline, plan: Plan) -> dict[str, 
     }
     found = dict[str, Offloads]()
     for role in sorted(pipeline.engines & settings.keys()):
-        own = Offloads(
-            weights=settings[role].param_offload, moments=settings[role].optimizer_offload
-        )
-        if own.weights or own.moments:
-            found[role] = own
+        own = settings[role]
+        if own.param_offload or own.optimizer_offload:
+            found[role] = Offloads(weights=own.param_offload, moments=own.optimizer_offload)
     for role, model in scoring_models(config.reward_model).items():
-        if (
-            role in pipeline.engines
-            and model.param_offload
-            and (model.is_whole_judge or not is_sharded(config))
-        ):
+        is_whole = model.is_whole_judge or not is_sharded(config)
+        if role in pipeline.engines and model.param_offload and is_whole:
             found[role] = Offloads(weights=True, moments=False)
     if "actor" in found and found["actor"].weights:
-        beside = set()
-        for rank in plan.ranks:
-            if "actor" in rank.engines:
-                for engine in rank.engines:
-                    beside.add(engine)
-        if "rollout" in beside and shares_weights(config):
-            why = (
-                "the rollout engine computes with the same float32 weights: model.dtype=bfloat16 "
-                "gives it its own"
-            )
-        elif "ref" in beside and config.actor_rollout_ref.model.lora_rank:
-            why = "the reference computes with the same weights, its adapter switched off"
-        else:
-            return found
+        _check_offloaded_actor(config, plan)
+    return found
+
+
+def _check_offloaded_actor(config: Config, plan: Plan) -> None:
+    """Raises UserError if another engine computes with the actor's weights."""
+    beside = set[str]()
+    for rank in plan.ranks:
+        if "actor" in rank.engines:
+            beside |= {*rank.engines}
+    why = ""
+    if "rollout" in beside and shares_weights(config):
+        why = (
+            "the rollout engine computes with the same float32 weights: model.dtype=bfloat16 gives "
+            "it its own"
+        )
+    elif "ref" in beside and config.actor_rollout_ref.model.lora_rank:
+        why = "the reference computes with the same weights, its adapter switched off"
+    if why:
         raise UserError(
             f"actor_rollout_ref.actor.fsdp_config.param_offload=true: {why}; or remove it"
         )
-    return found

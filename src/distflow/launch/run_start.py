@@ -37,15 +37,16 @@ FROM_THE_START = -1
 
 @dataclass(frozen=True)
 class Start:
-    """Where a run begins: after a checkpoint, or at its start. resumes: whether the folder's
-    records belong to it. allowed: config keys that may differ from the checkpoint. owner: of the
-    folder, in words."""
+    """Where a run begins: after a checkpoint, or at its start."""
 
     store: CheckpointStore
     checkpoint: Checkpoint | None
     resumes: bool
+    """Whether the folder's records belong to it."""
     allowed: tuple[str, ...]
+    """Config keys that may differ from the checkpoint."""
     owner: str
+    """Of the folder, in words."""
 
     @property
     def resumed_at(self) -> int:
@@ -102,26 +103,24 @@ def _reach_in_checkpoint(point: str) -> None:
 def model_lines(spec: Spec, sizes: ModelSizes) -> list[str]:
     """Lines on the run's models, and which parts of them are trained."""
     config = spec.config
+    model = config.actor_rollout_ref.model
     line = f"model: {spec.description['model']}, {sizes.policy:,} parameters"
-    line += (
-        " of random values (init=random)" if config.actor_rollout_ref.model.init == "random" else ""
-    )
-    if rank := config.actor_rollout_ref.model.lora_rank:
+    if model.init == "random":
+        line += " of random values (init=random)"
+    if model.lora_rank:
         line += (
-            f"; LoRA of rank {rank} trains {sizes.trained:,} of them "
+            f"; LoRA of rank {model.lora_rank} trains {sizes.trained:,} of them "
             f"({sizes.trained / sizes.policy:.2%})"
         )
-    if not sizes.critic:
-        return [line]
-    optim = config.critic.optim
-    name = config.critic.model.path or spec.description["model"]
-    return [
-        line,
-        (
+    lines = [line]
+    if sizes.critic:
+        optim = config.critic.optim
+        name = config.critic.model.path or spec.description["model"]
+        lines.append(
             f"critic: {name}, {sizes.critic:,} parameters; {optim.optimizer}, learning rate "
             f"{optim.lr:g}"
-        ),
-    ]
+        )
+    return lines
 
 
 def note_resume(
@@ -129,10 +128,9 @@ def note_resume(
 ) -> None:
     """Report the checkpoint that the run resumes from, and what differs."""
     recorder.note("info", f"resumed from {checkpoint.path.name}")
-    for warning in filter(
-        None, [checkpoint.message, *differences, *read_damage(recorder.folder.path)]
-    ):
-        recorder.note("warning", warning)
+    for warning in (checkpoint.message, *differences, *read_damage(recorder.folder.path)):
+        if warning:
+            recorder.note("warning", warning)
 
 
 def begin_ledger(spec: Spec, start: Start) -> tuple[Coordinator, Ledger]:
@@ -157,16 +155,15 @@ def write_facts(
     spec: Spec, model_facts: Mapping[str, object], recorder: Recorder, total_steps: int
 ) -> None:
     """Write the files that describe the run as a whole."""
-    facts: Mapping[str, object] = {
+    facts: dict[str, object] = {
         "distflow": __version__,
         "python": platform.python_version(),
         "pipeline": spec.plan.pipeline,
         "total_steps": total_steps,
-        **({"workers": spec.plan.placed()} if len(spec.plan.ranks) > 1 else {}),
-        **spec.description,
-        **spec.facts,
-        **model_facts,
     }
+    if len(spec.plan.ranks) > 1:
+        facts["workers"] = spec.plan.placed()
+    facts |= {**spec.description, **spec.facts, **model_facts}
     recorder.folder.write_json("run.json", facts)
     remember_own_run(spec.config)
     rows = spec.facts.get(VALIDATION_ROWS)

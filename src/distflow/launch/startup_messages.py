@@ -4,15 +4,15 @@ from collections.abc import Collection, Iterator
 
 from distflow.algorithms.registry import describe_estimator
 from distflow.builtin_names import PROMPT_CHAT
-from distflow.config import Loaded, load_config
+from distflow.config import Config, Loaded, load_config
 from distflow.config.derived_settings import algorithms, is_rl, reward_functions
 from distflow.config.keys.trainer import StopCondition
 from distflow.data.dataset_columns import listed
-from distflow.data.encoded_prompts import PromptRow
+from distflow.data.encoded_prompts import PromptRow, PromptSet
 from distflow.errors import UserError, count_of, hint
 from distflow.graph import NodeRole
 from distflow.launch.configured_models import tokenizer_loader
-from distflow.launch.data_sets import num_rows_of
+from distflow.launch.lazy_rows import num_rows_of
 from distflow.launch.read_config import Data, Reading
 from distflow.models.loading import end_token_ids
 from distflow.pipelines.nodes.settings_by_domain import options_of
@@ -26,58 +26,72 @@ _TOOLS = "actor_rollout_ref.rollout.workflow_kwargs.tools"
 
 
 def startup_lines(loaded: Loaded, reading: Reading, data: Data) -> Iterator[str]:
-    """The data and settings of the run. Raises UserError for a domain without a reward function."""
+    """The data and settings of the run. Raises UserError for a domain without a reward function,
+    and for settings that the data contradict."""
     config = loaded.config
     # `distflow eval`
     only_validates = not config.data.domains and config.data.train_files == config.data.val_files
-    named = {} if only_validates else {"train": data.looked_at}
     if data.train is not data.looked_at:
         yield f"train data: {data.how_many}, each read when its group starts; checked so far:"
-    named |= {
-        f"validation{' ' if name else ''}{name}": found for name, found in data.validation.items()
-    }
-    for name, found in named.items():
-        yield f"{name} data: {', '.join(found.report.lines())}"
-        if len(found.domains) > 1 and config.data.domains:
-            yield "by domain: " + ", ".join(
-                f"{own} {rows:,}" for own, rows in num_rows_of(config, found).items()
-            )
-        if "reward_fn" in reading.pipeline.services:
-            check_domains(reward_functions(config), found.domains)
-    names = validation_names(
-        (row.domain, row.tag) for found in data.validation.values() for row in found
-    )
-    if config.trainer.stop_when is not None:
-        _check_accuracy("stop_when", StopCondition.of(config.trainer.stop_when).metric, names)
-    if config.trainer.keep_best:
-        _check_accuracy("keep_best_metric", config.trainer.keep_best_metric, names)
-    workflow = config.actor_rollout_ref.rollout.workflow
-    is_chat = any(map(_is_chat, data.looked_at[:1]))
-    if workflow == "tools" or (workflow is not None and is_chat):
-        yield (
-            "chat template: "
-            f"{'; '.join(describe_turns(config, data.tokenizer, end_token_ids(data.tokenizer)))}"
-        )
-        if not is_chat and workflow == "tools":
-            raise UserError(
-                "actor_rollout_ref.rollout.workflow=tools: the prompts are plain text, and the "
-                "chat template tells the "
-                "model its tools: set data.prompt_format=chat"
-            )
+    if not only_validates:
+        yield from _lines_on_rows("train", data.looked_at, config, reading)
+    for name, found in data.validation.items():
+        yield from _lines_on_rows(f"validation {name}".rstrip(), found, config, reading)
+    _check_accuracies(config, data)
+    yield from _lines_on_template(config, data)
     if data.broken:
         yield f"left out: {listed(data.broken, 'training row', 'whose tests are broken')}"
-    yield from (f"made to fit: {fitted}" for fitted in loaded.fitted)
+    for fitted in loaded.fitted:
+        yield f"made to fit: {fitted}"
     if reading.unused:
         yield f"not used by the pipeline '{reading.pipeline.graph_id}': {', '.join(reading.unused)}"
+    if not is_rl(config):
+        return
     yield from _notes(loaded, reading, data)
-    if is_rl(config) and not only_validates:
-        node = next(
-            (node for node in reading.pipeline.nodes if node.node_role is NodeRole.ADVANTAGE), None
+    if not only_validates:
+        yield from _lines_on_advantages(config, reading)
+
+
+def _lines_on_rows(name: str, rows: PromptSet, config: Config, reading: Reading) -> Iterator[str]:
+    yield f"{name} data: {', '.join(rows.report.lines())}"
+    if len(rows.domains) > 1 and config.data.domains:
+        numbers = num_rows_of(config, rows).items()
+        yield f"by domain: {', '.join(f'{domain} {number:,}' for domain, number in numbers)}"
+    if "reward_fn" in reading.pipeline.services:
+        check_domains(reward_functions(config), rows.domains)
+
+
+def _lines_on_template(config: Config, data: Data) -> Iterator[str]:
+    """What the chat template does in episodes."""
+    workflow = config.actor_rollout_ref.rollout.workflow
+    is_chat = any(map(_is_chat, data.looked_at[:1]))
+    if workflow == "tools" and not is_chat:
+        raise UserError(
+            "actor_rollout_ref.rollout.workflow=tools: the prompts are plain text, and the chat "
+            "template tells the model its tools: set data.prompt_format=chat"
         )
-        for domain, algorithm in algorithms(config):
-            of = "" if domain is None else f" of '{domain}'"
-            options = {} if node is None else options_of(node, domain)
-            yield f"advantages{of}: {describe_estimator(algorithm.adv_estimator, options)}"
+    if workflow is not None and is_chat:
+        turns = describe_turns(config, data.tokenizer, end_token_ids(data.tokenizer))
+        yield f"chat template: {'; '.join(turns)}"
+
+
+def _lines_on_advantages(config: Config, reading: Reading) -> Iterator[str]:
+    nodes = [node for node in reading.pipeline.nodes if node.node_role is NodeRole.ADVANTAGE]
+    for domain, algorithm in algorithms(config):
+        of = "" if domain is None else f" of '{domain}'"
+        options = options_of(nodes[0], domain) if nodes else {}
+        yield f"advantages{of}: {describe_estimator(algorithm.adv_estimator, options)}"
+
+
+def _check_accuracies(config: Config, data: Data) -> None:
+    """Raises UserError for a key that names an accuracy which validation does not have."""
+    tags = [(row.domain, row.tag) for rows in data.validation.values() for row in rows]
+    names = validation_names(tags)
+    trainer = config.trainer
+    if trainer.stop_when is not None:
+        _check_accuracy("stop_when", StopCondition.of(trainer.stop_when).metric, names)
+    if trainer.keep_best:
+        _check_accuracy("keep_best_metric", trainer.keep_best_metric, names)
 
 
 def _check_accuracy(key: str, metric: str, names: Collection[str]) -> None:
@@ -119,8 +133,6 @@ def _is_chat(row: PromptRow) -> bool:
 def _notes(loaded: Loaded, reading: Reading, data: Data) -> Iterator[str]:
     """Notes on settings and rows that are valid but probably mistakes."""
     config = loaded.config
-    if not is_rl(config):
-        return
     algorithm = config.algorithm
     actor = config.actor_rollout_ref.actor
     corrects = (
@@ -134,11 +146,6 @@ def _notes(loaded: Loaded, reading: Reading, data: Data) -> Iterator[str]:
             f"note: responses are up to {count_of(staleness, 'step')} off-policy, and are trained "
             "on as if the current policy had generated them; "
             "actor_rollout_ref.actor.policy_loss=decoupled corrects for this"
-        )
-    if (actor.clip_ratio_high or 0.0) >= 1:
-        yield (
-            f"note: actor_rollout_ref.actor.clip_ratio_high={actor.clip_ratio_high:g} is unusually "
-            "high: it is counted from 1"
         )
     is_default = loaded.origin("data.prompt_format") == "default"
     has_template = bool(getattr(data.tokenizer, "chat_template", None))

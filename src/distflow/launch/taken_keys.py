@@ -6,7 +6,6 @@ import re
 import tomllib
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from dataclasses import fields
 from pathlib import Path
 
 from distflow.algorithms.registry import find_adv_est, find_policy_loss, is_decoupled
@@ -29,10 +28,8 @@ from distflow.config.derived_settings import (
     validates,
 )
 from distflow.config.keys.actor import ActorConfig
-from distflow.config.keys.algorithm import AlgorithmConfig
 from distflow.config.keys.declare import untaken, walk
 from distflow.config.keys.reward import REWARD_MODEL, scoring_models
-from distflow.config.keys.rollout import RolloutConfig
 from distflow.config.migration.tables import expand
 from distflow.errors import UserError
 from distflow.graph import BoundPipeline, NodeRole
@@ -84,8 +81,6 @@ def refuse_inert_keys(loaded: Loaded, taken: "TakenKeys", pipeline: BoundPipelin
     more = ""
     if any(not is_ours(node.fn) for node in pipeline.nodes):
         more = "; turn a key that only your own node reads into an option of its function"
-    if loaded.config.actor_rollout_ref.rollout.workflow is not None:
-        more += "; a workflow calls reward functions if it has a parameter `reward_fn`"
     shown = "\n".join(f"  {line}" for line in users.values())
     raise InertKeys(
         {key: reasons.get(key, "") for key in users},
@@ -207,58 +202,27 @@ class TakenKeys:
 
     def _keys_by_name(self) -> Iterator[str]:
         """The keys, and whole groups, that parts take because they have a parameter or setting of
-        that name."""
+        that name. Not all names that parts have are keys."""
+        config = self._config
         for node in self._pipeline.nodes:
             yield from node.keys
-        yield from self._keys_of_estimators()
-        yield from self._keys_of_losses()
-        yield from self._keys_of_rollout_engine()
-        config = self._config
+        if "compute_advantage" in self._functions:
+            for _, algorithm in algorithms(config):
+                for name in find_adv_est(algorithm.adv_estimator).options:
+                    yield f"algorithm.{name}"
+        if "train_actor" in self._functions:
+            for domain in (None, *own_losses(config)):
+                yield from _keys_of_loss(config_of(config, domain).actor_rollout_ref.actor)
+        models = scoring_models(config.reward_model)
+        judges = any(name in self._engines and models[name].is_whole_judge for name in models)
+        if "rollout" in self._engines or judges:
+            yield from _keys_of_rollout_engine(config)
         if validates(config) or config.trainer.test_freq <= 0:
             yield "trainer.test_freq"
         # Of shared weights the engine is compared only at the start: the number means on or off.
         has_own_weights = not shares_weights(config)
         if "rollout" in self._engines and (has_own_weights or config.trust.canary_freq == 0):
             yield "trust.canary_freq"
-
-    def _keys_of_estimators(self) -> Iterator[str]:
-        if "compute_advantage" not in self._functions:
-            return
-        known = {item.name for item in fields(AlgorithmConfig)}
-        for _, algorithm in algorithms(self._config):
-            for name in find_adv_est(algorithm.adv_estimator).options:
-                if name in known:
-                    yield f"algorithm.{name}"
-
-    def _keys_of_losses(self) -> Iterator[str]:
-        if "train_actor" not in self._functions:
-            return
-        known = {item.name for item in fields(ActorConfig)}
-        for domain in (None, *own_losses(self._config)):
-            actor = config_of(self._config, domain).actor_rollout_ref.actor
-            loss = find_policy_loss(actor.policy_loss)
-            if loss.returns_scalar:  # such a loss is handed the whole group
-                yield _ACTOR
-            for name in loss.options:
-                if name in known:
-                    yield f"{_ACTOR}.{name}"
-            clips = {"clip_ratio_low", "clip_ratio_high"} <= loss.options.keys()
-            if clips and None in (actor.clip_ratio_low, actor.clip_ratio_high):
-                yield f"{_ACTOR}.clip_ratio"
-
-    def _keys_of_rollout_engine(self) -> Iterator[str]:
-        models = scoring_models(self._config.reward_model)
-        judges = any(name in self._engines and models[name].is_whole_judge for name in models)
-        if "rollout" not in self._engines and not judges:
-            return
-        known = {item.name for item in fields(RolloutConfig)}
-        name = self._config.actor_rollout_ref.rollout.name
-        for parameter in engine_parameters(name):
-            is_idle = parameter in AT_ONCE and self._config.async_.max_staleness == 0
-            if parameter in known and not is_idle:
-                yield f"{_ROLLOUT}.{parameter}"
-        if ROLLOUT_ENGINES[name].in_server:
-            yield f"{_ROLLOUT}.data_parallel_size"
 
     def _groups_of_users(self) -> Iterator[str]:
         """The groups that a user's function is handed whole, and those that users registered: it
@@ -285,3 +249,25 @@ class TakenKeys:
             with suppress(OSError, TypeError):
                 words = re.findall(r"\w+", inspect.getsource(plain))
                 yield {word.removesuffix("_") for word in words}
+
+
+def _keys_of_loss(actor: ActorConfig) -> Iterator[str]:
+    """The keys of the actor that its loss has options for."""
+    loss = find_policy_loss(actor.policy_loss)
+    if loss.returns_scalar:  # such a loss is handed the whole group
+        yield _ACTOR
+    for name in loss.options:
+        yield f"{_ACTOR}.{name}"
+    clips = {"clip_ratio_low", "clip_ratio_high"} <= loss.options.keys()
+    if clips and None in (actor.clip_ratio_low, actor.clip_ratio_high):
+        yield f"{_ACTOR}.clip_ratio"
+
+
+def _keys_of_rollout_engine(config: Config) -> Iterator[str]:
+    """The keys of the rollout that its engine has parameters for."""
+    name = config.actor_rollout_ref.rollout.name
+    for parameter in engine_parameters(name):
+        if parameter not in AT_ONCE or config.async_.max_staleness > 0:
+            yield f"{_ROLLOUT}.{parameter}"
+    if ROLLOUT_ENGINES[name].in_server:
+        yield f"{_ROLLOUT}.data_parallel_size"

@@ -2,7 +2,7 @@
 
 import hashlib
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -30,12 +30,12 @@ TRUST_CODE = "--trust-code"
 
 def named_code(config: Config) -> list[str]:
     """Everything that a run imports or calls, as `key: name`."""
+    code = pipeline_code(config)
     custom = config.custom_reward_function
-    code = [*pipeline_code(config)]
-    code += [f"custom_reward_function: {custom.path}:{custom.name}"] if custom.path else []
-    for key, _, parts in named_rewards(config):  # "module:function" or "file.py:function"
-        names = [part.name for part in parts if ":" in part.name]
-        code += [f"{key}: {name}" for name in names if not name.startswith("distflow.")]
+    if custom.path:
+        code.append(f"custom_reward_function: {custom.path}:{custom.name}")
+    for key, _, parts in named_rewards(config):
+        code += _functions((key, part.name) for part in parts)
     return [*code, *data_code(config), *model_code(config)]
 
 
@@ -43,68 +43,62 @@ def code_of_run(config: Config, generates_only: bool) -> list[str]:
     """Everything that an evaluation with a run's config would run, and where it would send
     responses and a key. generates_only: no pipeline and no reward function."""
     rollout = config.actor_rollout_ref.rollout
-    imports = config.trainer.imports
-    code = [f"trainer.imports: {name}" for name in imports] + model_code(config)
-    parts = (
-        []
-        if generates_only
-        else [(key, part) for key, _, own in named_rewards(config) for part in own]
-    )
-    sent = [
-        (key, f"{part.name} at {url}")
-        for key, part in parts
-        for url in part.options.values()
-        if "://" in str(url)
-    ]
-    sent += [("actor_rollout_ref.rollout.url", url) for url in rollout.url]
-    sent += [("actor_rollout_ref.rollout.python", rollout.python)] if rollout.python else []
-    sent += [
-        ("actor_rollout_ref.rollout.engine_kwargs", f"{each}")
-        for each in rollout.engine_kwargs.items()
-    ]
-    return (code if generates_only else named_code(config)) + [
-        f"{key}: {what}" for key, what in sent
-    ]
+    key = "actor_rollout_ref.rollout"
+    if generates_only:
+        code = [f"trainer.imports: {name}" for name in config.trainer.imports] + model_code(config)
+    else:
+        code = named_code(config)
+        for reward_key, _, parts in named_rewards(config):
+            for part in parts:
+                urls = [url for url in part.options.values() if "://" in str(url)]
+                code += [f"{reward_key}: {part.name} at {url}" for url in urls]
+    code += [f"{key}.url: {url}" for url in rollout.url]
+    if rollout.python:
+        code.append(f"{key}.python: {rollout.python}")
+    return code + [f"{key}.engine_kwargs: {each}" for each in rollout.engine_kwargs.items()]
 
 
 def data_code(config: Config) -> list[str]:
     """The functions that make rows, which planning a run's data loads."""
-    files = data_files(config, "train_files") | data_files(config, "val_files")
     code = []
-    for key, named in files.items():
-        for file in named:
-            if is_function(file):
-                code.append(f"{key}: {file}")
+    for split in ("train_files", "val_files"):
+        for key, files in data_files(config, split).items():
+            code += [f"{key}: {file}" for file in files if is_function(file)]
     return code
 
 
 def pipeline_code(config: Config) -> list[str]:
     """Everything that building the pipeline imports or calls: the imported modules, its functions,
     and those that its nodes load."""
-    named = [
-        ("dag.pipeline", name)
-        for name in functions_of_pipeline(config)
-        if not name.startswith("distflow.")
-    ]
+    code = algorithm_code(config)
+    for name in functions_of_pipeline(config):
+        if not name.startswith("distflow."):
+            code.append(f"dag.pipeline: {name}")
     accepts = config.algorithm.filter_groups.should_accept
-    named += [("algorithm.filter_groups.should_accept", accepts)] if accepts else []
-    command = config.actor_rollout_ref.rollout.workflow_kwargs.get("command")
-    named += [(f"{WORKFLOW}_kwargs.command", str(command))] if command else []
-    servers = config.actor_rollout_ref.rollout.workflow_kwargs.get("mcp")
-    named += [
-        (f"{WORKFLOW}_kwargs.mcp", str(server))
-        for server in (servers if isinstance(servers, list) else [])
-    ]
-    return algorithm_code(config) + [
-        f"{key}: {name}" for key, name in named + code_of_workflow(config)
-    ]
+    if accepts:
+        code.append(f"algorithm.filter_groups.should_accept: {accepts}")
+    options = config.actor_rollout_ref.rollout.workflow_kwargs
+    if options.get("command"):
+        code.append(f"{WORKFLOW}_kwargs.command: {options['command']}")
+    servers = options.get("mcp")
+    if isinstance(servers, list):
+        code += [f"{WORKFLOW}_kwargs.mcp: {server}" for server in servers]
+    return code + [f"{key}: {name}" for key, name in code_of_workflow(config)]
 
 
 def algorithm_code(config: Config) -> list[str]:
     """The modules that register losses etc., and the functions that are an estimator or a loss."""
-    functions = [(key, name) for key, name in named_algorithms(config) if ":" in name]
-    own = [f"{key}: {name}" for key, name in functions if not name.startswith("distflow.")]
-    return [f"trainer.imports: {name}" for name in config.trainer.imports] + own
+    imports = [f"trainer.imports: {name}" for name in config.trainer.imports]
+    return imports + _functions(named_algorithms(config))
+
+
+def _functions(named: Iterable[tuple[str, str]]) -> list[str]:
+    """Those of (key, name) that are the user's "module:function" or "file.py:function"."""
+    code = []
+    for key, name in named:
+        if ":" in name and not name.startswith("distflow."):
+            code.append(f"{key}: {name}")
+    return code
 
 
 def model_code(config: Config) -> list[str]:
@@ -112,14 +106,11 @@ def model_code(config: Config) -> list[str]:
     model = config.actor_rollout_ref.model
     if not model.trust_remote_code:
         return []
-    paths = dict.fromkeys(
-        path for path in (model.path, model.tokenizer_path, config.critic.model.path) if path
-    )
-    return [
-        f"actor_rollout_ref.model.trust_remote_code: {code}"
-        for path in paths
-        for code in code_of(path)
-    ]
+    code = []
+    for path in dict.fromkeys((model.path, model.tokenizer_path, config.critic.model.path)):
+        if path:
+            code += code_of(path)
+    return [f"actor_rollout_ref.model.trust_remote_code: {each}" for each in code]
 
 
 def only_if_trusted(code: list[str], trusted: bool, say: Callable[[str], None]) -> None:

@@ -3,7 +3,6 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 from math import ceil
-from statistics import fmean
 
 PARTS = ("generate", "forward", "update", "sync")
 """Parts of a step whose seconds a roofline estimates. forward: log-probs and values."""
@@ -16,19 +15,14 @@ class Rates:
     forward: float = 1.0
     update: float = 1.0
     sync: float = 1.0
-    scores: tuple[float, ...] = ()
-    """Seconds of the scoring of groups, of equal shares, ascending."""
+    score: float = 0.0
+    """Mean seconds of a group's scoring."""
     rest: float = 0.0
     """Seconds of a step, for each sample, outside of the other parts."""
     libraries: float | None = None
     """Bytes of a process without its models; None as usual."""
     source: str = ""
     """The run; empty if nothing was measured."""
-
-    @property
-    def score(self) -> float:
-        """Mean seconds of a group's scoring."""
-        return fmean(self.scores) if self.scores else 0.0
 
     def rewards(self, groups: int, workers: int, late: float) -> float:
         """Seconds of the scoring that remains when a batch has its last token. late: share of the
@@ -37,7 +31,7 @@ class Rates:
 
     def sentence(self) -> str:
         parts = ", ".join(f"{part} {getattr(self, part):.3g}" for part in PARTS)
-        scored = f"; the scoring of a group takes {self.score:.3g} s" if self.scores else ""
+        scored = f"; the scoring of a group takes {self.score:.3g} s" if self.score else ""
         return (
             f"seconds for each of the roofline's: {parts}; {self.rest * 1e3:.3g} ms a sample for "
             f"the rest{scored}"
@@ -50,7 +44,7 @@ class MeasuredSteps:
 
     seconds: Mapping[str, float]
     """Of `PARTS`, and of `rest`."""
-    scores: tuple[float, ...]
+    score: float
     """As in `Rates`."""
     samples: int
     """Of a step."""
@@ -83,7 +77,7 @@ def fit(
         beside = max(0.0, libraries + measured.peak - peak)
     return Rates(
         **factors,
-        scores=measured.scores,
+        score=measured.score,
         rest=rest / max(1, measured.samples),
         libraries=beside,
         source=source,

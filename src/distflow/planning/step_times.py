@@ -8,7 +8,7 @@ time without. Validation and checkpoints never do.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from math import ceil, inf
 
@@ -158,13 +158,15 @@ class StepTimes:
         it is the slowest."""
         groups = self.config.data.train_batch_size
         workers = self.config.reward.num_workers
-        if not self.rates.scores:
+        if not self.rates.score:
             return 0.0
+        calls = ceil(samples_per_prompt(self.config) / workers)  # of a group, one after another
+        score = min(self.rates.score, self.config.reward.timeout_s * calls)
         if self.overlaps:
-            return max(0.0, groups * self.rates.score / workers - self.generate())
+            return max(0.0, groups * score / workers - self.generate())
         ends_before = 1 - self.lengths.running(self.lengths.end - 1)
         late = 1 - ends_before ** samples_per_prompt(self.config)
-        return self.rates.rewards(groups, workers, late)
+        return replace(self.rates, score=score).rewards(groups, workers, late)
 
     # Training
 

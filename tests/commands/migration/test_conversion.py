@@ -31,7 +31,7 @@ CONFIGS: dict[str, tuple[int | None, str, dict[str, object]]] = {
     # 4 × 8 × 2 devices are 64 completions, of which 8 are of one prompt; each batch is trained on
     # twice, so that 200 optimizer steps are 100 of ours.
     "trl_grpo.sh": (
-        2,
+        None,
         "grpo",
         OF_TRL
         | {

@@ -18,7 +18,7 @@ TINY = [
 ]
 TINY += ["trainer.num_threads=1"]
 KNOWN = Rates(
-    generate=3.0, forward=0.5, update=0.5, sync=1.0, scores=(0.01,), rest=2e-4, libraries=0.7e9
+    generate=3.0, forward=0.5, update=0.5, sync=1.0, score=0.01, rest=2e-4, libraries=0.7e9
 )
 
 

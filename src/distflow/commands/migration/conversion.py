@@ -8,7 +8,7 @@ from pathlib import Path
 
 import yaml
 
-from distflow.commands.migration.formulas import compute, entries_for
+from distflow.commands.migration.formulas import Computed, compute, entries_for
 from distflow.commands.migration.read_files import read_foreign
 from distflow.commands.migration.settings import ForeignSettings, Unread
 from distflow.config.compose.load_config import Loaded, load_config, preset_config, with_changes
@@ -103,7 +103,7 @@ class Conversion:
 
 
 def convert(theirs: ForeignSettings, devices: int | None) -> Conversion:
-    """devices: that it trains on; None if the settings say it."""
+    """devices: that it trains on; None if the file says it."""
     table = tables.table_of_runs(theirs.system)
     if theirs.system == "TRL":
         _follow_trl(theirs, table)
@@ -111,27 +111,16 @@ def convert(theirs: ForeignSettings, devices: int | None) -> Conversion:
     draft = Conversion(preset, {}, set(), list(theirs.remarks))
     _spread_mappings(theirs, table, draft)
     values = {**_defaults(theirs, table), **theirs.values}
-    computed = compute(table, theirs, values, devices, draft.missing)
-    used = computed.used
-    if theirs.method in ("grpo", "ppo") and not any(map(theirs.values.get, _GRADES)):
-        draft.missing += _TO_CHECK.get(theirs.system, ())
-    if theirs.values.get("actor_rollout_ref.actor.strategy") == "megatron":
-        draft.missing.append(_OF_MEGATRON)
-    if any(key.endswith(("max_length", "max_seq_length", "max_len")) for key in used):
-        draft.missing.append(
-            "max_length: prompts and responses have separate limits, here half of it each; "
-            "`distflow data check` shows which lengths your data have"
-        )
-    if "ref.path" in theirs.values and theirs.values["ref.path"] == theirs.values.get("actor.path"):
-        used |= {"ref.path"}
-        draft.without_effect.append("ref.path: the reference is always the policy's first weights")
-    for key, value in sorted(values.items(), key=lambda item: _order(item[0])):
-        if isinstance(value, Unread) or key not in used and key not in computed.idle:
+    computed = compute(table, theirs, values, devices or theirs.devices, draft.missing)
+    _say_what_to_check(theirs, computed, draft)
+    for key in sorted(values, key=_order):
+        value = values[key]
+        if isinstance(value, Unread) or key not in computed.used | computed.idle:
             _convert_setting(theirs, table, key, value, draft)
         elif key in computed.idle and key in theirs.values:
             name = table.find(key, theirs.method)
-            why = name.note if name else ""
-            why = why or "beside the other settings it changes nothing here"
+            note = name.note if name else ""
+            why = note or "beside the other settings it changes nothing here"
             draft.without_effect.append(f"{key}={tables.as_override(value)}: {why}")
     for key, text in computed.overrides.items():
         draft.write({key: text}, key in computed.given)
@@ -143,36 +132,49 @@ def convert(theirs: ForeignSettings, devices: int | None) -> Conversion:
     return draft
 
 
+def _say_what_to_check(theirs: ForeignSettings, computed: Computed, draft: Conversion) -> None:
+    """What no key of theirs says, or what is another thing here."""
+    values = theirs.values
+    if theirs.method in ("grpo", "ppo") and not any(map(values.get, _GRADES)):
+        draft.missing += _TO_CHECK.get(theirs.system, ())
+    if values.get("actor_rollout_ref.actor.strategy") == "megatron":
+        draft.missing.append(_OF_MEGATRON)
+    if any(key.endswith(("max_length", "max_seq_length", "max_len")) for key in computed.used):
+        draft.missing.append(
+            "max_length: prompts and responses have separate limits, here half of it each; "
+            "`distflow data check` shows which lengths your data have"
+        )
+    if "ref.path" in values and values["ref.path"] == values.get("actor.path"):
+        computed.used.add("ref.path")
+        draft.without_effect.append("ref.path: the reference is always the policy's first weights")
+
+
 def _follow_trl(theirs: ForeignSettings, table: tables.Table) -> None:
     """What TRL writes in its own ways: trackers, and flags that begin with `no_`."""
     trackers = theirs.values.get("report_to")
     if isinstance(trackers, list):
         theirs.values["report_to"] = trackers[0] if len(trackers) == 1 else ["console", *trackers]
-    values: dict[str, object] = {}
-    for key, value in theirs.values.items():
-        if key.startswith("no_") and key not in table.names and value is True:
-            values[key.removeprefix("no_")] = False
-        else:
-            values[key] = value
-    theirs.values = values
+    for key in [*theirs.values]:
+        if key.startswith("no_") and key not in table.names and theirs.values[key] is True:
+            del theirs.values[key]
+            theirs.values[key.removeprefix("no_")] = False
 
 
 def _spread_mappings(theirs: ForeignSettings, table: tables.Table, draft: Conversion) -> None:
     """Make keys of the entries of a mapping that the table has."""
     for key, value in list(theirs.values.items()):
-        rest = {}
-        known = {}
-        for name, each in value.items() if isinstance(value, dict) else ():
+        if not isinstance(value, dict):
+            continue
+        rest = dict(value)
+        for name, each in value.items():
             if table.find(f"{key}.{name}", theirs.method):
-                known[f"{key}.{name}"] = each
-            else:
-                rest[name] = each
-        if known:
-            theirs.values |= {**known, key: rest}
-    for key, value in list(theirs.values.items()):
-        if value == {}:
-            draft.without_effect.append(f"{key}: it is empty")
+                theirs.values[f"{key}.{name}"] = each
+                del rest[name]
+        theirs.values[key] = rest
+        if not rest:
             del theirs.values[key]
+            if not value:
+                draft.without_effect.append(f"{key}: it is empty")
 
 
 def _defaults(theirs: ForeignSettings, table: tables.Table) -> dict[str, object]:
@@ -197,31 +199,45 @@ def _convert_setting(
     name = table.find(key, theirs.method)
     if is_known(key) and key not in table.names:
         name = tables.Name(key)
-    # a switch
-    if isinstance(value, Unread) and name and "=" in name.ours and "{}" not in name.ours:
-        draft.write(tables.split_overrides(name.ours), key in theirs.values)
-    elif isinstance(value, Unread):
-        advice = name.answer(tables.NOT_GIVEN) if name else ""
-        is_harmless = name is not None and name.harmless == tables.ANY and not name.overrides(None)
-        said = f"{key}: {value.why}" + (f"; {advice}" if advice else "")
-        (draft.without_effect if is_harmless else draft.missing).append(said)
-    elif name is None:
-        draft.missing.append(
-            f"{key}={tables.as_override(value)}: {theirs.system}'s table does not have it"
-        )
-    elif not name.accepts(value):
-        is_address = isinstance(value, str) and "://" in value and "path={}" in name.ours
-        is_verls = theirs.system in ("verl", "siiRL") and isinstance(value, str)
-        renamed = tables.find_value(name.ours or key, value) if is_verls else None
-        if (text := name.overrides(renamed or value)) and not is_address:
-            draft.write(tables.split_overrides(text), key in theirs.values)
-        else:
-            answer = name.note if is_address else name.answer(value)
-            draft.missing.append(f"{key}={tables.as_override(value)}: {answer}")
-    elif key in theirs.values:
-        draft.without_effect.append(
-            f"{key}={tables.as_override(value)}: {name.note or 'it is so here anyway'}"
-        )
+    is_given = key in theirs.values
+    if isinstance(value, Unread):
+        _convert_unread(key, value, name, is_given, draft)
+        return
+    said = f"{key}={tables.as_override(value)}"
+    if name is None:
+        draft.missing.append(f"{said}: {theirs.system}'s table does not have it")
+        return
+    if name.accepts(value):
+        if is_given:
+            draft.without_effect.append(f"{said}: {name.note or 'it is so here anyway'}")
+        return
+    if isinstance(value, str) and "://" in value and "path={}" in name.ours:  # no file
+        draft.missing.append(f"{said}: {name.note}")
+        return
+    renamed = None
+    if theirs.system in ("verl", "siiRL") and isinstance(value, str):
+        renamed = tables.find_value(name.ours or key, value)
+    text = name.overrides(renamed or value)
+    if text:
+        draft.write(tables.split_overrides(text), is_given)
+    else:
+        draft.missing.append(f"{said}: {name.answer(value)}")
+
+
+def _convert_unread(
+    key: str, value: Unread, name: tables.Name | None, is_given: bool, draft: Conversion
+) -> None:
+    """A key whose value the file does not say."""
+    said = f"{key}: {value.why}"
+    if name is None:
+        draft.missing.append(said)
+    elif "=" in name.ours and "{}" not in name.ours:  # a switch
+        draft.write(tables.split_overrides(name.ours), is_given)
+    elif name.harmless == tables.ANY and not name.overrides(None):
+        draft.without_effect.append(said)
+    else:
+        advice = name.answer(tables.NOT_GIVEN)
+        draft.missing.append(f"{said}; {advice}" if advice else said)
 
 
 def compose(draft: Conversion) -> Loaded:
@@ -256,16 +272,12 @@ def as_file(draft: Conversion, loaded: Loaded) -> dict[str, object]:
     the preset has another."""
     values = flatten(loaded.config)
     base = flatten(preset_config(draft.preset))
-    keys = schema_keys()
-    chosen = {
-        key for name in draft.given for key in keys if name == key or name.startswith(f"{key}.")
-    }
-    set_here = [key for key in keys if loaded.origins.get(key) == COMMAND_LINE]
-    written = {
-        key: keys[key].spec.plain(values[key])
-        for key in set_here
-        if key in chosen or values[key] != base[key]
-    }
+    written = {}
+    for key, info in schema_keys().items():
+        is_chosen = any(f"{key}.".startswith(f"{name}.") for name in draft.given)
+        is_set = loaded.origins.get(key) == COMMAND_LINE
+        if is_set and (is_chosen or values[key] != base[key]):
+            written[key] = info.spec.plain(values[key])
     return {"defaults": [draft.preset, "_self_"], **nested(written)}
 
 

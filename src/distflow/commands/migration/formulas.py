@@ -140,8 +140,8 @@ def _evaluate(formula: str, own: Mapping[str, object], max_steps: object) -> obj
     words = {_DOT.sub("__", key): value for key, value in own.items()}
     words["share"] = partial(_share, max_steps)
     try:
-        if "*" in formula and any(isinstance(value, str) for value in own.values()):
-            raise TypeError("a text times a number would be as long as a file wants")
+        if "*" in formula and any(isinstance(value, str | list) for value in own.values()):
+            raise TypeError("it times a number would be as long as a file wants")
         # the formulas are the package's own
         return eval(_compiled(formula), {"__builtins__": _IN_FORMULAS}, words)
     except ValueError as error:  # raised by `share`

@@ -43,6 +43,7 @@ _NO_SETTINGS = {
     ".csv": _DATA,
     ".arrow": _DATA,
 }
+_NUMBERS_OF_PROCESSES = ("num_processes", "nproc_per_node")
 _CONFIGS = (".yaml", ".yml", ".json", ".toml")
 
 
@@ -125,13 +126,12 @@ def _identify_lines(values: Mapping[str, object]) -> ForeignSettings:
 
 def _read_command(words: list[str], folder: Path) -> ForeignSettings | None:
     """What a command trains; None for one of another tool."""
-    found = []
-    for place, word in enumerate(words):
-        if match := _TRAINER.fullmatch(word):
-            found.append((place, match))
-    if not found:
+    place, trainer = next(
+        ((place, match) for place, word in enumerate(words) if (match := _TRAINER.fullmatch(word))),
+        (0, None),
+    )
+    if trainer is None:
         return None
-    place, trainer = found[0]
     own = [*trainer[0].split(".scripts.")[1:], *words[place + 1 :]]
     if trainer["TRL"] and place and (not own or own[0] not in _METHODS):  # pip install trl
         return None
@@ -145,9 +145,8 @@ def _read_command(words: list[str], folder: Path) -> ForeignSettings | None:
     if system != "script" and named not in _METHODS:
         raise UserError(f"'{trainer[0]}' uses an unsupported method, or does not train")
     config = values.pop("config", None) or values.pop("config_name", None)
-    if config is not None and (
-        system not in ("verl", "siiRL") or _find(str(config), folder) is not None
-    ):
+    is_of_verl = system in ("verl", "siiRL")
+    if config is not None and (not is_of_verl or _find(str(config), folder) is not None):
         settings = _read(_beside(str(config), folder))
         settings.values |= values
         settings.method = _METHODS.get(named, "") or settings.method
@@ -162,6 +161,9 @@ def _read_command(words: list[str], folder: Path) -> ForeignSettings | None:
         if config is not None and not is_default:
             remarks.append(f"the settings of {config}, which is not in the same folder")
     settings.remarks += remarks
+    for key, value in read_options(words[:place]):  # of accelerate or torchrun
+        if key in _NUMBERS_OF_PROCESSES and isinstance(value, int):
+            settings.devices = value
     return settings
 
 

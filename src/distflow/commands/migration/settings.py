@@ -9,6 +9,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from distflow.config.compose.composition import check_interpolations
+from distflow.config.compose.override_grammar import Unreadable, parse_override
 from distflow.config.compose.unknown_keys import is_known
 from distflow.config.migration.tables import all_tables
 from distflow.errors import UserError, first_line
@@ -20,6 +21,14 @@ MAX_KEY_LENGTH = 300
 _NUMBERS_OF_RANGE = re.compile(r"list\(range\((\d+), ?(\d+)\)\)")
 _OF_SIIRL = ("algorithm.workflow_type", "dag.")
 """Keys of siiRL that are ours too."""
+_OF_RL: Mapping[str, str | tuple[str, ...]] = {
+    "verl": "actor_rollout_ref.",
+    "siiRL": "actor_rollout_ref.",
+    "ROLL": ("actor_infer.", "rewards.", "rollout_"),
+    "AReaL": ("gconfig.", "critic."),
+}
+"""How keys begin that only reinforcement learning has, by system; of others all files have it."""
+_OF_TRLS_RL = {"num_generations", "max_completion_length", "reward_funcs", "beta"}
 _ESTIMATORS = ("algorithm.adv_estimator", "adv_estimator", "advantage_estimator")
 
 
@@ -44,30 +53,23 @@ class ForeignSettings:
     remarks: list[str] = field(default_factory=list)
     """What else is to be said of the file."""
 
+    devices: int | None = None
+    """The processes that its launcher starts, if the command says it."""
+
 
 def scalar(text: str) -> object:
-    """A value as the command lines of all systems have it: null, a Boolean, a number, a list of
-    these, or a text."""
+    """A value as the command lines of all systems have it: null, a Boolean, a number, a list or a
+    mapping of these, or a text."""
     word = text.strip()
-    if word.lower() in ("none", "null", "true", "false"):
-        return {"true": True, "false": False}.get(word.lower())
-    if word.startswith("[") and word.endswith("]"):
-        return [scalar(part.strip(" '\"")) for part in word[1:-1].split(",") if part.strip()]
-    pairs = (
-        [part.partition(":") for part in word[1:-1].split(",")]
-        if word[:1] + word[-1:] == "{}"
-        else []
-    )
-    if pairs and all(sign and "{" not in value for _, sign, value in pairs):
-        return {name.strip(" '\""): scalar(value.strip(" '\"")) for name, _, value in pairs}
+    if word.lower() == "none":
+        return None
     if numbers := _NUMBERS_OF_RANGE.fullmatch(word):  # as ROLL names devices
         return [*range(int(numbers[1]), min(int(numbers[2]), 10_000))]
-    for number in (int, float):
-        try:
-            return number(word)
-        except ValueError:
-            continue
-    return text
+    try:
+        value = parse_override(f"key={word}").value
+    except Unreadable:
+        return text
+    return text if isinstance(value, str) else value
 
 
 def identify(values: dict[str, object]) -> ForeignSettings:
@@ -110,14 +112,10 @@ def _system_of(keys: Collection[str]) -> str:
     known["siiRL"] = known["verl"] + beside_verl if beside_verl else 0
     system = max(known, key=lambda name: known[name])
     if known[system] < _LEAST_KNOWN * len(keys) or not keys:
-        most = (
-            f"{known[system]} of its {len(keys)} keys are keys of {system}, and fewer are keys of "
-            "another system"
-        )
         raise UserError(
-            f"{most if known[system] else 'none of its keys is a key of another system'}: it is "
-            "not a config of TRL, "
-            "OpenRLHF, verl, siiRL, ROLL or AReaL, or one of an unknown version"
+            f"{known[system]} of its {len(keys)} keys are keys of {system}, and fewer are keys of "
+            "TRL, OpenRLHF, verl, siiRL, ROLL or AReaL: it is of another tool, or of an unknown "
+            "version"
         )
     return system
 
@@ -153,24 +151,19 @@ def _resolved(tree: DictConfig, key: str) -> object:
 def method_of(system: str, values: Mapping[str, object]) -> str:
     """What the settings train, where nothing but they tells it."""
     if system == "TRL":
-        is_rl = any(
-            key in values
-            for key in ("num_generations", "max_completion_length", "reward_funcs", "beta")
-        )
-        return "grpo" if is_rl else "ppo" if "num_ppo_epochs" in values else "sft"
-    if system == "AReaL" and (
-        values.get("actor.is_critic") is True or values.get("train_dataset.type") == "rw"
-    ):
+        if not _OF_TRLS_RL.isdisjoint(values):
+            return "grpo"
+        return "ppo" if "num_ppo_epochs" in values else "sft"
+    is_areal = system == "AReaL"
+    if is_areal and values.get("actor.is_critic") is True:
         return "rm"
-    of_rl = {
-        "verl": ("actor_rollout_ref.",),
-        "siiRL": ("actor_rollout_ref.",),
-        "ROLL": ("actor_infer.", "rewards.", "rollout_"),
-    }
-    of_rl["AReaL"] = ("gconfig.", "critic.")
-    if not any(key.startswith(of_rl.get(system, ("",))) for key in values):
+    if is_areal and values.get("train_dataset.type") == "rw":
+        return "rm"
+    if not any(key.startswith(_OF_RL.get(system, "")) for key in values):
         return "sft"
-    has_no_critic = system == "siiRL" or system == "AReaL" and "critic.path" not in values
-    by_default = "" if has_no_critic else "gae"
-    estimator = next((values[key] for key in _ESTIMATORS if key in values), by_default)
+    estimator: object = "gae"
+    if system == "siiRL" or (is_areal and "critic.path" not in values):
+        estimator = ""
+    for key in _ESTIMATORS:
+        estimator = values.get(key, estimator)
     return "ppo" if estimator == "gae" else "grpo"

@@ -34,29 +34,31 @@ HARMLESS = {"any": ANY, "off": (None, False)}
 
 @dataclass(frozen=True)
 class Name:
-    """A name of another system.
-
-    ours: the key with the same meaning, or whole overrides, with `{}` for the value; empty if there
-    is none.
-    note: further advice, e.g. another unit, or why there is no such key.
-    values: values with another name here: the value for `ours`, or whole overrides.
-    harmless: values that change nothing here; such a setting is accepted.
-    """
+    """A name of another system."""
 
     ours: str = ""
+    """The key with the same meaning, or whole overrides, with `{}` for the value; empty if there is
+    none."""
     note: str = ""
+    """Further advice, e.g. another unit, or why there is no such key."""
     values: Mapping[Any, str] = field(default_factory=dict)
+    """Values with another name here: the value for `ours`, or whole overrides."""
     harmless: tuple[Any, ...] = ()
+    """Values that change nothing here; such a setting is accepted."""
 
     def accepts(self, value: object) -> bool:
         return self.harmless == ANY or any(_same(value, other) for other in self.harmless)
 
     def overrides(self, value: object) -> str:
         """The overrides for it, `key=value` separated by spaces; empty if there are none."""
-        known = [new for old, new in self.values.items() if _same(value, old)]
-        if known and "=" in known[0]:
-            return known[0]
-        text = known[0] if known else "..." if value is NOT_GIVEN else as_override(value)
+        text = "..." if value is NOT_GIVEN else as_override(value)
+        for theirs, ours in self.values.items():
+            if not _same(value, theirs):
+                continue
+            if "=" in ours:
+                return ours
+            text = ours
+            break
         template = self.ours if not self.ours or "=" in self.ours else f"{self.ours}={{}}"
         return template.replace("{}", text)
 
@@ -73,30 +75,27 @@ class Name:
 
 @dataclass(frozen=True)
 class Table:
-    """The keys of one system.
+    """The keys of one system."""
 
-    sources: the files of the system from which the keys were taken.
-    names: by key; `*` in a key stands for any part.
-    values: for keys of both systems, the values that have another name here.
-    tuning: names that mean something else in supervised fine-tuning and of reward models; there
-    they come first. defaults: the system's defaults of unset keys, by kind of training: grpo, ppo
-    (both: rl), sft, rm (both:
-    tuning), or all.
-    computed: likewise our keys, with a formula of its keys and of `devices`, which stand as names
-    with dots. beside_keys: other names of the system, with their counterparts here.
-    newer_names: what newer versions call its keys, with the names above.
-    example: a well-known run of the system, and the same run here, for the docs.
-    """
-
-    sources: tuple[str, ...]
     names: Mapping[str, Name]
+    """By key; `*` in a key stands for any part."""
     values: Mapping[str, Mapping[Any, str]]
+    """For keys of both systems, the values that have another name here."""
     tuning: Mapping[str, Name]
+    """Names that mean something else in supervised fine-tuning and of reward models; there they
+    come first."""
     defaults: Mapping[str, Mapping[str, object]]
+    """The system's defaults of unset keys, by kind of training: grpo, ppo (both: rl), sft, rm
+    (both: tuning), or all."""
     computed: Mapping[str, Mapping[str, str]]
+    """Likewise our keys, with a formula of its keys and of `devices`, which stand as names with
+    dots."""
     beside_keys: Mapping[str, str]
+    """Other names of the system, with their counterparts here."""
     newer_names: Mapping[str, str]
+    """What newer versions call its keys, with the names above."""
     example: Mapping[str, Any]
+    """A well-known run of the system, and the same run here, for the docs."""
 
     def find(self, key: str, method: str = "") -> Name | None:
         """The name for a key: its own entry, else the first pattern that matches. method: what is
@@ -105,9 +104,10 @@ class Table:
             return self.tuning[key]
         if key in self.names:
             return self.names[key]
-        return next(
-            (name for own, name in self.names.items() if "*" in own and fnmatchcase(key, own)), None
-        )
+        for own, name in self.names.items():
+            if "*" in own and fnmatchcase(key, own):
+                return name
+        return None
 
 
 @cache
@@ -143,15 +143,16 @@ def find_synonyms(key: str, value: object, known: Collection[str] = ()) -> list[
     word = str(value).lower()
     found = Counter(_synonyms().get((key, word), ()))
     for table in all_tables().values():
+        pairs = [*table.values.get(key, {}).items()]
         for name in table.names.values():
             for theirs, ours in name.values.items():
-                is_of_key = name.ours == key if "=" not in ours else f"{key}=" in ours
-                if is_of_key and isinstance(theirs, str) and theirs.lower() == word:
-                    found[ours.removeprefix(f"{key}=") if " " not in ours else ours] += 1
-        for theirs, ours in table.values.get(key, {}).items():
-            found[ours] += str(theirs).lower() == word
-    likely = (each for each, times in found.most_common() if times)
-    return [each for each in likely if "=" in each or each in known][:_MOST_SYNONYMS]
+                if name.ours == key if "=" not in ours else f"{key}=" in ours:
+                    pairs.append((theirs, ours))
+        for theirs, ours in pairs:
+            if isinstance(theirs, str) and theirs.lower() == word:
+                found[ours if " " in ours else ours.removeprefix(f"{key}=")] += 1
+    likely = [each for each, _ in found.most_common() if "=" in each or each in known]
+    return likely[:_MOST_SYNONYMS]
 
 
 @cache
@@ -196,7 +197,6 @@ def read_table(path: Path) -> Table:
     raw = read_toml(path)
     answers = raw.get("answers", {})
     return Table(
-        sources=tuple(raw["sources"]),
         names=_read_names(raw.get("keys", {}), answers),
         tuning=_read_names(raw.get("fine_tuning", {}), answers),
         values={key: _read_values(entry) for key, entry in raw.get("values", {}).items()},
@@ -230,19 +230,21 @@ def expand(keys: str) -> list[str]:
 
 def _fields(entry: Any, answers: Mapping[str, Any], key: str) -> dict[str, Any]:
     """The fields of a `Name`: an entry merged with the answer that it names; its own fields take
-    precedence. A
-    `*` at the end of `ours` stands for the last part of the key."""
-    entry = {"ours": entry} if isinstance(entry, str) else entry
-    fields = {name: value for name, value in entry.items() if name != "as"}
+    precedence. A `*` at the end of `ours` stands for the last part of the key."""
+    if isinstance(entry, str):
+        entry = {"ours": entry}
+    own = {name: value for name, value in entry.items() if name != "as"}
+    fields = {**answers[entry["as"]], **own} if "as" in entry else own
     if str(fields.get("ours")).endswith(".*"):
         fields["ours"] = fields["ours"][:-1] + key.rpartition(".")[2]
     if "values" in fields:
         fields["values"] = _read_values(fields["values"])
-    if isinstance(harmless := fields.get("harmless"), str):
+    harmless = fields.get("harmless")
+    if isinstance(harmless, str):
         fields["harmless"] = HARMLESS[harmless]
     elif harmless is not None:
         fields["harmless"] = tuple(None if value == "null" else value for value in harmless)
-    return {**_fields(answers[entry["as"]], {}, key), **fields} if "as" in entry else fields
+    return fields
 
 
 def _read_values(entry: Mapping[str, str]) -> dict[Any, str]:

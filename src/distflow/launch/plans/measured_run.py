@@ -1,10 +1,9 @@
-"""Calibrates plans by a run: the rates that the run's folder shows, read without torch and without
-running code that its config names."""
+"""Calibrates plans by a run: the rates that its folder shows, read without running code that its
+config names."""
 
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
 from itertools import pairwise
-from math import ceil
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any
@@ -12,56 +11,27 @@ from typing import Any
 from distflow.config import Config, RunLimits
 from distflow.config.compose.load_config import config_of_run
 from distflow.errors import UserError, count_of
+from distflow.graph import BoundPipeline
+from distflow.launch.select_pipeline import bind
+from distflow.launch.user_code import pipeline_code
 from distflow.observe import run_reader
 from distflow.observe.crash_safe_files import read_object
 from distflow.observe.report.activity import RunActivity, read_activity
 from distflow.observe.run_reader import MetricsRecord
 from distflow.planning.devices import Device
-from distflow.planning.layouts import Layout, Sizes
 from distflow.planning.lengths import Lengths, assumed_lengths, lengths_under, quantiles
 from distflow.planning.measured_rates import MeasuredSteps, Rates, fit
-from distflow.planning.memory import PROCESS_BYTES, worker_memory
+from distflow.planning.memory import PROCESS_BYTES
 from distflow.planning.model_memory import sizes_of
 from distflow.planning.model_shapes import ModelShape
-from distflow.planning.plan import Plan, RankPlan
-from distflow.planning.predicted_run import PredictedRun, RunFacts, share_of_device
-from distflow.planning.step_times import StepTimes
+from distflow.planning.predicted_run import PredictedRun, RunFacts, predict
 
 _UNPLANNED = ("eval", "save", "save_wait", "start")
 """Phases that a plan leaves out."""
 _MOST_STEPS = 100
 _MOST_FILES = 10
 _FEWEST = 2
-_NUM_SCORES = 50
 _NUM_LENGTHS = 1000
-
-
-@dataclass(frozen=True)
-class MeasuredRun:
-    """What a run shows."""
-
-    config: Config
-    pipeline: str
-    """Its name."""
-    device: Device
-    """Of its plan."""
-    shapes: Mapping[str, ModelShape]
-    """Of its plan."""
-    rates: Rates
-    prompt: float
-    """Mean tokens."""
-    responses: tuple[float, ...]
-    """Tokens, ascending; empty if it generated nothing."""
-    step_seconds: float
-    """The median, without validation and checkpoints."""
-
-    def lengths(self, config: Config) -> Lengths:
-        """As a run of this config would have them."""
-        if not self.responses:
-            return assumed_lengths(config)
-        limit = config.data.max_response_length
-        responses = lengths_under(limit, self.responses, self.config.data.max_response_length)
-        return Lengths(min(self.prompt, config.data.max_prompt_length), responses, limit)
 
 
 def as_predicted(
@@ -77,36 +47,7 @@ def as_predicted(
     }
 
 
-def facts_of(
-    measured: MeasuredRun | None, config: Config, pipeline: str, device: Device, limits: RunLimits
-) -> RunFacts:
-    """What is known of a run. Raises UserError if the measured run had another pipeline or
-    device."""
-    if measured is None:
-        return RunFacts(limits)
-    _check_same(measured, "pipeline", measured.pipeline, pipeline)
-    _check_same(measured, "device", measured.device.name, device.name)
-    scores = cut_by_timeout(measured.rates.scores, config)
-    return RunFacts(limits, measured.lengths(config), replace(measured.rates, scores=scores))
-
-
-def _check_same(measured: MeasuredRun, what: str, theirs: str, ours: str) -> None:
-    if theirs != ours:
-        raise UserError(
-            f"{measured.rates.source} cannot calibrate this plan: its {what} is '{theirs}', and "
-            f"this run's is '{ours}'"
-        )
-
-
-def cut_by_timeout(scores: Sequence[float], config: Config) -> tuple[float, ...]:
-    """Seconds of the scoring of groups, at most those after which all calls for a group have
-    ended."""
-    calls = ceil(config.actor_rollout_ref.rollout.n / config.reward.num_workers)
-    longest = config.reward.timeout_s * calls
-    return tuple(min(seconds, longest) for seconds in scores)
-
-
-def measured_run(named: str) -> MeasuredRun:
+def measured_run(named: str) -> "MeasuredRun":
     """Raises UserError for a folder that does not show enough."""
     folder = Path(named).expanduser()
     values = run_reader.read_config(folder)
@@ -121,60 +62,19 @@ def measured_run(named: str) -> MeasuredRun:
         )
     config = config_of_run(values)
     try:
-        return _read_run(folder, config, plan_json)
-    except UserError:
-        raise
-    except (KeyError, TypeError, AttributeError, ValueError, ArithmeticError) as error:
+        device = Device(**predicted["device"])
+        shapes = {role: ModelShape(**shape) for role, shape in predicted["shapes"].items()}
+    except (KeyError, TypeError, AttributeError, ValueError) as error:
         raise UserError(
             f"{folder} cannot calibrate a plan: its plan.json is damaged: {error!r}"
         ) from error
-
-
-def _read_run(folder: Path, config: Config, plan_json: Mapping[str, Any]) -> MeasuredRun:
-    device = Device(**plan_json["predicted"]["device"])
-    shapes = {role: ModelShape(**shape) for role, shape in plan_json["predicted"]["shapes"].items()}
-    plan = _plan_of(plan_json)
     activity = read_activity(folder)
-    steps = _steady_steps(folder, activity, plan.generates)
+    steps = _steady_steps(folder, activity, "rollout" in shapes)
+    pipeline = str(plan_json.get("pipeline"))
     prompt, responses = _lengths(folder, steps)
-    timed = _TimedSteps(steps, activity, _engine_nodes(plan_json))
-    seconds = median(timed.seconds())
-    found = MeasuredRun(config, plan.pipeline, device, shapes, Rates(), prompt, responses, seconds)
-    own = share_of_device(config, plan, device)
-    rates = Rates(scores=timed.scores(config.reward.num_workers))
-    times = StepTimes(config, plan, shapes, own, found.lengths(config), rates)
-    peak = max(worker.peak for worker in worker_memory(plan, config, shapes, own))
-    libraries = PROCESS_BYTES[device.kind]
-    measured = timed.measured(times)
-    return replace(
-        found, rates=fit(measured, timed.planned(times), peak, libraries, source=str(folder))
+    return MeasuredRun(
+        folder, config, pipeline, device, shapes, prompt, responses, tuple(steps), activity
     )
-
-
-def _plan_of(plan_json: Mapping[str, Any]) -> Plan:
-    """The placement alone."""
-    names = ("rollout_nodes", "training_nodes", "engines", "services", "rollout_group")
-    ranks = []
-    for rank in plan_json["ranks"]:
-        lists = {name: tuple(rank[name]) for name in names}
-        ranks.append(RankPlan(**{**rank, **lists}))
-    layouts = []
-    for layout in plan_json["layouts"]:
-        sizes = Sizes(**layout["sizes"])
-        layouts.append(Layout(**{**layout, "ranks": tuple(layout["ranks"]), "sizes": sizes}))
-    return Plan(str(plan_json["pipeline"]), tuple(ranks), (), tuple(layouts))
-
-
-EngineNode = tuple[str, tuple[str, ...]]
-"""The phase and the engines of a node of the training loop that has some."""
-
-
-def _engine_nodes(plan_json: Mapping[str, Any]) -> list[EngineNode]:
-    found = []
-    for node in plan_json["nodes"]:
-        if node["plane"] == "training" and node["engines"]:
-            found.append((str(node["phase"]), tuple(node["engines"])))
-    return found
 
 
 @dataclass(frozen=True)
@@ -207,7 +107,7 @@ def _steady_steps(folder: Path, activity: RunActivity, generates: bool) -> list[
     return steps
 
 
-def _lengths(folder: Path, steps: Sequence[_Step]) -> tuple[float, tuple[float, ...]]:
+def _lengths(folder: Path, steps: list[_Step]) -> tuple[float, tuple[float, ...]]:
     """Mean tokens of prompts, and the lengths of responses."""
     timeline = run_reader.read_timeline(folder)
     found: dict[str, list[float]] = {"prompt_length": [], "response_length": []}
@@ -223,22 +123,62 @@ def _lengths(folder: Path, steps: Sequence[_Step]) -> tuple[float, tuple[float, 
 
 
 @dataclass(frozen=True)
-class _TimedSteps:
-    steps: Sequence[_Step]
+class MeasuredRun:
+    """What a run shows."""
+
+    folder: Path
+    config: Config
+    pipeline: str
+    """Its name."""
+    device: Device
+    """Of its plan."""
+    shapes: Mapping[str, ModelShape]
+    """Of its plan."""
+    prompt: float
+    """Mean tokens."""
+    responses: tuple[float, ...]
+    """Tokens, ascending; empty if it generated nothing."""
+    steps: tuple[_Step, ...]
     activity: RunActivity
-    nodes: Sequence[EngineNode]
 
-    def seconds(self) -> list[float]:
-        """Of each step, without what a plan leaves out."""
-        found = []
-        for step in self.steps:
-            left_out = sum(step.seconds(name) for name in _UNPLANNED)
-            found.append(step.seconds("step") - left_out)
-        return found
+    def lengths(self, config: Config) -> Lengths:
+        """As a run of this config would have them."""
+        if not self.responses:
+            return assumed_lengths(config)
+        limit = config.data.max_response_length
+        responses = lengths_under(limit, self.responses, self.config.data.max_response_length)
+        return Lengths(min(self.prompt, config.data.max_prompt_length), responses, limit)
 
-    def scores(self, workers: int) -> tuple[float, ...]:
-        """Waits of groups for their scores, as long as one scoring takes: a group waits for others
-        too if the workers are busy."""
+    def rates(self, pipeline: BoundPipeline, device: Device) -> Rates:
+        """For another run, with this pipeline on this device. Raises UserError if this run had
+        others."""
+        if (self.pipeline, self.device.name) != (pipeline.graph_id, device.name):
+            raise UserError(
+                f"{self.folder} cannot calibrate this plan: it ran '{self.pipeline}' on "
+                f"'{self.device.name}', and this run is '{pipeline.graph_id}' on '{device.name}'"
+            )
+        if not pipeline_code(self.config):  # else its code would have to run
+            pipeline = bind(self.config)
+        score = self._score()
+        known = RunFacts(RunLimits(), self.lengths(self.config), Rates(score=score))
+        run = predict(self.config, pipeline, self.shapes, self.device, known)
+        seconds, planned = self._seconds(run, pipeline)
+        peak = None
+        if run.device.is_cpu:
+            peaks = [step.record.values.get("memory/process/peak", 0.0) for step in self.steps]
+            peak = max(peaks) or None
+        samples = run.times.samples // sizes_of(run.plan, "actor").data
+        return fit(
+            MeasuredSteps(seconds, score, samples, peak),
+            planned,
+            run.fullest.peak,
+            libraries=PROCESS_BYTES[self.device.kind],
+            source=str(self.folder),
+        )
+
+    def _score(self) -> float:
+        """Mean seconds of a group's scoring; 0 if no group waited for scores. If the workers are
+        busy, a group waits for others too, so it is at most their time for each group."""
         begin = self.steps[0].began
         end = self.steps[-1].record.t
         waits = []
@@ -247,50 +187,41 @@ class _TimedSteps:
                 if span.what == "scores" and begin <= span.start and span.end <= end:
                     waits.append(span.end - span.start)
         if not waits:
-            return ()
-        busy = self.activity.scored(begin, end)
-        alone = min(1.0, busy * workers / sum(waits))
-        return quantiles([wait * alone for wait in waits], _NUM_SCORES)
+            return 0.0
+        busy = self.activity.scored(begin, end) * self.config.reward.num_workers
+        return min(fmean(waits), busy / len(waits))
 
-    def measured(self, times: StepTimes) -> MeasuredSteps:
+    def _seconds(
+        self, run: PredictedRun, pipeline: BoundPipeline
+    ) -> tuple[dict[str, float], dict[str, float]]:
+        """The measured medians of the parts of `Rates` and of `rest`, and the planned seconds of
+        the parts and of the rewards that are left after the last token."""
+        times = run.times
         seconds = {"sync": self._median("update_weights"), "forward": 0.0, "update": 0.0}
-        for phase in dict.fromkeys(phase for phase, _ in self.nodes):
-            seconds[_pass_of(phase)] += self._median(phase)
-        own = self.seconds()
-        rest = median(own) - sum(seconds.values())
+        planned = {"sync": times.sync(), "forward": 0.0, "update": 0.0}
+        phases = set[str]()
+        for node in pipeline.training_nodes:
+            if not node.engines:
+                continue
+            part = "update" if node.phase.startswith("train") else "forward"
+            planned[part] += times.node(node)
+            if node.phase not in phases:
+                phases.add(node.phase)
+                seconds[part] += self._median(node.phase)
         waits = self._median("rollout")
-        if times.plan.generates:
+        whole = []
+        for step in self.steps:
+            left_out = sum(step.seconds(name) for name in _UNPLANNED)
+            whole.append(step.seconds("step") - left_out)
+        rest = median(whole) - sum(seconds.values())
+        if run.plan.generates:
             decoded = [self.activity.decoded(step.began, step.record.t) for step in self.steps]
             seconds["generate"] = median(decoded)
             waits = waits if times.overlaps else seconds["generate"]
+            planned["generate"] = times.generate()
+            planned["rewards"] = 0.0 if times.overlaps else times.rewards()
         seconds["rest"] = max(0.0, rest - waits)
-        peak = 0.0
-        if times.device.is_cpu:
-            for step in self.steps:
-                peak = max(peak, step.record.values.get("memory/process/peak", 0.0))
-        return MeasuredSteps(
-            seconds,
-            times.rates.scores,
-            samples=times.samples // sizes_of(times.plan, "actor").data,
-            peak=peak or None,
-        )
-
-    def planned(self, times: StepTimes) -> dict[str, float]:
-        """Seconds by the parts of `Rates`, and of the rewards that are left after the last
-        token."""
-        found = {"sync": times.sync(), "forward": 0.0, "update": 0.0}
-        if times.plan.generates:
-            found["generate"] = times.generate()
-            found["rewards"] = 0.0 if times.overlaps else times.rewards()
-        for phase, engines in self.nodes:
-            part = _pass_of(phase)
-            for role in engines:
-                found[part] += times.engine(role, updates=part == "update")
-        return found
+        return seconds, planned
 
     def _median(self, phase: str) -> float:
         return median(step.seconds(phase) for step in self.steps)
-
-
-def _pass_of(phase: str) -> str:
-    return "update" if phase.startswith("train") else "forward"

@@ -6,7 +6,6 @@ import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from math import log1p
 
 from distflow.config import Config, Loaded, RunLimits, fit_to, load_config, with_changes
 from distflow.config.compose.fit_defaults_to_data import is_free
@@ -15,7 +14,7 @@ from distflow.config.derived_settings import CUSTOM, pipeline_name
 from distflow.config.keys.reward import scoring_models
 from distflow.errors import UserError
 from distflow.graph import BoundPipeline
-from distflow.launch.plans.measured_run import MeasuredRun, cut_by_timeout, facts_of, measured_run
+from distflow.launch.plans.measured_run import MeasuredRun, measured_run
 from distflow.launch.plans.unloaded_run import (
     bind_named,
     num_rows,
@@ -26,8 +25,9 @@ from distflow.launch.user_code import data_code, pipeline_code
 from distflow.planning.allocation_expression import follow_allocation
 from distflow.planning.devices import Device, device_here, find_device
 from distflow.planning.lengths import assumed_lengths
+from distflow.planning.measured_rates import Rates
 from distflow.planning.model_shapes import ModelShape
-from distflow.planning.predicted_run import PredictedRun, predict
+from distflow.planning.predicted_run import PredictedRun, RunFacts, predict
 from distflow.planning.search_allocations import (
     AUTO,
     CHECKPOINTING,
@@ -41,7 +41,6 @@ from distflow.planning.search_allocations import (
 
 _ON_MACHINE = 8
 """Devices of one machine."""
-_SCORES = 50
 
 
 @dataclass(frozen=True)
@@ -61,7 +60,7 @@ class RunPlanner:
     response_tokens: float | None = None
     """The mean of responses."""
     reward_seconds: float = 0.0
-    """The mean time of a group's scoring, which is exponential; 0 if it is unknown."""
+    """The mean time of a group's scoring, 0 if it is unknown."""
     measured_in: str | None = None
     """A run that calibrates the plan, instead of `trainer.plan_from`."""
     runs_code: bool = True
@@ -109,14 +108,18 @@ class RunPlanner:
 
     def predict(self, config: Config) -> PredictedRun:
         """The prediction for this or another config with the same pipeline."""
-        known = facts_of(self.measured, config, self.pipeline.graph_id, self.device, self.limits)
         means = (self.prompt_tokens, self.response_tokens)
-        if known.lengths is None or means != (None, None):
-            known = replace(known, lengths=assumed_lengths(config, *means))
-        if self.reward_seconds:
-            scores = cut_by_timeout(_exponential(self.reward_seconds), config)
-            known = replace(known, rates=replace(known.rates, scores=scores))
+        if self.measured and means == (None, None):
+            lengths = self.measured.lengths(config)
+        else:
+            lengths = assumed_lengths(config, *means)
+        known = RunFacts(self.limits, lengths, self._rates)
         return predict(config, self.pipeline, self.shapes, self.device, known)
+
+    @cached_property
+    def _rates(self) -> Rates:
+        rates = self.measured.rates(self.pipeline, self.device) if self.measured else Rates()
+        return replace(rates, score=self.reward_seconds) if self.reward_seconds else rates
 
     # A searched allocation, and changes
 
@@ -255,8 +258,3 @@ def _models(config: Config) -> tuple[object, ...]:
         config.critic.model.path,
         scoring_models(config.reward_model),
     )
-
-
-def _exponential(mean: float) -> tuple[float, ...]:
-    """Times of equal shares, ascending."""
-    return tuple(-mean * log1p(-(place + 0.5) / _SCORES) for place in range(_SCORES))

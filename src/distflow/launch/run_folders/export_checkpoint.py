@@ -99,29 +99,22 @@ def export_checkpoint(
     _allow_code(code, saved["config"], trust_code, say)
     if not code:
         config = without_model_code(config)
-    policies = trained_policies(config)
     tokenizer = tokenizer_loader(config)()
-    for name in policies:
-        own = {
-            weight.removeprefix(f"{name}."): t
-            for weight, t in trained.items()
-            if weight.startswith(f"{name}.")
-        }
-        export_model(
-            _trained_model(config_of_policy(config, name), own, source), tokenizer, target / name
-        )
-    if policies:
-        (target / NOTE).write_text(json.dumps(note, indent=2) + "\n", "utf-8")
-        say(f"exported the policies {', '.join(policies)} to folders in {target}")
+    policies = trained_policies(config)
+    if not policies:
+        model = _trained_model(config, trained, source)
+        export_model(model, tokenizer, target, note=(NOTE, note), adapter=adapter)
+        say(f"exported to {target}")
         return target
-    export_model(
-        _trained_model(config, trained, source),
-        tokenizer,
-        target,
-        note=(NOTE, note),
-        adapter=adapter,
-    )
-    say(f"exported to {target}")
+    for name in policies:
+        own = {}
+        for weight, tensor in trained.items():
+            if weight.startswith(f"{name}."):
+                own[weight.removeprefix(f"{name}.")] = tensor
+        model = _trained_model(config_of_policy(config, name), own, source)
+        export_model(model, tokenizer, target / name)
+    (target / NOTE).write_text(json.dumps(note, indent=2) + "\n", "utf-8")
+    say(f"exported the policies {', '.join(policies)} to folders in {target}")
     return target
 
 
@@ -151,24 +144,15 @@ def write_hf_models(run_dir: Path, warn: Say) -> None:
         if is_ours and read_object(left / NOTE).get("checkpoint") != wanted.get(left.name, ""):
             shutil.rmtree(left, ignore_errors=True)
     for path in checkpoints:
-        if (folder / path.name / NOTE).exists():  # a folder without it was left empty by a kill
+        target = folder / path.name
+        if (target / NOTE).exists():  # a folder without it was left empty by a kill
             continue
-        command = [
-            "-m",
-            "distflow",
-            "export",
-            str(path),
-            "--to",
-            str(folder / path.name),
-            "--trust-code",
-        ]
-        env = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
-        done = subprocess.run(  # in its own session, which Ctrl-C does not end
-            [sys.executable, *command],
+        done = subprocess.run(
+            [sys.executable, "-m", "distflow", "export", path, "--to", target, "--trust-code"],
             capture_output=True,
             text=True,
-            env=env,
-            start_new_session=True,
+            env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
+            start_new_session=True,  # which Ctrl-C does not end
         )
         if done.returncode:
             why = done.stderr.strip().splitlines()[-1:] or [f"exit status {done.returncode}"]
@@ -191,28 +175,32 @@ def with_models_of_runs(loaded: Loaded, say: Say) -> Loaded:
     UserError as `export_checkpoint` does.
     """
     config = loaded.config
-    policies = loaded.config.dag.policies
     values: dict[str, Any] = flatten(config)
-    changes: dict[str, Any] = {key: _folder(values[key], config, say) for key in _MODELS}
-    models = config.reward_model.models.items()
-    changes["reward_model.models"] = {
-        name: replace(each, path=_folder(each.path, config, say) or "") for name, each in models
-    }
-    path = changes[_MODELS[0]]
-    if path is not None and (of_run := Path(path) / FIRST_POLICY).is_dir():  # one of several
-        changes[_MODELS[0]] = str(of_run)
-        folders = {name: of_run.with_name(name) for name in policies}
-        own = {
-            name: {"model.path": str(each), "model.init": "pretrained"}
-            for name, each in folders.items()
-        }
-        changes["dag.policies"] = {
-            name: {**policies[name], **(own[name] if folders[name].is_dir() else {})}
-            for name in policies
-        }
-    if all(values[key] == value for key, value in changes.items() if key != "dag.policies"):
+    changes: dict[str, Any] = {}
+    for key in _MODELS:
+        folder = _folder(values[key], config, say)
+        if folder != values[key]:
+            changes[key] = folder
+    models = {}
+    for name, model in config.reward_model.models.items():
+        models[name] = replace(model, path=_folder(model.path, config, say) or "")
+    if models != config.reward_model.models:
+        changes["reward_model.models"] = models
+    policy = changes.get(_MODELS[0], values[_MODELS[0]])
+    if policy is not None and (Path(policy) / FIRST_POLICY).is_dir():  # of a run with several
+        changes |= _policies_in(Path(policy), config)
+    if not changes:
         return loaded
     return replace(loaded, config=with_values(config, changes))
+
+
+def _policies_in(folder: Path, config: Config) -> dict[str, Any]:
+    """The settings by which each policy begins with its own model of an exported run."""
+    policies = {}
+    for name, given in config.dag.policies.items():
+        own = {"model.path": str(folder / name), "model.init": "pretrained"}
+        policies[name] = {**given, **own} if (folder / name).is_dir() else given
+    return {_MODELS[0]: str(folder / FIRST_POLICY), "dag.policies": policies}
 
 
 def write_config_of(

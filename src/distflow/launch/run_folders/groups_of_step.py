@@ -2,39 +2,38 @@
 meanwhile."""
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from distflow.errors import UserError
+from distflow.observe.crash_safe_files import time_of
 from distflow.observe.ledger_groups import Group, fold_groups, groups_of
 from distflow.scheduling.ledger import LedgerError, Record, surviving_records
 from distflow.untrusted_files import check_file
 
 _MAX_BYTES = 2**30
-_MAX_GROUPS = 500_000
-_LATEST_TIME = 1e11
 
 
 @dataclass(frozen=True)
 class StepLineage:
-    """A step, counted from 1, as files and metrics count.
-
-    groups: those that it trained on; before it is consumed, those in the sample queue. dropped:
-    since the previous step was consumed. consumed_at: seconds since 1970; None if not consumed.
-    weights: the engines' version after it; None if the ledger ends earlier. max_staleness: None if
-    not in the ledger. aborted: ids of groups that ran for it and were not needed; aborted_tokens:
-    generated for them.
-    """
+    """A step, counted from 1, as files and metrics count."""
 
     step: int
     restart: int
     groups: tuple[Group, ...]
+    """Those that it trained on; before it is consumed, those in the sample queue."""
     dropped: tuple[Group, ...]
-    consumed_at: float | None
-    weights: int | None
+    """Since the previous step was consumed."""
     max_staleness: int | None
+    """None if the ledger does not say it."""
+    consumed_at: float | None = None
+    """Seconds since 1970; None if it is not consumed."""
+    weights: int | None = None
+    """The engines' version after it; None if the ledger ends earlier."""
     aborted: tuple[int, ...] = ()
+    """Ids of groups that ran for it and were not needed."""
     aborted_tokens: int = 0
+    """Generated for them."""
 
 
 def ledger_groups(path: Path) -> dict[int, Group]:
@@ -67,57 +66,80 @@ def step_lineage(path: Path, step: int) -> StepLineage:
 
 def _find(step: int, records: Iterator[Record]) -> StepLineage | str:
     """The lineage, or a sentence on the steps that there are."""
-    groups, dropped, aborted = dict[int, Group](), list[Group](), list[Record]()
+    waiting = _Waiting()
     first = 1
     following = 1
-    restart = 0
-    bound = None
-
-    def lineage(
-        own: Iterable[Group], consumed_at: float | None = None, weights: int | None = None
-    ) -> StepLineage:
-        ids = tuple(group_id for record in aborted for group_id in record["group_ids"])
-        tokens = sum(record["tokens"] for record in aborted)
-        ordered = tuple(sorted(own, key=lambda group: group.group_id))
-        return StepLineage(
-            step, restart, ordered, tuple(dropped), consumed_at, weights, bound, ids, tokens
-        )
-
     for record in records:
-        kind = record["kind"]
-        restart = record["restart"]
-        fold_groups(groups, record)
-        if len(groups) + len(dropped) > _MAX_GROUPS:
-            raise TypeError(f"more than {_MAX_GROUPS:,} groups that no step took")
-        if kind == "aborted":
-            aborted.append(record)
-        elif kind == "dropped":
-            dropped.append(groups.pop(record["group_id"]))
-        elif kind == "consumed":
-            own = [groups.pop(group_id) for group_id in record["group_ids"]]
+        waiting.add(record)
+        if record["kind"] == "inherited":
+            first = record["step"] + 1
+            following = first
+        if record["kind"] == "consumed":
+            own = waiting.take(record["group_ids"])
             if record["step"] == step:
-                if not abs(record["t"]) <= _LATEST_TIME:
-                    raise TypeError(record["t"])
                 after: Record = next(records, {"kind": ""})
-                return lineage(
-                    own, record["t"], after["weights"] if after["kind"] == "version" else None
+                weights = after["weights"] if after["kind"] == "version" else None
+                return replace(
+                    waiting.lineage(step, own), consumed_at=time_of(record), weights=weights
                 )
-            dropped = []
-            aborted = []
+            waiting.begin_step()
             following = record["step"] + 1
-        elif kind == "plan":
-            bound = record["max_staleness"]
-        elif kind == "inherited":
-            first = following = record["step"] + 1
-    if step == following and (groups or dropped):
-        for group in groups.values():
-            if group.state == "generating" and group.attempts[-1].restart != restart:
-                group.state = "waiting"  # the process that held it is gone
-        return lineage(groups.values())
+    if step == following and (waiting.groups or waiting.dropped):
+        return waiting.lineage(step, waiting.groups_under_way())
     if step < first and first > 1:
         return f"those before {first} are in the folder of the run that it resumes from"
-    return (
-        f"it has steps {first} to {following - 1}, counted from 1"
-        if following > first
-        else "none was consumed yet"
-    )
+    if following == first:
+        return "none was consumed yet"
+    return f"it has steps {first} to {following - 1}, counted from 1"
+
+
+@dataclass
+class _Waiting:
+    """What a ledger tells between two steps."""
+
+    groups: dict[int, Group] = field(default_factory=dict)
+    """Those that no step took, by id."""
+    dropped: list[Group] = field(default_factory=list)
+    aborted: list[Record] = field(default_factory=list)
+    restart: int = 0
+    max_staleness: int | None = None
+
+    def add(self, record: Record) -> None:
+        """Apply the next record."""
+        fold_groups(self.groups, record)
+        self.restart = record["restart"]
+        match record["kind"]:
+            case "plan":
+                self.max_staleness = record["max_staleness"]
+            case "aborted":
+                self.aborted.append(record)
+            case "dropped":
+                self.dropped.append(self.groups.pop(record["group_id"]))
+
+    def take(self, group_ids: Iterable[int]) -> list[Group]:
+        return [self.groups.pop(group_id) for group_id in group_ids]
+
+    def begin_step(self) -> None:
+        self.dropped = []
+        self.aborted = []
+
+    def groups_under_way(self) -> Iterable[Group]:
+        for group in self.groups.values():
+            if group.state == "generating" and group.attempts[-1].restart != self.restart:
+                group.state = "waiting"  # the process that held it is gone
+        return self.groups.values()
+
+    def lineage(self, step: int, groups: Iterable[Group]) -> StepLineage:
+        """Of a step that is not consumed."""
+        aborted = list[int]()
+        for record in self.aborted:
+            aborted += record["group_ids"]
+        return StepLineage(
+            step,
+            self.restart,
+            tuple(sorted(groups, key=lambda group: group.group_id)),
+            tuple(self.dropped),
+            self.max_staleness,
+            aborted=tuple(aborted),
+            aborted_tokens=sum(record["tokens"] for record in self.aborted),
+        )

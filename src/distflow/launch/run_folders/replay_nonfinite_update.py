@@ -2,14 +2,12 @@
 wrong."""
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
-from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
-from yaml import YAMLError
 
 from distflow.algorithms.objectives import PairObjective, SFTObjective
 from distflow.checks.nonfinite import BATCH, CONFIG, FACTS, WEIGHTS
@@ -36,20 +34,6 @@ from distflow.untrusted_files import MAX_YAML_BYTES, check_tensors, load_yaml, r
 
 ROLES = ("actor", "critic")
 
-_DAMAGE = (
-    OSError,
-    EOFError,
-    LookupError,
-    TypeError,
-    ValueError,
-    AttributeError,
-    AssertionError,
-    RuntimeError,
-    YAMLError,
-    SafetensorError,
-)
-"""Errors from reading a damaged or foreign file of a bundle."""
-
 
 def replay_bundle(bundle: Path, *, trust_code: bool = False) -> Iterator[str]:
     """Readable lines: non-finite columns and weights, the update's metrics, and each sample that is
@@ -64,19 +48,24 @@ def replay_bundle(bundle: Path, *, trust_code: bool = False) -> Iterator[str]:
             f"{bundle} is not a bundle: it has no {FACTS}; bundles are in the folder bundles/ of a "
             "run"
         )
-    with _reading(bundle):
-        keys = load_yaml(read_file(bundle / CONFIG, bundle, MAX_YAML_BYTES))
-        if not isinstance(keys, dict):
-            raise ValueError(f"{CONFIG} holds no keys")
+    try:
+        keys: Any = load_yaml(read_file(bundle / CONFIG, bundle, MAX_YAML_BYTES))
         config = config_of_run(keys)
-        facts = read_object(bundle / FACTS, bundle)
+        facts: Any = read_object(bundle / FACTS, bundle)
         role = str(facts["role"])
-        step = int(facts["step"])  # type: ignore[arg-type]
-        metrics = dict(facts["metrics"])  # type: ignore[arg-type]
+        step = int(facts["step"])
+        metrics = dict(facts["metrics"])
         if role not in ROLES:
             raise ValueError(f"{FACTS} names the role {role!r}")
         batch = Batch.load(bundle / BATCH)
         weights = load_file(check_tensors(bundle / WEIGHTS, bundle))
+    except UserError:
+        raise
+    except Exception as error:  # whatever a damaged or foreign file raises
+        raise UserError(
+            f"{bundle} is damaged, or from another version of distflow: {type(error).__name__}: "
+            f"{error}"
+        ) from error
     code = [*algorithm_code(config), *model_code(config)]
     notes = list[str]()
     only_if_trusted(code, trust_code, notes.append)
@@ -93,28 +82,13 @@ def replay_bundle(bundle: Path, *, trust_code: bool = False) -> Iterator[str]:
             yield f"weight {name}: {wrong} entries are not finite"
     engine = _engine(config, role)
     _load_weights(engine.model, weights)
-    with _reading(bundle):
-        objective = _objective(config, role, batch)
-        replayed = engine.train_step(batch, objective)
+    objective = _objective(config, role, batch)
+    replayed = engine.train_step(batch, objective)
     saved = ", ".join(f"{name} {metrics.get(name)}" for name in ("loss", "grad_norm"))
     yield (
         f"loss {replayed['loss']:g}, gradient norm {replayed['grad_norm']:g} (in the run: {saved})"
     )
     yield from _samples_alone(engine, objective, batch, weights)
-
-
-@contextmanager
-def _reading(bundle: Path) -> Iterator[None]:
-    """Turns errors of damaged or foreign files into a UserError."""
-    try:
-        yield
-    except UserError:
-        raise
-    except _DAMAGE as error:
-        raise UserError(
-            f"{bundle} is damaged, or from another version of distflow: {type(error).__name__}: "
-            f"{error}"
-        ) from error
 
 
 def _samples_alone(

@@ -30,21 +30,20 @@ MAX_TOKENS = 512
 
 @dataclass(frozen=True)
 class ChatOptions:
-    """max_tokens: of a response; None for MAX_TOKENS, or half of a shorter context. temperature: 0
-    is greedy, None the config's. plain: no chat template. trust_code: code that a run's config
-    names may run."""
-
     max_tokens: int | None
+    """Of a response; None for MAX_TOKENS, or half of a shorter context."""
     temperature: float | None
+    """0 is greedy, None the config's."""
     plain: bool
+    """No chat template."""
     trust_code: bool
+    """Code that a run's config names may run."""
 
 
 @dataclass(frozen=True)
 class Chat:
-    """model, tokenizer: of transformers."""
-
     model: Any
+    """Of transformers, as the tokenizer."""
     tokenizer: Any
     options: PromptOptions
     config: Config
@@ -61,19 +60,20 @@ class Chat:
         (encoded,) = encode_rows([row], self.tokenizer, self.options, BadRows())
         ids = torch.tensor([encoded.prompt_ids], device=self.model.device)
         rollout = self.config.actor_rollout_ref.rollout
-        greedy = self.temperature == 0
-        sampling = {
-            "temperature": self.temperature,
-            "top_p": rollout.top_p,
-            "top_k": max(rollout.top_k, 0),
-        }
-        sampling |= {"min_p": rollout.min_p}
+        drawn: dict[str, Any] = {"do_sample": False}
+        if self.temperature:
+            drawn = {
+                "do_sample": True,
+                "temperature": self.temperature,
+                "top_p": rollout.top_p,
+                "top_k": max(rollout.top_k, 0),
+                "min_p": rollout.min_p,
+            }
         ends = list(stop_token_ids(self.model, self.tokenizer))
         out = self.model.generate(
             ids,
             attention_mask=torch.ones_like(ids),
             max_new_tokens=self.options.max_response_length,
-            do_sample=not greedy,
             eos_token_id=ends,
             pad_token_id=ends[0] if ends else None,
             # not that of the model's generation_config.json
@@ -81,7 +81,7 @@ class Chat:
             stop_strings=list(rollout.stop) or None,
             tokenizer=self.tokenizer,
             streamer=TextStreamer(self.tokenizer, skip_prompt=True, skip_special_tokens=True),
-            **({} if greedy else sampling),
+            **drawn,
         )
         return str(self.tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=True))
 

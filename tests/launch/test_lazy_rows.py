@@ -12,7 +12,7 @@ from distflow.config import preset_config
 from distflow.config.keys.schema import with_values
 from distflow.data.encoded_prompts import PromptRows, UnusableRow
 from distflow.errors import UserError
-from distflow.launch.data_sets import data_plan
+from distflow.launch.plan_data import data_plan
 from distflow.runtime.spec import Spec
 from tests.e2e.runs import Playground
 
