@@ -50,7 +50,7 @@ def test_a_device_that_computes_what_a_cpu_does_passes_every_check() -> None:
 @on_device
 def test_a_wrong_kernel_is_found(tmp_path: Path) -> None:
     library = torch.library.Library("aten", "IMPL")
-    computed = ("log-probs, float32", "decode steps")
+    computed = ("log-probs, float32", "GRPO steps")
     assert not try_checks(tmp_path / "sound", *computed)
     library.impl("silu", lambda x: x * (0.99 * x.sigmoid()), "PrivateUse1")
     assert try_checks(tmp_path / "wrong", *computed).keys() == {*computed}

@@ -6,20 +6,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from distflow.commands.find_run import LEDGER, find_run
+from distflow.commands.find_run import find_run
 from distflow.commands.printing import aligned, as_json
 from distflow.errors import count_of
-from distflow.launch.run_folders.groups_of_step import ledger_groups
-from distflow.observe.crash_safe_files import JSON, read_object
+from distflow.observe.crash_safe_files import read_object
 from distflow.observe.metrics import headline_names
 from distflow.observe.report.metric_differences import LAST
-from distflow.observe.run_reader import (
-    PRESET,
-    config_sources,
-    flat_config,
-    read_samples,
-    sample_steps,
-)
+from distflow.observe.run_reader import flat_config, sample_steps
 from distflow.observe.sanitized_output import escape_control
 
 if TYPE_CHECKING:
@@ -70,7 +63,7 @@ def differences(a: "RunRecords", b: "RunRecords") -> dict[str, Any]:
         elif first is not None:
             same.append(name)
     return {
-        "config": _config_changes(a.run_dir, b.run_dir, facts),
+        "config": _config_changes(a.run_dir, b.run_dir),
         "same": same,
         "different": different,
         "first_difference": _first_difference(a, b),
@@ -79,63 +72,33 @@ def differences(a: "RunRecords", b: "RunRecords") -> dict[str, Any]:
     }
 
 
-def _config_changes(a: Path, b: Path, facts: Sequence[Mapping[str, JSON]]) -> list[dict[str, str]]:
-    """The keys that differ, with the values of both sides and where each was set."""
-    values = [flat_config(a), flat_config(b)]
-    sources = [config_sources(each) for each in facts]
+def _config_changes(a: Path, b: Path) -> list[dict[str, str]]:
+    """The keys that differ, with the values of both sides."""
+    first = flat_config(a)
+    second = flat_config(b)
     changes = []
-    for key in sorted({*values[0], *values[1]}):
-        first, second = (each.get(key, "missing") for each in values)
-        if first != second:
-            of_a, of_b = (each.get(key, PRESET) for each in sources)
-            change = {"key": key, "a": first, "b": second, "a_source": of_a, "b_source": of_b}
+    for key in sorted({*first, *second}):
+        change = {"key": key, "a": first.get(key, "missing"), "b": second.get(key, "missing")}
+        if change["a"] != change["b"]:
             changes.append(change)
     return changes
 
 
 def _first_difference(a: "RunRecords", b: "RunRecords") -> str:
-    """The first group with another row; if there is none, the first sample with another
-    response."""
-    groups = [ledger_groups(run.run_dir / LEDGER) for run in (a, b)]
-    for group_id in sorted({*groups[0]} & {*groups[1]}):
-        first, second = (each[group_id] for each in groups)
-        if (first.epoch, first.row) != (second.epoch, second.row):
-            return f"group {group_id} holds row {first.row} in A, {second.row} in B"
-    return _first_response(a, b) or "none in the groups and responses that both have"
-
-
-def _first_response(a: "RunRecords", b: "RunRecords") -> str:
+    """The first sample with another prompt or response, by the first character that differs."""
     for step in sorted({*sample_steps(a.run_dir)} & {*sample_steps(b.run_dir)}):
-        rows = [
-            {str(row.get("uid")): row for row in read_samples(r.run_dir, step, "train", r.timeline)}
-            for r in (a, b)
-        ]
-        for uid in (uid for uid in rows[0] if uid in rows[1]):
-            texts = [str(each[uid].get("response")) for each in rows]
-            if texts[0] != texts[1]:
-                where = len(os.path.commonprefix(texts))
-                token = _token(a, b, step, uid)
-                return (
-                    f"step {step}: the responses of sample {uid} differ from character "
-                    f"{where}{token}"
-                )
-    return ""
-
-
-def _token(a: "RunRecords", b: "RunRecords", step: int, uid: str) -> str:
-    """The first token that differs, with its log-probs, if both runs saved the step's tokens."""
-    from distflow.launch.run_folders.saved_tokens import saved_tokens
-
-    pairs = zip(
-        saved_tokens(a.run_dir, step, uid), saved_tokens(b.run_dir, step, uid), strict=False
-    )
-    for position, (x, y) in enumerate(pairs):
-        if x["id"] != y["id"]:
-            return (
-                f": token {position} is {x['id']} (log-prob {x['log_prob']}) in A, "
-                f"{y['id']} ({y['log_prob']}) in B"
-            )
-    return ""
+        theirs = {row.get("uid"): row for row in b.samples(step)}
+        for row in a.samples(step):
+            other = theirs.get(row.get("uid"), row)
+            for name in ("prompt", "response"):
+                texts = [str(row.get(name)), str(other.get(name))]
+                if texts[0] != texts[1]:
+                    where = len(os.path.commonprefix(texts))
+                    return (
+                        f"step {step}: the {name}s of sample {row.get('uid')} differ from "
+                        f"character {where}"
+                    )
+    return "none in the samples that both have"
 
 
 def _diff_lines(a: "RunRecords", b: "RunRecords", content: Mapping[str, Any]) -> list[str]:
@@ -144,7 +107,7 @@ def _diff_lines(a: "RunRecords", b: "RunRecords", content: Mapping[str, Any]) ->
         lines.append(f"{name} {run.run_dir}: {count_of(max(run.steps, default=0), 'step')}")
     lines += ["", f"config, different: {count_of(len(content['config']), 'key')}"]
     for c in content["config"]:
-        lines.append(f"  {c['key']}: {c['a']} ({c['a_source']}) -> {c['b']} ({c['b_source']})")
+        lines.append(f"  {c['key']}: {c['a']} -> {c['b']}")
     for word in ("same", "different"):
         lines.append(f"{word}: {', '.join(content[word]) or 'nothing known'}")
     lines += [f"first difference: {content['first_difference']}", ""]

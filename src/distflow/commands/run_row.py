@@ -15,12 +15,18 @@ from distflow.observe.run_reader import read_events
 from distflow.observe.writing.run_folder import WRITER, writer_of
 from distflow.untrusted_files import read_file
 
-TAIL_BYTES = 200_000
-_HEADLINES = {"reward": REWARD, "accuracy": ACCURACY, "loss": "sft/loss"}
+_TAIL_BYTES = 200_000
+_HEADLINES = {
+    "reward": REWARD,
+    "accuracy": ACCURACY,
+    "loss": "sft/loss",
+    "speed": "throughput/tokens_per_s",
+}
 _HOST = re.compile(rb"pid \d+ on (\S+)")
 
 
 def stamp_of(path: Path) -> tuple[int, int]:
+    """A file's size and time in ns; zeros if it is not there."""
     try:
         found = path.stat()
     except OSError:
@@ -28,36 +34,33 @@ def stamp_of(path: Path) -> tuple[int, int]:
     return found.st_size, found.st_mtime_ns
 
 
-def run_row(path: Path) -> dict[str, Any]:
-    """A run in one line, from the ends of its files."""
+def run_row(run_dir: Path) -> dict[str, Any]:
+    """rewards: of its last steps. written: in seconds since the epoch. None: not known."""
     row: dict[str, Any] = {
-        "state": "unreadable",
         "step": None,
         "total": None,
-        "speed": None,
         "rewards": [],
         "problems": 0,
-        "written": stamp_of(path / "metrics.jsonl")[1] / 1e9,
+        "written": stamp_of(run_dir / "metrics.jsonl")[1] / 1e9,
         **dict.fromkeys(_HEADLINES),
     }
     try:
-        records = read_records(path / "metrics.jsonl", TAIL_BYTES, path)[0]
-        events = read_events(path, None, TAIL_BYTES)
-        row["total"] = read_object(path / "run.json", path).get("total_steps")
+        records = read_records(run_dir / "metrics.jsonl", _TAIL_BYTES, run_dir)[0]
+        events = read_events(run_dir, None, _TAIL_BYTES)
+        row["total"] = read_object(run_dir / "run.json", run_dir).get("total_steps")
     except UserError as error:
-        row["state"] = str(error)[:200]
-        return row
-    row["state"] = status(events)["word"]
-    row["step"] = 0
+        return {**row, "state": str(error)[:200]}
+    row["state"] = _state(run_dir, status(events))["word"]
+    steps = [record.get("step") for record in records]
+    row["step"] = max((step for step in steps if isinstance(step, int)), default=0)
     for record in records:
-        step = record.get("step")
-        row["step"] = max(row["step"], step if isinstance(step, int) else 0)
         metrics = record.get("m")
-        values = metrics if isinstance(metrics, dict) else {}
-        for name, metric in {**_HEADLINES, "speed": "throughput/tokens_per_s"}.items():
-            if metric in values:
-                row[name] = to_number(values[metric])
-        reward = to_number(values.get(REWARD))
+        if not isinstance(metrics, dict):
+            continue
+        for name, metric in _HEADLINES.items():
+            if metric in metrics:
+                row[name] = to_number(metrics[metric])
+        reward = to_number(metrics.get(REWARD))
         if reward is not None and math.isfinite(reward):
             row["rewards"].append(reward)
     for event in events:
@@ -65,18 +68,20 @@ def run_row(path: Path) -> dict[str, Any]:
     return row
 
 
-def state_of(run_dir: Path, found: dict[str, str]) -> dict[str, str]:
-    """The status of a run; of one without an end whether it is running, by the lock of its
-    folder."""
-    if found["word"] != NO_END["word"]:
+def run_status(run_dir: Path) -> dict[str, str]:
+    """The status of a run, from the end of its events."""
+    return _state(run_dir, status(read_events(run_dir, None, _TAIL_BYTES)))
+
+
+def _state(run_dir: Path, found: dict[str, str]) -> dict[str, str]:
+    """Of a run without an end whether it is running, by the lock of its folder."""
+    if found != NO_END:
         return found
     if (writer := writer_of(run_dir)) is not None:
         return {"word": "running", "detail": f"process {writer} writes to the folder"}
     with suppress(OSError):
-        host = _HOST.match(read_file(run_dir / WRITER, run_dir, TAIL_BYTES))
+        host = _HOST.match(read_file(run_dir / WRITER, run_dir, _TAIL_BYTES))
         if host and host[1].decode("utf-8", "replace") == os.uname().nodename:
-            return {
-                "word": "crashed",
-                "detail": "it has no end, and no process of this machine writes to the folder",
-            }
+            detail = "it has no end, and no process of this machine writes to the folder"
+            return {"word": "crashed", "detail": detail}
     return found

@@ -25,7 +25,7 @@ def run_runs(arguments: argparse.Namespace) -> int:
 
 def _runs(folder: Path) -> Iterator[tuple[str, str]]:
     """The runs, most recently written first. Raises UserError if there is no such folder."""
-    from distflow.commands.run_row import run_row, state_of
+    from distflow.commands.run_row import run_row
 
     if not folder.is_dir():
         raise UserError(f"there is no folder {folder}: name the folder that contains the runs")
@@ -35,8 +35,7 @@ def _runs(folder: Path) -> Iterator[tuple[str, str]]:
             found[path.parent] = path.lstat().st_mtime
     for run, written in sorted(found.items(), key=lambda each: -each[1]):
         row = run_row(run)
-        state = state_of(run, {"word": row["state"]})["word"]
-        said = f"{state}, step {row['step']}"
+        said = f"{row['state']}, step {row['step']}"
         for name in ("reward", "accuracy", "loss"):
             if row[name] is not None:
                 said += f", {name} {row[name]:.2f}"

@@ -62,7 +62,7 @@ def print_sample(run_dir: Path, uid: str, known_step: int | None, is_json: bool)
     lines = [f"sample {uid} of {run_dir}: step {step}, {split}"]
     if group is not None:
         reason = f" ({group.reason})" if group.reason else ""
-        attempts = count_of(len(group.attempts), "attempt")
+        attempts = count_of(group.attempts, "attempt")
         row_of = f"row {group.row} of epoch {group.epoch}"
         lines.append(f"group     {row_of}, {attempts}, {group.state}{reason}")
     lengths = f"prompt {row.get('prompt_length')}, response {row.get('response_length')}"

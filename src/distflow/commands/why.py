@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     Responses = Sequence[Mapping[str, JSON]]
 
 MAX_TEXT = 80
-_MAX_PARTS = 20
 _MAX_SAMPLE_BYTES = 64 * 2**20
 _short = partial(escape_control, limit=MAX_TEXT, one_line=True)
 
@@ -45,19 +44,39 @@ def add_why_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 class StepContent(NamedTuple):
-    """What a step was made of. waits: seconds by who waits for whom. head: sentences. slowest: the
-    uid of the longest response of the group that was done last. groups, dropped: rows of tables.
-    dropped_note: a title. damage: of the samples' files."""
+    """What a step was made of."""
 
     lineage: StepLineage
+
     responses: Mapping[int, "Responses"]
+    """By group id."""
+
     waits: list[dict[str, Any]]
+    """Seconds by who waits for whom."""
+
     head: list[str]
+    """Sentences."""
+
     slowest: str
-    groups: list[dict[str, str]]
-    dropped_note: str
-    dropped: list[dict[str, str]]
+    """The uid of the longest response of the group that was done last."""
+
     damage: list[str]
+    """Of the samples' files."""
+
+    def groups(self) -> list[dict[str, str]]:
+        """A row of a table for each."""
+        rows = []
+        for group in self.lineage.groups:
+            own = self.responses.get(group.group_id, ())
+            rows.append(_group_row(group, self.lineage, own))
+        return rows
+
+    def dropped(self) -> tuple[str, list[dict[str, str]]]:
+        """The title and the rows of a table."""
+        reasons = Counter(_short(group.reason or "") for group in self.lineage.dropped)
+        counts = [f"{count} {reason}" for reason, count in reasons.most_common()]
+        rows = [_group_row(group, self.lineage, ()) for group in self.lineage.dropped]
+        return f"dropped meanwhile: {', '.join(counts) or 'none'}", rows
 
 
 def step_content(run_dir: Path, step: int) -> StepContent:
@@ -70,32 +89,39 @@ def step_content(run_dir: Path, step: int) -> StepContent:
     lineage = step_lineage(run_dir / LEDGER, step)
     damage: list[str] = []
     responses = _by_group(read_samples(run_dir, step, max_bytes=_MAX_SAMPLE_BYTES, damage=damage))
-    time_lines = []
+    last, slowest = _last_done(lineage, responses)
+    head = [*_head(lineage, run_dir), *last]
     waits = []
     try:
         times = step_times(read_activity(run_dir, MAX_BYTES), read_metrics(run_dir))
-        time_lines = times_lines(times, step)
         for (who, waits_for), seconds in times.waits([step]).items():
             waits.append({"who": who, "waits_for": waits_for, "seconds": seconds})
+        head += [escape_control(line, one_line=True) for line in times_lines(times, step)]
     except UserError as error:
-        damage = [*damage, f"where its time went is unknown: {error}"]
-    last, slowest = _last_done(lineage, responses)
-    head = _head(lineage, run_dir) + last
-    head += [escape_control(line, one_line=True) for line in time_lines]
+        damage.append(f"where its time went is unknown: {error}")
     if lineage.consumed_at is not None and not responses:
         name = f"{SAMPLES}/{sample_file_name(step, 'train')}"
-        head.append(f"scores and reward parts are missing: {name} is missing, empty or rolled back")
+        head.append(f"scores are missing: {name} is missing, empty or rolled back")
     head += [_short(each, limit=400) for each in damage]
-    groups = [
-        _group_row(group, lineage, responses.get(group.group_id, ())) for group in lineage.groups
-    ]
-    reasons = Counter(_short(group.reason or "") for group in lineage.dropped)
-    note = (
-        "dropped meanwhile: "
-        f"{', '.join(f'{count} {reason}' for reason, count in reasons.most_common()) or 'none'}"
-    )
-    dropped = [_group_row(group, lineage, ()) for group in lineage.dropped]
-    return StepContent(lineage, responses, waits, head, slowest, groups, note, dropped, damage)
+    return StepContent(lineage, responses, waits, head, slowest, damage)
+
+
+def step_page(run_dir: Path, step: int) -> dict[str, Any]:
+    """The same for a page, of which nothing but a sentence is there if the ledger has no such
+    step."""
+    try:
+        found = step_content(run_dir, step)
+    except UserError as error:
+        head = [str(error)]
+        return {"head": head, "slowest": "", "groups": [], "dropped_note": "", "dropped": []}
+    note, dropped = found.dropped()
+    return {
+        "head": found.head,
+        "slowest": found.slowest,
+        "groups": found.groups(),
+        "dropped_note": note,
+        "dropped": dropped,
+    }
 
 
 def _run_and_step(arguments: argparse.Namespace) -> tuple[str | None, int | None]:
@@ -124,34 +150,16 @@ def run_why(arguments: argparse.Namespace) -> int:
     assert step is not None
     content = step_content(run_dir, step)
     lineage = content.lineage
-    responses = content.responses
     if arguments.json:
-        kinds = {"groups": lineage.groups, "dropped": lineage.dropped}
-        tables = {
-            kind: [_json_row(group, responses) for group in own] for kind, own in kinds.items()
-        }
-        print(
-            as_json(
-                {
-                    "step": lineage.step,
-                    **tables,
-                    "waits": content.waits,
-                    "damage": content.damage,
-                }
-            )
-        )
+        found: dict[str, Any] = {"step": lineage.step}
+        for kind, groups in (("groups", lineage.groups), ("dropped", lineage.dropped)):
+            found[kind] = [_json_row(group, content.responses) for group in groups]
+        print(as_json({**found, "waits": content.waits, "damage": content.damage}))
         return 0
-    lines = [
-        *content.head,
-        *_table("groups", content.groups),
-        *_table(content.dropped_note, content.dropped),
-    ]
+    lines = [*content.head, *_table("groups", content.groups()), *_table(*content.dropped())]
     if lineage.aborted:
         group_ids = ", ".join(map(str, lineage.aborted))
-        lines += [
-            "",
-            f"aborted when the step was full, and generated again later: groups {group_ids}",
-        ]
+        lines += ["", f"aborted when the step was full, and generated later: groups {group_ids}"]
         lines += [f"  {lineage.aborted_tokens:,} tokens that were generated for them are discarded"]
     print("\n".join(lines))
     return 0
@@ -165,22 +173,25 @@ def _head(lineage: StepLineage, run_dir: Path) -> list[str]:
         return [f"{name} is not finished; states of its groups at the end of the ledger: {states}"]
     tokens = sum(group.tokens or 0 for group in lineage.groups)
     bound = "" if lineage.max_staleness is None else f", staleness at most {lineage.max_staleness}"
+    when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(lineage.consumed_at))
+    made = f"it made version {lineage.step} of the weights"
+    if lineage.weights is None:
+        made = f"the ledger ends before its version {lineage.step}"
+    elif lineage.weights != lineage.step:
+        made = f"no weights were sent, the engines kept those of step {lineage.weights}"
     return [
         f"{name}: {count_of(len(lineage.groups), 'group')}, {tokens:,} tokens{bound}",
-        (
-            f"consumed {_moment(lineage.consumed_at)} by restart {lineage.restart}; "
-            f"{_outcome(lineage)}"
-        ),
+        f"consumed {when} by restart {lineage.restart}; {made}",
     ]
 
 
 def _last_done(lineage: StepLineage, responses: Mapping[int, "Responses"]) -> tuple[list[str], str]:
     """A sentence on the group for which the step waited, and the uid of its longest response."""
-    timed = [group for group in lineage.groups if group.completed is not None and group.attempts]
+    timed = [group for group in lineage.groups if group.completed and group.started]
     if len(timed) < 2:
         return [], ""
     last = max(timed, key=lambda group: group.completed or 0.0)
-    took = (last.completed or 0.0) - last.attempts[-1].t
+    took = (last.completed or 0.0) - (last.started or 0.0)
     said = f"the last group to be done was {last.group_id}, {took:.3g} s after its start"
     lengths: dict[str, float] = {}
     for response in responses.get(last.group_id, ()):
@@ -192,42 +203,33 @@ def _last_done(lineage: StepLineage, responses: Mapping[int, "Responses"]) -> tu
     return [f"{said}; its longest response is {_short(longest)}{tokens}"], longest
 
 
-def _outcome(lineage: StepLineage) -> str:
-    if lineage.weights is None:
-        return f"the ledger ends before its version {lineage.step}"
-    if lineage.weights == lineage.step:
-        return f"it made version {lineage.step} of the weights"
-    return f"no weights were sent: version {lineage.step} has the weights of step {lineage.weights}"
-
-
 def _group_row(group: Group, lineage: StepLineage, own: "Responses") -> dict[str, str]:
     """own: its responses. The row is unknown if it began in another run's folder."""
     scored = [response for response in own if not response.get("errors")]
-    last = group.attempts[-1] if group.attempts else None
     is_dropped = group.state == "dropped"
     version = group.version
-    tokens = "" if group.tokens is None else f"{group.tokens:,}"
     if is_dropped:
-        version = last.version if last else None
-        tokens = ""
+        version = group.engine_version
     stale = None
     if version is not None and lineage.consumed_at is not None and not is_dropped:
         stale = lineage.step - 1 - version
+    state = group.state
+    if state in ("trained", "dropped"):
+        state = ""
     shown = {
         "group": group.group_id,
-        "domain": group.domain and _short(group.domain),
+        "domain": _short(group.domain or ""),
         "epoch": "?" if group.epoch is None else group.epoch,
         "row": "?" if group.row is None else group.row,
-        "state": "" if group.state in ("trained", "dropped") else group.state,
+        "state": state,
         "version": version,
         "stale": stale,
-        "worker": last and last.worker and _short(last.worker),
-        "attempts": len(group.attempts) if len(group.attempts) > 1 else "",
-        "tokens": tokens,
+        "worker": _short(group.worker or ""),
+        "attempts": group.attempts if group.attempts > 1 else "",
+        "tokens": "" if group.tokens is None or is_dropped else f"{group.tokens:,}",
         "samples": len(own) or "",
         "reward errors": len(own) - len(scored) or "",
         "score": _mean(response.get("score") for response in scored),
-        "reward parts": _reward_parts(scored),
         "reason": _short(group.reason or ""),
     }
     return {name: "" if value is None else str(value) for name, value in shown.items()}
@@ -239,19 +241,12 @@ def _json_row(group: Group, responses: Mapping[int, "Responses"]) -> dict[str, o
     return {**{name: getattr(group, name) for name in fields}, "scores": scores}
 
 
-def _reward_parts(scored: "Responses") -> str:
-    """The mean of each part over the samples that have a score."""
-    parts = [
-        part for response in scored if isinstance(part := response.get("reward_parts"), Mapping)
-    ]
-    names = list(dict.fromkeys(name for part in parts for name in part))[:_MAX_PARTS]
-    return ", ".join(
-        f"{_short(name)} {_mean(part.get(name) for part in parts) or '?'}" for name in names
-    )
-
-
 def _mean(values: Iterable[object]) -> str:
-    numbers = [number for value in values if (number := to_number(value)) is not None]
+    numbers = []
+    for value in values:
+        number = to_number(value)
+        if number is not None:
+            numbers.append(number)
     return f"{sum(numbers) / len(numbers):.3f}" if numbers else ""
 
 
@@ -273,7 +268,3 @@ def _table(title: str, rows: Sequence[Mapping[str, str]]) -> list[str]:
     names = [name for name in rows[0] if any(row[name] for row in rows)]
     cells = [names, *([row[name] for name in names] for row in rows)]
     return ["", title, *(f"  {line}" for line in aligned(cells, set(range(len(names) - 1))))]
-
-
-def _moment(seconds: float) -> str:
-    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds))

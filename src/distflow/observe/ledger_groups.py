@@ -1,8 +1,8 @@
 """The prompt groups of a run, as its ledger tells of them."""
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 from distflow.observe.crash_safe_files import time_of, whole
 
@@ -35,24 +35,9 @@ GROUP_COLUMNS = (
 )
 
 
-class Attempt(NamedTuple):
-    """A start of a group."""
-
-    t: float
-    """In seconds since the epoch, as all times here."""
-
-    version: int | None
-    """Of the engine's weights then."""
-
-    restart: int | None
-
-    worker: str | None = None
-    """None if there is only one."""
-
-
 @dataclass(slots=True)
 class Group:
-    """A prompt group. What is None is not in the ledger."""
+    """A prompt group. What is None is not in the ledger. Times are seconds since the epoch."""
 
     group_id: int
 
@@ -70,7 +55,15 @@ class Group:
     """The lowest weight version of its tokens."""
 
     tokens: int | None = None
-    attempts: list[Attempt] = field(default_factory=list)
+
+    attempts: int = 0
+    """How often it was started. Of the last start:"""
+
+    worker: str | None = None
+    started: float | None = None
+    engine_version: int | None = None
+    restart: int | None = None
+
     completed: float | None = None
 
     ended: float | None = None
@@ -79,19 +72,9 @@ class Group:
     reason: str | None = None
     """Why it was dropped."""
 
-    @property
-    def started(self) -> float | None:
-        return self.attempts[-1].t if self.attempts else None
-
-    @property
-    def worker(self) -> str | None:
-        return self.attempts[-1].worker if self.attempts else None
-
     def values(self) -> tuple[object, ...]:
         """Those of `GROUP_COLUMNS`."""
-        found = {name: getattr(self, name) for name in GROUP_COLUMNS}
-        found["attempts"] = len(self.attempts)
-        return tuple(found.values())
+        return tuple(getattr(self, name) for name in GROUP_COLUMNS)
 
     def apply(self, record: Mapping[str, Any]) -> None:
         """Change as a record of the group says."""
@@ -100,11 +83,13 @@ class Group:
                 self.epoch = whole(record.get("epoch"))
                 self.row = whole(record.get("row"))
                 self.domain = None if record.get("domain") is None else str(record["domain"])
-                version = whole(record.get("version"))
-                restart = whole(record.get("restart"))
-                self.attempts.append(Attempt(time_of(record), version, restart))
-            case "assigned" if self.attempts:
-                self.attempts[-1] = self.attempts[-1]._replace(worker=str(record.get("worker")))
+                self.attempts += 1
+                self.worker = None
+                self.started = time_of(record)
+                self.engine_version = whole(record.get("version"))
+                self.restart = whole(record.get("restart"))
+            case "assigned":
+                self.worker = str(record.get("worker"))
             case "complete":
                 self.tokens = whole(record.get("tokens"))
                 self.version = whole(record.get("version"))

@@ -41,9 +41,6 @@ MAX_BYTES = 64 * 2**20
 MAX_SAMPLE_BYTES = 16 * 2**20
 """Limit for the samples of a step, in memory."""
 
-PRESET = "preset or default"
-"""Where a key was set that `config_sources` does not have."""
-
 _MAX_NAME = 200
 _MAX_SPAN_FILES = 100
 _MAX_SPAN_BYTES = 40 * 2**20
@@ -130,17 +127,6 @@ def flat_config(run_dir: Path) -> dict[str, str]:
 
     add("", read_config(run_dir))
     return found
-
-
-def config_sources(run: Mapping[str, JSON]) -> dict[str, str]:
-    """Where each key was set that differs from the preset. run: the content of run.json."""
-    listed = run.get("changed")
-    changes = (
-        [change for change in listed if isinstance(change, dict)]
-        if isinstance(listed, list)
-        else []
-    )
-    return {str(change.get("key")): str(change.get("where", "")) for change in changes}
 
 
 def span_files(run_dir: Path, max_bytes: int) -> tuple[list[Path], int]:

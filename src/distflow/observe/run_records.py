@@ -9,6 +9,9 @@ from distflow.observe.report.activity import RunActivity, read_activity
 from distflow.observe.report.chart_data import tabulate
 from distflow.observe.report.step_times import StepTimes, step_times
 from distflow.observe.run_reader import (
+    Event,
+    MetricsRecord,
+    Timeline,
     read_config,
     read_events,
     read_metrics,
@@ -18,21 +21,26 @@ from distflow.observe.run_reader import (
 
 
 class RunRecords:
-    """The records of one run."""
+    """The records of one run, each read when it is first asked for."""
 
     def __init__(self, run_dir: Path) -> None:
         self.run_dir = run_dir
-        self.timeline = read_timeline(run_dir)
-        self.records = read_metrics(run_dir, self.timeline)
-        self.events = read_events(run_dir, self.timeline)
+
+    @cached_property
+    def timeline(self) -> Timeline:
+        return read_timeline(self.run_dir)
+
+    @cached_property
+    def records(self) -> list[MetricsRecord]:
+        return read_metrics(self.run_dir, self.timeline)
+
+    @cached_property
+    def events(self) -> list[Event]:
+        return read_events(self.run_dir, self.timeline)
 
     @cached_property
     def steps(self) -> Steps:
         return tabulate(self.records)
-
-    @cached_property
-    def metrics(self) -> frozenset[str]:
-        return frozenset(name for values in self.steps.values() for name in values)
 
     @cached_property
     def config(self) -> dict[str, JSON]:

@@ -125,7 +125,7 @@ class _Waiting:
 
     def groups_under_way(self) -> Iterable[Group]:
         for group in self.groups.values():
-            if group.state == "generating" and group.attempts[-1].restart != self.restart:
+            if group.state == "generating" and group.restart != self.restart:
                 group.state = "waiting"  # the process that held it is gone
         return self.groups.values()
 

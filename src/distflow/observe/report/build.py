@@ -78,12 +78,11 @@ def report_data(run_dir: Path) -> dict[str, Any]:
 
 
 class RunPages(RunRecords):
-    """The data of a run's pages as JSON, in parts: each reads what it needs when it is first asked
-    for."""
+    """The data of a run's pages as JSON, in parts."""
 
-    def __init__(self, run_dir: Path) -> None:
-        super().__init__(run_dir)
-        self.run = read_object(run_dir / "run.json", run_dir)
+    @cached_property
+    def run(self) -> dict[str, JSON]:
+        return read_object(self.run_dir / "run.json", self.run_dir)
 
     @cached_property
     def trials(self) -> dict[str, int]:

@@ -17,7 +17,6 @@ from distflow.untrusted_files import read_file
 
 MAX_TEXT = 4000
 MAX_STEPS = 40
-_MAX_FILES = 120
 _MAX_BYTES = 256 * 2**20
 _MAX_RESPONSES = 256
 _LEAST_TEXT = 100
@@ -92,37 +91,22 @@ SampleGroup = dict[str, Any]
 """The responses to one prompt in one step or validation: everything about it in the sample file."""
 
 
-def thin_samples(run_dir: Path, timeline: run_reader.Timeline, max_bytes: int) -> dict[str, object]:
+def thin_samples(
+    run_dir: Path,
+    timeline: run_reader.Timeline,
+    max_bytes: int,
+    place: tuple[str, int] | None = None,
+) -> dict[str, object]:
     """Whole groups of responses, with the numbers of groups and responses in the files read.
 
     Takes at most `MAX_STEPS` steps of each split, evenly spaced including the first and the last,
     and of each as many evenly spaced groups as fit into its share of `max_bytes`, cutting the texts
-    of large ones.
+    of large ones. place: a split and a step, of which alone samples are wanted.
     """
-    splits = (*run_reader.sample_splits(run_dir), DROPPED)
-    files = {split: run_reader.sample_steps(run_dir, split) for split in splits}
-    most = min(MAX_STEPS, max(_MAX_FILES // len(files), 1))
+    files = _places(run_dir) if place is None else [place]
     chosen = []
-    for split, steps in files.items():
-        chosen += [(split, step) for step in evenly(steps, most)]
-    return _shown_samples(run_dir, timeline, chosen, sum(map(len, files.values())), max_bytes)
-
-
-def samples_of_step(
-    run_dir: Path, timeline: run_reader.Timeline, split: str, step: int, max_bytes: int
-) -> dict[str, object]:
-    """As `thin_samples`, of one step."""
-    return _shown_samples(run_dir, timeline, [(split, step)], 1, max_bytes)
-
-
-def _shown_samples(
-    run_dir: Path,
-    timeline: run_reader.Timeline,
-    chosen: Sequence[tuple[str, int]],
-    num_all: int,
-    max_bytes: int,
-) -> dict[str, object]:
-    """chosen: splits and steps. num_all: sample files that there are to choose from."""
+    for split in dict.fromkeys(split for split, _ in files):
+        chosen += evenly([each for each in files if each[0] == split], MAX_STEPS)
     read_bytes = min(run_reader.MAX_SAMPLE_BYTES, _MAX_BYTES // max(len(chosen), 1))
     for_images = max_bytes // 3 if (run_dir / "data" / "images").is_dir() else 0
     left_bytes = max_bytes - for_images
@@ -131,25 +115,33 @@ def _shown_samples(
     num_responses = 0
     for position, (split, step) in enumerate(chosen):
         rows = run_reader.read_samples(run_dir, step, split, timeline, read_bytes)
-        share = max(left_bytes // (len(chosen) - position), 1)
         groups = sample_groups(rows, step, split)
         num_groups += len(groups)
         num_responses += len(rows)
+        share = max(left_bytes // (len(chosen) - position), 1)
         largest = max(map(embedded_size, groups), default=1)
         if largest > share:
             groups = sample_groups(rows, step, split, max(MAX_TEXT * share // largest, _LEAST_TEXT))
             largest = max(map(embedded_size, groups))
-        for group in evenly(groups, max(share // largest, 1)):
-            left_bytes -= embedded_size(group)
-            shown.append(group)
+        fitting = evenly(groups, max(share // largest, 1))
+        left_bytes -= sum(map(embedded_size, fitting))
+        shown += fitting
     return {
         "groups": shown,
         "images": prompt_images(run_dir, shown, for_images),
         "num_groups": num_groups,
         "num_responses": num_responses,
         "num_files": len(chosen),
-        "all_files": num_all,
+        "all_files": len(files),
     }
+
+
+def _places(run_dir: Path) -> list[tuple[str, int]]:
+    """The splits and steps that have samples."""
+    found = []
+    for split in (*run_reader.sample_splits(run_dir), DROPPED):
+        found += [(split, step) for step in run_reader.sample_steps(run_dir, split)]
+    return found
 
 
 def prompt_images(run_dir: Path, groups: Sequence[SampleGroup], max_bytes: int) -> dict[str, str]:

@@ -1,9 +1,8 @@
-"""Steps of a run as a Chrome trace for ui.perfetto.dev: a process per worker, a track per lane of
-its spans, and counters of speeds and tokens."""
+"""Steps of a run as a Chrome trace for ui.perfetto.dev: a process per worker, a track for each
+loop's phases and for what runs side by side, and counters of speeds."""
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from heapq import heappop, heappush
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +12,7 @@ from distflow.observe.crash_safe_files import encode, write_atomically
 from distflow.observe.writing.run_folder import Span
 
 _NUM_LAST = 5
+_PART = re.compile(r"-([0-9]{1,6})$")
 _Json = dict[str, Any]
 _Windows = Mapping[int, tuple[float, float]]  # by step: when it began and ended
 
@@ -43,20 +43,15 @@ def trace(run_dir: Path, steps: str | None) -> tuple[dict[str, list[_Json]], _Wi
     begin = min(first for first, _ in windows.values())
     end = max(last for _, last in windows.values())
     events = [_event("X", f"step {step}", *window) for step, window in windows.items()]
-    tracks: dict[tuple[int, str], int] = {(0, "steps"): 0}
-    for actor, found in spans.items():
-        inside = [span for span in found if span.start <= end and span.end >= begin]
-        for worker, title, span in _titled(actor, inside):
-            track = tracks.setdefault((worker, title), len(tracks))
-            name = f"{span.what}, on {span.on}" if span.on else span.what
-            facts = {"step": span.step, "group": span.group_id, "version": span.version}
-            place = {"pid": worker, "tid": track}
-            events.append(_event("X", name, span.start, span.end, **place, args=facts))
-    for (worker, title), track in tracks.items():
+    events += _titles(begin, {"pid": 0, "tid": 0}, "steps")
+    for track, (actor, found) in enumerate(spans.items(), 1):
+        part = _PART.search(actor)
+        worker = int(part[1]) if part else 0
         place = {"pid": worker, "tid": track}
-        names = {"name": f"worker {worker}"}
-        events.append(_event("M", "process_name", begin, **place, args=names))
-        events.append(_event("M", "thread_name", begin, **place, args={"name": title}))
+        events += _titles(begin, place, actor)
+        for span in found:
+            if span.start <= end and span.end >= begin:
+                events += _events_of(span, place, len(events))
     for event in happened:
         if begin <= event.t <= end and not event.rolled_back:
             args = {"message": event.message}
@@ -67,16 +62,30 @@ def trace(run_dir: Path, steps: str | None) -> tuple[dict[str, list[_Json]], _Wi
 
 def _event(phase: str, name: str, start: float, end: float | None = None, **fields: Any) -> _Json:
     """An event of the trace, in microseconds."""
-    length = {} if end is None else {"dur": round((end - start) * 1e6)}
-    return {
-        "ph": phase,
-        "name": name,
-        "ts": round(start * 1e6),
-        "pid": 0,
-        "tid": 0,
-        **length,
-        **fields,
-    }
+    event = {"ph": phase, "name": name, "ts": round(start * 1e6), "pid": 0, "tid": 0, **fields}
+    if end is not None:
+        event["dur"] = round((end - start) * 1e6)
+    return event
+
+
+def _titles(begin: float, place: Mapping[str, int], track: str) -> list[_Json]:
+    worker = {"name": f"worker {place['pid']}"}
+    return [
+        _event("M", "process_name", begin, **place, args=worker),
+        _event("M", "thread_name", begin, **place, args={"name": track}),
+    ]
+
+
+def _events_of(span: Span, place: Mapping[str, int], number: int) -> list[_Json]:
+    """A phase, which lies within another or beside it; any other span may overlap, and has a begin
+    and an end that share a number."""
+    name = f"{span.what}, on {span.on}" if span.on else span.what
+    facts = {"step": span.step, "group": span.group_id, "version": span.version}
+    if span.kind == "phase":
+        return [_event("X", name, span.start, span.end, **place, args=facts)]
+    own: _Json = {**place, "cat": span.kind, "id": number}
+    begin = _event("b", name, span.start, **own, args=facts)
+    return [begin, _event("e", name, span.end, **own)]
 
 
 def _windows(spans: Sequence[Span], last: int | None, steps: str | None, run_dir: Path) -> _Windows:
@@ -111,31 +120,6 @@ def _windows(spans: Sequence[Span], last: int | None, steps: str | None, run_dir
             f"{run_dir} has the spans of steps {min(known)} to {max(known)}, but none of {steps}"
         )
     return windows
-
-
-def _titled(actor: str, spans: Sequence[Span]) -> Iterator[tuple[int, str, Span]]:
-    """Each span with its worker and the title of its track: several if spans other than phases
-    overlap."""
-    name, _, part = actor.rpartition("-") if re.search(r"-[0-9]{1,6}$", actor) else (actor, "", "0")
-    for (kind, lane), own in _by_lane(name, spans).items():
-        ends: list[tuple[float, int]] = []
-        for span in sorted(own, key=lambda span: (span.start, -span.end)):
-            is_free = ends and (kind == "phase" or ends[0][0] <= span.start)
-            number = heappop(ends)[1] if is_free else len(ends)
-            heappush(ends, (span.end, number))
-            yield int(part), f"{lane} {number + 1}" if number else lane, span
-
-
-def _by_lane(actor: str, spans: Sequence[Span]) -> Mapping[tuple[str, str], list[Span]]:
-    names = {"phase": actor, "wait": f"{actor} waits for"}
-    lanes: dict[tuple[str, str], list[Span]] = {}
-    for span in spans:
-        if span.kind == "decode":
-            name = f"{actor} decodes: {span.what}"
-        else:
-            name = names.get(span.kind, f"{actor}: {span.kind}s")
-        lanes.setdefault((span.kind, name), []).append(span)
-    return lanes
 
 
 def _counters(metrics: Sequence[reader.MetricsRecord], windows: _Windows) -> Iterator[_Json]:

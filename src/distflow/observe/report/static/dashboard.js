@@ -37,7 +37,7 @@ const choice = (label, options, value, onchange) => {
 // Which run?
 function showRuns() {
   const chosen = new Set(state("chosen") ? state("chosen").split("\n") : []);
-  const search = el("input", { type: "search", placeholder: "name or state", oninput: () => { keepState({ text: search.value, page: "" }); read(); } });
+  const search = el("input", { type: "search", placeholder: "name or state", oninput: () => { keepState({ text: search.value }); draw(); } });
   search.value = state("text");
   const place = el("div", {});
   const both = el("span", { class: "choices" });
@@ -51,30 +51,32 @@ function showRuns() {
     box.checked = chosen.has(run);
     return box;
   };
+  let found = { runs: [] };
   let shown = "";
-  const draw = (found) => {
-    if (JSON.stringify(found) === shown) return;
-    shown = JSON.stringify(found);
+  const draw = () => {
+    const words = search.value.toLowerCase().split(/\s+/);
+    const rows = found.runs.filter((row) => words.every((word) => `${row.run} ${row.state}`.toLowerCase().includes(word)));
+    if (JSON.stringify(rows) === shown) return;
+    shown = JSON.stringify(rows);
     const base = found.runs.find((row) => row.run === state("baseline"))?.reward;
     const change = ({ reward }) => typeof base === "number" && base && typeof reward === "number" ? `${(100 * (reward / base - 1)).toFixed(1)} %` : "";
     const baseline = (run) => el("button", { type: "button", "aria-pressed": String(run === state("baseline")), onclick: () => {
       keepState({ baseline: run === state("baseline") ? "" : run });
       shown = "";
-      draw(found);
+      draw();
     } }, "baseline");
-    const page = Number(state("page")) || 0;
-    const turn = (label, to) => el("button", { type: "button", onclick: () => { keepState({ page: to || "" }); read(); } }, label);
+    const newest = found.total > found.runs.length ? `, the newest ${found.runs.length} are shown` : "";
+    const note = found.total ? newest : ". `distflow train` writes into runs/, and a folder can be named after `dashboard`";
     place.replaceChildren(
-      el("p", { class: "count", role: "status" }, `${plural(found.total, "run")} below ${found.folder}${found.note ? `. ${found.note}` : ""}`),
-      ...(found.runs.length ? [table("Runs", [["", (row) => pick(row.run)], ["run", (row) => el("a", { class: "rowlink", href: address("overview", { run: row.run }) }, inert(row.run))],
+      el("p", { class: "count", role: "status" }, `${plural(found.total, "run")} below ${found.folder}${note}`),
+      ...(rows.length ? [table("Runs", [["", (row) => pick(row.run)], ["run", (row) => el("a", { class: "rowlink", href: address("overview", { run: row.run }) }, inert(row.run))],
         ["state", (row) => row.state], ["step", (row) => row.total ? `${row.step} of ${row.total}` : row.step],
-        ...["reward", "accuracy", "loss"].filter((name) => found.runs.some((row) => row[name] !== null)).map((name) => [name, (row) => row[name]]),
+        ...["reward", "accuracy", "loss"].filter((name) => rows.some((row) => row[name] !== null)).map((name) => [name, (row) => row[name]]),
         ["reward by step", (row) => sparkline(row.rewards)], ["to the baseline", (row) => el("span", {}, change(row), " ", baseline(row.run))],
         ["tokens/s", (row) => row.speed], ["problems", (row) => row.problems || ""],
-        ["written", (row) => new Date(1000 * row.written).toISOString().slice(5, 16).replace("T", " ")]], found.runs)] : []),
-      el("nav", { class: "pages" }, ...(page ? [turn("← newer", page - 1)] : []), ...((page + 1) * found.of_page < found.total ? [turn("older →", page + 1)] : [])));
+        ["written", (row) => new Date(1000 * row.written).toISOString().slice(5, 16).replace("T", " ")]], rows)] : []));
   };
-  const read = () => load("runs", { text: search.value, page: state("page") }, draw);
+  const read = () => load("runs", {}, (answer) => { found = answer; draw(); });
   own.append(el("div", { class: "filters" }, el("label", {}, "find ", search), both), place);
   links();
   read();
@@ -197,7 +199,7 @@ function showComparison() {
     const signed = (value) => typeof value === "number" ? `${value > 0 ? "+" : ""}${number(value)}` : "";
     const percent = (row) => row.a && row.difference !== null ? `${signed((100 * row.difference) / Math.abs(row.a))} %` : "";
     const words = { true: "yes, in this pair", false: "no", null: "too few steps" };
-    const changed = found.config.map((row) => ({ key: row.key, [a]: `${row.a} (${row.a_source})`, [b]: `${row.b} (${row.b_source})` }));
+    const changed = found.config.map((row) => ({ key: row.key, [a]: row.a, [b]: row.b }));
     own.replaceChildren(el("p", { class: "filters" }, other), el("p", { class: "lead" }, inert(`First difference (A is ${a}, B is ${b}): ${found.first_difference}.`)),
       ...plainTable(`${plural(changed.length, "key")} of the config differ${changed.length === 1 ? "s" : ""}`, changed),
       facts([["same", found.same.join(", ") || "nothing known"], ["different", found.different.join(", ") || "nothing known"],
