@@ -28,7 +28,8 @@ CALLED_FROM_OUTSIDE = {
     "http_guard.py": ("Door.*",),  # socketserver and asyncio, as of a socket that listens
     "rewards/code/assertion_process.py": ("Guard.visit_*",),  # ast
     "runtime/checkpoint/files.py": ("_Files.ls",),  # fsspec
-    "sandbox/http_server.py": ("Server.*", "_Handler.*"),  # socketserver and http.server
+    # socketserver and http.server
+    "rewards/code/score_server.py": ("ScoreServer.*", "_Handler.*"),
 }
 """Names by file, and in a comment who calls them."""
 

@@ -20,8 +20,9 @@ from distflow.commands.dashboard_page_data import Dashboard
 from distflow.environments.endpoint import MAX_BODY_BYTES, Endpoint
 from distflow.environments.endpoint_calls import Answer, Call
 from distflow.http_guard import token_of
-from distflow.sandbox import http_server
-from distflow.sandbox.http_server import SandboxService
+from distflow.rewards.code import score_server
+from distflow.rewards.code.score_client import PATH
+from distflow.rewards.code.score_server import ScoreServer
 from distflow.sandbox.local_sandbox import Sandbox
 from tests.observe.conftest import write_run
 from tests.patience import wait_until
@@ -30,6 +31,7 @@ for package in ("duckdb", "starlette", "uvicorn"):
     pytest.importorskip(package, reason="the servers are in the extras `ui` and `endpoint`")
 
 CHAT = {"model": "policy", "messages": [{"role": "user", "content": "1+1="}]}
+SCORE = {"response": "x", "ground_truth": ["assert f(1)"], "row": {}, "seconds": 60}
 MANY = 300
 
 
@@ -123,16 +125,12 @@ def model(folder: Path) -> Iterator[Served]:
 
 @contextmanager
 def sandbox(folder: Path) -> Iterator[Served]:
-    with (
-        Sandbox() as local,
-        closing(SandboxService(local, 2)) as service,
-        http_server.Server(service, "127.0.0.1", 0, "") as server,
-    ):
+    with Sandbox() as local, ScoreServer(local, 2, "127.0.0.1", 0, "") as server:
         thread = threading.Thread(target=server.serve_forever, args=(0.05,))
         thread.start()
         try:
             port = server.server_address[1]
-            yield Served(port, "/v1/level", token_of(port), {}, http_server.MAX_BODY_BYTES)
+            yield Served(port, PATH, token_of(port), SCORE, score_server.MAX_BODY_BYTES)
         finally:
             server.shutdown()
             thread.join()
@@ -162,7 +160,7 @@ def test_every_listener_of_the_package_is_behind_the_guard() -> None:
         for file in source.rglob("*.py")
         if any(word in file.read_text("utf-8") for word in words)
     }
-    assert found == {"http_guard.py", "sandbox/http_server.py"}
+    assert found == {"http_guard.py", "rewards/code/score_server.py"}
 
 
 def test_who_has_the_key_is_answered(served: Served) -> None:
@@ -268,7 +266,7 @@ HALVES: dict[str, Callable[[Served], bytes]] = {
 def test_half_open_connections_keep_nobody_out(
     served: Served, half: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(http_server, "_BODY_S", 0.2)
+    monkeypatch.setattr(score_server, "_BODY_S", 0.2)
     with ExitStack() as stack:
         for _ in range(MANY):
             stack.enter_context(served.connect(HALVES[half](served)))
@@ -286,17 +284,18 @@ def test_a_head_has_to_come_in_time(served: Served, monkeypatch: pytest.MonkeyPa
 def test_a_place_that_is_taken_is_free_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(http_server, "_MAX_CONNECTIONS", 1)
+    monkeypatch.setattr(score_server, "_MAX_CONNECTIONS", 1)
     with sandbox(tmp_path) as served:
+        body = json.dumps(SCORE).encode()
         key = (
             f"Authorization: Bearer {served.key}",
             "Content-Type: application/json",
-            "Content-Length: 2",
+            f"Content-Length: {len(body)}",
         )
         with served.connect(served.head(*key)) as first:  # a body is awaited from who has the key
-            while status_of(served.connect(served.head(*key) + b"{}")) != 503:
+            while status_of(served.connect(served.head(*key) + body)) != 503:
                 pass
-            first.sendall(b"{}")
+            first.sendall(body)
             assert b"200" in first.recv(100)
         while served.ask()[0] == 503:
             pass

@@ -1,10 +1,10 @@
 """`distflow sandbox run`: runs one program as code under test, and reports how it ended and its
-isolation; `distflow sandbox serve`: runs programs for other machines."""
+isolation; `distflow sandbox serve`: scores programs for other machines."""
 
 import argparse
 import os
 import sys
-from contextlib import closing, suppress
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
@@ -12,7 +12,7 @@ from distflow.commands.arguments import at_least
 from distflow.errors import UserError, missing_path
 
 _RUN = "run a Python file with the limits of a reward call"
-_SERVE = "serve programs of reward functions on other machines until stopped"
+_SERVE = "score programs for reward functions on other machines until stopped"
 
 
 def add_sandbox_arguments(parser: argparse.ArgumentParser) -> None:
@@ -35,7 +35,7 @@ def add_sandbox_arguments(parser: argparse.ArgumentParser) -> None:
     one = partial(at_least, 1)
     cores = os.cpu_count() or 1
     action.add_argument(
-        "--at-once", type=one, default=cores, metavar="N", help="number of programs at a time"
+        "--at-once", type=one, default=cores, metavar="N", help="number of responses at a time"
     )
 
 
@@ -45,28 +45,28 @@ def run_sandbox(arguments: argparse.Namespace) -> int:
 
 def _serve(arguments: argparse.Namespace) -> int:
     """Serve until interrupted or terminated."""
-    from distflow.sandbox.http_server import SandboxService, Server
+    from distflow.rewards.code.score_client import TOKEN
+    from distflow.rewards.code.score_server import ScoreServer
     from distflow.sandbox.local_sandbox import Sandbox
-    from distflow.sandbox.remote import TOKEN
 
-    with Sandbox() as sandbox:
-        service = SandboxService(sandbox, arguments.at_once)
-        with Server(service, arguments.host, arguments.port, os.environ.get(TOKEN, "")) as server:
-            port = server.server_address[1]
+    address = (arguments.host, arguments.port)
+    token = os.environ.get(TOKEN, "")
+    with Sandbox() as sandbox, ScoreServer(sandbox, arguments.at_once, *address, token) as server:
+        port = server.server_address[1]
+        print(
+            (
+                f"sandbox at http://{arguments.host}:{port}, {arguments.at_once} responses at "
+                f"once; {sandbox.level}"
+            ),
+            flush=True,
+        )
+        if server.token_file is not None:
             print(
-                (
-                    f"sandbox at http://{arguments.host}:{port}, {arguments.at_once} programs at "
-                    f"once; {sandbox.level}"
-                ),
+                f"its password is in {server.token_file}; clients of this user find it there",
                 flush=True,
             )
-            if server.token_file is not None:
-                print(
-                    f"its password is in {server.token_file}; clients of this user find it there",
-                    flush=True,
-                )
-            with suppress(KeyboardInterrupt), closing(service):
-                server.serve_forever()
+        with suppress(KeyboardInterrupt):
+            server.serve_forever()
     return 0
 
 

@@ -20,7 +20,7 @@ import time
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, Self
 
 import distflow
 from distflow.processes.child import Child, how_it_ended
@@ -342,6 +342,12 @@ class Program:
         self._answers.close()
         for stream in (self.out, self.err):
             os.close(stream.descriptor)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
     def kill(self, cause: Cause | None) -> None:
         """Kill it at once and wait for its end; cause: the reason. Raises ServerGone."""

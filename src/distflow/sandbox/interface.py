@@ -1,9 +1,6 @@
-"""The interface of a sandbox, local (`local_sandbox.py`) or remote (`remote.py`): limits, results,
-and errors."""
+"""Limits, results and errors of the sandbox."""
 
-from collections.abc import Mapping, Sequence
-from types import MappingProxyType
-from typing import Any, Literal, NamedTuple, Protocol, Self
+from typing import Literal, NamedTuple
 
 INSTALL = (
     "namespaces need bubblewrap (apt-get install bubblewrap) and a machine that lets users make "
@@ -89,61 +86,3 @@ class RunResult(NamedTuple):
     stderr: str
     cut: bool
     seconds: float
-
-
-class _Closable(Protocol):
-    """A context manager that leaves no process behind."""
-
-    def close(self) -> None:
-        """Idempotent."""
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-
-class AnySession(_Closable, Protocol):
-    """A process that has executed a program as a module, and answers calls to its functions. For
-    one thread at a time."""
-
-    def call(
-        self,
-        name: str,
-        args: Sequence[object] = (),
-        kwargs: Mapping[str, object] = MappingProxyType({}),
-    ) -> Any:
-        """Call the function of that name with plain values (`inside.program_messages`) and return
-        its result.
-
-        Types are preserved: a list comes back as a list, a tuple as a tuple. An int may have any
-        size, so its `repr` may raise. Raises `Raised` if the function raised, `Broken` if there is
-        no result or it is not plain; after a `Broken` of another cause than "value" every further
-        call raises `Broken`. Raises NotPlain for arguments that are not plain, and SandboxFault.
-        """
-
-    @property
-    def stdout(self) -> str:
-        """Its output until the last result, up to `Limits.output_bytes`."""
-
-    @property
-    def stderr(self) -> str:
-        """Its standard error, likewise."""
-
-
-class AnySandbox(_Closable, Protocol):
-    """Runs untrusted programs, which end when it is closed. limits: the default ones. level: how
-    programs are isolated. waited_s: total time of its calls in which no program ran."""
-
-    limits: Limits
-    level: Level
-    waited_s: float
-
-    def run(self, code: str, stdin: str = "", limits: Limits | None = None) -> RunResult:
-        """Run a program as `__main__` in a new process; limits: None for those of the sandbox.
-        Raises SandboxFault if the machine fails, but nothing because of the program."""
-
-    def open(self, code: str, limits: Limits | None = None) -> AnySession:
-        """Execute a program as a module in a new process; limits: as for `run`. Raises Raised,
-        Broken, SandboxFault."""

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack, closing
 from types import MappingProxyType
-from typing import Any, TypeVar, cast
+from typing import Any, Self, TypeVar, cast
 
 from distflow.errors import UserError
 from distflow.sandbox import interface
@@ -42,13 +42,24 @@ _VALUE = b'{"value": '
 _SHOWN_TEXT = 2000
 
 
-class Session(Program, interface.AnySession):
+class Session(Program):
+    """A process that has executed a program as a module, and answers calls to its functions. For
+    one thread at a time."""
+
     def call(
         self,
         name: str,
         args: Sequence[object] = (),
         kwargs: Mapping[str, object] = MappingProxyType({}),
     ) -> Any:
+        """Call the function of that name with plain values (`inside.program_messages`) and return
+        its result.
+
+        Types are preserved: a list comes back as a list, a tuple as a tuple. An int may have any
+        size, so its `repr` may raise. Raises `Raised` if the function raised, `Broken` if there is
+        no result or it is not plain; after a `Broken` of another cause than "value" every further
+        call raises `Broken`. Raises NotPlain for arguments that are not plain, and SandboxFault.
+        """
         body = to_text([name, list(args), dict(kwargs)]).encode()
         return _read_result(self, lambda: self.question(body))
 
@@ -56,11 +67,9 @@ class Session(Program, interface.AnySession):
 Started = TypeVar("Started", bound=Program)
 
 
-class Sandbox(interface.AnySandbox):
-    """A fork server and the level at which it runs programs. May be used by several threads, but
+class Sandbox:
+    """Runs untrusted programs, which end when it is closed. May be used by several threads, but
     only in the process that created it, not in a fork."""
-
-    waited_s = 0.0
 
     def __init__(
         self, limits: interface.Limits = interface.DEFAULT_LIMITS, level: str | None = None
@@ -84,6 +93,8 @@ class Sandbox(interface.AnySandbox):
     def run(
         self, code: str, stdin: str = "", limits: interface.Limits | None = None
     ) -> interface.RunResult:
+        """Run a program as `__main__` in a new process. limits: None for those of the sandbox.
+        Raises SandboxFault if the machine fails, but nothing because of the program."""
         started = time.monotonic()
         encoded = stdin.encode("utf-8", "surrogateescape")
         try:
@@ -92,6 +103,8 @@ class Sandbox(interface.AnySandbox):
             return self._run(code, encoded, limits or self.limits, started)
 
     def open(self, code: str, limits: interface.Limits | None = None) -> Session:
+        """Execute a program as a module in a new process; limits: as for `run`. Raises Raised,
+        Broken, SandboxFault."""
         session = self._start(Session, code, b"", limits or self.limits)
         with ExitStack() as on_failure:
             on_failure.callback(session.close)
@@ -100,9 +113,16 @@ class Sandbox(interface.AnySandbox):
         return session
 
     def close(self) -> None:
+        """Idempotent."""
         with self._lock:
             self._closed = True
             self._server.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
     def _run(
         self, code: str, stdin: bytes, limits: interface.Limits, started: float

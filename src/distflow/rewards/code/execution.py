@@ -22,7 +22,8 @@ from distflow.rewards.code.assertion_process import exact, rebuilt
 from distflow.rewards.code.assertions import Assertions
 from distflow.rewards.code.case_formats import CallTests, StreamTests
 from distflow.sandbox.inside.program_messages import MAX_YIELDED, NotPlain, Values
-from distflow.sandbox.interface import AnySandbox, AnySession, Broken, Limits, Raised, RunResult
+from distflow.sandbox.interface import Broken, Limits, Raised, RunResult
+from distflow.sandbox.local_sandbox import Sandbox, Session
 
 TOLERANCE, NEAR_ZERO = Fraction(1, 10**6), Fraction(1, 10**9)
 """Tolerance for a wanted number with a decimal point or exponent: relative; absolute if it is
@@ -128,7 +129,7 @@ class Stopped(Exception):
 class TimedSandbox:
     """A sandbox with a time limit for scoring one response."""
 
-    def __init__(self, sandbox: AnySandbox, seconds: float) -> None:
+    def __init__(self, sandbox: Sandbox, seconds: float) -> None:
         self._sandbox = sandbox
         self._began = time.monotonic()
         self._end = self._began + seconds
@@ -138,7 +139,7 @@ class TimedSandbox:
         """Wall-clock seconds since its creation."""
         return round(time.monotonic() - self._began, 3)
 
-    def open(self, code: str) -> AnySession:
+    def open(self, code: str) -> Session:
         """Open a session. Raises what `Sandbox.open` and `_bounded` raise."""
         return self._sandbox.open(code, self._bounded(self._sandbox.limits))
 
@@ -154,12 +155,10 @@ class TimedSandbox:
         """Inside, time counts as used by the program under test, except for the start of its
         process."""
         began = time.monotonic()
-        waited_s = self._sandbox.waited_s
         try:
             yield
         finally:
-            waited_s = self._sandbox.waited_s - waited_s
-            self._used_s += max(time.monotonic() - began - waited_s - _START_S, 0.0)
+            self._used_s += max(time.monotonic() - began - _START_S, 0.0)
 
     def _bounded(self, limits: Limits) -> Limits:
         """Limits with at most the remaining time. Raises Stopped if there is none, or TimeoutError
@@ -182,7 +181,7 @@ class ProgramUnderTest:
     def __init__(self, box: TimedSandbox, code: str) -> None:
         self._box = box
         self.code = code
-        self._session: AnySession | None = None
+        self._session: Session | None = None
         self._num_answers = 0
         self._printed = ""
         self.was_asked = False
@@ -224,7 +223,7 @@ class ProgramUnderTest:
         self._session = None
         self._num_answers = 0
 
-    def _process(self) -> AnySession:
+    def _process(self) -> Session:
         if self._session is None:
             self._printed = ""
             try:
@@ -299,7 +298,7 @@ class AssertionRunner:
 
     def __init__(self, box: TimedSandbox) -> None:
         self._box = box
-        self._session: AnySession | None = None
+        self._session: Session | None = None
 
     def step(self, name: str, *args: Any) -> list[Any]:
         """Call `begin` or `resume` of `assertion_process`. Raises what `Session.call` raises."""
@@ -383,7 +382,7 @@ def _first_step(
     raise ValueError(f"the tests are broken: {tests.shown[i]}: {why}")
 
 
-def _printed(ran: AnySession | RunResult) -> str:
+def _printed(ran: Session | RunResult) -> str:
     return (ran.stdout[-_SHOWN:] + ran.stderr[-_SHOWN:]).strip()
 
 

@@ -31,10 +31,9 @@ from distflow.rewards.code.execution import (
     run_calls,
     run_streams,
 )
+from distflow.rewards.code.score_client import score_at
 from distflow.rewards.reward_results import left_s, shortened
-from distflow.sandbox.interface import AnySandbox
 from distflow.sandbox.local_sandbox import Sandbox, probe
-from distflow.sandbox.remote import RemoteSandbox
 
 Plan = StreamTests | CallTests | Assertions
 LONGEST_S = 60.0
@@ -240,7 +239,10 @@ def compute_score(
     the URL of one on another machine (`distflow sandbox serve`). Raises ValueError if the tests are
     broken, UserError if nothing would confine a program, SandboxFault.
     """
-    return score_program(_sandbox(sandbox), solution_str, ground_truth, extra_info or {})
+    row = extra_info or {}
+    if sandbox:
+        return score_at(sandbox, solution_str, ground_truth, row, min(LONGEST_S, left_s()))
+    return score_program(_sandbox(), solution_str, ground_truth, row)
 
 
 def compute_share(
@@ -265,9 +267,9 @@ def check_row(ground_truth: object, extra_info: Mapping[str, object]) -> None:
 
 
 def score_program(
-    sandbox: AnySandbox, answer: str, ground_truth: object, row: Mapping[str, object]
+    sandbox: Sandbox, answer: str, ground_truth: object, row: Mapping[str, object]
 ) -> dict[str, JSON]:
-    """As `compute_score`, in the caller's sandbox, which is not used by others meanwhile."""
+    """As `compute_score`, in the caller's sandbox."""
     tests = read_tests(ground_truth, row)
     plan = split_assertions(tests) if isinstance(tests, AssertTests) else tests
     box = TimedSandbox(sandbox, min(LONGEST_S, _SHARE_OF_TIME * left_s()))
@@ -307,9 +309,9 @@ def isolation_of(parts: Iterable[RewardPart]) -> str | None:
 
 
 @cache
-def _sandbox(url: str) -> AnySandbox:
-    """One sandbox for all calls in this process. url: "" for a local one."""
-    sandbox = RemoteSandbox(url) if url else Sandbox()
+def _sandbox() -> Sandbox:
+    """One for all calls in this process."""
+    sandbox = Sandbox()
     atexit.register(sandbox.close)
     return sandbox
 
