@@ -204,7 +204,7 @@ def coordinator() -> Iterator[str]:
             asks = asks + workers
             began = time.process_time()
             for group in groups:
-                queue.put(FinishedGroup(group, None, 4096, group.version, num_bytes=10**5))
+                queue.end_groups(FinishedGroup(group, None, 4096, group.version, num_bytes=10**5))
             put += (time.process_time() - began) / max(1, len(groups))
             began = time.process_time()
             assert queue.take_step(step, 0) is not None

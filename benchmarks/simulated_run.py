@@ -467,9 +467,7 @@ class _Simulation:
     def _abort_rest(self, engine: _Engine) -> None:
         """The places of an engine's batch are full."""
         left = [group for group in self.groups.values() if group.engine is engine]
-        self.coordinator.abort(
-            [group.record.group_id for group in left], sum(group.tokens for group in left)
-        )
+        self.coordinator.abort([group.record.group_id for group in left])
         for group in left:
             self.workers.end(group.record.group_id, complete=False)
             self._forget(group.record)

@@ -47,7 +47,6 @@ class LedgerCounts:
         self._counts: Counter[_State] = Counter()
         self._domains = defaultdict[str, DomainCounts](DomainCounts)
         self._domain_of: dict[int, str] = {}  # domains of groups in the queue, if there are domains
-        self._num_aborted_tokens = 0
 
     def apply(self, record: Record) -> None:
         """Apply the next record of a surviving timeline. Raises CountsError with the group or the
@@ -59,7 +58,7 @@ class LedgerCounts:
     def group_counts(self) -> GroupCounts:
         running = self._counts[_State.GENERATING]
         complete = self._counts[_State.QUEUED]
-        return GroupCounts.of(self._domains, running, complete, self._num_aborted_tokens)
+        return GroupCounts.of(self._domains, running, complete)
 
     def on_issued(self, record: Record) -> None:
         number = record["group_id"]
@@ -94,7 +93,6 @@ class LedgerCounts:
         for number in record["group_ids"]:
             self._move(number, _State.GENERATING, _State.GENERATING)
             self._domains[self._domain_of.get(number, "")].aborted += 1
-        self._num_aborted_tokens += record["tokens"]
 
     def on_consumed(self, record: Record) -> None:
         if record["step"] != self.last_step + 1:
@@ -122,7 +120,6 @@ class LedgerCounts:
         self.last_step = record["step"]
         self._states = bytearray([_State.SETTLED]) * record["issued"]
         self._domains = counts_by_domain(record)
-        self._num_aborted_tokens = record.get("aborted_tokens", 0)
         for group in record.get("live", ()):
             state = _State.QUEUED if group["complete"] else _State.GENERATING
             self._states[group["group_id"]] = state

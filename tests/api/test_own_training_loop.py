@@ -19,7 +19,8 @@ from distflow.algorithms.advantages.critic_free import compute_grpo_advantage
 from distflow.algorithms.objectives import PolicyObjective
 from distflow.data.batch import Batch
 from distflow.errors import UserError
-from distflow.runtime.sample_queue.protocol import NothingToWaitFor, TrainingStep
+from distflow.runtime.sample_queue.protocol import TrainingStep
+from distflow.runtime.sample_queue.submissions import NothingToWaitFor
 from tests.api.reward_results import HELD, digits, slow
 from tests.api.small import ROWS, TINY, small
 from tests.ledger_audit import verify

@@ -29,10 +29,10 @@ pytestmark = [pytest.mark.slow, pytest.mark.faults]
 SEEDS = (3, 5, 16)
 GENERATES = ("build", "rollout.generate", "queue.put", "weights.take", "validate")
 LEARNS = (
-    *("build", "queue.taken", "train.update", "train.backward", "release"),
+    *("build", "queue.taken", "train.update", "release"),
     *("weights.begin", "weights.put", "weights.sent"),
 )
-LEADS = ("checkpoint.part rank_0", "checkpoint.manifest", "checkpoint.renamed", "checkpoint.latest")
+LEADS = ("checkpoint.part rank_0", "checkpoint.manifest", "checkpoint.renamed")
 CALLS = {"build": 1, "validate": 3}
 """How often a point is reached at least, where that is not once a step."""
 LAYOUTS = {"embedded:d2|torch:d2": (0, 2), "embedded[rollout]:d2+torch[actor]:d1": (2, 1)}

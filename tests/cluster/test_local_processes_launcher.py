@@ -15,8 +15,8 @@ from distflow.cluster import remote_calls
 from distflow.cluster.local_processes_launcher import launch_processes
 from distflow.cluster.remote_calls import WorkerDied
 from distflow.errors import UserError
+from distflow.runtime.callbacks import Callbacks
 from distflow.runtime.fault_injection import Fault
-from distflow.runtime.rollout_loop.user_calls import Callbacks
 from distflow.runtime.spec import LaunchOptions
 from tests.cluster import leftovers
 from tests.cluster.distance import distance
@@ -105,7 +105,7 @@ def test_weights_spread_over_two_processes_end_where_one_does(
 def test_a_process_that_is_killed_ends_the_run_and_resumed_it_ends_with_the_same_bits(
     ground: Playground, two: Run, plan: Callable[..., None]
 ) -> None:
-    plan(Fault("train.backward", rank=1, call=3))
+    plan(Fault("train.update", rank=1, call=3))
     keys = (*validating(ground), TWO)
     with pytest.raises(WorkerDied) as told:
         run(ground, *keys, name="killed")
@@ -169,7 +169,7 @@ def test_a_process_that_is_stopped_is_named_within_the_deadline(
     ground: Playground, plan: Callable[..., None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(remote_calls, "REPLIES_WITHIN_S", 10.0)
-    plan(Fault("train.backward", rank=1, call=2, action="SIGSTOP"))
+    plan(Fault("train.update", rank=1, call=2, action="SIGSTOP"))
     with pytest.raises(WorkerDied, match="worker 1 has not responded for 10 s"):
         run(ground, TWO, name="stopped")
     assert "training_loop" in (ground.folder / "stopped" / "stacks.txt").read_text()

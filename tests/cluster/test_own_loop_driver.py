@@ -17,7 +17,7 @@ from distflow.data.batch import Batch
 from distflow.observe.run_reader import read_metrics
 from distflow.runtime.checkpoint.checkpoint_store import CheckpointStore
 from distflow.runtime.fault_injection import Fault
-from distflow.runtime.sample_queue.protocol import NothingToWaitFor
+from distflow.runtime.sample_queue.submissions import NothingToWaitFor
 from tests.api.test_own_training_loop import OWN, learn, opened, prompts
 from tests.cluster.distance import distance
 from tests.cluster.test_supervisor import TIMES

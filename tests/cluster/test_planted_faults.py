@@ -55,11 +55,11 @@ FAULTS = {
     "mini-batches that each rank draws by itself": (
         """
         import torch
-        from distflow.runtime import compiled_node
-        original = compiled_node.minibatches
+        from distflow.runtime import node_context
+        original = node_context.minibatches
         def planted(number, groups, size, seed, *more):
             return original(number, groups, size, seed + torch.distributed.get_rank(), *more)
-        compiled_node.minibatches = planted
+        node_context.minibatches = planted
         """,
         "mini-batches",
     ),

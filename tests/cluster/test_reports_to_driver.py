@@ -9,7 +9,7 @@ import pytest
 from distflow.cluster import reports_to_driver
 from distflow.cluster.reports_to_driver import DriverOutput, Message, MessageQueue
 from distflow.observe.writing.terminal_lines import TerminalLines
-from distflow.runtime.rollout_loop.user_calls import Callbacks, Caller
+from distflow.runtime.callbacks import Callbacks, Caller
 
 
 @pytest.mark.parametrize("is_asked", [False, True])

@@ -14,8 +14,8 @@ import pytest
 from distflow.cluster.ray_launcher import launch_ray
 from distflow.cluster.remote_calls import WorkerDied, WorkerHangs
 from distflow.observe.run_reader import read_events
+from distflow.runtime.callbacks import Callbacks
 from distflow.runtime.fault_injection import Fault
-from distflow.runtime.rollout_loop.user_calls import Callbacks
 from distflow.runtime.spec import LaunchOptions
 from distflow.runtime.weight_sync.bucket_files import WEIGHTS
 from tests.cluster.test_faults import processes, workers
@@ -53,7 +53,7 @@ def start(ground: Playground, layout: tuple[str, ...], name: str) -> Run:
         3,
         [
             ((*APART, DISK), Fault("weights.put", rank=1, call=3), ", in step 2 "),
-            (TOGETHER, Fault("train.backward", rank=1, call=3), ", in step 3 "),
+            (TOGETHER, Fault("train.update", rank=1, call=3), ", in step 3 "),
             (TOGETHER, Fault("checkpoint.manifest", rank=0, call=2), ""),
         ],
         unpack=True,
@@ -119,7 +119,7 @@ def test_a_lost_training_worker_starts_the_run_again_in_place_and_it_ends_with_t
     ground: Playground, whole: Run, plan: Callable[..., None]
 ) -> None:
     """Between two starts the folder is still the driver's, as another process sees it."""
-    plan(Fault("train.backward", rank=1, call=3))
+    plan(Fault("train.update", rank=1, call=3))
     folder, said, writers = ground.folder / "in_place", list[str](), list[str]()
 
     def say(line: str) -> None:

@@ -26,7 +26,7 @@ from distflow.commands.dashboard_page_data import Dashboard
 from distflow.data.batch import Batch
 from distflow.observe.crash_safe_files import encode
 from distflow.observe.writing.run_folder import RunFolder
-from distflow.runtime.run_recorder import TOKEN_TEXTS, keep_groups
+from distflow.runtime.saved_groups import TOKEN_TEXTS, keep_groups
 from tests.observe.conftest import HOSTILE, write_asynchronous_run, write_run
 
 pytest.importorskip("duckdb", reason="the dashboard's samples need DuckDB (extra ui)")

@@ -830,11 +830,11 @@ BAD: dict[str, tuple[str, list[str], str, tuple[str, ...]]] = {
             ),
         )
     },
-    "a judge in shards of nothing": (
+    "a judge in shards": (
         "grpo",
         ["reward_model.models={a: {path: builtin:tiny, judge: true, sharded: true}}"],
-        "reward_model.models.a.sharded",
-        ("only fsdp shards weights", f"set {ACTOR}.strategy=fsdp"),
+        "reward_model.models",
+        ("'sharded' of 'a'", "set reward.functions"),
     ),
     "a judge without a model": (
         "grpo",

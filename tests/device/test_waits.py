@@ -13,7 +13,7 @@ from distflow.errors import TrustError
 from distflow.models.cached_decoder import DecoderView
 from distflow.models.loading import load_model
 from distflow.rollout.engine_weights import stripe_hashes
-from distflow.runtime.weight_sync.sender import check_sent
+from distflow.runtime.weight_sync.sent_weights import check_sent
 from distflow.training.optimizer import make_optimizer, make_schedule
 from distflow.training.torch_engine import TorchTrainEngine
 from tests.device.rehearsal import on_device

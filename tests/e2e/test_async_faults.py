@@ -99,12 +99,12 @@ def engine_refuses(num_times):
 
 
 def edge_put():
-    def put(self, finished, whole=LocalSampleQueue.put):
+    def end_groups(self, ended, whole=LocalSampleQueue.end_groups):
         if is_time():
             fired()
             raise MemoryError("no room for the group")
-        whole(self, finished)
-    LocalSampleQueue.put = put
+        whole(self, ended)
+    LocalSampleQueue.end_groups = end_groups
 
 
 async def for_ever(*_):

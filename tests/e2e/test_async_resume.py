@@ -88,7 +88,7 @@ if not hasattr(LocalWeights, "deadly"):
     weights_module.copy_weights, Ledger.append, CheckpointStore.begin = copy_weights, append, begin
     CheckpointStore.writing = writing
     before(LocalWeights, "commit", "publishing")
-    before(LocalSampleQueue, "put", "putting")
+    before(LocalSampleQueue, "end_groups", "putting")
     before(LocalSampleQueue, "release", "releasing")
     before(engine.EmbeddedEngine, "step", "decoding")
     before(TorchTrainEngine, "train_step", "training")
@@ -111,7 +111,6 @@ POINTS = {
     "part run": 3,
     "manifest": 3,
     "renamed": 3,
-    "latest": 3,
     "removing": 2,
 }
 """Where a run may be killed, and within how many times that it comes there."""

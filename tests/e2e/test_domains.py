@@ -117,7 +117,6 @@ def go_back(run: Run, step: int, name: str) -> None:
     for checkpoint in (copy / "checkpoints").glob("step-*"):
         if int(checkpoint.name.removeprefix("step-")) > step:
             shutil.rmtree(checkpoint)
-    (copy / "checkpoints" / "latest").write_text(f"step-{step:06d}\n")
 
 
 @pytest.mark.slow

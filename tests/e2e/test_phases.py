@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from distflow.launch.one_process_launcher import launch_local
+from distflow.runtime.callbacks import Callbacks
 from distflow.runtime.checkpoint import checkpoint_store as checkpoint
-from distflow.runtime.rollout_loop.user_calls import Callbacks
 from distflow.runtime.spec import LaunchOptions
 from tests.e2e.runs import REWARD, Playground, Run
 

@@ -26,7 +26,7 @@ from distflow.rollout import engine_weights
 from distflow.rollout.embedded import engine as embedded_engine
 from distflow.rollout.embedded import host_lane
 from distflow.rollout.embedded import scheduler as sequences
-from distflow.runtime import compiled_node
+from distflow.runtime import node_context
 from distflow.runtime.compiled_node import Step
 from distflow.runtime.weight_sync.sender import WeightSender
 from distflow.training.torch_engine import TorchScorer, TorchTrainEngine
@@ -282,7 +282,7 @@ def one_prompt_stream(original: Any) -> Any:
 
 
 def old_log_probs_anew(patch: Patch) -> None:
-    original = compiled_node.NodeContext.minibatches
+    original = node_context.NodeContext.minibatches
 
     def planted(self: Any, batch: Batch, num_prompts: int, epoch: int) -> Iterator[Batch]:
         for mini_batch in original(self, batch, num_prompts, epoch):
@@ -298,7 +298,7 @@ def old_log_probs_anew(patch: Patch) -> None:
         ACTOR[:] = [self]
 
     patch.setattr(TorchTrainEngine, "__init__", kept)
-    patch.setattr(compiled_node.NodeContext, "minibatches", planted)
+    patch.setattr(node_context.NodeContext, "minibatches", planted)
 
 
 ACTOR: list[Any] = []
@@ -489,10 +489,10 @@ FAULTS = {
     "a learning rate that stays 0": Fault(silent_no_learning_rate, "optimizer", ("grpo", *FAST)),
     "gradients not cleared": Fault(uncleared, "gradients", TWO),
     "the last mini-batch dropped": Fault(
-        attribute(compiled_node, "minibatches", last_dropped), "mini-batches", TWO
+        attribute(node_context, "minibatches", last_dropped), "mini-batches", TWO
     ),
     "a mini-batch taken twice": Fault(
-        attribute(compiled_node, "minibatches", one_twice), "mini-batches", TWO
+        attribute(node_context, "minibatches", one_twice), "mini-batches", TWO
     ),
     "truncated counts as finished": Fault(finished_always, "responses"),
     "one seed for the samples of a group": Fault(

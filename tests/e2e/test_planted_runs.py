@@ -26,7 +26,7 @@ from distflow.observe.run_reader import read_events
 from distflow.rewards import router
 from distflow.rewards.reward_results import VALIDATION, counted_for
 from distflow.rollout.embedded import scheduler
-from distflow.runtime import step_metrics, validation
+from distflow.runtime import validation, validation_loss, validation_results
 from distflow.runtime.checkpoint.files import describe, read_manifest, write_manifest
 from distflow.runtime.compiled_node import Step
 from distflow.runtime.resources import Resources
@@ -392,7 +392,7 @@ VALIDATION_FAULTS: dict[str, tuple[Plant, str]] = {
         r"val_correct/\S+ is reported as",
     ),
     "a mean over prompts that are right": (
-        replaced(step_metrics.ValidationResults, "metrics", all_right),
+        replaced(validation_results.ValidationResults, "metrics", all_right),
         r"val_correct/\S+/mean is reported as 1, but .* by the recorded scores",
     ),
     "scores of the next sample": (
@@ -488,7 +488,7 @@ def without_last(original: Any) -> Any:
 
 LOSS_FAULTS: dict[str, tuple[Plant, str]] = {
     "end tokens left out": (
-        replaced(validation, "Batch", without_ends),
+        replaced(validation_loss, "Batch", without_ends),
         r"\(loss\) counts 6 tokens, but the response has 7",
     ),
     "a mean of means": (

@@ -156,9 +156,8 @@ def test_models_by_domain_score_their_own_rows_beside_functions_by_domain(tmp_pa
     assert seen == {"math", "chat"} and not run.notes("warning")
     proven = [event.fields["passed"] for event in read_events(run.folder) if event.kind == "checks"]
     assert {"rewards", "advantages", "groups"} <= set(sum(proven, []))
-    shards = (keys[0].replace("judge: true", "judge: true, sharded: true"), *keys[1:])
     two = ("trainer.n_gpus_per_node=2", "actor_rollout_ref.actor.strategy=fsdp")
-    assert main(["train", "grpo", *ground.overrides("two", *shards, *two)]) == 0
+    assert main(["train", "grpo", *ground.overrides("two", *keys, *two)]) == 0
     scores = {(row["prompt"], row["response"]): row["score"] for row in read_samples(run, 1)}
     for row in (found := samples_in(tmp_path / "two", 1)):  # those of one process
         assert row["score"] == pytest.approx(scores[row["prompt"], row["response"]], abs=1e-4)

@@ -110,7 +110,7 @@ def test_every_file_of_a_run_is_for_its_owner_alone_whatever_the_umask(
         os.umask(old)
     run = ground.folder / "parent" / "run"
     found = [run, *run.rglob("*")]
-    wanted = {"ledger.jsonl", "actor.safetensors", "latest", "report.html", "tensorboard", "tokens"}
+    wanted = {"ledger.jsonl", "actor.safetensors", "report.html", "tensorboard", "tokens"}
     assert wanted <= {path.name for path in found}
     for path in found:
         assert stat.S_IMODE(path.stat().st_mode) == (0o700 if path.is_dir() else 0o600), path

@@ -11,7 +11,8 @@ from distflow.cluster.process_groups import TorchCollective
 from distflow.config import load_config
 from distflow.data.batch import Batch
 from distflow.launch.select_pipeline import bind_graph, select_pipeline
-from distflow.runtime.compiled_node import NodeContext, compile_steps
+from distflow.runtime.compiled_node import compile_steps
+from distflow.runtime.node_context import NodeContext
 from distflow.training.engine import Collective, OneRank
 from tests.algorithms.toy_policy import toy_batch
 from tests.tiny_models import tiny_tokenizer

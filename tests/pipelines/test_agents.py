@@ -20,7 +20,7 @@ from distflow.pipelines.nodes import compute_advantage
 from distflow.pipelines.nodes.rollout_reward_filter import reward_episodes
 from distflow.pipelines.nodes.settings_by_domain import run_part
 from distflow.rewards.reward_results import Error
-from distflow.runtime.compiled_node import NodeContext
+from distflow.runtime.node_context import NodeContext
 from distflow.runtime.rollout_loop.group import Group
 from distflow.training.engine import OneRank
 from tests.pipelines.test_episodes import Engine, run_group

@@ -16,7 +16,8 @@ from distflow.environments.workflows import Row, Workflow
 from distflow.pipelines.nodes.rollout_reward_filter import reward_episodes
 from distflow.pipelines.nodes.workflow_rollout import run_episodes
 from distflow.rollout.engine import GenerateRequest
-from distflow.runtime.compiled_node import NodeContext, compile_steps
+from distflow.runtime.compiled_node import compile_steps
+from distflow.runtime.node_context import NodeContext
 from distflow.runtime.rollout_loop.group import Group
 from distflow.runtime.rollout_loop.user_calls import PlainCalls
 from distflow.runtime.run_errors import NodeError

@@ -34,7 +34,7 @@ from distflow.pipelines.nodes.updates import update
 from distflow.rewards.reward_results import Error, RewardResult, Score, Timeout
 from distflow.rewards.router import RewardOutcome
 from distflow.rollout.engine import GenerateRequest, SamplingParams
-from distflow.runtime.compiled_node import NodeContext
+from distflow.runtime.node_context import NodeContext
 from distflow.runtime.rollout_loop.group import Group
 from distflow.scheduling.group_states import PromptGroup
 from distflow.training.engine import OneRank

@@ -15,7 +15,8 @@ from distflow.config import Config, load_config
 from distflow.data.batch import Batch
 from distflow.graph import BoundNode
 from distflow.launch.select_pipeline import bind_graph, select_pipeline
-from distflow.runtime.compiled_node import NodeContext, compile_steps
+from distflow.runtime.compiled_node import compile_steps
+from distflow.runtime.node_context import NodeContext
 from distflow.runtime.step_metrics import over_ranks
 from tests.algorithms.batches import SEEDS, Drawn, batches, parts_of
 from tests.algorithms.two_ranks import Ranks, run_on_ranks

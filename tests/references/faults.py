@@ -30,6 +30,8 @@ KL = "algorithms/kl.py"
 CORRECTION = "algorithms/rollout_correction.py"
 NODES = "pipelines/nodes/advantages.py"
 METRICS = "runtime/step_metrics.py"
+SAMPLE_ROWS = "runtime/sample_rows.py"
+VALIDATION = "runtime/validation_results.py"
 COVARIANCE = "algorithms/losses/covariance.py"
 DECOUPLED = "algorithms/losses/decoupled.py"
 PLAIN = "algorithms/losses/without_ppo_clip.py"
@@ -178,14 +180,14 @@ FORMULA_FAULTS = {
         "return -0.5 * min(max(excess, 0.0), 1.0)",
     ),
     "a biased pass@k": FormulaFault(
-        METRICS,
+        VALIDATION,
         "return 1.0 - comb(num_samples - num_correct, k) / comb(num_samples, k)",
         "return 1.0 - (1.0 - num_correct / num_samples) ** k",
     ),
     "a mean score over all samples": FormulaFault(
         METRICS,
-        "    valid_scores = values[valid].double()\n",
-        "    valid_scores = values.double()\n",
+        "return [sample.score for sample in samples if sample.score is not None]",
+        "return [sample.score or 0.0 for sample in samples]",
     ),
     "a ratio of the wrong direction": FormulaFault(
         REDUCTIONS, "    return current - old\n", "    return old - current\n"
@@ -500,12 +502,12 @@ FORMULA_FAULTS = {
         ROUTER, "(length - (limit - self.buffer_tokens)) /", "(length - limit) /"
     ),
     "equal groups among those of one score": FormulaFault(
-        METRICS, "if valid_scores.numel() > 1:", "if valid_scores.numel() > 0:"
+        METRICS, "if len(scores) > 1:", "if len(scores) > 0:"
     ),
     "a deviation over n − 1": FormulaFault(
         METRICS,
-        "near.mean()).square().mean().sqrt()",
-        "near.mean()).square().sum().div(max(len(near) - 1, 1)).sqrt()",
+        "math.fsum(squares) / len(squares)",
+        "math.fsum(squares) / max(len(squares) - 1, 1)",
     ),
     "a staleness of the wrong sign": FormulaFault(
         METRICS,
@@ -518,10 +520,12 @@ FORMULA_FAULTS = {
         "found[name] = math.fsum(values) / len(parts)",
     ),
     "mean@k over prompts": FormulaFault(
-        METRICS, "sum(map(sum, groups)) / (n * len(groups))", "sum(map(sum, groups)) / len(groups)"
+        VALIDATION,
+        "sum(map(sum, groups)) / (n * len(groups))",
+        "sum(map(sum, groups)) / len(groups)",
     ),
     "an advantage over all tokens": FormulaFault(
-        METRICS, "mask.sum(-1).clamp(min=1)).tolist()", "mask.shape[-1]).tolist()"
+        SAMPLE_ROWS, "mask.sum(-1).clamp(min=1)).tolist()", "mask.shape[-1]).tolist()"
     ),
     "a schedule without its warm-up": FormulaFault(
         "training/optimizer.py", "        if step < warmup:\n", "        if step < 0:\n"
@@ -551,6 +555,8 @@ TESTS = {
     NODES: [SHAPED],
     ROUTER: [f"{ALGORITHMS}/test_filters.py", "tests/rewards/test_router.py"],
     METRICS: ["tests/runtime/test_step_formulas.py", "tests/runtime/test_step_metrics.py"],
+    SAMPLE_ROWS: ["tests/runtime/test_step_formulas.py"],
+    VALIDATION: ["tests/runtime/test_step_formulas.py"],
     "training/optimizer.py": ["tests/training/test_schedule.py"],
 }
 """The default tests of a file."""

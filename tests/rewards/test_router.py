@@ -16,7 +16,8 @@ from distflow.pipelines.nodes.rollout_reward_filter import reward_episodes
 from distflow.pipelines.nodes.workflow_rollout import run_scored_episodes
 from distflow.rewards.reward_results import Error, Score, Timeout
 from distflow.rewards.router import Overlong, RewardOutcome, RewardRouter, check_domains
-from distflow.runtime.compiled_node import NodeContext, compile_steps
+from distflow.runtime.compiled_node import compile_steps
+from distflow.runtime.node_context import NodeContext
 from distflow.runtime.rollout_loop.group_tasks import GroupEvents, RolloutLoop
 from tests.patience import at_some_deadline
 from tests.pipelines.test_nodes import OneToken, context, new_group_of_three

@@ -10,7 +10,8 @@ from distflow.data.encoded_prompts import PROMPT_FIELDS, PromptRow
 from distflow.data.sample import Sample, Segment
 from distflow.graph import BoundNode, Pipeline
 from distflow.rollout.engine import SamplingParams
-from distflow.runtime.compiled_node import NodeContext, Step, compile_steps
+from distflow.runtime.compiled_node import Step, compile_steps
+from distflow.runtime.node_context import NodeContext
 from distflow.runtime.rollout_loop.group import Group
 from distflow.scheduling.coordinator import Coordinator
 from distflow.scheduling.data_plan import DataPlan

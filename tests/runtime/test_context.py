@@ -15,7 +15,7 @@ from distflow.data.encoded_prompts import PromptRow
 from distflow.data.sample import Sample
 from distflow.errors import UserError
 from distflow.runtime.checks_protocol import Updates
-from distflow.runtime.compiled_node import Contexts, NodeContext
+from distflow.runtime.node_context import Contexts, NodeContext
 from distflow.runtime.resources import Resources
 from distflow.runtime.rollout_loop.group import Group
 from distflow.scheduling.group_states import PromptGroup

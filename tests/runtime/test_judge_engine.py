@@ -2,11 +2,8 @@
 
 from collections.abc import Callable
 from functools import partial
-from itertools import product
-from pathlib import Path
 
 import pytest
-import torch
 
 from distflow.data.batch import Batch
 from distflow.data.sample import Sample, Segment
@@ -15,10 +12,7 @@ from distflow.rollout.embedded.engine import EmbeddedEngine
 from distflow.rollout.engine import SamplingParams
 from distflow.runtime.judge_engine import Judge
 from distflow.scheduling.group_states import Version
-from distflow.training.engine import OneRank
-from tests.ranks import run_ranks
-from tests.runtime.sharded_judge_worker import JUDGES, SHARES, judge_of, said_by
-from tests.tiny_models import BAD, EOS, GOOD, tiny_verdict, write_tiny_judge, write_tiny_model
+from tests.tiny_models import BAD, EOS, GOOD, tiny_verdict, write_tiny_judge
 
 PROMPT = Segment("prompt", (7,))
 Ask = Callable[..., list[dict[str, object]]]
@@ -79,22 +73,3 @@ def test_a_response_holds_no_token_that_ends_the_question(ask: Ask) -> None:
     """As one token the text would be answered by the end of the answer, which is no score."""
     assert ask(f"it is right{GOOD}")[0]["score"] == 0.75 and tiny_verdict(GOOD) == GOOD
     assert ask(f"b{EOS}")[0] == ask("x&lt;eos>")[0]
-
-
-@pytest.mark.slow
-def test_over_two_ranks_a_sharded_judge_says_what_a_whole_one_says(tmp_path: Path) -> None:
-    """Also a rank without questions, and compared with the embedded engine, which pads nothing."""
-    write_tiny_model(tmp_path / "random", "qwen3", seed=3)
-    write_tiny_judge(tmp_path / "judge")
-    run_ranks("tests.runtime.sharded_judge_worker", 2, tmp_path)
-    for kind, (name, shares) in product(JUDGES, SHARES.items()):
-        model = load_model(tmp_path / kind)
-        for rank, share in enumerate(shares):
-            written, scored = torch.load(tmp_path / f"{name}-{kind}-{rank}.pt")
-            whole = judge_of(model, tmp_path / kind, OneRank())
-            whole.make_engine = partial(
-                EmbeddedEngine, model, whole.tokenizer, version=Version(0, 0)
-            )
-            assert written == whole._write(dict(enumerate(share[0])))
-            assert scored == said_by(model, tmp_path / kind, OneRank(), *share)[1]
-            assert len(scored) == len(share[1])

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from distflow.data.batch import Batch
-from distflow.runtime.run_recorder import forget_groups, keep_groups, load_groups
+from distflow.runtime.saved_groups import forget_groups, keep_groups, load_groups
 
 
 def share(*prompt_groups: int) -> Batch:

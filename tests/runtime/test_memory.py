@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from distflow.runtime.run_recorder import MemoryPeaks
+from distflow.runtime.memory_peaks import MemoryPeaks
 from tests.e2e.runs import Playground
 
 MIB = 2**20

@@ -15,7 +15,8 @@ from distflow.observe.findings.summary import describe_checks
 from distflow.observe.report.build import report_data
 from distflow.observe.run_reader import read_events, read_samples, sample_splits, sample_steps
 from distflow.observe.writing.run_folder import RunFolder
-from distflow.runtime.run_recorder import TOKEN_TEXTS, Recorder, ReportingProcess, reported
+from distflow.runtime.run_recorder import Recorder, ReportingProcess, reported
+from distflow.runtime.saved_groups import TOKEN_TEXTS
 from distflow.runtime.spec import Spec
 from tests.e2e.runs import Playground
 from tests.runtime.groups import group

@@ -8,14 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from distflow.data.batch import Batch
-from distflow.runtime.step_metrics import (
-    Figures,
-    ValidationResults,
-    batch_metrics,
-    group_metrics,
-    pass_at_k,
-    sample_rows,
-)
+from distflow.runtime.sample_rows import sample_rows
+from distflow.runtime.step_metrics import Figures, batch_metrics, group_metrics
+from distflow.runtime.validation_results import ValidationResults, pass_at_k
 from distflow.scheduling.group_states import GroupCounts
 from tests.algorithms.batches import Drawn, batches, parts_of
 from tests.references import step_metrics as reference

@@ -1,16 +1,14 @@
 """What is measured of a step: scores over samples with a score, lengths over all, staleness."""
 
-import pytest
 import torch
 
-from distflow.errors import UserError
+from distflow.runtime.sample_rows import sample_rows
 from distflow.runtime.step_metrics import (
     Figures,
     batch_metrics,
     group_metrics,
     over_ranks,
     part_means,
-    sample_rows,
     staleness_shares,
 )
 from distflow.scheduling.group_states import DomainCounts, GroupCounts
@@ -92,22 +90,14 @@ def test_what_nodes_measured_are_means_over_ranks_by_their_weights() -> None:
     assert over_ranks(measured, other) == {"a": 2.0, "b": 4.0, "c": 0.0, "d": 3.0}
 
 
-def test_two_things_never_share_a_metric() -> None:
-    """A domain called like a part is fine; a part called `mean` is not where that is so."""
+def test_a_domain_called_like_a_part_has_metrics_of_its_own() -> None:
     batch = group(lengths=(1, 1))
     batch["token_level_scores"] = torch.tensor([[1.0], [0.0]])
     batch["domain"] = ["math", "math"]
     batch["reward_parts"] = [{"math": 1.0, "format": 0.0}, {"math": 0.0, "format": 1.0}]
     found = batch_metrics(Figures.of(batch))
-    assert (
-        found["reward/math/mean"],
-        found["reward/math/math"],
-        found["reward/math/mean_score"],
-    ) == (0.5, 0.5, 0.5)
-    for name in ("mean", "mean_score"):
-        batch["reward_parts"] = [{"math": 1.0, name: 0.0}, {"math": 0.0, name: 0.0}]
-        with pytest.raises(UserError, match=f"'reward/math/{name}' would have two meanings"):
-            batch_metrics(Figures.of(batch))
+    for name in ("mean", "math", "mean_score"):
+        assert found[f"reward/math/{name}"] == 0.5
 
 
 def test_the_share_of_a_response_that_the_loss_leaves_out() -> None:

@@ -15,13 +15,15 @@ from distflow.data.encoded_prompts import PromptRow
 from distflow.data.sample import Sample
 from distflow.graph import Drop, node
 from distflow.rollout.engine import SamplingParams, Stream
-from distflow.runtime.compiled_node import Contexts, NodeContext, compile_steps
+from distflow.runtime.compiled_node import compile_steps
+from distflow.runtime.node_context import Contexts, NodeContext
 from distflow.runtime.resources import Resources
 from distflow.runtime.rollout_loop.group import Group
 from distflow.runtime.rollout_loop.group_tasks import GroupEvents, RolloutLoop
 from distflow.runtime.spec import ValidationSet
-from distflow.runtime.step_metrics import ValidationResults
-from distflow.runtime.validation import Validator, validation_loss
+from distflow.runtime.validation import Validator
+from distflow.runtime.validation_loss import validation_loss
+from distflow.runtime.validation_results import ValidationResults
 from distflow.scheduling.group_states import PromptGroup
 from tests.runtime.groups import bound, group, samples, waiting_group
 

@@ -341,7 +341,7 @@ def test_a_rollout_loop_that_ends_wakes_the_trainer_with_its_reason(
     def broken(*arguments: Any, **more: Any) -> None:
         raise RuntimeError("the queue broke")
 
-    monkeypatch.setattr("distflow.runtime.sample_queue.local.LocalSampleQueue.put_loaded", broken)
+    monkeypatch.setattr("distflow.runtime.sample_queue.local.LocalSampleQueue.end_groups", broken)
     with working(ground) as (worker, _), pytest.raises(RuntimeError, match="the queue broke"):
         worker.training_loop()
 

@@ -60,7 +60,7 @@ def wave(coordinator, order, dropped=lambda prompt_group: False):
             surplus.remove(waiting)
             complete(waiting)
     if ended := [prompt_group.group_id for prompt_group in [*surplus, *left]]:
-        coordinator.abort(sorted(ended), num_tokens=len(ended))
+        coordinator.abort(sorted(ended))
     return [prompt_group.group_id for prompt_group in prompt_groups]
 
 
@@ -88,10 +88,7 @@ def test_what_is_left_goes_first_in_the_next_wave():
     assert step(coordinator) == ([0, 1, 6, 7], [[0, 1, 6, 7, 8, 9]])
     group_counts = coordinator.checked_counts()
     assert (group_counts.issued, group_counts.running, group_counts.consumed) == (10, 2, 8)
-    assert (group_counts.aborted, group_counts.aborted_tokens) == (
-        4,
-        4,
-    ) and group_counts.dropped == {}
+    assert group_counts.aborted == 4 and group_counts.dropped == {}
 
 
 def test_a_group_that_is_always_late_is_waited_for_in_the_end():
@@ -177,9 +174,9 @@ def test_only_what_runs_can_be_aborted(tmp_path):
     coordinator.issue_groups()
     coordinator.complete(0, 1)
     with pytest.raises(CountsError, match="group 0 "):
-        coordinator.abort([0], 1)
+        coordinator.abort([0])
     with pytest.raises(CountsError, match="group 9 cannot be aborted"):
-        coordinator.abort([9], 1)
+        coordinator.abort([9])
 
 
 class Run:

@@ -36,7 +36,8 @@ from distflow.planning.plan import RankPlan
 from distflow.rollout.engine import RolloutEngine
 from distflow.runtime.checkpoint.files import own_shards
 from distflow.runtime.resources import build_resources
-from distflow.runtime.weight_sync.sender import buckets, check_sent
+from distflow.runtime.weight_sync.sender import buckets
+from distflow.runtime.weight_sync.sent_weights import check_sent
 from distflow.training.engine import TrainState
 from distflow.training.optimizer import make_optimizer, make_schedule
 from distflow.training.torch_engine import TorchScorer, TorchTrainEngine

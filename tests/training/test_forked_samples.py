@@ -18,7 +18,7 @@ from distflow.data.batch import Batch
 from distflow.data.sample import Sample, Segment
 from distflow.models.loading import load_model
 from distflow.pipelines.nodes.updates import update
-from distflow.runtime.compiled_node import NodeContext
+from distflow.runtime.node_context import NodeContext
 from distflow.training.optimizer import make_optimizer, make_schedule
 from distflow.training.torch_engine import TorchScorer, TorchTrainEngine
 from tests.tiny_models import write_tiny_model

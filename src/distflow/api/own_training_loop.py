@@ -423,7 +423,7 @@ class Rollouts:
     def _of_group(self, should_accept: ShouldAccept | None, workflow: object) -> Any:
         """The options of a call for its groups. Raises UserError."""
         from distflow.pipelines.nodes.workflow_rollout import workflow_of_call
-        from distflow.runtime.sample_queue.protocol import OfGroup
+        from distflow.runtime.sample_queue.submissions import OfGroup
 
         _check_should_accept(should_accept)
         made = None
@@ -436,7 +436,7 @@ class Rollouts:
         unknown."""
         from distflow.launch.run_settings import make_plan
         from distflow.launch.select_pipeline import for_own_loop
-        from distflow.runtime.sample_queue.protocol import Submissions
+        from distflow.runtime.sample_queue.submissions import Submissions
 
         spec = make_spec_of(self._inputs, self._loaded, has_data=self._has_data)
         if not self._has_data:

@@ -162,7 +162,7 @@ def train(
     user's mistake, with the message of the command line; TrustError if a check fails; NodeError if
     a node fails.
     """
-    from distflow.runtime.rollout_loop.user_calls import Callbacks
+    from distflow.runtime.callbacks import Callbacks
     from distflow.runtime.spec import LaunchOptions
 
     callbacks = Callbacks(on_step, on_validation, on_save)

@@ -33,7 +33,8 @@ from distflow.data.sample import Segment
 from distflow.graph import BoundPipeline
 from distflow.rewards.reward_results import RewardResult
 from distflow.rollout.engine import GenerateRequest, SamplingParams
-from distflow.runtime.compiled_node import NodeContext, Step
+from distflow.runtime.compiled_node import Step
+from distflow.runtime.node_context import NodeContext
 from distflow.runtime.resources import Resources
 from distflow.runtime.rollout_loop.rollout_services import RolloutServices
 from distflow.runtime.spec import Spec

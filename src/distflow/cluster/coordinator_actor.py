@@ -16,10 +16,8 @@ from distflow.rewards.reward_results import RewardCounts
 from distflow.runtime.checkpoint.restore import load_queued
 from distflow.runtime.dp_groups import DpGroupShares, queue_dp_group
 from distflow.runtime.sample_queue.protocol import (
-    AbortedGroups,
-    DroppedGroup,
+    EndedGroups,
     FinishedGroup,
-    LoadedGroups,
     NewWorkers,
     TrainingStep,
 )
@@ -83,23 +81,12 @@ class CoordinatorActor(SharedSampleQueue[GroupRef]):
     def alive(self) -> None:
         """A heartbeat, answered by a separate thread."""
 
-    def end(
-        self,
-        group: FinishedGroup[GroupRef] | LoadedGroups[GroupRef] | DroppedGroup | AbortedGroups,
-        reward_counts: RewardCounts,
-    ) -> None:
+    def end(self, ended: EndedGroups[GroupRef], reward_counts: RewardCounts) -> None:
         """Groups have left the rollout loop. reward_counts: of their worker since the previous
         call."""
         try:
             super().count(reward_counts)
-            if isinstance(group, AbortedGroups):
-                super().abort(group)
-            elif isinstance(group, DroppedGroup):
-                super().drop(group)
-            elif isinstance(group, LoadedGroups):
-                super().put_loaded(group)
-            else:
-                super().put(group)
+            super().end_groups(ended)
         except Exception as err:  # nobody waits for the reply: the run ends with it
             super().fail(err)
 

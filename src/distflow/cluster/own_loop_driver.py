@@ -26,7 +26,8 @@ from distflow.runtime.dp_groups import (
     with_samples,
 )
 from distflow.runtime.rollout_loop.group import rows_by_group
-from distflow.runtime.sample_queue.protocol import NewWorkers, OfGroup, TrainingStep
+from distflow.runtime.sample_queue.protocol import NewWorkers, TrainingStep
+from distflow.runtime.sample_queue.submissions import OfGroup
 from distflow.runtime.spec import Get, Spec
 from distflow.runtime.stop_signals import Stop
 from distflow.scheduling.sample_queue import Exhausted

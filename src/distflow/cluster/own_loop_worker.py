@@ -19,7 +19,7 @@ from distflow.data.batch_bytes import Buffers, gather, to_buffers
 from distflow.data.encoded_prompts import PromptRow
 from distflow.graph.fields import Field
 from distflow.launch.select_pipeline import for_own_loop
-from distflow.runtime.sample_queue.protocol import OfGroup, Submissions
+from distflow.runtime.sample_queue.submissions import OfGroup, Submissions
 from distflow.runtime.spec import Spec
 from distflow.runtime.worker import Worker
 

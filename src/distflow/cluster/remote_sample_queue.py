@@ -20,6 +20,7 @@ from distflow.runtime import fault_injection
 from distflow.runtime.sample_queue.protocol import (
     AbortedGroups,
     DroppedGroup,
+    EndedGroups,
     FinishedGroup,
     LoadedGroups,
     NewWorkers,
@@ -130,9 +131,9 @@ class RemoteSampleQueue:
         self._read = read or _read_here
         self._by_ray = not isinstance(coordinator, Peer)
         self._reward_counts = RewardCounts()  # sent with the groups that end next
-        self._stored: tuple[GroupRef, int] = (None, 0)
+        self._reference_ahead: tuple[GroupRef, int] = (None, 0)
         """The batch that was stored last, until its groups are put, and its size."""
-        self._stored_batch: Batch | None = None
+        self._batch_ahead: Batch | None = None
 
     async def prompt_groups(
         self, engine_version: Callable[[], int | None]
@@ -149,30 +150,14 @@ class RemoteSampleQueue:
             if prompt_groups:
                 yield prompt_groups
 
-    def put(self, finished: FinishedGroup[Batch]) -> None:
-        fault_injection.reach("queue.put")
-        reference, num_bytes = to_group(finished.data, self._by_ray)
-        stored = replace(finished, num_bytes=num_bytes).stored_as(reference)
-        self._end(stored)
+    def end_groups(self, ended: EndedGroups[Batch]) -> None:
+        reward_counts = self._reward_counts
+        self._reward_counts = RewardCounts()
+        self._coordinator.end.remote(self._stored(ended), reward_counts)
 
     def store_ahead(self, batch: Batch) -> None:
-        self._stored = to_group(batch, self._by_ray)
-        self._stored_batch = batch
-
-    def put_loaded(self, loaded: LoadedGroups[Batch]) -> None:
-        fault_injection.reach("queue.put")
-        if loaded.data is not self._stored_batch:
-            self.store_ahead(loaded.data)
-        reference, num_bytes = self._stored
-        self._stored_batch = None
-        self._stored = (None, 0)
-        self._end(LoadedGroups(loaded.prompt_groups, reference, loaded.num_tokens, num_bytes))
-
-    def drop(self, dropped: DroppedGroup) -> None:
-        self._end(dropped)
-
-    def abort(self, aborted: AbortedGroups) -> None:
-        self._end(aborted)
+        self._reference_ahead = to_group(batch, self._by_ray)
+        self._batch_ahead = batch
 
     def count(self, reward_counts: RewardCounts) -> None:
         """Send the counts with the next group, since the actor may run two calls in any order."""
@@ -226,13 +211,20 @@ class RemoteSampleQueue:
                 queued[number] = replace(group.stored_as(batch), rows=None)
         return ResumePoint(point.snapshot, queued)
 
-    def _end(
-        self,
-        group: FinishedGroup[GroupRef] | LoadedGroups[GroupRef] | DroppedGroup | AbortedGroups,
-    ) -> None:
-        reward_counts = self._reward_counts
-        self._reward_counts = RewardCounts()
-        self._coordinator.end.remote(group, reward_counts)
+    def _stored(self, ended: EndedGroups[Batch]) -> EndedGroups[GroupRef]:
+        """With references to the samples, if there are some."""
+        if isinstance(ended, DroppedGroup | AbortedGroups):
+            return ended
+        fault_injection.reach("queue.put")
+        if isinstance(ended, FinishedGroup):
+            reference, num_bytes = to_group(ended.data, self._by_ray)
+            return replace(ended, num_bytes=num_bytes).stored_as(reference)
+        if ended.data is not self._batch_ahead:
+            self.store_ahead(ended.data)
+        reference, num_bytes = self._reference_ahead
+        self._batch_ahead = None
+        self._reference_ahead = (None, 0)
+        return LoadedGroups(ended.prompt_groups, reference, ended.num_tokens, num_bytes)
 
 
 def _read_here(taken: Taken, groups: Sequence[GroupRef]) -> tuple[Batch | None, list[int]]:

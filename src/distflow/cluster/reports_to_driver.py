@@ -13,7 +13,7 @@ from typing import Any
 
 from distflow.cluster.remote_calls import COORDINATOR, future_of, reply, reply_of
 from distflow.observe.writing.terminal_lines import TerminalLines
-from distflow.runtime.rollout_loop.user_calls import Callbacks, Caller
+from distflow.runtime.callbacks import Callbacks, Caller
 from distflow.runtime.run_recorder import make_view
 from distflow.runtime.spec import Spec
 from distflow.runtime.worker_place import Place

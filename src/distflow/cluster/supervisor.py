@@ -41,8 +41,8 @@ from distflow.observe.writing.run_folder import (
     wait_for_joined,
 )
 from distflow.observe.writing.timing import lasting
+from distflow.runtime.callbacks import Callbacks
 from distflow.runtime.rollout_loop.engine_watch import STACKS
-from distflow.runtime.rollout_loop.user_calls import Callbacks
 from distflow.runtime.spec import LaunchOptions, Outcome, Spec
 from distflow.runtime.stop_signals import StopRequest
 from distflow.runtime.weight_sync.bucket_files import remove_weights

@@ -19,7 +19,7 @@ from distflow.cluster.remote_calls import kill, reply
 from distflow.errors import UserError
 from distflow.observe.writing.timing import Waits
 from distflow.runtime.rollout_loop.loop_thread import on_a_thread
-from distflow.runtime.step_metrics import ValidationResults
+from distflow.runtime.validation_results import ValidationResults
 from distflow.runtime.weight_sync.bucket_files import (
     Carry,
     Packed,

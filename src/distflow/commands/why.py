@@ -160,7 +160,6 @@ def run_why(arguments: argparse.Namespace) -> int:
     if lineage.aborted:
         group_ids = ", ".join(map(str, lineage.aborted))
         lines += ["", f"aborted when the step was full, and generated later: groups {group_ids}"]
-        lines += [f"  {lineage.aborted_tokens:,} tokens that were generated for them are discarded"]
     print("\n".join(lines))
     return 0
 

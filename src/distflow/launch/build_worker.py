@@ -12,8 +12,9 @@ from distflow.rewards.reward_results import RewardCounts
 from distflow.rewards.router import KINDS
 from distflow.runtime.checkpoint.saver import Saver
 from distflow.runtime.checks_protocol import Updates
-from distflow.runtime.compiled_node import Contexts, compile_steps
+from distflow.runtime.compiled_node import compile_steps
 from distflow.runtime.error_limits import ErrorShare, GroupFailures
+from distflow.runtime.node_context import Contexts
 from distflow.runtime.offload import Offload
 from distflow.runtime.reshard_columns import ColumnReshard
 from distflow.runtime.rollout_loop.group_tasks import GroupEvents, RolloutLoop
@@ -23,7 +24,6 @@ from distflow.runtime.validation import ValidationRunner, Validator
 from distflow.runtime.weight_sync.sender import WeightSync
 from distflow.runtime.worker import Worker
 from distflow.runtime.worker_inputs import WorkerInputs
-from distflow.runtime.worker_parts import WorkerParts
 
 
 def build_worker(inputs: WorkerInputs) -> Worker:
@@ -89,22 +89,20 @@ def build_worker(inputs: WorkerInputs) -> Worker:
         after_commit=partial(_after_commit, spec, warn),
     )
     return Worker(
-        WorkerParts(
-            inputs,
-            services,
-            training_nodes,
-            checks,
-            updates,
-            contexts,
-            rollout_loop,
-            ColumnReshard(spec.plan, pipeline, rank, ports.reshard),
-            ValidationRunner(inputs, services, validator, offload, checks),
-            WeightSync(inputs, services, updates, offload, canary),
-            offload,
-            saver,
-            ErrorShare(spec.config.reward.max_error_rate, warn, recorder.view.reward_failed),
-            reward_counts,
-        )
+        inputs,
+        services,
+        training_nodes,
+        checks,
+        updates,
+        contexts,
+        rollout_loop,
+        ColumnReshard(spec.plan, pipeline, rank, ports.reshard),
+        ValidationRunner(inputs, services, validator, offload, checks),
+        WeightSync(inputs, services, updates, offload, canary),
+        offload,
+        saver,
+        ErrorShare(spec.config.reward.max_error_rate, warn, recorder.view.reward_failed),
+        reward_counts,
     )
 
 

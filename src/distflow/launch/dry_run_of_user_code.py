@@ -25,7 +25,8 @@ from distflow.launch.configured_models import tokenizer_loader
 from distflow.launch.select_pipeline import takes_policy_loss
 from distflow.pipelines.nodes.workflow_dry_run import tried_workflow
 from distflow.rewards.reward_check import WARNING
-from distflow.runtime.compiled_node import NodeContext, compile_steps
+from distflow.runtime.compiled_node import compile_steps
+from distflow.runtime.node_context import NodeContext
 from distflow.runtime.rollout_loop.rollout_services import try_rewards
 from distflow.runtime.run_errors import NodeError, output_error, users_place
 from distflow.runtime.spec import Spec

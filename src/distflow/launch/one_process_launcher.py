@@ -11,6 +11,7 @@ from distflow.launch.select_pipeline import for_own_loop
 from distflow.observe.report.build import write_report
 from distflow.observe.writing.timing import Waits
 from distflow.runtime import fault_injection
+from distflow.runtime.callbacks import Callbacks
 from distflow.runtime.checkpoint.restore import (
     check_same_facts,
     load_queued,
@@ -18,7 +19,6 @@ from distflow.runtime.checkpoint.restore import (
     set_generators,
 )
 from distflow.runtime.resources import Resources, build_resources
-from distflow.runtime.rollout_loop.user_calls import Callbacks
 from distflow.runtime.run_recorder import Recorder, reported
 from distflow.runtime.sample_queue.local import LocalSampleQueue
 from distflow.runtime.sample_queue.protocol import FinishedGroup

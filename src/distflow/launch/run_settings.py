@@ -170,7 +170,7 @@ def _offloads(config: Config, pipeline: BoundPipeline, plan: Plan) -> dict[str, 
         if own.param_offload or own.optimizer_offload:
             found[role] = Offloads(weights=own.param_offload, moments=own.optimizer_offload)
     for role, model in scoring_models(config.reward_model).items():
-        is_whole = model.is_whole_judge or not is_sharded(config)
+        is_whole = model.judge or not is_sharded(config)
         if role in pipeline.engines and model.param_offload and is_whole:
             found[role] = Offloads(weights=True, moments=False)
     if "actor" in found and found["actor"].weights:

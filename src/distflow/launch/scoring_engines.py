@@ -37,7 +37,9 @@ def build_scoring_model(
     config: Config, name: str, get: Get, device: torch.device
 ) -> RewardModelScorer | Judge:
     is_judge = scoring_models(config.reward_model)[name].judge
-    return (_build_judge if is_judge else _build_reward_model)(config, name, get, device)
+    if is_judge:
+        return _build_judge(config, name, device)
+    return _build_reward_model(config, name, get, device)
 
 
 def _build_reward_model(
@@ -65,8 +67,8 @@ def _build_reward_model(
     )
 
 
-def _build_judge(config: Config, name: str, get: Get, device: torch.device) -> Judge:
-    """A judge, whole in a rollout engine or in shards, with its own tokenizer."""
+def _build_judge(config: Config, name: str, device: torch.device) -> Judge:
+    """A judge in a rollout engine of its own, with its own tokenizer."""
     settings = scoring_models(config.reward_model)[name]
     key, source = scoring_source(config, name)
     with blaming(key):
@@ -80,16 +82,11 @@ def _build_judge(config: Config, name: str, get: Get, device: torch.device) -> J
                 f"question: the model reads at most {longest:,} tokens; set a smaller "
                 "answer_tokens"
             )
-        sharding = None
-        if settings.sharded:
-            sharding = sharding_of(config, get, settings.param_offload)
-        model = load_model(**source, sharding=sharding, device=device)
-        make = None
-        if not settings.sharded:
-            cast_weights(model, compute_dtype(config))
-            options = engine_options(config)
-            make = partial(make_engine, config, model, tokenizer, False, options)
-            make()  # rejects a family that the engine cannot run
+        model = load_model(**source, device=device)
+        cast_weights(model, compute_dtype(config))
+        options = engine_options(config)
+        make = partial(make_engine, config, model, tokenizer, False, options)
+        make()  # rejects a family that the engine cannot run
     stops = stop_token_ids(model, tokenizer)
     return Judge(
         model,
@@ -98,5 +95,4 @@ def _build_judge(config: Config, name: str, get: Get, device: torch.device) -> J
         judge_template(settings.template),
         SamplingParams(answer_tokens, greedy=True, stop_token_ids=stops),
         longest,
-        get("collective"),
     )

@@ -41,7 +41,7 @@ from distflow.pipelines.nodes.rollout_reward_filter import drop_unless, load_res
 from distflow.pipelines.nodes.scored_tokens import score_policy
 from distflow.pipelines.nodes.updates import train_unscored_actor, update
 from distflow.runtime.rollout_loop.group import Group
-from distflow.runtime.sample_queue.protocol import Submissions, WithSubmitted
+from distflow.runtime.sample_queue.submissions import Submissions, WithSubmitted
 from distflow.runtime.spec import Spec
 
 _WRITERS = {

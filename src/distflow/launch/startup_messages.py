@@ -18,7 +18,7 @@ from distflow.models.loading import end_token_ids
 from distflow.pipelines.nodes.settings_by_domain import options_of
 from distflow.pipelines.nodes.workflow_dry_run import describe_turns
 from distflow.rewards.router import check_domains
-from distflow.runtime.step_metrics import validation_names
+from distflow.runtime.validation_results import validation_names
 
 _NUM_ROWS_CHECKED = 100
 _ACCURACY = "val_correct/"

@@ -214,7 +214,7 @@ class TakenKeys:
             for domain in (None, *own_losses(config)):
                 yield from _keys_of_loss(config_of(config, domain).actor_rollout_ref.actor)
         models = scoring_models(config.reward_model)
-        judges = any(name in self._engines and models[name].is_whole_judge for name in models)
+        judges = any(name in self._engines and models[name].judge for name in models)
         if "rollout" in self._engines or judges:
             yield from _keys_of_rollout_engine(config)
         if validates(config) or config.trainer.test_freq <= 0:

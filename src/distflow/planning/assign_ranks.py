@@ -120,9 +120,7 @@ def plan_ray(
 def _allocated(pipeline: BoundPipeline, config: Config) -> list[DpGroup]:
     allocation = parse_allocation(config.trainer.allocation or "")
     check_agreement(allocation, config)
-    judges = {
-        name for name, model in scoring_models(config.reward_model).items() if model.is_whole_judge
-    }
+    judges = {name for name, model in scoring_models(config.reward_model).items() if model.judge}
     _check_roles(pipeline, allocation, config.actor_rollout_ref.rollout.name, judges)
     roles_of = [
         {part.role: (part.engine, part.sizes) for part in group} for group in allocation.groups
@@ -158,7 +156,7 @@ def _check_roles(
             has = ", ".join(sorted(pipeline.engines)) or "none"
             part.refuse(f"pipeline '{pipeline.graph_id}' has no {part.role}; its engines: {has}")
         if part.role in judges and part.engine != rollout_engine:
-            needs = f"that of the rollout, {rollout_engine}, if it is not sharded"
+            needs = f"that of the rollout, {rollout_engine}"
             part.refuse(f"the engine of '{part.role}' must be {needs}")
         if part.role not in {"rollout", *judges} and part.engine in ROLLOUT_ENGINES:
             part.refuse(f"the engine of '{part.role}' must be one that trains")
@@ -276,7 +274,7 @@ def _model(role: str, config: Config, num_devices: int) -> tuple[str, Sizes]:
     rollout = config.actor_rollout_ref.rollout
     if role != "rollout":
         model = scoring_models(config.reward_model).get(role)
-        if model is not None and model.is_whole_judge:
+        if model is not None and model.judge:
             return rollout.name, Sizes(data=num_devices)
         return config.actor_rollout_ref.actor.strategy, Sizes(data=num_devices)
     tensor = rollout.tensor_model_parallel_size

@@ -21,7 +21,7 @@ from distflow.planning.model_memory import (
     adapter_weights,
     cache_in_advance,
     frozen_bytes,
-    is_whole_judge,
+    is_judge,
     itemsize_of,
     longest_sequence,
     micro_tokens,
@@ -229,7 +229,7 @@ class _Needs:
         parts = shards_of(self.plan, self.config, role)
         weights = frozen_bytes(self.config, role, self._parameters(role)) / parts
         yield MemoryItem(role, "weights", weights, PHASES, is_off and not self.device.is_cpu)
-        if not is_whole_judge(self.config, role):
+        if not is_judge(self.config, role):
             yield from self._computing(role, parts, ("forward",))
         yield from self._passes(role, "forward")
 

@@ -35,7 +35,7 @@ def sizes_of(plan: Plan, role: str) -> Sizes:
 def shards_of(plan: Plan, config: Config, role: str) -> int:
     """On how many ranks one copy of a role's weights lies."""
     layout = plan.layout(role)
-    if layout is None or is_whole_judge(config, role):
+    if layout is None or is_judge(config, role):
         return 1
     if role == "rollout":
         return layout.sizes.tensor
@@ -55,9 +55,9 @@ def shares_storage(config: Config, dtype: str) -> bool:
     return not is_rl(config) or config.async_.max_staleness == 0
 
 
-def is_whole_judge(config: Config, role: str) -> bool:
+def is_judge(config: Config, role: str) -> bool:
     model = scoring_models(config.reward_model).get(role)
-    return model is not None and model.is_whole_judge
+    return model is not None and model.judge
 
 
 def trainer_keys(config: Config, role: str) -> ActorConfig | CriticConfig:
@@ -78,7 +78,7 @@ def trained_bytes(weights: float, trained: float, optimizer: str) -> dict[str, f
 def frozen_bytes(config: Config, role: str, weights: float) -> float:
     """Of a reference, reward model or judge. A rollout engine computes with a whole judge's
     weights."""
-    return weights * (itemsize_of(config) if is_whole_judge(config, role) else 4)
+    return weights * (itemsize_of(config) if is_judge(config, role) else 4)
 
 
 def adapter_weights(shape: ModelShape, rank: int) -> float:

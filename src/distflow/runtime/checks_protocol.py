@@ -11,7 +11,7 @@ from distflow.observe.writing.timing import PhaseTimer
 from distflow.rollout.engine import GenerateRequest
 from distflow.runtime import fault_injection
 from distflow.runtime.sample_queue.protocol import LoadedGroups, ResumePoint
-from distflow.runtime.step_metrics import SampleRows
+from distflow.runtime.sample_rows import SampleRows
 from distflow.scheduling.group_states import PromptGroup
 from distflow.training.engine import LossFn, TrainEngine
 
@@ -108,9 +108,7 @@ class Updates:
         """The loss function that the optimizer step is to call."""
         fault_injection.reach("train.update")
         with self.phases("check"):
-            return fault_injection.in_backward(
-                self.checks.before_update(self._role(engine), engine, batch, loss)
-            )
+            return self.checks.before_update(self._role(engine), engine, batch, loss)
 
     def after(
         self, engine: TrainEngine, batch: Batch, metrics: dict[str, float], first: bool, step: int

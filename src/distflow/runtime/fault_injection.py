@@ -12,15 +12,9 @@ import signal
 import threading
 import time
 from collections import Counter
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Literal
-
-from torch import Tensor
-
-from distflow.data.batch import Batch
-from distflow.training.engine import Counts, LossFn, Sums
 
 VARIABLE: Final = "DISTFLOW_FAULTS"
 _LONG_S: Final = 3600.0
@@ -28,17 +22,17 @@ _LONG_S: Final = 3600.0
 
 @dataclass(frozen=True)
 class Fault:
-    """point: the argument of `reach`. rank: of the worker to hit. call: the visit of the point at
-    which it fires, from
-    1. action: a signal, a long sleep, a full disk, or a flipped bit in the bytes at the point.
-       again: also fires in
-    processes that replace one that it hit."""
+    """What hits a worker, and when."""
 
     point: str
+    """The argument of `reach`."""
     rank: int
     call: int = 1
+    """The visit of the point at which it fires, from 1."""
     action: Literal["SIGKILL", "SIGSTOP", "sleep", "full", "flip"] = "SIGKILL"
+    """A signal, a long sleep, a full disk, or a flipped bit in the bytes at the point."""
     again: bool = False
+    """Also fires in processes that replace one that it hit."""
 
 
 # faults of this process, by their number in the plan; None until it is armed
@@ -75,27 +69,6 @@ def reach(point: str, data: memoryview | None = None) -> None:
             with open(os.open(file, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600), "w") as log:
                 log.write(f"{number}\n")
             _strike(fault, data)
-
-
-def in_backward(loss: LossFn) -> LossFn:
-    """The loss; if there are faults, its backward pass reaches `train.backward`."""
-    return loss if _own is None else _Watched(loss)
-
-
-class _Watched:
-    def __init__(self, loss: LossFn) -> None:
-        self._loss = loss
-        self.outputs = loss.outputs
-        self.counts = loss.counts
-        self.finish = loss.finish
-
-    def __call__(
-        self, outputs: Mapping[str, Tensor], micro: Batch, counts: Counts
-    ) -> tuple[Tensor, Sums]:
-        value, sums = self._loss(outputs, micro, counts)
-        if value.requires_grad:
-            value.register_hook(lambda gradient: reach("train.backward"))
-        return value, sums
 
 
 def fired(plan: Path) -> list[int]:

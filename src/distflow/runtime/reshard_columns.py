@@ -50,20 +50,18 @@ def resharded_columns(plan: Plan, pipeline: BoundPipeline) -> Iterator[Resharded
     """The columns of all dp groups, in pipeline order. If several dp groups run a node, the first
     sends its columns."""
     dp_groups = dp_groups_of(plan)
+    nodes_of = {group: plan.ranks[group[0]].training_nodes for group in dp_groups}
     training_nodes = [node.node_id for node in pipeline.training_nodes]
-    runs = [set(plan.ranks[dp_group[0]].training_nodes) for dp_group in dp_groups]
-    for readers, own in zip(dp_groups, runs, strict=True):
-        seen = set[str]()
-        for target in (node for node in pipeline.training_nodes if node.node_id in own):
-            for source in (
-                dep for dep in training_nodes if dep in target.deps and dep not in own | seen
-            ):
-                seen.add(source)
-                writers = next(
-                    dp_group
-                    for dp_group, theirs in zip(dp_groups, runs, strict=True)
-                    if source in theirs
-                )
+    for readers in dp_groups:
+        present = set(nodes_of[readers])
+        for target in pipeline.training_nodes:
+            if target.node_id not in nodes_of[readers]:
+                continue
+            for source in training_nodes:
+                if source not in target.deps or source in present:
+                    continue
+                present.add(source)
+                writers = next(group for group in dp_groups if source in nodes_of[group])
                 yield ReshardedColumns(source, target.node_id, with_samples(plan, writers), readers)
 
 
@@ -106,12 +104,9 @@ class ColumnReshard:
         for each in self._out:
             if each.source == node:
                 assert self._port is not None
-                written = [
-                    name
-                    for name in after.names
-                    if name not in before.names or after.flat(name) is not before.flat(name)
-                ]
-                columns = after.only(dict.fromkeys(("uid", *written)))
-                self._port.put(
-                    each.key(step), columns, each.writers.index(self._rank), len(each.writers)
-                )
+                names = {"uid": None}
+                for name in after.names:
+                    if name not in before.names or after.flat(name) is not before.flat(name):
+                        names[name] = None
+                place = each.writers.index(self._rank)
+                self._port.put(each.key(step), after.only(names), place, len(each.writers))

@@ -5,7 +5,7 @@ import hashlib
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -53,10 +53,12 @@ class Resources:
 
     def by_name(self) -> dict[str, object]:
         """The engines and services that a node's parameters may name."""
-        names = ("tokenizer", "actor", "critic", "ref", "rollout", "reward_fn")
-        return {name: part for name in names if (part := getattr(self, name)) is not None} | {
-            **self.scoring_models
-        }
+        found = dict[str, object](self.scoring_models)
+        for name in ("tokenizer", "actor", "critic", "ref", "rollout", "reward_fn"):
+            part = getattr(self, name)
+            if part is not None:
+                found[name] = part
+        return found
 
     def trained(self) -> dict[str, TrainEngine]:
         """The engines whose state belongs in a checkpoint."""
@@ -79,32 +81,35 @@ def build_resources(
     say: Callable[[str], None] = lambda line: None,
 ) -> Resources:
     """collective: of the ranks that train together. mesh: of the same ranks, if their weights are
-    sharded. shards: False for whole models, whatever the config says. say: called with
-    the time that it takes, if long.
+    sharded. shards: False for whole models, whatever the config says. say: called with the time
+    that it takes, if long.
 
     Raises UserError if a part cannot be built, naming the key.
     """
     ready = {"collective": collective or OneRank(), "mesh": mesh, "shards": shards}
     get = Get(factories, rank, ready)
+    parts = dict[str, Any]()
+    scoring_models = dict[str, FrozenWeights]()
     with lasting(say, "loading the models"):
         policy: nn.Module = get("policy")
         facts = {"model_fingerprint": _fingerprint(policy)}
-        parts = {name: get(name) for name in (*rank.engines, *rank.services) if name != "tokenizer"}
-        scoring_models = {
-            name: parts.pop(name) for name in list(parts) if isinstance(parts[name], FrozenWeights)
-        }
+        for name in (*rank.engines, *rank.services):
+            part = get(name)
+            if isinstance(part, FrozenWeights):
+                scoring_models[name] = part
+            elif name != "tokenizer":
+                parts[name] = part
     critic = getattr(parts.get("critic"), "model", None)  # of engines that expose it
+    sizes = ModelSizes(
+        policy=sum(each.numel() for each in policy.parameters()),
+        trained=sum(each.numel() for each in policy.parameters() if each.requires_grad),
+        critic=sum(each.numel() for each in critic.parameters()) if critic is not None else 0,
+    )
     return Resources(
-        tokenizer=get("tokenizer"),
-        stop_token_ids=get("stop_token_ids"),
-        facts=facts,
-        sizes=ModelSizes(
-            sum(parameter.numel() for parameter in policy.parameters()),
-            sum(parameter.numel() for parameter in policy.parameters() if parameter.requires_grad),
-            sum(parameter.numel() for parameter in critic.parameters())
-            if isinstance(critic, nn.Module)
-            else 0,
-        ),
+        get("tokenizer"),
+        get("stop_token_ids"),
+        facts,
+        sizes,
         scoring_models=scoring_models,
         **parts,
     )

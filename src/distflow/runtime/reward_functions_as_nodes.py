@@ -1,7 +1,7 @@
 """Adapters from reward functions with the signatures of other systems to node functions: one for
 each form."""
 
-from collections.abc import Awaitable, Callable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -12,7 +12,7 @@ from distflow.data.batch import Batch
 from distflow.graph import SCORE_FIELDS, Form, NodeOutput
 from distflow.graph.fields import Axis
 from distflow.import_target import is_async
-from distflow.rewards.reward_results import Score, own_reward_result, read_score
+from distflow.rewards.reward_results import own_reward_result, read_score
 from distflow.runtime.run_errors import BadOutput
 
 _DERIVED = ("input_ids", "attention_mask", "loss_mask", "index", "data_source")
@@ -30,13 +30,13 @@ def adapt(fn: Callable[..., object], form: Form) -> Callable[..., object]:
 def _score_each(fn: Callable[..., object], **columns: Any) -> dict[str, list[float]]:
     """`compute_score(data_source, solution_str, ground_truth[, extra_info])`: one number, or a dict
     with `score` and, if that is not the accuracy of the response, `acc`."""
-    return _columns([_score(i, fn(**call)) for i, call in enumerate(_calls(**columns))])
+    return _columns(fn(**call) for call in _calls(**columns))
 
 
 async def _score_each_async(
     fn: Callable[..., Awaitable[object]], **columns: Any
 ) -> dict[str, list[float]]:
-    return _columns([_score(i, await fn(**call)) for i, call in enumerate(_calls(**columns))])
+    return _columns([await fn(**call) for call in _calls(**columns)])
 
 
 def _calls(
@@ -46,31 +46,28 @@ def _calls(
     extra_info: list[object] | None = None,
     **options: object,
 ) -> Iterator[dict[str, object]]:
-    for i, (source, text, truth) in enumerate(
-        zip(data_source, responses, ground_truth, strict=True)
-    ):
-        extra = {} if extra_info is None else {"extra_info": extra_info[i]}
-        yield {
-            "data_source": source,
+    for i, text in enumerate(responses):
+        call = {
+            "data_source": data_source[i],
             "solution_str": text,
-            "ground_truth": truth,
-            **extra,
-            **options,
+            "ground_truth": ground_truth[i],
         }
+        if extra_info is not None:
+            call["extra_info"] = extra_info[i]
+        yield call | options
 
 
-def _columns(scores: list[Score]) -> dict[str, list[float]]:
-    return {
-        "scores": [score.value for score in scores],
-        "acc": [own_reward_result(score) for score in scores],
-    }
-
-
-def _score(i: int, result: object) -> Score:
-    try:
-        return read_score(result)
-    except ValueError as err:
-        raise BadOutput(f"was asked to score sample {i} of its group: {err}") from None
+def _columns(results: Iterable[object]) -> dict[str, list[float]]:
+    scores = list[float]()
+    accuracies = list[float]()
+    for i, result in enumerate(results):
+        try:
+            score = read_score(result)
+        except ValueError as err:
+            raise BadOutput(f"was asked to score sample {i} of its group: {err}") from None
+        scores.append(score.value)
+        accuracies.append(own_reward_result(score))
+    return {"scores": scores, "acc": accuracies}
 
 
 def _score_batch(
@@ -106,16 +103,20 @@ def _written(output: object, batch: Batch, before: Mapping[str, object]) -> Node
     if not isinstance(columns, Mapping):
         raise BadOutput(f"returned {type(columns).__name__}, not its batch")
     written = {name: value for name, value in columns.items() if value is not before.get(name)}
-    wide = tuple(batch.mask(Axis.SEQUENCE).shape)
-    if all(
-        isinstance(value := written.get(name), Tensor) and tuple(value.shape) == wide
-        for name in SCORE_FIELDS
-    ):
-        scores, rewards = (written.pop(name).double().sum(-1) for name in SCORE_FIELDS)
-        if not scores.equal(rewards):
+    wide = batch.mask(Axis.SEQUENCE).shape
+    found = [written.get(name) for name in SCORE_FIELDS]
+    sums = [
+        value.double().sum(-1)
+        for value in found
+        if isinstance(value, Tensor) and value.shape == wide
+    ]
+    if len(sums) == len(SCORE_FIELDS):
+        if not sums[0].equal(sums[1]):
             raise BadOutput(
                 "returned token_level_rewards other than token_level_scores; return one score per "
                 "sample"
             )
-        written["scores"] = scores
+        for name in SCORE_FIELDS:
+            del written[name]
+        written["scores"] = sums[0]
     return replace(returned, batch=written)

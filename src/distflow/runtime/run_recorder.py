@@ -1,16 +1,11 @@
-"""Reports of a run: to its folder (in `tokens/`, all columns of a step), to the terminal, to
-trackers, and its peak memory by phase. Nothing here can end a run.
-"""
+"""Reports of a run: to its folder, to the terminal and to trackers. Nothing here can end a run."""
 
-import resource
-import sys
 import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
-from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -19,9 +14,7 @@ import torch
 from distflow.algorithms.group_filter import TOO_FEW_SCORES
 from distflow.config import to_dict
 from distflow.data.batch import Batch
-from distflow.data.global_random_states import device_module
 from distflow.errors import UserError
-from distflow.observe.crash_safe_files import encode, replacing, write_atomically
 from distflow.observe.findings.step_rules import StepRules
 from distflow.observe.report.activity import TRAINING
 from distflow.observe.report.build import write_report
@@ -31,157 +24,20 @@ from distflow.observe.writing.terminal_lines import TerminalLines
 from distflow.observe.writing.timing import COLLECTIVE, DATA, PhaseTimer, Wait, Waits
 from distflow.observe.writing.trackers import TrackedRun, open_trackers
 from distflow.rollout.engine import take_activity
-from distflow.runtime.rollout_loop.user_calls import Callbacks, Caller
+from distflow.runtime.callbacks import Callbacks, Caller
+from distflow.runtime.memory_peaks import MemoryPeaks
+from distflow.runtime.sample_rows import sample_rows
+from distflow.runtime.saved_groups import forget_groups, keep_groups, keep_token_texts
 from distflow.runtime.spec import Spec
-from distflow.runtime.step_metrics import DECODED, DECODED_S, sample_rows
+from distflow.runtime.step_metrics import DECODED, DECODED_S
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-TOKENS = "tokens"
-TOKEN_TEXTS = "texts.json"
 
 MAX_TRACEBACK = 10_000
 SAVE_WAITS_S = 10.0
 
 _SHORT_S = 1e-3
-
-_STATUS, _CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
-
-
-def keep_groups(run_dir: Path, step: int, batch: Batch, part: int = 0, num_parts: int = 1) -> None:
-    """Write a worker's share of a step, one file per worker. part: its number among the `num_parts`
-    of the run. The first removes the step's files from an earlier start with more workers."""
-    folder = run_dir / TOKENS
-    folder.mkdir(mode=0o700, exist_ok=True)
-    with replacing(folder / f"{step:06d}{f'.{part}' if part else ''}.safetensors") as aside:
-        batch.save(aside)
-    if part == 0:
-        for path in _saved_files(folder, f"{step:06d}.*.safetensors"):
-            if int(path.name.split(".")[1]) >= num_parts:
-                path.unlink(missing_ok=True)
-
-
-def keep_token_texts(run_dir: Path, tokenizer: "PreTrainedTokenizerBase") -> None:
-    """Write the text of each token of the vocabulary once, so that saved steps can be read without
-    the tokenizer."""
-    path = run_dir / TOKENS / TOKEN_TEXTS
-    if not path.exists():
-        read = partial(
-            tokenizer.batch_decode, skip_special_tokens=False, clean_up_tokenization_spaces=False
-        )
-        # some decoders strip a text's first space
-        before = tokenizer("a", add_special_tokens=False)["input_ids"][-1:]
-        (prefix,) = read([before])
-        texts = read([[*before, number] for number in range(len(tokenizer))])
-        write_atomically(path, encode({"texts": [text.removeprefix(prefix) for text in texts]}))
-
-
-def forget_groups(run_dir: Path, num_steps: int) -> None:
-    """Remove the files of all steps but the last `num_steps`."""
-    steps = [
-        list(files) for _, files in groupby(_saved_files(run_dir / TOKENS, "*.safetensors"), _step)
-    ]
-    for path in (path for files in steps[:-num_steps] for path in files):
-        path.unlink(missing_ok=True)
-
-
-def load_groups(run_dir: Path, step: int) -> Batch:
-    """A step as its workers wrote it, in group order. Raises FileNotFoundError, and ValueError if
-    workers run different nodes and so have different columns."""
-    folder = run_dir / TOKENS
-    first = folder / f"{step:06d}.safetensors"
-    shares = [
-        Batch.load(path) for path in (first, *_saved_files(folder, f"{step:06d}.*.safetensors"))
-    ]
-    batch = Batch.concat([share for share in shares if len(share)] or shares[:1])
-    return batch.select(batch["group_index"].argsort(stable=True))
-
-
-def _saved_files(folder: Path, pattern: str) -> list[Path]:
-    """The matching files that we wrote, by step."""
-    return sorted(
-        filter(Batch.is_saved, folder.glob(pattern)), key=lambda path: (_step(path), path.name)
-    )
-
-
-def _step(path: Path) -> str:
-    return path.name.split(".")[0]
-
-
-def read_gpu() -> dict[str, float]:
-    """Current utilization of this process's GPU, and all memory in use there; empty if torch uses
-    no GPU, or cannot query it (without the package nvidia-ml-py)."""
-    with suppress(ImportError, RuntimeError):
-        if torch.cuda.is_initialized():
-            free, total = torch.accelerator.get_memory_info()
-            return {
-                "utilization": torch.cuda.utilization() / 100,
-                "memory_used": float(total - free),
-            }
-    return {}
-
-
-class MemoryPeaks:
-    """Peak memory in bytes by phase: resident memory of this process, and torch's allocations on
-    the accelerator. Call `charge` at the end of each phase, `finish_step` once per step.
-
-    Peaks are read and reset at the end of each phase. Linux keeps the peak of resident memory
-    (`VmHWM`), and resets it when 5 is written to `/proc/self/clear_refs` (proc(5)); if that is
-    denied, or there is no such file, peaks of phases are unknown, and only the peak of the whole
-    process is reported. Reward functions are separate processes and not included; pages shared with
-    other processes are.
-    """
-
-    def __init__(self) -> None:
-        self._phases: dict[str, float] = {}
-        self._whole = {"process": float(_peak_rss())}
-        self._by_phase = _forget_peak()
-
-    def charge(self, phase: str) -> None:
-        """End a phase or a part of it: the peaks since the last call count for it."""
-        if self._by_phase:
-            self._seen("process", phase, float(_peak_rss()))
-            _forget_peak()
-        if (device := torch.accelerator.current_accelerator()) and device_module():
-            self._seen(device.type, phase, float(torch.accelerator.max_memory_allocated()))
-            torch.accelerator.reset_peak_memory_stats()
-        self._phases |= {f"gpu/{name}/{phase}": value for name, value in read_gpu().items()}
-
-    def finish_step(self) -> dict[str, float]:
-        """`memory/DEVICE/PHASE` of the phases since the last call, `memory/DEVICE/peak` of the
-        whole process so far."""
-        if not self._by_phase:
-            self._whole["process"] = max(self._whole["process"], float(_peak_rss()))
-        found = self._phases | {
-            f"memory/{device}/peak": peak for device, peak in self._whole.items()
-        }
-        self._phases = {}
-        return found
-
-    def _seen(self, device: str, phase: str, peak: float) -> None:
-        name = f"memory/{device}/{phase}"
-        self._phases[name] = max(self._phases.get(name, 0.0), peak)
-        self._whole[device] = max(self._whole.get(device, 0.0), peak)
-
-
-def _peak_rss() -> int:
-    """Peak resident memory since the last reset."""
-    with suppress(OSError):
-        for line in _STATUS.read_text().splitlines():
-            if line.startswith("VmHWM:"):
-                return int(line.split()[1]) * 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (
-        1 if sys.platform == "darwin" else 1024
-    )
-
-
-def _forget_peak() -> bool:
-    try:
-        _CLEAR.write_text("5")
-    except OSError:
-        return False
-    return True
 
 
 @dataclass(frozen=True)

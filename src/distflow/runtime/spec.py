@@ -16,7 +16,7 @@ from distflow.graph import BoundPipeline
 from distflow.observe.writing.trackers import check_trackers
 from distflow.planning.plan import Plan, RankPlan
 from distflow.rollout.engine import SamplingParams
-from distflow.runtime.rollout_loop.user_calls import Callbacks
+from distflow.runtime.callbacks import Callbacks
 from distflow.scheduling.coordinator import DataPlan
 
 

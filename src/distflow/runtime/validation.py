@@ -3,43 +3,36 @@ are none."""
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 
-import torch
-from torch.nn.functional import logsigmoid
-
 from distflow.data.batch import Batch
-from distflow.data.sample import Sample, Segment
 from distflow.errors import UserError
 from distflow.graph import Drop
 from distflow.rewards.reward_results import VALIDATION, is_right, validating
 from distflow.rollout.engine import SamplingParams
 from distflow.runtime import fault_injection
 from distflow.runtime.checks_protocol import RunChecks
-from distflow.runtime.compiled_node import Contexts
 from distflow.runtime.error_limits import warn_of_errors
+from distflow.runtime.node_context import Contexts
 from distflow.runtime.offload import Offload
 from distflow.runtime.rollout_loop.group import Group
 from distflow.runtime.rollout_loop.group_tasks import RolloutLoop
 from distflow.runtime.rollout_loop.rollout_services import RolloutServices
 from distflow.runtime.run_errors import NodeError
+from distflow.runtime.sample_rows import SampleRows, sample_rows
 from distflow.runtime.spec import ValidationSet
-from distflow.runtime.step_metrics import Outcomes, SampleRows, ValidationResults, sample_rows
+from distflow.runtime.validation_loss import validation_loss
+from distflow.runtime.validation_results import Outcomes, ValidationResults
 from distflow.runtime.worker_inputs import WorkerInputs
 from distflow.scheduling.group_states import PromptGroup
 from distflow.scheduling.sample_queue import MAX_ATTEMPTS
-from distflow.training.engine import Scorer
 
 
 @dataclass(frozen=True)
 class Validator:
     """Runs a pipeline's validating nodes on validation prompts. Its groups need no rollout
-    capacity.
-
-    say: called if a node failed on a prompt; only the responses to that prompt are then errors.
-    finished: called for each finished prompt with its number of responses.
-    """
+    capacity."""
 
     sets: Sequence[ValidationSet]
     contexts: Contexts
@@ -47,48 +40,63 @@ class Validator:
     stop_token_ids: tuple[int, ...]
     seed: int
     say: Callable[[str], None]
+    """Called if a node failed on a prompt; only the responses to that prompt are then errors."""
     finished: Callable[[int], object] = lambda number: None
+    """Called for each finished prompt with its number of responses."""
 
     @property
     def num_responses(self) -> int:
-        return sum(
-            len(s.rows) * ((s.greedy is not None) + s.num_samples * (s.sampled is not None))
-            for s in self.sets
-        )
+        number = 0
+        for chosen in self.sets:
+            number += len(chosen.rows) if chosen.greedy is not None else 0
+            number += len(chosen.rows) * chosen.num_samples if chosen.sampled is not None else 0
+        return number
 
     async def run(self, step: int, part: int = 0, num_parts: int = 1) -> ValidationResults:
         """Validate after `step` steps, on every `num_parts`-th prompt from number `part` on."""
-        rows: SampleRows = []
-        greedy: Outcomes = {}
-        sampled: Outcomes = {}
-        errors = 0
+        parts = []
         for chosen in self.sets:
             numbers = range(part, len(chosen.rows), num_parts)
-            for params, count, into in (
-                (chosen.greedy, 1, greedy),
-                (chosen.sampled, chosen.num_samples, sampled),
-            ):
-                if params is None or count == 0:
-                    continue
-                kind = "greedy" if params.greedy else "sampled"
-                stream = f"val/{chosen.name}/{kind}"
-                prompt_groups = [
-                    PromptGroup(number, step, number, count, step, stream=stream)
-                    for number in numbers
-                ]
-                groups = await asyncio.gather(
-                    *(self._respond(chosen, each, params) for each in prompt_groups)
+            if chosen.greedy is not None:
+                outcomes, errors, rows = await self._run_set(
+                    chosen, chosen.greedy, step, numbers, 1
                 )
-                for number, group in zip(numbers, groups, strict=True):
-                    right = _right(group, count)
-                    errors += sum(1 for r in right if r is None)
-                    row = chosen.rows[number]
-                    into.setdefault((row.domain, row.tag), []).append([bool(r) for r in right])
-                    if isinstance(group, Batch):
-                        rows += [
-                            {**r, "set": chosen.name, "kind": kind} for r in sample_rows(group)
-                        ]
-        return ValidationResults(greedy, sampled, errors, rows)
+                parts.append(ValidationResults(outcomes, {}, errors, rows))
+            if chosen.sampled is not None and chosen.num_samples:
+                outcomes, errors, rows = await self._run_set(
+                    chosen, chosen.sampled, step, numbers, chosen.num_samples
+                )
+                parts.append(ValidationResults({}, outcomes, errors, rows))
+        return ValidationResults.joined(parts)
+
+    async def _run_set(
+        self,
+        chosen: ValidationSet,
+        params: SamplingParams,
+        step: int,
+        numbers: Sequence[int],
+        count: int,
+    ) -> tuple[Outcomes, int, SampleRows]:
+        """(outcomes, number of responses without a score, rows) of `count` responses to each of
+        these prompts."""
+        kind = "greedy" if params.greedy else "sampled"
+        stream = f"val/{chosen.name}/{kind}"
+        responding = []
+        for number in numbers:
+            prompt_group = PromptGroup(number, step, number, count, step, stream=stream)
+            responding.append(self._respond(chosen, prompt_group, params))
+        outcomes: Outcomes = {}
+        num_errors = 0
+        rows: SampleRows = []
+        for number, group in zip(numbers, await asyncio.gather(*responding), strict=True):
+            right = _right(group, count)
+            num_errors += right.count(None)
+            row = chosen.rows[number]
+            own = outcomes.setdefault((row.domain, row.tag), [])
+            own.append([bool(each) for each in right])
+            if isinstance(group, Batch):
+                rows += [{**each, "set": chosen.name, "kind": kind} for each in sample_rows(group)]
+        return outcomes, num_errors, rows
 
     async def _respond(
         self, chosen: ValidationSet, prompt_group: PromptGroup, params: SamplingParams
@@ -128,122 +136,36 @@ def _right(group: Batch | Drop, count: int) -> list[bool | None]:
     ]
 
 
-def validation_loss(
-    sets: Sequence[ValidationSet], actor: Scorer
-) -> tuple[dict[str, float], SampleRows]:
-    """Mean negative log-likelihood per token of the data's responses (`sft/val_loss`); a row per
-    response with its sum and number of tokens. For preference pairs, a reward model's metrics."""
-    if sets[0].rows[0].rejected_ids is not None:
-        return _validation_of_pairs(sets, actor)
-    total = 0.0
-    tokens = 0.0
-    rows = SampleRows()
-    for chosen in sets:
-        samples = []
-        for i, row in enumerate(chosen.rows):
-            prompt = Segment("prompt", tuple(row.prompt_ids), images=row.images)
-            samples.append(Sample(f"{i}-0", i, [prompt, *row.answer(0)]))
-        batch = Batch.from_samples(samples)
-        trained = batch.flat("response_mask") > 0
-        lengths = batch.lengths("response").tolist()
-        log_probs = actor.forward(batch, ("log_probs",)).flat("log_probs").double()
-        total -= float(log_probs[trained].sum())
-        tokens += float(trained.sum())
-        for i, (own, mask) in enumerate(
-            zip(log_probs.split(lengths), trained.split(lengths), strict=True)
-        ):
-            who = {
-                "set": chosen.name,
-                "kind": "loss",
-                "row": i,
-                "sample": 0,
-                "versions": [],
-                "wrong": "",
-            }
-            rows.append({**who, "loss": -float(own[mask].sum()), "tokens": int(mask.sum())})
-    return {"sft/val_loss": total / max(tokens, 1.0)}, rows
-
-
-def _validation_of_pairs(
-    sets: Sequence[ValidationSet], actor: Scorer
-) -> tuple[dict[str, float], SampleRows]:
-    """`rm/val_loss`, `rm/val_accuracy` and `rm/val_margin` of a reward model, means over pairs; and
-    the scores."""
-    rows = SampleRows()
-    margins = list[float]()
-    for chosen in sets:
-        texts = [
-            (i, row, ids)
-            for i, row in enumerate(chosen.rows)
-            for ids in (row.response_ids, row.rejected_ids)
-        ]
-        batch = Batch.from_samples(
-            [
-                Sample("", i, [Segment("prompt", r.prompt_ids), Segment("environment", ids or ())])
-                for i, r, ids in texts
-            ]
-        )
-        ends = batch.lengths("response").cumsum(0) - 1
-        scores = (
-            actor.forward(batch, ("text_scores",))
-            .flat("text_scores")[ends]
-            .double()
-            .view(-1, 2)
-            .tolist()
-        )
-        who = {"set": chosen.name, "kind": "pair", "sample": 0, "versions": [], "wrong": ""}
-        rows += [
-            {**who, "row": i, "chosen": own[0], "rejected": own[1]} for i, own in enumerate(scores)
-        ]
-        margins += [own[0] - own[1] for own in scores]
-    x = torch.tensor(margins, dtype=torch.float64)
-    columns = {"loss": -logsigmoid(x), "accuracy": (x > 0).double(), "margin": x}
-    return {f"rm/val_{name}": float(column.mean()) for name, column in columns.items()}, rows
-
-
+@dataclass(eq=False, repr=False)
 class ValidationRunner:
-    """A worker's part in the validation. step: of the last validation."""
+    """A worker's part in the validation."""
 
-    def __init__(
-        self,
-        inputs: WorkerInputs,
-        services: RolloutServices,
-        validator: Validator,
-        offload: Offload,
-        checks: RunChecks,
-    ) -> None:
-        self._checks = checks
-        self._spec = inputs.spec
-        self._ports = inputs.ports
-        self._recorder = inputs.recorder
-        self._services = services
-        self._validator = validator
-        self._offload = offload
-        self._resources = services.resources
-        self.step = inputs.version.step
+    inputs: WorkerInputs
+    services: RolloutServices
+    validator: Validator
+    offload: Offload
+    checks: RunChecks
+    step: int = field(init=False)
+    """Of the last validation."""
+
+    def __post_init__(self) -> None:
+        self.step = self.inputs.version.step
+        self._recorder = self.inputs.recorder
 
     def validate(self, step: int) -> dict[str, float]:
         """The metrics, on the leading rank; empty if there is no validation data."""
+        spec = self.inputs.spec
         self.step = step
-        if not self._spec.validation:
+        if not spec.validation:
             return {}
-        rows: SampleRows = []
         with self._recorder.phases("eval"):
-            if not self._spec.plan.generates:
-                if self._resources.actor is None:
-                    return {}
-                self._offload.only(("actor",))
-                metrics, rows = validation_loss(self._spec.validation, self._resources.actor)
-            elif results := self._results(step):
-                joined = ValidationResults.joined(results)
-                metrics = joined.metrics()
-                rows = joined.rows
-            else:
-                return {}
+            metrics, rows = self._measure(step)
+        if not metrics:
+            return {}
         with self._recorder.phases("check"):
-            self._checks.validated(step, rows, metrics)
-        if self._spec.keep_best is not None:
-            score(self._spec.keep_best, metrics)
+            self.checks.validated(step, rows, metrics)
+        if spec.keep_best is not None:
+            score(spec.keep_best, metrics)
         with self._recorder.phases("record"):
             self._recorder.validation(step, metrics, ())
         return metrics
@@ -251,20 +173,32 @@ class ValidationRunner:
     def validate_part(self, step: int, part: int, num_parts: int) -> ValidationResults:
         """Validate on every `num_parts`-th prompt from number `part` on; on any thread."""
         fault_injection.reach("validate")
-        results = self._services.call(self._validator.run(step, part, num_parts))
+        results = self.services.call(self.validator.run(step, part, num_parts))
         self._recorder.validation(step, {}, results.rows)
-        counts = self._validator.rollout_loop.call_counts.take(VALIDATION)
+        counts = self.validator.rollout_loop.call_counts.take(VALIDATION)
         warn_of_errors(counts, partial(self._recorder.note, "warning"))
-        return replace(results, rows=self._checks.part_validated(results.rows))
+        return replace(results, rows=self.checks.part_validated(results.rows))
 
-    def _results(self, step: int) -> Sequence[ValidationResults]:
-        """The results of all workers with an engine. None if other workers have them and another
-        rank requests them."""
-        self._offload.only(())
-        if self._resources.rollout is None:
-            return self._ports.validate(step)
-        ranks = self._ports.collective
-        return ranks.gather(self.validate_part(step, ranks.rank, ranks.size))
+    def _measure(self, step: int) -> tuple[dict[str, float], SampleRows]:
+        """The metrics and rows of all workers; empty if another rank has them."""
+        spec = self.inputs.spec
+        ports = self.inputs.ports
+        resources = self.services.resources
+        if not spec.plan.generates:
+            if resources.actor is None:
+                return {}, []
+            self.offload.only(("actor",))
+            return validation_loss(spec.validation, resources.actor)
+        self.offload.only(())
+        if resources.rollout is None:
+            parts = ports.validate(step)
+        else:
+            ranks = ports.collective
+            parts = ranks.gather(self.validate_part(step, ranks.rank, ranks.size))
+        if not parts:
+            return {}, []
+        joined = ValidationResults.joined(parts)
+        return joined.metrics(), joined.rows
 
 
 def score(name: str, validated: Mapping[str, float]) -> float:

@@ -4,10 +4,10 @@ thread and the training loop on the main thread."""
 import asyncio
 import gc
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import CancelledError, Future
 from contextlib import ExitStack
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeVar, cast
 
@@ -21,8 +21,16 @@ from distflow.runtime.checkpoint.saved_parts import (
     part_of_rank,
     saved_parts,
 )
-from distflow.runtime.compiled_node import NodeContext, Step
+from distflow.runtime.checkpoint.saver import Saver
+from distflow.runtime.checks_protocol import RunChecks, Updates
+from distflow.runtime.compiled_node import Step
+from distflow.runtime.error_limits import ErrorShare
 from distflow.runtime.metric_stop import MetricStop
+from distflow.runtime.node_context import Contexts
+from distflow.runtime.offload import Offload
+from distflow.runtime.reshard_columns import ColumnReshard
+from distflow.runtime.rollout_loop.group_tasks import RolloutLoop
+from distflow.runtime.rollout_loop.rollout_services import RolloutServices
 from distflow.runtime.sample_queue.protocol import NewWorkers, Released, TrainingStep
 from distflow.runtime.step_metrics import (
     Figures,
@@ -31,9 +39,10 @@ from distflow.runtime.step_metrics import (
     over_ranks,
     throughput,
 )
-from distflow.runtime.validation import score
+from distflow.runtime.validation import ValidationRunner, score
 from distflow.runtime.weight_sync.receiver import WeightReceiver
-from distflow.runtime.worker_parts import WorkerParts
+from distflow.runtime.weight_sync.sender import WeightSync
+from distflow.runtime.worker_inputs import WorkerInputs
 from distflow.scheduling.group_states import Version
 from distflow.scheduling.sample_queue import Exhausted
 from distflow.training.engine import LossFn
@@ -41,24 +50,39 @@ from distflow.training.engine import LossFn
 T = TypeVar("T")
 
 
+@dataclass(eq=False, repr=False)
 class Worker:
     """Runs its part of a pipeline. A context manager: inside, its rollout loop runs the groups of
-    the queue.
+    the queue."""
 
-    resources: its engines and services. validation: validates, including on prompts for other
-    workers.
-    """
+    inputs: WorkerInputs
+    services: RolloutServices
+    """With the engines and services, the rollout engine watched."""
+    training_nodes: Sequence[Step]
+    """Compiled, in order."""
+    checks: RunChecks
+    updates: Updates
+    contexts: Contexts
+    rollout_loop: RolloutLoop
+    reshard: ColumnReshard
+    validation: ValidationRunner
+    """Validates, including on prompts for other workers."""
+    weight_sync: WeightSync
+    offload: Offload
+    saver: Saver
+    errors: ErrorShare
+    reward_counts: Callable[[], RewardCounts]
+    """Of this worker's reward calls since the last call."""
 
-    def __init__(self, parts: WorkerParts) -> None:
-        inputs = parts.inputs
-        self._parts = parts
+    def __post_init__(self) -> None:
+        inputs = self.inputs
+        self.resources = self.services.resources
         self._spec = inputs.spec
         self._ports = inputs.ports
         self._recorder = inputs.recorder
+        self._phases = inputs.recorder.phases
         self._stop = inputs.stop
         self._version = inputs.version
-        self.resources = parts.services.resources
-        self.validation = parts.validation
         self._rank = inputs.ports.collective.rank  # among the training ranks
         self._saved_at = inputs.version.step
         self._metric_stop = MetricStop(
@@ -69,20 +93,18 @@ class Worker:
     def __enter__(self) -> "Worker":
         """Start services and engine, send the first weights, validate if configured, and start the
         rollout loop."""
-        with ExitStack() as stack, self._recorder.phases("start"):
-            stack.enter_context(self._parts.services)
-            stack.enter_context(self._parts.saver)
+        with ExitStack() as stack, self._phases("start"):
+            stack.enter_context(self.services)
+            stack.enter_context(self.saver)
             if (engine := self.resources.rollout) is not None:
-                receiver = WeightReceiver(engine, self._parts.services, self._recorder.waits)
+                receiver = WeightReceiver(engine, self.services, self._recorder.waits)
                 stack.callback(self._ports.engine.attach(receiver))
-            if self._parts.training_nodes:
-                self._recorder.started(self._version.step, self._parts.weight_sync.begin())
+            if self.training_nodes:
+                self._recorder.started(self._version.step, self.weight_sync.begin())
                 if self._spec.config.trainer.val_before_train and self._version.step == 0:
                     self.validation.validate(0)
-            if self._parts.rollout_loop.steps:
-                self._generating = self._parts.services.start(
-                    self._parts.rollout_loop.loop(self._ports.queue)
-                )
+            if self.rollout_loop.steps:
+                self._generating = self.services.start(self.rollout_loop.loop(self._ports.queue))
                 self._generating.add_done_callback(self._rollout_ended)
             # Collections skip what is there now (models, modules), which they would scan again and
             # again.
@@ -100,24 +122,21 @@ class Worker:
 
         Returns the number of steps consumed in total.
         """
-        with self._recorder.phases("check"):
-            self._parts.checks.loop_begins()
+        with self._phases("check"):
+            self.checks.loop_begins()
         validated: Mapping[str, float] = {}
         while not self._stop.wanted:
             with self._recorder.profiled(self.step + 1):
                 step = self.take()
-                rewards = self.reward_metrics(
-                    step.reward_counts if step is not None else RewardCounts()
-                )
+                counts = RewardCounts() if step is None else step.reward_counts
+                rewards = self.reward_metrics(counts)
                 if step is None:
                     validated = self._end(self.step)
                     break
                 if self._spec.frees_engine:
-                    self._parts.services.release_engine()
-                for node, ctx in self._nodes(step):
-                    step.batch, measured = node(step.batch, ctx)
-                    step.measured.append(measured)
-                self.finish(step.batch, {**step.metrics, **self._measured(step), **rewards})
+                    self.services.release_engine()
+                measured = self._run_nodes(step)
+                self.finish(step.batch, {**step.metrics, **measured, **rewards})
         # a signal may have come just after the step
         if self._spec.data.saves and self._saved_at < self.step:
             assert self._released is not None, "a step that is not saved yet was released"
@@ -142,10 +161,10 @@ class Worker:
         """This rank's part of the next step, or of a part of it; None if there is none. See
         `SampleQueuePort.take`."""
         try:
-            with self._recorder.phases("rollout" if self._spec.plan.generates else "data"):
-                self._parts.offload.only(())
+            with self._phases("rollout" if self._spec.plan.generates else "data"):
+                self.offload.only(())
                 take = partial(self._ports.queue.take, self.step, self._rank, wanted, deadline)
-                while isinstance(step := self._parts.services.wait_for(take), NewWorkers):
+                while isinstance(step := self.services.wait_for(take), NewWorkers):
                     self.send_to_new_workers()
         except Exhausted:
             self.reward_metrics()  # which may be the reason
@@ -158,45 +177,43 @@ class Worker:
 
     def check_taken(self, group_ids: tuple[int, ...], batch: Batch) -> None:
         """Check this rank's part of a step that was taken. group_ids: of all ranks."""
-        engine_version = self._parts.weight_sync.step if self._spec.plan.generates else None
-        with self._recorder.phases("check"):
-            self._parts.checks.step_taken(self.step, group_ids, batch, engine_version)
+        engine_version = self.weight_sync.step if self._spec.plan.generates else None
+        with self._phases("check"):
+            self.checks.step_taken(self.step, group_ids, batch, engine_version)
 
     def wait_for_call(self, blocking: Callable[[], T]) -> T:
         """Wait for a call of the user's own loop while this worker's engine generates."""
-        self._parts.offload.only(())
-        with self._recorder.phases("rollout"):
-            return self._parts.services.wait_for(blocking)
+        self.offload.only(())
+        with self._phases("rollout"):
+            return self.services.wait_for(blocking)
 
     def send_to_new_workers(self) -> None:
-        self._parts.weight_sync.send_to_new_workers(self.step)
+        self.weight_sync.send_to_new_workers(self.step)
 
     def finish_saving(self) -> None:
         """Wait until the checkpoint being written is complete."""
-        self._parts.saver.finish()
+        self.saver.finish()
 
     # immutable
     def reward_metrics(self, others: RewardCounts = RewardCounts()) -> dict[str, float]:  # noqa: B008
         """Metrics of the reward calls of all workers since the last call. others: of workers that
         do not train, passed to one of the ranks. Raises TooManyErrors on every rank."""
-        with self._recorder.phases("check"):
-            own = RewardCounts.joined([self._parts.reward_counts(), others])
+        with self._phases("check"):
+            own = RewardCounts.joined([self.reward_counts(), others])
             every = RewardCounts.joined(self._ports.collective.gather(own))
-            return {**self._parts.errors.step(every, self.step + 1), **every.counts}
+            return {**self.errors.step(every, self.step + 1), **every.counts}
 
     def learn(self, group_ids: Sequence[int], batch: Batch) -> tuple[Batch, dict[str, float]]:
         """Run the training nodes on this rank's part of a step, for a user's own training loop.
         group_ids: of all ranks. Returns the batch with the nodes' columns, and their metrics over
         all ranks."""
         step = TrainingStep(tuple(group_ids), (), batch)
-        for node, ctx in self._nodes(step):
-            step.batch, measured = node(step.batch, ctx)
-            step.measured.append(measured)
-        return step.batch, self._measured(step)
+        metrics = self._run_nodes(step)
+        return step.batch, metrics
 
     def forward(self, role: str, batch: Batch, outputs: tuple[str, ...]) -> Batch:
         """Outputs of an engine outside of the nodes; see `Scorer.forward`."""
-        self._parts.offload.only((role,))
+        self.offload.only((role,))
         return cast(Batch, getattr(self.resources, role).forward(batch, outputs))
 
     def apply(self, batch: Batch, function: Callable[[Batch], object]) -> Batch:
@@ -206,11 +223,11 @@ class Worker:
 
     def generate(self, request: GenerateRequest) -> tuple[Segment, ...]:
         """Generate with this worker's engine, beside its groups; callable on any thread."""
-        return self._parts.services.call(self._generate(request))
+        return self.services.call(self._generate(request))
 
     async def agenerate(self, request: GenerateRequest) -> tuple[Segment, ...]:
         """`generate` in the caller's event loop."""
-        return await asyncio.wrap_future(self._parts.services.start(self._generate(request)))
+        return await asyncio.wrap_future(self.services.start(self._generate(request)))
 
     async def _generate(self, request: GenerateRequest) -> tuple[Segment, ...]:
         """Generate; responses also end at the model's stop tokens."""
@@ -225,109 +242,116 @@ class Worker:
     def train_step(self, role: str, batch: Batch, loss: LossFn) -> dict[str, float]:
         """An optimizer step outside of the nodes, checked like theirs."""
         engine = self.resources.trained()[role]
-        self._parts.offload.only((role,))
-        with self._recorder.phases(f"update_{role}"):
-            metrics = engine.train_step(batch, self._parts.updates.before(engine, batch, loss))
-        self._parts.updates.after(engine, batch, metrics, first=False, step=self.step)
+        self.offload.only((role,))
+        with self._phases(f"update_{role}"):
+            metrics = engine.train_step(batch, self.updates.before(engine, batch, loss))
+        self.updates.after(engine, batch, metrics, first=False, step=self.step)
         return metrics
 
     def finish(self, batch: Batch, metrics: Mapping[str, float]) -> dict[str, float]:
         """After training on a step: send its weights, release it, then validate, record and save if
-        due. Returns all of its metrics."""
+        due; nothing is generated meanwhile. Returns all of its metrics.
+
+        A step is recorded before it is saved, so that a resumed run has the metrics of all its
+        steps. A stop saves unless saving is off, and validates only if that was due anyway.
+        """
         step = self.step
         metrics = dict(metrics)
-        with self._recorder.phases("save"):
-            self._parts.saver.check()
-        with self._recorder.phases("check"):
-            metrics |= self._parts.checks.step_trained(batch, metrics, step)
-        with self._recorder.phases("record"):
+        with self._phases("save"):
+            self.saver.check()
+        with self._phases("check"):
+            metrics |= self.checks.step_trained(batch, metrics, step)
+        with self._phases("record"):
             figures = Figures.joined(self._ports.data.gather(Figures.of(batch)))
             metrics |= batch_metrics(figures)
-        sent = False
-        if (step + 1) % self._spec.update_frequency == 0:
-            with self._recorder.phases(
-                "update_weights" if self._spec.plan.generates else "release"
-            ):
-                sent, compared = self._parts.weight_sync.send(
-                    Version(self._version.restart, step + 1)
-                )
-            metrics |= compared
-        with self._recorder.phases("release"):
+        sent, compared = self._send_weights(step + 1)
+        metrics |= compared
+        with self._phases("release"):
             released = self._ports.queue.release(step, self._rank, sent)
-        self._after_step(released, batch, metrics, figures)
+        due = released.due
+        validated = dict[str, float]()
+        if "validate" in due or ("save" in due and self._spec.keep_best is not None):
+            validated = self.validation.validate(step + 1)
+        self._record(released, batch, metrics, figures)
+        plan = self._spec.data
+        ends = self._ends(step + 1, metrics | validated)
+        if ends and plan.validates and self.validation.step <= step:
+            validated = self.validation.validate(step + 1)
+        stops = ends or self._stop.wanted
+        if "save" in due or (stops and plan.saves):
+            self._save(released, validated, last=stops or released.finished)
         self._released = released
         return metrics
 
-    def _nodes(self, step: TrainingStep[Batch]) -> Iterator[tuple[Step, NodeContext]]:
-        """The training nodes in turn, each to be run before the next is requested. Times them
-        (`perf/NODE`, in seconds) if `dag.enable_perf` is on."""
-        for compiled in self._parts.training_nodes:
+    def _send_weights(self, version: int) -> tuple[bool, dict[str, float]]:
+        """Whether weights were sent, and the canary's metrics."""
+        if version % self._spec.update_frequency:
+            return False, {}
+        phase = "update_weights" if self._spec.plan.generates else "release"
+        with self._phases(phase):
+            return self.weight_sync.send(Version(self._version.restart, version))
+
+    def _run_nodes(self, step: TrainingStep[Batch]) -> dict[str, float]:
+        """Run the training nodes on a step, whose batch gets their columns. Returns their metrics
+        over all ranks, and their times (`perf/NODE`, in seconds) if `dag.enable_perf` is on."""
+        times = dict[str, float]()
+        for compiled in self.training_nodes:
             name = compiled.node.node_id
             started = time.perf_counter()
-            if self._parts.reshard.waits_for(name):
-                with self._recorder.phases("exchange"):
-                    step.batch = self._parts.reshard.receive(name, step.batch, self.step)
-            before = step.batch
-            with self._recorder.phases(compiled.node.phase):
-                self._parts.offload.only(compiled.node.engines)
-                yield compiled, self._parts.contexts.for_training(self.step, step.group_ids, name)
-            with self._recorder.phases("check"):
-                self._parts.checks.node_finished(step.batch)
-            if self._parts.reshard.sends(name):
-                with self._recorder.phases("exchange"):
-                    self._parts.reshard.send(name, before, step.batch, self.step)
-            if self._spec.config.dag.enable_perf:
-                step.times[f"perf/{name}"] = time.perf_counter() - started
+            self._run_node(compiled, step)
+            times[f"perf/{name}"] = time.perf_counter() - started
+        with self._phases("record"):
+            measured = self._over_dp_groups(over_ranks(step.measured, self._ports.data))
+        return measured | times if self._spec.config.dag.enable_perf else measured
 
-    def _measured(self, step: TrainingStep[Batch]) -> dict[str, float]:
-        """Metrics of the nodes of all dp groups, over their ranks; if several dp groups ran a node,
-        of the first."""
-        with self._recorder.phases("record"):
-            measured = over_ranks(step.measured, self._ports.data)
-            everyone = self._ports.everyone
-            if everyone.size > self._ports.collective.size:
-                measured = {
-                    name: value
-                    for each in reversed(everyone.gather(measured))
-                    for name, value in each.items()
-                }
-            return {**measured, **step.times}
+    def _run_node(self, compiled: Step, step: TrainingStep[Batch]) -> None:
+        name = compiled.node.node_id
+        if self.reshard.waits_for(name):
+            with self._phases("exchange"):
+                step.batch = self.reshard.receive(name, step.batch, self.step)
+        before = step.batch
+        with self._phases(compiled.node.phase):
+            self.offload.only(compiled.node.engines)
+            ctx = self.contexts.for_training(self.step, step.group_ids, name)
+            step.batch, measured = compiled(before, ctx)
+        step.measured.append(measured)
+        with self._phases("check"):
+            self.checks.node_finished(step.batch)
+        if self.reshard.sends(name):
+            with self._phases("exchange"):
+                self.reshard.send(name, before, step.batch, self.step)
 
-    def _after_step(
+    def _over_dp_groups(self, measured: dict[str, float]) -> dict[str, float]:
+        """Metrics of the nodes of all dp groups; if several ran a node, of the first."""
+        everyone = self._ports.everyone
+        if everyone.size == self._ports.collective.size:
+            return measured
+        found = dict[str, float]()
+        for own in reversed(everyone.gather(measured)):
+            found |= own
+        return found
+
+    def _record(
         self, released: Released, batch: Batch, metrics: dict[str, float], figures: Figures
     ) -> None:
-        """Validate, record and save a step; nothing else is generated meanwhile. A step is recorded
-        before it is saved, so that a resumed run has the metrics of all its steps.
-
-        A stop saves unless saving is off, and validates only if that was due anyway.
-        """
+        """Record a step, with further metrics."""
         step = released.version.step
-        due = released.due
-        compares = self._spec.keep_best is not None and "save" in due
-        validated = self.validation.validate(step) if "validate" in due or compares else {}
-        with self._recorder.phases("record"):
+        engine = self.resources.rollout
+        with self._phases("record"):
             metrics |= group_metrics(released.group_counts, figures.versions, step - 1)
-        metrics |= self._recorder.phases.finish_step() | self._recorder.memory.finish_step()
-        metrics["throughput/tokens_per_s"] = figures.num_tokens / metrics["timing_s/step"]
+        metrics |= self._phases.finish_step() | self._recorder.memory.finish_step()
+        step_s = metrics["timing_s/step"]
+        metrics["throughput/tokens_per_s"] = figures.num_tokens / step_s
         if "acting/env_steps" in metrics:
-            metrics["throughput/env_steps_per_s"] = (
-                metrics["acting/env_steps"] / metrics["timing_s/step"]
-            )
-        with self._recorder.phases("record"):
-            self._recorder.engine_activity(self.resources.rollout)
-            phases = [each.node.phase for each in self._parts.training_nodes if each.node.engines]
-            metrics |= throughput(
-                metrics, phases, int(batch.lengths("sequence").sum()), self._ports.everyone
-            )
-            metrics |= server_metrics(self.resources.rollout)
+            metrics["throughput/env_steps_per_s"] = metrics["acting/env_steps"] / step_s
+        with self._phases("record"):
+            self._recorder.engine_activity(engine)
+            phases = [each.node.phase for each in self.training_nodes if each.node.engines]
+            num_tokens = int(batch.lengths("sequence").sum())
+            metrics |= throughput(metrics, phases, num_tokens, self._ports.everyone)
+            metrics |= server_metrics(engine)
             self._recorder.training_step(step, metrics, batch)
             self._recorder.keep_groups(step, batch, self.resources.tokenizer)
-        plan = self._spec.data
-        ends = self._ends(step, metrics | validated)
-        if ends and plan.validates and self.validation.step < step:
-            validated = self.validation.validate(step)
-        if "save" in due or ((ends or self._stop.wanted) and plan.saves):
-            self._save(released, validated, last=ends or released.finished or self._stop.wanted)
 
     def _ends(self, step: int, metrics: Mapping[str, float]) -> bool:
         """Whether a metric ends the run here: the leading rank decides for all, before any takes
@@ -335,8 +359,8 @@ class Worker:
         if self._metric_stop.condition is None:
             return False
         everyone = self._ports.everyone
-        why = ""
-        if everyone.rank == 0 and (why := self._metric_stop.reason(metrics)):
+        why = self._metric_stop.reason(metrics) if everyone.rank == 0 else ""
+        if why:
             self._ports.queue.end_run(why)
             self._recorder.why = {"why": why}
             self._recorder.note("info", f"the run ends after step {step}: {why}")
@@ -347,8 +371,9 @@ class Worker:
         succeeded. Returns the metrics of its validation."""
         if self._ports.everyone.rank == 0:
             self._metric_stop.report_missing()
-        is_due = self._spec.data.validates and self.validation.step < step
-        return self.validation.validate(step) if is_due else {}
+        if self._spec.data.validates and self.validation.step < step:
+            return self.validation.validate(step)
+        return {}
 
     def _rollout_ended(self, rollout_nodes: "Future[None]") -> None:
         """Whatever ends the rollout loop must wake the trainer, which would otherwise wait for
@@ -364,19 +389,19 @@ class Worker:
     def _save(self, released: Released, validated: Mapping[str, float], last: bool) -> None:
         """validated: the metrics of these weights, for `keep_best`. last: wait until the checkpoint
         is complete."""
-        if self._parts.saver.is_busy:
-            with self._recorder.phases("save_wait"):
-                self._parts.saver.finish()
+        if self.saver.is_busy:
+            with self._phases("save_wait"):
+                self.saver.finish()
         step = released.version.step
         best = self._spec.keep_best
         self._saved_at = step
         metric = score(best, validated) if best is not None and validated else None
         everyone = self._ports.everyone
-        with self._recorder.phases("save"):
+        with self._phases("save"):
             self._recorder.saving()
-            state = merge_node_states(everyone.gather(copy_of_state(self._parts.inputs.state)))
+            state = merge_node_states(everyone.gather(copy_of_state(self.inputs.state)))
             point = self._ports.queue.resume_point
-            seen = self._parts.checks.state_saved
+            seen = self.checks.state_saved
             parts = saved_parts(self._spec, self.resources, point, state, everyone.rank, seen)
             others = [part_of_rank(rank) for rank in range(1, everyone.size)]
-            self._parts.saver.save(step, parts, others, metric, wait=last)
+            self.saver.save(step, parts, others, metric, wait=last)

@@ -4,14 +4,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from distflow.runtime.checkpoint.checkpoint_store import Checkpoint, CheckpointStore
-from distflow.runtime.compiled_node import NodeState
+from distflow.runtime.node_context import NodeState
 from distflow.runtime.reshard_columns import ReshardPort
 from distflow.runtime.resources import Resources
 from distflow.runtime.run_recorder import Recorder
 from distflow.runtime.sample_queue.protocol import SampleQueuePort
 from distflow.runtime.spec import Spec
-from distflow.runtime.step_metrics import ValidationResults
 from distflow.runtime.stop_signals import Stop
+from distflow.runtime.validation_results import ValidationResults
 from distflow.runtime.weight_sync.protocol import EnginePort, WeightPort
 from distflow.scheduling.group_states import Version
 from distflow.training.engine import Collective

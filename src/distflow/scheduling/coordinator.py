@@ -87,7 +87,6 @@ class Coordinator:
         # a resumed run first sends the weights that it resumes from
         self.weights_step = start["step"]
         self._counts = counts_by_domain(start)
-        self._num_aborted_tokens = start.get("aborted_tokens", 0)
         self.prompt_groups = NextGroups(plan, self._counts, start.get("offered", 0))
         before = start.get("domains", {})
         self._quotas = Quotas(
@@ -251,12 +250,11 @@ class Coordinator:
             self.drop(number, "max_retries")
         return waits
 
-    def abort(self, numbers: Sequence[int], num_tokens: int) -> None:
+    def abort(self, numbers: Sequence[int]) -> None:
         """Note that running groups that are no longer needed were aborted, and wait to be issued
-        again. num_tokens: generated for them and discarded."""
+        again."""
         groups = [self.queue.abort(number) for number in numbers]
-        self._journal("aborted", group_ids=list(numbers), tokens=num_tokens)
-        self._num_aborted_tokens += num_tokens
+        self._journal("aborted", group_ids=list(numbers))
         for group in groups:
             self._counts[group.domain].aborted += 1
 
@@ -341,9 +339,7 @@ class Coordinator:
     def checked_counts(self) -> GroupCounts:
         """Raises CountsError if groups are missing."""
         queue = self.queue
-        counts = GroupCounts.of(
-            self._counts, queue.num_running, queue.num_complete, self._num_aborted_tokens
-        )
+        counts = GroupCounts.of(self._counts, queue.num_running, queue.num_complete)
         counts.check()
         return counts
 
@@ -424,8 +420,6 @@ class Coordinator:
             "live": [saved_group(group) for group in self.queue.live],
             "ledger": asdict(self._ledger.mark()) if self._ledger else None,
         }
-        if counts.aborted:
-            described["aborted_tokens"] = counts.aborted_tokens
         if self.plan.domains:
             domains = {}
             for domain, lag in zip(self.plan.domains, self._quotas.lags, strict=True):

@@ -174,8 +174,8 @@ def counts_by_domain(saved: Mapping[str, Any]) -> defaultdict[str, DomainCounts]
 class GroupCounts:
     """Numbers of groups by state. running: waiting or generating. complete: queued or training.
     consumed: trained. dropped: counts by reason. aborted: how often a group was aborted because its
-    step was full, so that it waits to be issued again; aborted_tokens: generated for these.
-    domains: counts of each with an issued group; empty without domains."""
+    step was full, so that it waits to be issued again. domains: counts of each with an issued
+    group; empty without domains."""
 
     issued: int = 0
     running: int = 0
@@ -183,13 +183,10 @@ class GroupCounts:
     consumed: int = 0
     dropped: Mapping[str, int] = field(default_factory=dict)
     aborted: int = 0
-    aborted_tokens: int = 0
     domains: Mapping[str, DomainCounts] = field(default_factory=dict)
 
     @staticmethod
-    def of(
-        domains: Mapping[str, DomainCounts], running: int, complete: int, aborted_tokens: int
-    ) -> "GroupCounts":
+    def of(domains: Mapping[str, DomainCounts], running: int, complete: int) -> "GroupCounts":
         """The sums of the domains' counts, with a copy of these."""
         dropped = Counter[str]()
         for counts in domains.values():
@@ -201,7 +198,6 @@ class GroupCounts:
             sum(counts.consumed for counts in domains.values()),
             dict(dropped),
             sum(counts.aborted for counts in domains.values()),
-            aborted_tokens,
             {
                 n: replace(counts, dropped={**counts.dropped})
                 for n, counts in domains.items()

@@ -16,9 +16,8 @@ that count groups:
     several
     complete    group_id, tokens, version                version: the lowest of any of its tokens
     lost        group_id                                 it was complete, and is to be issued again
-    aborted     group_ids, tokens                        no longer needed by their step, to be
-    issued again; tokens:
-                                                         generated for them and discarded
+    aborted     group_ids                                no longer needed by their step, to be
+                                                         issued again
     dropped     group_id, reason
     consumed    step, group_ids, tokens
     version     step, weights                            step: the one that ends in it; weights: the
@@ -26,7 +25,7 @@ that count groups:
                                                          them, less than `step` if none were sent
     inherited   step, issued, consumed, dropped, live,   counts of a checkpoint from another folder;
     live: group_id,
-                domains, aborted, aborted_tokens         attempt, complete, version, domain of
+                domains, aborted                         attempt, complete, version, domain of
                 groups in the queue;
                                                          domains: issued, consumed, dropped,
                                                          aborted; step: the last one

@@ -39,7 +39,7 @@ class SavedPlan(TypedDict):
 
 
 class Snapshot(TypedDict):
-    """issued, consumed, dropped, aborted, aborted_tokens: as in `GroupCounts`. offered: issued for
+    """issued, consumed, dropped, aborted: as in `GroupCounts`. offered: issued for
     rows that are not in the data set. live: groups in the queue, by group id. ledger: the fields of
     its `Mark`, None without one. domains: by name, `saved_counts` of each and its lag, the slots by
     which it is behind its share at the next step, as a fraction; missing without any. skips:
@@ -54,7 +54,6 @@ class Snapshot(TypedDict):
     consumed: int
     dropped: dict[str, int]
     aborted: NotRequired[int]
-    aborted_tokens: NotRequired[int]
     live: list[SavedGroup]
     ledger: dict[str, Any] | None
     domains: NotRequired[dict[str, dict[str, Any]]]
@@ -145,7 +144,7 @@ def _shown(plan: SavedPlan) -> str:
 def inherited_fields(start: Snapshot) -> dict[str, Any]:
     """Fields of the record `inherited`: a run continues from another run's snapshot, without its
     ledger."""
-    names = ("step", "issued", "consumed", "dropped", "aborted", "aborted_tokens", "domains")
+    names = ("step", "issued", "consumed", "dropped", "aborted", "domains")
     fields: dict[str, Any] = {name: value for name, value in start.items() if name in names}
     live = []
     for group in map(restored, start["live"]):

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from distflow.cli import main
+from distflow.launch import scoring_engines
 from distflow.observe.run_reader import read_samples
 from tests.sparse_params import one_fast_in
 from tests.tiny_models import write_tiny_judge
@@ -24,13 +25,12 @@ def test_parts_of_several_workers_are_evaluated_as_in_one(
     check_same_responses(tmp_path, keys)
 
 
-def test_models_of_the_training_loop_are_not_loaded(tmp_path: Path) -> None:
-    """Not even a judge in shards, which one process could not load: validation has no scores of
-    these models."""
-    judge = (
-        f"{{path: {write_tiny_judge(tmp_path / 'judge')}, judge: true, answer_tokens: 4, sharded: "
-        f"true}}"
-    )
+def test_models_of_the_training_loop_are_not_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Validation has no scores of these models."""
+    monkeypatch.delattr(scoring_engines, "_build_judge")
+    judge = f"{{path: {write_tiny_judge(tmp_path / 'judge')}, judge: true, answer_tokens: 4}}"
     models = f"reward_model.models={{critique: {judge}}}"
     check_same_responses(tmp_path, (*RAY, "actor_rollout_ref.actor.strategy=fsdp", models))
 

@@ -120,7 +120,7 @@ def test_retention_keeps_the_newest_and_the_best(tmp_path):
     store = CheckpointStore(tmp_path, keep_last=2, keep_best=1)
     for step, metric in enumerate([0.1, 0.9, 0.3, None, math.nan, 0.2]):
         save(store, step, parts_of(step), metric)
-    assert names_in(store) == ["latest", "step-000001", "step-000004", "step-000005"]
+    assert names_in(store) == ["step-000001", "step-000004", "step-000005"]
     assert store.load(1).metric == 0.9 and store.load(4).metric is None
 
 
@@ -132,7 +132,17 @@ def test_the_newest_is_what_was_saved_last_whatever_its_step(tmp_path):
         save(store, step, parts_of(step))
     assert_whole(store.load(), 4)
     save(store, 6, parts_of(6))
-    assert names_in(store) == ["latest", "step-000004", "step-000006"]
+    assert names_in(store) == ["step-000004", "step-000006"]
+
+
+def test_a_link_where_an_old_checkpoint_is_set_aside_goes_without_what_it_leads_to(tmp_path):
+    store = CheckpointStore(tmp_path / "store", keep_last=1)
+    save(store, 1, parts_of(1))
+    precious = tmp_path / "precious"
+    precious.mkdir()
+    (store.folder / "step-000001.removed").symlink_to(precious)
+    save(store, 2, parts_of(2))
+    assert names_in(store) == ["step-000002"] and precious.is_dir()
 
 
 # Several processes
@@ -191,7 +201,7 @@ def test_a_part_that_was_announced_and_is_missing_commits_nothing(tmp_path):
         CheckpointError, match="step 2 was not written to .*: coordinator, critic missing"
     ):
         writing.commit([*parts, "critic"])
-    assert names_in(store) == ["latest", "step-000001"]
+    assert names_in(store) == ["step-000001"]
     assert_whole(store.load(), 1)
 
 
@@ -238,7 +248,6 @@ POINTS = [
     "part coordinator",
     "manifest",
     "renamed",
-    "latest",
     ("removing step-000001"),
     "removing step-000002",
 ]
@@ -255,21 +264,17 @@ def test_a_kill_at_any_point_leaves_a_whole_checkpoint_and_no_leftovers(tmp_path
     assert in_a_process(save_and_die, tmp_path, point) == -signal.SIGKILL, "the fault did not fire"
 
     survivor = CheckpointStore(tmp_path, keep_last=2, keep_best=1)
-    latest_moved = POINTS.index(point) >= POINTS.index("latest")
-    assert_whole(survivor.load(), 4 if latest_moved else 3)
+    is_committed = POINTS.index(point) >= POINTS.index("renamed")
+    assert_whole(survivor.load(), 4 if is_committed else 3)
     assert survivor.load().message == ""
     save(survivor, 4, parts_of(4), metric=0.5)
     assert_whole(survivor.load(), 4)
-    assert all(
-        name == "latest" or name.startswith("step-") and "." not in name
-        for name in names_in(survivor)
-    )
-    assert len(names_in(survivor)) <= 4
+    names = names_in(survivor)
+    assert all(name.startswith("step-") and "." not in name for name in names) and len(names) <= 3
 
 
 def leave_leftovers(folder):
-    """As kills leave them: in a save, in the removal of an old checkpoint, in the move of
-    `latest`."""
+    """As kills leave them: in a save, and in the removal of an old checkpoint."""
     save(CheckpointStore(folder), 1, parts_of(1))
     save(CheckpointStore(folder), 2, parts_of(2)).rename(folder / "step-000002.removed")
     (folder / "step-000002.removed" / "actor.safetensors").unlink()
@@ -278,7 +283,6 @@ def leave_leftovers(folder):
         b"half"
     )
     (folder / "step-000004.partial").mkdir()
-    (folder / "latest.abcd_123.distflow-partial").write_text("step-0")
 
 
 def test_leftovers_are_removed_at_the_start(tmp_path):
@@ -286,7 +290,7 @@ def test_leftovers_are_removed_at_the_start(tmp_path):
     store.remove_leftovers()
     leave_leftovers(tmp_path)
     store.remove_leftovers()
-    assert names_in(store) == ["latest", "step-000001"]
+    assert names_in(store) == ["step-000001"]
     assert_whole(store.load(), 1)
 
 
@@ -349,7 +353,7 @@ def test_a_full_disk_fails_loudly_and_keeps_the_old_one(small_disk):
             save(store, 2, too_large)
         for piece in ("step 2", str(store.folder), "disk is full", "trainer.default_local_dir"):
             assert piece in str(caught.value)
-        assert names_in(store) == ["latest", "step-000001"]
+        assert names_in(store) == ["step-000001"]
         assert_whole(store.load(), 1)
     save(store, 3, parts_of(3))
     assert_whole(store.load(), 3)
@@ -370,10 +374,10 @@ def test_a_part_that_another_process_could_not_write_is_told_to_the_one_that_com
     writing.write("coordinator", {})
     assert in_a_process(write_under_a_limit, tmp_path, 50_000) == 0
     with pytest.raises(
-        CheckpointError, match="step 2 was not written .*another process could not write its part"
+        CheckpointError, match="step 2 was not written .*: actor, coordinator missing"
     ):
         writing.commit(parts_of(2))
-    assert names_in(store) == ["latest", "step-000001"]
+    assert names_in(store) == ["step-000001"]
     assert_whole(store.load(), 1)
 
 

@@ -204,16 +204,15 @@ def test_a_rank_that_is_killed_within_a_save_is_named_and_the_one_before_is_whol
     assert "the checkpoint of step 4 was not written" in message and "rank_1 missing" in message
     assert CheckpointStore(copy_of_two).load().step == 2
     assert sorted(path.name for path in copy_of_two.iterdir()) == [
-        "latest",
         "step-000001",
         "step-000002",
     ]
 
 
 @pytest.mark.parametrize(
-    ("rank", "point", "step"), [(1, "part rank_1", 4), (0, "manifest", 2), (0, "latest", 4)]
+    ("rank", "point", "step"), [(1, "part rank_1", 4), (0, "manifest", 2), (0, "renamed", 4)]
 )
-def test_a_kill_after_the_parts_of_all_leaves_what_latest_says(
+def test_a_kill_after_the_parts_of_all_leaves_what_was_committed(
     copy_of_two: Path, spec: Path, tmp_path: Path, rank: int, point: str, step: int
 ) -> None:
     codes = (0, -signal.SIGKILL) if rank == 1 else (-signal.SIGKILL, 0)

@@ -120,9 +120,6 @@ def test_those_that_are_generated_first_make_the_step_and_the_others_are_aborted
     group_counts = counts.checked_counts()
     assert engine.num_cancelled == group_counts.aborted == 2 and engine.num_running == 0
     assert plane.events.ended[0] == plane.events.ended[2] == ("aborted: the step was complete")  # type: ignore[index]
-    assert group_counts.aborted_tokens == engine.num_generated_tokens - 2 * (5 + 4 + 3 + 2), (
-        "of 2 samples each"
-    )
 
 
 @pytest.mark.parametrize("slow", [(), (5,), (1, 3), (0, 2)])
@@ -177,7 +174,6 @@ def test_a_reward_function_that_is_at_work_is_not_waited_for() -> None:
         [1, 3, 4, 5]
     ]
     assert sorted(cancelled) == [0, 2] and time.monotonic() - started < 50
-    assert counts.checked_counts().aborted_tokens == 2 * (6 + 6)
 
 
 def test_an_episode_of_several_requests_is_placed_by_its_first_response() -> None:
@@ -198,11 +194,7 @@ def test_an_episode_of_several_requests_is_placed_by_its_first_response() -> Non
     plane.steps = compile_steps([bound(two_turns)], {"rollout": plane.client})
     counts = counted()
     assert run(plane, counts) == [[1, 3, 4, 5]]
-    kept = 2 * (2 * 5 + 2 * 4 + 4 * 3 + 2 * 2)
-    assert (
-        engine.num_running == 0
-        and counts.checked_counts().aborted_tokens == engine.num_generated_tokens - kept
-    )
+    assert engine.num_running == 0
 
 
 def test_a_group_that_fails_is_replaced_as_ever() -> None:

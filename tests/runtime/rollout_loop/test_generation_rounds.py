@@ -57,13 +57,10 @@ def test_turns_of_a_generation_batch_advance_together(in_rounds: bool) -> None:
                 )
                 await asyncio.sleep(os.urandom(1)[0] / 20_000)
 
-        await client.pause()
         tasks = [
             asyncio.create_task(group(number, turns)) for number, turns in enumerate((3, 1, 2))
         ]
-        batch = client.begin_batch(tasks, None, in_rounds)
-        await batch.all_in()
-        await client.resume()
+        client.begin_batch(tasks, None, in_rounds)
         await asyncio.wait_for(asyncio.gather(*tasks), 60)
         return engine.rounds
 
@@ -88,11 +85,8 @@ def test_a_group_that_is_cancelled_or_fails_holds_nobody() -> None:
                     await asyncio.sleep(3600)
             return number
 
-        await client.pause()
         tasks = [asyncio.create_task(group(number)) for number in range(4)]
-        batch = client.begin_batch(tasks, None, True)
-        await batch.all_in()
-        await client.resume()
+        client.begin_batch(tasks, None, True)
         await asyncio.sleep(0.05)
         tasks[2].cancel()
         ended = await asyncio.wait_for(asyncio.gather(*tasks, return_exceptions=True), 60)
@@ -102,15 +96,15 @@ def test_a_group_that_is_cancelled_or_fails_holds_nobody() -> None:
 
 
 class FailsLater(Engine):
-    """Fails what it is told to, after the start of the generation batch."""
+    """Fails what it is told to, after some rounds."""
 
-    def __init__(self, failing: str) -> None:
+    def __init__(self, failing: str, num_rounds: int) -> None:
         super().__init__()
         self.failing = failing
-        self.has_begun = False
+        self.num_rounds = num_rounds
 
     def reach(self, name: str) -> None:
-        if self.has_begun and name == self.failing:
+        if len(self.rounds) == self.num_rounds and name == self.failing:
             raise RuntimeError(f"it does not {name}")
 
     async def pause(self, release: bool = False) -> None:
@@ -122,10 +116,13 @@ class FailsLater(Engine):
         await super().resume()
 
 
+@pytest.mark.parametrize("num_rounds", [0, 1])
 @pytest.mark.parametrize("failing", ["pause", "resume"])
-def test_an_engine_that_fails_between_rounds_fails_the_requests_of_all_groups(failing: str) -> None:
+def test_an_engine_that_fails_in_a_round_fails_the_requests_of_all_groups(
+    failing: str, num_rounds: int
+) -> None:
     async def run() -> list[object]:
-        engine = FailsLater(failing)
+        engine = FailsLater(failing, num_rounds)
         client = RolloutClient(engine)  # type: ignore[arg-type]
 
         async def group(number: int) -> None:
@@ -133,12 +130,8 @@ def test_an_engine_that_fails_between_rounds_fails_the_requests_of_all_groups(fa
             for _ in range(2):
                 await client.generate(request(number, 0))
 
-        await client.pause()
         tasks = [asyncio.create_task(group(number)) for number in range(3)]
-        batch = client.begin_batch(tasks, None, True)
-        await batch.all_in()
-        await client.resume()
-        engine.has_begun = True
+        client.begin_batch(tasks, None, True)
         return await asyncio.wait_for(asyncio.gather(*tasks, return_exceptions=True), 60)
 
     assert [repr(error) for error in asyncio.run(run())] == [

@@ -46,7 +46,7 @@ class Steps:
     def put(self, groups: Sequence[PromptGroup]) -> None:
         if groups:
             batch = Batch(torch.ones(len(groups)), torch.ones(len(groups)))
-            self.queue.put_loaded(LoadedGroups.of(groups, batch))
+            self.queue.end_groups(LoadedGroups.of(groups, batch))
 
     def take(self) -> None:
         assert self.queue.take(self.coordinator.step, 0) is not None
@@ -91,7 +91,7 @@ def test_each_worker_is_told_its_next_groups_once_the_step_was_taken(
 def test_rows_that_replace_unusable_ones_are_no_longer_those_foreseen(tmp_path: Path) -> None:
     steps = Steps(None, 1, **ONE)
     (issued,) = steps.ask()
-    steps.queue.drop(DroppedGroup(issued[2], "overlong"))
+    steps.queue.end_groups(DroppedGroup(issued[2], "overlong"))
     steps.put([group for group in issued if group is not issued[2]])
     (more,) = steps.ask()
     assert [group.group_id for group in more] == [5]

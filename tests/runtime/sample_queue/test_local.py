@@ -44,7 +44,7 @@ class Driven:
         batch = (
             group(prompt_group.group_id, version=prompt_group.version) if batch is None else batch
         )
-        self.queue.put(finished_group(prompt_group, batch, [(metrics, float(len(batch)))]))
+        self.queue.end_groups(finished_group(prompt_group, batch, [(metrics, float(len(batch)))]))
 
     def drop(
         self,
@@ -53,7 +53,7 @@ class Driven:
         failure: Failure | None = None,
         lost: bool = False,
     ) -> None:
-        self.queue.drop(DroppedGroup(prompt_group, reason, failure, lost))
+        self.queue.end_groups(DroppedGroup(prompt_group, reason, failure, lost))
 
     def fill(self) -> None:
         for prompt_group in self.issue():
@@ -264,7 +264,7 @@ def test_groups_that_a_smaller_bound_made_stale_are_forgotten_with_their_batches
     queue = LocalSampleQueue(resumed, Waits(), queued=point.queued)
     assert resumed.checked_counts().dropped == {"stale": 2}
     for prompt_group in resumed.issue_groups():
-        queue.put(finished_group(prompt_group, group(prompt_group.group_id, version=1), []))
+        queue.end_groups(finished_group(prompt_group, group(prompt_group.group_id, version=1), []))
     assert rows(queue.take(1, 0)) == [4, 4, 5, 5]
     queue.release(1, 0, sent_weights=True)
     assert queue.resume_point().queued == {}

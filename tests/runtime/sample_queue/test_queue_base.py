@@ -30,7 +30,9 @@ def queue(*dp_groups: DpGroupShares) -> SharedSampleQueue[str]:
     made = SharedSampleQueue[str](counted, Waits(), dp_groups)
     for prompt_group in counted.issue_groups():
         group_id = prompt_group.group_id
-        made.put(FinishedGroup(prompt_group, f"group {group_id}", TOKENS[group_id], version=0))
+        made.end_groups(
+            FinishedGroup(prompt_group, f"group {group_id}", TOKENS[group_id], version=0)
+        )
     return made
 
 
@@ -93,7 +95,7 @@ class Shared:
         return found
 
     def put(self, prompt_group: PromptGroup) -> None:
-        self.queue.put(FinishedGroup(prompt_group, prompt_group, 5))
+        self.queue.end_groups(FinishedGroup(prompt_group, prompt_group, 5))
 
     def part(self, rank: int) -> "TrainingStep[Sequence[PromptGroup]]":
         found = self.queue.take_step(0, rank)
@@ -124,7 +126,7 @@ def test_groups_of_a_worker_that_is_gone_go_to_others_and_what_still_comes_of_it
     }
     before = shared.coordinator.checked_counts()
     shared.put(theirs[1])
-    shared.queue.drop(DroppedGroup(theirs[-1], "error"))
+    shared.queue.end_groups(DroppedGroup(theirs[-1], "error"))
     assert shared.coordinator.checked_counts() == before, "it comes too late"
     for prompt_group in [*ours, *again]:
         shared.put(prompt_group)

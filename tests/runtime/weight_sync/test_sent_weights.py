@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from distflow.errors import TrustError
 from distflow.models.loading import load_model
 from distflow.models.lora import add_lora, named_weights
-from distflow.runtime.weight_sync.sender import check_replicas, check_sent
+from distflow.runtime.weight_sync.sent_weights import check_replicas, check_sent
 from distflow.training.engine import OneRank
 from tests.tiny_models import write_tiny_model
 

@@ -27,10 +27,9 @@ from distflow.models.loading import quiet_transformers
 from distflow.models.model_paths import resolve_path
 from distflow.observe.run_reader import read_metrics, read_timeline
 from distflow.runtime.checkpoint.checkpoint_store import CheckpointStore
-from distflow.runtime.checkpoint.files import LATEST
 from distflow.runtime.checkpoint.find_checkpoint import CHECKPOINTS
 from distflow.runtime.fault_injection import VARIABLE, Fault
-from distflow.runtime.run_recorder import load_groups
+from distflow.runtime.saved_groups import load_groups
 from distflow.runtime.spec import Launch, Spec
 from distflow.runtime.stop_signals import Interrupted
 
@@ -226,12 +225,9 @@ class Lab:
         faults.write_text(
             json.dumps([asdict(Fault("checkpoint.begun", rank=0, call=after + 1, action="sleep"))])
         )
-        latest = folder / CHECKPOINTS / LATEST
-        wanted = f"step-{after:06d}"
+        wanted = folder / CHECKPOINTS / f"step-{after:06d}"
         with self._process({VARIABLE: str(faults)}) as process:
-            while process.poll() is None and not (
-                latest.is_file() and latest.read_text() == wanted
-            ):
+            while process.poll() is None and not wanted.is_dir():
                 time.sleep(0.002)
             time.sleep(random.uniform(0, _STEP_S))
             process.kill()

@@ -276,16 +276,10 @@ class ScoringModelConfig:
         "", "prompt template of a judge: a text, or a file with it; empty: built in"
     )
     answer_tokens: int = key(1024, "maximum length of a judge's reply in tokens", minimum=1)
-    sharded: bool = key(False, "shard a judge's weights over its devices, by actor.strategy=fsdp")
     param_offload: bool = key(False, "keep weights in host memory while they are not in use")
 
-    @property
-    def is_whole_judge(self) -> bool:
-        """Whether it is a judge that each of its devices has whole, in a rollout engine."""
-        return self.judge and not self.sharded
 
-
-_OF_JUDGES = {"template", "answer_tokens", "sharded"}
+_OF_JUDGES = {"template", "answer_tokens"}
 REWARD_MODEL = "reward_model"
 """The name of the model of `reward_model.model.path`."""
 _MODELS_FORM = "write e.g. {helpful: {path: DIR, weight: 0.5}, critique: {path: DIR, judge: true}}"
@@ -308,6 +302,12 @@ _TAKEN = (
 
 def parse_models(value: object) -> dict[str, ScoringModelConfig]:
     """Scoring models by name from plain data. Raises Mismatch."""
+    for name, settings in value.items() if isinstance(value, Mapping) else ():
+        if isinstance(settings, Mapping) and "sharded" in settings:
+            raise Mismatch(
+                f"has 'sharded' of '{name}', but every device of a judge has it whole",
+                "remove it; serve a judge that is larger than a device, and set reward.functions",
+            )
     found = parse_differing(value, collect(ScoringModelConfig()), _MODELS_FORM, of="model")
     for name, settings in found.items():
         if name in _TAKEN or not (name.isidentifier() and name[0].isalpha()):

@@ -90,11 +90,11 @@ def judges(config: Config) -> Findings:
     """A judge has an engine that can compute another model."""
     name = config.actor_rollout_ref.rollout.name
     for judge, model in scoring_models(config.reward_model).items():
-        if model.is_whole_judge and server_of(config):
+        if model.judge and server_of(config):
             yield Finding(
                 (f"reward_model.models.{judge}.judge", _NAME),
                 f"a judge has the engine of the rollout, and '{name}' is the server of one model",
-                f"set {_NAME}=embedded, or sharded: true and {ACTOR}.strategy=fsdp",
+                f"set {_NAME}=embedded, or serve the judge and set reward.functions",
             )
 
 

@@ -1,6 +1,5 @@
 """Rules of sharded and offloaded weights."""
 
-import re
 from operator import attrgetter
 
 from distflow.config.derived_settings import is_one_process, is_sharded
@@ -34,16 +33,6 @@ def several_ranks(config: Config) -> Findings:
         yield Finding((_STRATEGY, "trainer.n_gpus_per_node"), what, advice)
 
 
-def sharded_judges(config: Config) -> Findings:
-    """A judge is sharded by an engine that shards."""
-    is_allocated = re.search(r"\bfsdp\b", config.trainer.allocation or "")
-    for name, model in config.reward_model.models.items():
-        if model.sharded and not is_sharded(config) and not is_allocated:
-            key = f"reward_model.models.{name}.sharded"
-            advice = f"set {_STRATEGY}=fsdp, or remove sharded"
-            yield Finding((key, _STRATEGY), "only fsdp shards weights", advice)
-
-
 def offloaded_twice(config: Config) -> Findings:
     """What is always in host memory is not moved there."""
     actor = config.actor_rollout_ref.actor.fsdp_config
@@ -60,4 +49,4 @@ def offloaded_twice(config: Config) -> Findings:
                 )
 
 
-RULES = (idle_options, offloaded_twice, several_ranks, sharded_judges)
+RULES = (idle_options, offloaded_twice, several_ranks)

@@ -32,8 +32,6 @@ class StepLineage:
     """The engines' version after it; None if the ledger ends earlier."""
     aborted: tuple[int, ...] = ()
     """Ids of groups that ran for it and were not needed."""
-    aborted_tokens: int = 0
-    """Generated for them."""
 
 
 def ledger_groups(path: Path) -> dict[int, Group]:
@@ -100,7 +98,7 @@ class _Waiting:
     groups: dict[int, Group] = field(default_factory=dict)
     """Those that no step took, by id."""
     dropped: list[Group] = field(default_factory=list)
-    aborted: list[Record] = field(default_factory=list)
+    aborted: list[int] = field(default_factory=list)
     restart: int = 0
     max_staleness: int | None = None
 
@@ -112,7 +110,7 @@ class _Waiting:
             case "plan":
                 self.max_staleness = record["max_staleness"]
             case "aborted":
-                self.aborted.append(record)
+                self.aborted += record["group_ids"]
             case "dropped":
                 self.dropped.append(self.groups.pop(record["group_id"]))
 
@@ -131,15 +129,11 @@ class _Waiting:
 
     def lineage(self, step: int, groups: Iterable[Group]) -> StepLineage:
         """Of a step that is not consumed."""
-        aborted = list[int]()
-        for record in self.aborted:
-            aborted += record["group_ids"]
         return StepLineage(
             step,
             self.restart,
             tuple(sorted(groups, key=lambda group: group.group_id)),
             tuple(self.dropped),
             self.max_staleness,
-            aborted=tuple(aborted),
-            aborted_tokens=sum(record["tokens"] for record in self.aborted),
+            aborted=tuple(self.aborted),
         )

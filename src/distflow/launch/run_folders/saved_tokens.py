@@ -27,7 +27,7 @@ def saved_tokens(run_dir: Path, step: int, uid: str) -> list[dict[str, Any]]:
     """
     from safetensors import SafetensorError
 
-    from distflow.runtime.run_recorder import load_groups
+    from distflow.runtime.saved_groups import load_groups
 
     with suppress(OSError, ValueError, KeyError, SafetensorError):
         batch = load_groups(run_dir, step)
@@ -38,7 +38,7 @@ def saved_tokens(run_dir: Path, step: int, uid: str) -> list[dict[str, Any]]:
 
 def _texts(run_dir: Path) -> list[str]:
     """Of the vocabulary; empty if no step was saved."""
-    from distflow.runtime.run_recorder import TOKEN_TEXTS, TOKENS
+    from distflow.runtime.saved_groups import TOKEN_TEXTS, TOKENS
 
     texts = read_object(run_dir / TOKENS / TOKEN_TEXTS, run_dir).get("texts")
     return [str(text) for text in texts] if isinstance(texts, list) else []

@@ -10,14 +10,15 @@ from distflow.graph import BoundNode
 from distflow.observe.writing.timing import Waits, lasting
 from distflow.planning.plan import plan_local
 from distflow.rewards.reward_results import VALIDATION
-from distflow.runtime.compiled_node import Contexts
 from distflow.runtime.error_limits import warn_of_errors
+from distflow.runtime.node_context import Contexts
 from distflow.runtime.resources import Resources, build_resources
 from distflow.runtime.rollout_loop.group_tasks import GroupEvents, RolloutLoop
 from distflow.runtime.rollout_loop.rollout_services import RolloutServices
+from distflow.runtime.sample_rows import SampleRows
 from distflow.runtime.spec import Spec
-from distflow.runtime.step_metrics import SampleRows
-from distflow.runtime.validation import Validator, validation_loss
+from distflow.runtime.validation import Validator
+from distflow.runtime.validation_loss import validation_loss
 from distflow.runtime.weight_sync.receiver import WeightReceiver
 from distflow.runtime.weight_sync.same_process_weights import LocalWeights
 from distflow.runtime.weight_sync.sender import WeightSender

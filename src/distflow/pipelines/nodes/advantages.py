@@ -45,7 +45,7 @@ from distflow.pipelines.nodes.settings_by_domain import (
     run_part,
 )
 from distflow.rewards.reward_results import RIGHT
-from distflow.runtime.compiled_node import NodeContext
+from distflow.runtime.node_context import NodeContext
 from distflow.training.engine import Collective
 
 

@@ -27,7 +27,7 @@ from distflow.import_target import LoadError, load_function
 from distflow.rewards.reward_results import ACC, Score
 from distflow.rewards.router import RewardOutcome, RewardRouter
 from distflow.rollout.engine import GenerateRequest, RolloutEngine
-from distflow.runtime.compiled_node import NodeContext
+from distflow.runtime.node_context import NodeContext
 from distflow.runtime.rollout_loop.group import Group, sample_of_row
 from distflow.runtime.rollout_loop.row_loader import SAMPLES_OF_ROW
 from distflow.scheduling.group_states import PromptGroup

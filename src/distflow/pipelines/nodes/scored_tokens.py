@@ -10,7 +10,7 @@ from distflow.config import Config
 from distflow.data.batch import Batch
 from distflow.graph import NodeOutput, NodeRole, node, node_factory
 from distflow.pipelines.nodes.objectives_from_config import interpolates_prox, takes_rollouts
-from distflow.runtime.compiled_node import NodeContext
+from distflow.runtime.node_context import NodeContext
 from distflow.training.engine import Scorer
 
 

@@ -15,7 +15,8 @@ from distflow.config.keys.declare import is_group
 from distflow.data.batch import Batch, Written
 from distflow.graph import BoundNode, Node, NodeOutput, node, node_factory
 from distflow.graph.bind_to_config import bind_alone
-from distflow.runtime.compiled_node import NodeContext, compile_inputs
+from distflow.runtime.compiled_node import compile_inputs
+from distflow.runtime.node_context import NodeContext
 from distflow.runtime.step_metrics import over_ranks
 from distflow.training.engine import Collective
 

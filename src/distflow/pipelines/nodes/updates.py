@@ -20,7 +20,7 @@ from distflow.pipelines.nodes.objectives_from_config import (
     takes_rollouts,
     value_objective,
 )
-from distflow.runtime.compiled_node import NodeContext
+from distflow.runtime.node_context import NodeContext
 from distflow.training.engine import Counts, LossFn, Sums, TrainEngine
 from distflow.training.multi_policy_engine import MultiPolicyTrainer
 

@@ -41,7 +41,7 @@ from distflow.rewards.reward_results import (
 )
 from distflow.rewards.router import RewardOutcome, RewardRouter
 from distflow.rollout.engine import RolloutEngine, SamplingParams
-from distflow.runtime.compiled_node import NodeContext
+from distflow.runtime.node_context import NodeContext
 from distflow.runtime.rollout_loop.group import Group
 from distflow.runtime.rollout_loop.user_calls import DeadlinePassed, deadline_paused
 

@@ -1,10 +1,8 @@
 """Checkpoints are complete or absent. After a kill at any point, a full disk or a flipped bit, one
 that loads remains.
 
-FOLDER/step-000012/ one file per part, or one for each rank that has shards of it, and manifest.json
-with their sizes
-                      and checksums
-FOLDER/latest         the name of the newest, moved last
+FOLDER/step-000012/ has one file per part, or one for each rank that has shards of it, and
+manifest.json with their sizes and checksums. Until then it is step-000012.partial.
 
 Each process writes its own parts of a checkpoint; one process commits them all.
 """
@@ -13,22 +11,19 @@ import errno
 import math
 import os
 import re
-import shutil
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Final, Literal
+from typing import Any, Final
 
 from safetensors import SafetensorError
 
 from distflow.errors import UserError, resume_advice
-from distflow.observe.crash_safe_files import sync, write_atomically
+from distflow.observe.crash_safe_files import sync
 from distflow.runtime.checkpoint.files import (
-    LATEST,
     MANIFEST,
-    PARTIAL,
     CheckpointError,
     DamagedError,
     Layout,
@@ -36,39 +31,46 @@ from distflow.runtime.checkpoint.files import (
     by_age,
     checkpoints_in,
     describe,
-    make_partial,
     next_serial,
     part_of,
     partial_of,
     parts_in,
     read_manifest,
     read_part,
+    remove,
     remove_leftovers,
-    serial_of,
-    set_aside,
     verify,
     write_manifest,
     write_part,
 )
-from distflow.untrusted_files import read_file
 
-_MAX_NAME = 256
 _NAME: Final = re.compile(r"\w+(-rank\d+)?")
 _FULL: Final = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_UNEXPECTED: Final = (
+    OSError,
+    SafetensorError,
+    KeyError,
+    TypeError,
+    ValueError,
+    AttributeError,
+    IndexError,
+    RuntimeError,
+    RecursionError,
+)
+"""What code raises that reads a file of another content than it expects."""
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A verified checkpoint.
-
-    files: by part. message: what to tell the user if it is not the requested one.
-    """
+    """A verified checkpoint."""
 
     step: int
     path: Path
     metric: float | None
     files: Mapping[str, tuple[Path, ...]]
+    """By part."""
     message: str = ""
+    """What to tell the user if it is not the requested one."""
 
     def load(self, part: str, layout: Layout | None = None) -> Any:
         """Tensors by name, or the JSON value.
@@ -79,12 +81,8 @@ class Checkpoint:
         says.
         """
         files = self.files[part]
-        try:
+        with self.reading():
             return read_part(files, layout)
-        except (OSError, ValueError, RecursionError, SafetensorError) as err:
-            raise CheckpointError(
-                f"the checkpoint {self.path} cannot be read: {files[0].name}: {err}"
-            ) from err
 
     @contextmanager
     def reading(self) -> Iterator[None]:
@@ -94,32 +92,12 @@ class Checkpoint:
             yield
         except UserError:
             raise
-        except (
-            KeyError,
-            TypeError,
-            ValueError,
-            AttributeError,
-            IndexError,
-            RuntimeError,
-            RecursionError,
-        ) as err:
-            what = f"{type(err).__name__}: {err}"
+        except _UNEXPECTED as err:
             raise CheckpointError(
                 f"the checkpoint {self.path} does not have the format of this version of distflow "
-                f"({what}). Resume "
-                f"with the version that wrote it, or start again with {resume_advice('never')}"
+                f"({type(err).__name__}: {err}). Resume with the version that wrote it, or start "
+                f"again with {resume_advice('never')}"
             ) from err
-
-
-class GivenUp(CheckpointError):
-    """Another process could not write its part, and reported why."""
-
-    def __init__(self, step: int, folder: Path) -> None:
-        super().__init__(
-            f"the checkpoint of step {step} was not written to {folder}: another process could not "
-            "write its part of "
-            "it, and reports the reason. Earlier checkpoints are complete"
-        )
 
 
 @dataclass(frozen=True)
@@ -141,7 +119,7 @@ class Writing:
         assert name != "manifest" and _NAME.fullmatch(name), (
             f"a part's name becomes a file's: {name!r}"
         )
-        with or_give_up(self.step, self.store.folder, self._given_up):
+        with or_give_up(self.step, self.store.folder):
             write_part(self.partial, name, part)
             self.store.on_point(f"part {name}")
 
@@ -160,56 +138,50 @@ class Writing:
         or as `write` does; then nothing is committed.
         """
         with or_give_up(self.step, self.store.folder):
-            while self._missing(expected) and not self._given_up() and keep_waiting():
+            # a process that could not write removed the checkpoint
+            while self._missing(expected) and self.partial.exists() and keep_waiting():
                 pass
-            # a part may have arrived during the last wait
-            missing = self._missing(expected)
             folder = self.store.folder
-            if missing and self._given_up():
-                raise GivenUp(self.step, folder)
-            if missing:
+            # a part may have arrived during the last wait
+            if missing := self._missing(expected):
                 with suppress(OSError):
-                    shutil.rmtree(set_aside(self.partial), ignore_errors=True)
+                    remove(self.partial)
                 raise CheckpointError(
                     f"the checkpoint of step {self.step} was not written to {folder}: "
-                    f"{', '.join(missing)} "
-                    f"missing, because its process failed or died. Earlier checkpoints are complete"
+                    f"{', '.join(missing)} missing, because its process failed or died. Earlier "
+                    "checkpoints are complete"
                 )
             files = {path.name: describe(path) for path in parts_in(self.partial)}
             score = metric if metric is not None and math.isfinite(metric) else None
             write_manifest(self.partial, Manifest(self.step, next_serial(folder), score, files))
             self.store.on_point("manifest")
-            final = self.partial.with_name(self.partial.name.removesuffix(PARTIAL))
+            final = self.partial.with_suffix("")
+            remove(final)  # one that was damaged, or abandoned by a rollback
             self.partial.rename(final)
-            self.store.on_point("renamed")
             sync(folder)
-            write_atomically(folder / LATEST, final.name.encode())
-            self.store.on_point("latest")
+            self.store.on_point("renamed")
             self._remove_old()
             return final
 
     def _missing(self, expected: Collection[str]) -> list[str]:
         return sorted(set(expected) - {path.stem for path in parts_in(self.partial)})
 
-    def _given_up(self) -> bool:
-        """Whether a process that could not write removed the checkpoint."""
-        return not self.partial.exists()
-
     def _remove_old(self) -> None:
         """Keep only the newest few and the best few; the one just written always stays."""
         if self.store.keep_last is None:
             return
         paths = by_age(self.store.folder)
-        metrics = {
-            path: metric for path in paths if (metric := read_manifest(path).metric) is not None
-        }
-        best = sorted(metrics, key=lambda path: metrics[path], reverse=True)
+        metrics = dict[Path, float]()
+        for path in paths:
+            metric = read_manifest(path).metric
+            if metric is not None:
+                metrics[path] = metric
+        best = sorted(metrics, key=metrics.__getitem__, reverse=True)
         kept = {*paths[-self.store.keep_last :], *best[: self.store.keep_best]}
         for path in paths:
             if path not in kept and not path.is_symlink():
-                aside = set_aside(path)
                 self.store.on_point(f"removing {path.name}")
-                shutil.rmtree(aside, ignore_errors=True)
+                remove(path)
 
 
 class CheckpointStore:
@@ -239,32 +211,33 @@ class CheckpointStore:
         Raises CheckpointError if the folder cannot be written.
         """
         with or_give_up(step, self.folder):
-            partial = make_partial(self.folder, step)
+            self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            remove_leftovers(self.folder)
+            partial_of(self.folder, step).mkdir(mode=0o700)
         self.on_point("begun")
-        return Writing(self, step, partial)
+        return self.writing(step)
 
     def writing(self, step: int) -> Writing:
         """Join the checkpoint that another process began. Raises CheckpointError if there is
         none."""
         partial = partial_of(self.folder, step)
-        if partial is None:
+        if not partial.is_dir():
             raise CheckpointError(
                 f"no checkpoint of step {step} is being written to {self.folder}: with several "
-                "machines, all must "
-                "have access to that folder (trainer.default_local_dir)"
+                "machines, all must have access to that folder (trainer.default_local_dir)"
             )
         return Writing(self, step, partial)
 
-    def load(self, which: Literal["latest"] | int | Path = LATEST) -> Checkpoint:
-        """A checkpoint verified against its checksums: the latest, the one of a step, or the one in
+    def load(self, which: int | Path | None = None) -> Checkpoint:
+        """A checkpoint verified against its checksums: the newest, the one of a step, or the one in
         a folder.
 
-        A folder is a checkpoint's, or a store's, whose latest is loaded. If the latest is damaged,
+        A folder is a checkpoint's, or a store's, whose newest is loaded. If the newest is damaged,
         the newest complete one is loaded, and its `message` says so. Raises CheckpointError if
         there is none, or the requested one is damaged.
         """
-        if which == LATEST:
-            return self._load_latest()
+        if which is None:
+            return self._load_newest()
         if isinstance(which, int):
             found = [path for path in by_age(self.folder) if read_manifest(path).step == which]
             if not found:
@@ -295,44 +268,29 @@ class CheckpointStore:
 
     def remove_leftovers(self) -> None:
         """Remove the leftovers of a killed save or removal. For the process that commits, when it
-        starts.
-
-        Raises CheckpointError if the next save could not become the latest.
-        """
+        starts."""
         remove_leftovers(self.folder)
-        if (self.folder / LATEST).is_dir():
-            raise CheckpointError(
-                f"{self.folder / LATEST} is a folder, but should be the file that names the "
-                "newest: move it away"
-            )
 
-    def _load_latest(self) -> Checkpoint:
-        newest_first = sorted(checkpoints_in(self.folder), key=serial_of, reverse=True)
-        wanted = ""
-        with suppress(OSError):
-            wanted = (
-                read_file(self.folder / LATEST, self.folder, _MAX_NAME)
-                .decode(errors="replace")
-                .strip()
-            )
-        newest_first.sort(key=lambda path: path.name != wanted)
+    def _load_newest(self) -> Checkpoint:
+        newest_first = by_age(self.folder)[::-1]
+        # without their manifests nobody knows their age
+        unreadable = [path for path in checkpoints_in(self.folder) if path not in newest_first]
         faults = []
-        for path in newest_first:
+        for path in [*unreadable, *newest_first]:
             try:
                 checkpoint = _open(path)
             except DamagedError as err:
                 faults.append(f"{path} is damaged ({err})")
                 continue
-            if faults:
-                return replace(
-                    checkpoint, message=f"{'; '.join(faults)}: using step {checkpoint.step} instead"
-                )
-            return checkpoint
+            if not faults:
+                return checkpoint
+            message = f"{'; '.join(faults)}: using step {checkpoint.step} instead"
+            return replace(checkpoint, message=message)
         if faults:
             raise CheckpointError(
                 f"no checkpoint in {self.folder} is complete: {'; '.join(faults)}. Start again "
-                "with "
-                f"{resume_advice('never')}, or resume from a copy with {resume_advice('PATH')}"
+                f"with {resume_advice('never')}, or resume from a copy with "
+                f"{resume_advice('PATH')}"
             )
         raise CheckpointError(
             f"there is no checkpoint in {self.folder} (trainer.default_local_dir)"
@@ -344,32 +302,23 @@ class CheckpointStore:
 
 
 @contextmanager
-def or_give_up(
-    step: int, folder: Path, given_up: Callable[[], bool] = lambda: False
-) -> Iterator[None]:
-    """If a write fails, remove its partial checkpoint, which also frees the disk.
-
-    given_up: whether another process already did so, which made this write fail.
-    """
+def or_give_up(step: int, folder: Path) -> Iterator[None]:
+    """If a write fails, remove its partial checkpoint, which also frees the disk, and ends the
+    writes of other processes."""
     try:
         yield
     except (OSError, SafetensorError) as err:
+        cause = str(err)
         # safetensors reports the system's errors only as text
-        full = getattr(err, "errno", None) in _FULL or any(
-            os.strerror(number) in str(err) for number in _FULL
-        )
-        cause = "the disk is full" if full else str(err)
-        failure = CheckpointError(
-            f"the checkpoint of step {step} could not be written to {folder}: {cause}. Earlier "
-            "checkpoints are "
-            "complete. Free space, or set trainer.default_local_dir to another folder; then rerun "
-            "the command"
-        )
-        if given_up():
-            failure = GivenUp(step, folder)
+        if any(os.strerror(number) in cause for number in _FULL):
+            cause = "the disk is full"
         with suppress(OSError):  # the write's own failure is the one to report
             remove_leftovers(folder)
-        raise failure from err
+        raise CheckpointError(
+            f"the checkpoint of step {step} could not be written to {folder}: {cause}. Earlier "
+            "checkpoints are complete. Free space, or set trainer.default_local_dir to another "
+            "folder; then rerun the command"
+        ) from err
 
 
 def _open(path: Path) -> Checkpoint:

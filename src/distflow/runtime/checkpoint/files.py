@@ -18,7 +18,6 @@ import shutil
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from itertools import chain, count
 from os import PathLike
 from pathlib import Path
 from typing import Final, TypeGuard
@@ -33,7 +32,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from distflow.errors import UserError
-from distflow.observe.crash_safe_files import is_aside, replacing, write_atomically
+from distflow.observe.crash_safe_files import replacing, write_atomically
 from distflow.untrusted_files import (
     MAX_JSON_VALUES,
     check_tensors,
@@ -44,12 +43,11 @@ from distflow.untrusted_files import (
 
 MANIFEST = "manifest.json"
 FORMAT = 1
-LATEST: Final = "latest"
 PARTIAL: Final = ".partial"
 REMOVED: Final = ".removed"
 
 _MAX_MANIFEST_BYTES: Final = 4 * 2**20
-_CHECKPOINT: Final = re.compile(r"step-(\d{6,})(-\d+)?")
+_CHECKPOINT: Final = re.compile(r"step-\d{6,}")
 _PART: Final = re.compile(r"\w+(-rank\d+)?\.(safetensors|json)")
 
 Layout = Callable[[str], Tensor | None]
@@ -326,26 +324,9 @@ def next_serial(folder: Path) -> int:
     return max(map(serial_of, checkpoints_in(folder)), default=-1) + 1
 
 
-def make_partial(folder: Path, step: int) -> Path:
-    """A folder for the checkpoint of `step` while it is written, under an unused name. Raises
-    OSError."""
-    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    remove_leftovers(folder)
-    plain = f"step-{step:06d}"
-    names = chain([plain], (f"{plain}-{number}" for number in count(next_serial(folder))))
-    taken = {path.name.removesuffix(PARTIAL) for path in folder.iterdir()}
-    partial = folder / (next(name for name in names if name not in taken) + PARTIAL)
-    partial.mkdir(mode=0o700)
-    return partial
-
-
-def partial_of(folder: Path, step: int) -> Path | None:
-    """The folder in which a checkpoint of `step` is being written; `make_partial` ensures that
-    there is at most one."""
-    for path in _folders(folder, PARTIAL):
-        if path.name.split("-")[1].removesuffix(PARTIAL) == f"{step:06d}":
-            return path
-    return None
+def partial_of(folder: Path, step: int) -> Path:
+    """The folder of the checkpoint of `step` while it is written."""
+    return folder / f"step-{step:06d}{PARTIAL}"
 
 
 def parts_in(partial: Path) -> list[Path]:
@@ -357,20 +338,21 @@ def parts_in(partial: Path) -> list[Path]:
 def remove_leftovers(folder: Path) -> None:
     """Remove the leftovers of a killed save or removal."""
     for path in _folders(folder, PARTIAL):
-        shutil.rmtree(set_aside(path), ignore_errors=True)
+        remove(path)
     for path in _folders(folder, REMOVED):
         shutil.rmtree(path, ignore_errors=True)
-    for path in _entries(folder):
-        if path.name.startswith(f"{LATEST}.") and is_aside(path.name):
-            path.unlink(missing_ok=True)
 
 
-def set_aside(path: Path) -> Path:
-    """Rename a checkpoint that is to be removed; returns its path. A process that still writes to
-    it fails, and adds nothing."""
+def remove(path: Path) -> None:
+    """Remove a checkpoint, which is renamed first: a kill leaves no part of it under its name, and
+    a process that still writes to it fails. Of a link only the link goes."""
     aside = path.with_name(path.name.removesuffix(PARTIAL) + REMOVED)
-    shutil.rmtree(aside, ignore_errors=True)
-    return path.rename(aside)
+    for old in (aside, path):
+        if old.is_symlink():
+            old.unlink()
+    if path.exists():
+        shutil.rmtree(aside, ignore_errors=True)
+        shutil.rmtree(path.rename(aside), ignore_errors=True)
 
 
 def _digest(body: Mapping[str, object]) -> str:

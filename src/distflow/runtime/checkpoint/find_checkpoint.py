@@ -145,4 +145,4 @@ def policy_checkpoint(source: Path) -> Checkpoint:
             f"the run {source} has saved no checkpoint: set trainer.save_freq, and train it again. "
             "For an evaluation, name the model or run that it evaluated"
         )
-    return CheckpointStore(store).load(folder if (folder / MANIFEST).is_file() else "latest")
+    return CheckpointStore(store).load(folder if (folder / MANIFEST).is_file() else None)

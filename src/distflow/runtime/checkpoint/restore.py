@@ -10,14 +10,13 @@ from distflow.config import changed_keys, config_from_dict
 from distflow.config.keys.schema import diff, schema_keys, show_value
 from distflow.data import global_random_states
 from distflow.data.batch import Batch
-from distflow.errors import UserError, allow_change_advice, resume_advice
-from distflow.models.weight_soundness import magnitudes, unsound
+from distflow.errors import UserError, allow_change_advice
 from distflow.observe.run_reader import VALIDATION_ROWS
 from distflow.runtime.checkpoint.checkpoint_store import Checkpoint
-from distflow.runtime.checkpoint.files import CheckpointError, is_sharded
+from distflow.runtime.checkpoint.files import is_sharded
 from distflow.runtime.checkpoint.find_checkpoint import as_list, ways_to_start
 from distflow.runtime.checkpoint.saved_parts import part_of_rank
-from distflow.runtime.compiled_node import NodeState
+from distflow.runtime.node_context import NodeState
 from distflow.runtime.resources import Resources
 from distflow.runtime.rollout_loop.group import finished_group, rows_by_group
 from distflow.runtime.sample_queue.protocol import FinishedGroup
@@ -60,15 +59,15 @@ def check_same_facts(checkpoint: Checkpoint, spec: Spec, facts: Mapping[str, obj
         if name.endswith("fingerprint"):
             what = name.removesuffix("_fingerprint")
             group = "data." if what == "data" else "actor_rollout_ref.model."
-            keys = [change for change in diff(config, spec.config) if change[0].startswith(group)]
-            shown = "\n".join(f"  {key}: {then!r} then, {now!r} now" for key, then, now in keys)
             other = "different data" if what == "data" else f"a different {what}"
-            raise UserError(
-                f"{checkpoint.path} was saved with {other}: rows, tokens or the reference would "
-                "not be the "
-                f"same.\n{shown or '  the keys are the same: files that they name have changed'}\n"
-                f"{as_list({'to resume': 'restore it', **ways_to_start(spec)})}"
-            )
+            lines = [f"{checkpoint.path} was saved with {other}:"]
+            for key, then, here in diff(config, spec.config):
+                if key.startswith(group):
+                    lines.append(f"  {key}: {then!r} then, {here!r} now")
+            if len(lines) == 1:
+                lines.append("  the keys are the same: files that they name have changed")
+            lines.append(as_list({"to resume": "restore it", **ways_to_start(spec)}))
+            raise UserError("\n".join(lines))
         if name == VALIDATION_ROWS:
             what = "the validation rows differ from the checkpoint's"
             notes.append(f"{what}: accuracies before and after cannot be compared")
@@ -86,16 +85,15 @@ def restore(checkpoint: Checkpoint, resources: Resources) -> NodeState:
     If an engine's state is sharded, each rank loads its own shards, regardless of how many ranks
     saved them.
 
-    Raises CheckpointError for unexpected content, or weights that training cannot have produced.
+    Raises CheckpointError for unexpected content.
     """
     with checkpoint.reading():
         run = checkpoint.load("run")
         for role, engine in resources.trained().items():
             now = engine.state()
             layout = now.layout if is_sharded(now.tensors) else None
-            state = TrainState(checkpoint.load(role, layout), checkpoint.load(f"{role}_meta"))
-            _refuse_garbage(checkpoint, role, now, state)
-            engine.load_state(state)
+            tensors = checkpoint.load(role, layout)
+            engine.load_state(TrainState(tensors, checkpoint.load(f"{role}_meta")))
         nodes: NodeState = run["nodes"]
         return nodes
 
@@ -147,15 +145,3 @@ def set_generators(checkpoint: Checkpoint | None, seed: int, rank: int = 0) -> N
         saved = states["device"]
         for i, state in enumerate(saved[: device.device_count()] if device else ()):
             device.set_rng_state(torch.tensor(state, dtype=torch.uint8), i)
-
-
-def _refuse_garbage(checkpoint: Checkpoint, role: str, now: TrainState, saved: TrainState) -> None:
-    start, found = (magnitudes(state.trained_weights().items()) for state in (now, saved))
-    wrong = unsound(found, start)
-    if wrong:
-        raise CheckpointError(
-            f"the checkpoint {checkpoint.path} has invalid weights of the {role}: {wrong[0]}, "
-            f"{len(wrong)} tensors "
-            f"in all. Resume from an earlier one with {resume_advice('PATH')}, or start again with "
-            f"{resume_advice('never')}"
-        )

@@ -3,6 +3,7 @@
 import copy
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -14,7 +15,7 @@ from distflow.errors import UserError
 from distflow.planning.plan import dp_groups_of
 from distflow.runtime.checkpoint.files import is_sharded, own_shards, shard_name
 from distflow.runtime.checks_protocol import CHECK_STATE
-from distflow.runtime.compiled_node import NodeState
+from distflow.runtime.node_context import NodeState
 from distflow.runtime.resources import Resources
 from distflow.runtime.sample_queue.protocol import ResumePoint
 from distflow.runtime.spec import Spec
@@ -34,34 +35,42 @@ def saved_parts(
     values.
 
     resume_point: called only by the first rank. state: of all nodes. rank: among the training
-    ranks. Each rank writes its own shards of sharded tensors; the first rank that trains a model
-    writes the tensors that all of them have, and the very first rank the parts of the run. The last
-    part holds the rank's random generators, and what `checks` finds in its memory; it completes the
-    rank's parts.
+    ranks. checks: describes a rank's memory. The very first rank writes the parts of the run. The
+    last part holds the rank's random generators and what `checks` returns; it completes the rank's
+    parts.
     """
     point = None
+    yield from _engine_parts(spec, resources, rank)
+    if rank == 0:
+        point = resume_point()
+        if point.queued:
+            yield "live", Batch.concat([group.data for group in point.queued.values()]).to_tensors()
+        measured = {str(number): list(group.measured) for number, group in point.queued.items()}
+        run = {
+            "config": to_dict(spec.config),
+            "facts": {**spec.facts, **resources.facts},
+            "coordinator": point.snapshot,
+            "live_measured": measured,
+            "nodes": state,
+        }
+        yield "run", run
+    yield part_of_rank(rank), {**_generator_states(), "checks": dict(checks(state, point))}
+
+
+def _engine_parts(spec: Spec, resources: Resources, rank: int) -> Iterator[tuple[str, object]]:
+    """Each rank writes its own shards of sharded tensors; the first rank that trains a model writes
+    the tensors that all of them have."""
     trainers = [each for dp_group in dp_groups_of(spec.plan) for each in dp_group]
     for role, engine in resources.trained().items():
-        first = next(
-            place for place, each in enumerate(trainers) if role in spec.plan.ranks[each].engines
-        )
+        with_role = [i for i, each in enumerate(trainers) if role in spec.plan.ranks[each].engines]
+        leads = rank == with_role[0]
         saved = engine.state()
-        leads = rank == first
         if is_sharded(saved.tensors):
             yield shard_name(role, rank), own_shards(saved.tensors, leads)
         elif leads:
             yield role, saved.tensors
         if leads:
             yield f"{role}_meta", saved.meta
-    if rank == 0:
-        point = resume_point()
-        if point.queued:
-            yield "live", Batch.concat([group.data for group in point.queued.values()]).to_tensors()
-        measured = {str(number): list(group.measured) for number, group in point.queued.items()}
-        facts = {**spec.facts, **resources.facts}
-        run = {"config": to_dict(spec.config), "facts": facts, "coordinator": point.snapshot}
-        yield "run", {**run, "live_measured": measured, "nodes": state}
-    yield part_of_rank(rank), {**_generator_states(), "checks": dict(checks(state, point))}
 
 
 def part_of_rank(rank: int) -> str:
@@ -83,15 +92,16 @@ def _generator_states() -> dict[str, object]:
 def merge_node_states(states: Sequence[NodeState]) -> NodeState:
     """The state of all nodes from the states of all ranks; for a node that several ranks run, the
     first one's. The checks' count of a model's updates exists only on the ranks that train it."""
-    found = {node: kept for state in reversed(states) for node, kept in state.items()}
-    merged: dict[str, object] = {}
-    updates: dict[str, int] = {}
+    found: NodeState = {}
+    checks = dict[str, Any]()
+    updates = dict[str, int]()
     for state in reversed(states):
+        found |= state
         own = state.get(CHECK_STATE, {})
-        merged |= own
+        checks |= own
         updates |= own.get("updates", {})
-    if any(CHECK_STATE in state for state in states):
-        found[CHECK_STATE] = {**merged, "updates": updates}
+    if CHECK_STATE in found:
+        found[CHECK_STATE] = {**checks, "updates": updates}
     return found
 
 
@@ -107,21 +117,26 @@ def copy_of_state(state: NodeState) -> NodeState:
             if "during iteration" not in str(err):
                 raise
     for node, own in copied.items():
-        if node != CHECK_STATE and (fault := _not_json(own)):
+        wrong = [] if node == CHECK_STATE else _no_json(own)
+        if wrong:
             raise UserError(
-                f"node '{node}' has {fault[0]!r:.100} in its ctx.state, which no checkpoint can "
-                "hold: use str as keys, "
-                "lists instead of tuples and sets, and plain numbers instead of tensors and arrays"
+                f"node '{node}' has {wrong[0]!r:.100} in its ctx.state, which no checkpoint can "
+                "hold: use str as keys, lists instead of tuples and sets, and plain numbers "
+                "instead of tensors and arrays"
             )
     return copied
 
 
-def _not_json(value: object) -> list[object]:
-    """The first value within it that is no JSON value, or a key that is not a str; empty if there
-    is none."""
+def _no_json(value: object) -> list[object]:
+    """What is no JSON value within it, and keys that are not a str."""
     if value is None or isinstance(value, str | int | float):
         return []
+    if not isinstance(value, dict | list):
+        return [value]
+    found = list[object]()
     if isinstance(value, dict):
-        odd = [key for key in value if not isinstance(key, str)]
-        return odd or next(filter(None, map(_not_json, value.values())), [])
-    return next(filter(None, map(_not_json, value)), []) if isinstance(value, list) else [value]
+        found += [key for key in value if not isinstance(key, str)]
+        value = list(value.values())
+    for each in value:
+        found += _no_json(each)
+    return found

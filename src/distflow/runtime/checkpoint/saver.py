@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from distflow.observe.writing.timing import RANKS, Waits
-from distflow.runtime.checkpoint.checkpoint_store import CheckpointStore, GivenUp, Writing
+from distflow.runtime.checkpoint.checkpoint_store import CheckpointStore, Writing
 from distflow.runtime.checkpoint.files import CheckpointError, Shards, is_all_tensors
 from distflow.training.engine import Collective
 
@@ -68,9 +68,9 @@ class Saver(AbstractContextManager["Saver"]):
         after_commit: Callable[[], None] = lambda: None,
     ) -> None:
         """on_saved: called for each complete checkpoint, on the training thread of the committing
-        rank. deadline_s: see `DEADLINE_S`. waits: logs this rank's waits, or None. warn: called
-        with the reason if the save in progress failed while another error ends the run.
-        after_commit: called on the writing thread of the committing rank."""
+        rank. deadline_s: see `DEADLINE_S`. waits: logs this rank's waits. warn: called with the
+        reason if the save in progress failed while another error ends the run. after_commit: called
+        on the writing thread of the committing rank."""
         self._waits = waits or Waits()
         self._store = store
         self._ranks = ranks
@@ -151,7 +151,7 @@ class Saver(AbstractContextManager["Saver"]):
         with suppress(OSError):  # the error that ends the run is the one to report
             if error is None and (path := save.path.result()) is not None:
                 self._on_saved(save.step, path)
-            elif error is not None and not isinstance(error, GivenUp):
+            elif error is not None:
                 self._warn(str(error))
 
     def _begin(self, step: int) -> Writing:
@@ -186,19 +186,16 @@ class Saver(AbstractContextManager["Saver"]):
         if self._ranks.size == 1:
             return outcome.result()
         error = outcome.exception()
-        # For the other ranks: None if nothing failed, empty if another rank knows the reason.
-        why = None if error is None else "" if isinstance(error, GivenUp) else str(error)
+        why = None if error is None else str(error)
         try:
             with self._waits("training", f"checkpoint of step {step}", on=RANKS):
-                failures = [each for each in self._ranks.gather(why) if each is not None]
+                failures = dict.fromkeys(each for each in self._ranks.gather(why) if each)
         except RuntimeError:  # raised by torch.distributed
             if error is not None:
                 raise error from error.__cause__  # its cause may say why the others are gone
             raise
-        if error is not None and not isinstance(error, GivenUp):
-            raise error
         if failures:
-            raise CheckpointError(next(filter(None, failures), str(error))) from error
+            raise CheckpointError("; ".join(failures)) from error
         return outcome.result()
 
 

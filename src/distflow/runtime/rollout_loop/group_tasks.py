@@ -10,42 +10,36 @@ from functools import partial
 from distflow.algorithms.group_filter import TOO_FEW_SCORES
 from distflow.data.batch import Batch
 from distflow.data.encoded_prompts import PromptRows, UnusableRow
+from distflow.data.sample import Sample
 from distflow.errors import TrustError, UserError
 from distflow.graph import BoundNode, Drop, NodeRole
 from distflow.observe.crash_safe_files import JSON
 from distflow.observe.writing.timing import (
     DATA,
     OTHER_GROUPS,
+    REWARDS,
     Waits,
     group_waits,
     running_group,
 )
-from distflow.rewards.reward_results import CallCounts, RewardCounts, Score, texts_of
+from distflow.rewards.reward_results import CallCounts, RewardCounts, RewardResult, Score, texts_of
+from distflow.rewards.router import RewardOutcome, RewardRouter
 from distflow.runtime import fault_injection
 from distflow.runtime.checks_protocol import GroupRecorder
-from distflow.runtime.compiled_node import (
-    Contexts,
-    NodeContext,
-    Step,
-    compile_steps,
-    episode_results,
-    score_samples,
-)
+from distflow.runtime.compiled_node import Step, compile_steps
+from distflow.runtime.node_context import Contexts, NodeContext
 from distflow.runtime.resources import Resources
-from distflow.runtime.rollout_loop.generation_batches import (
-    EarlyStop,
-    GenerationBatch,
-    GroupTask,
-    group_task,
-)
+from distflow.runtime.rollout_loop.early_stop import EarlyStop, GroupTask
+from distflow.runtime.rollout_loop.generation_batches import GenerationBatch, group_task
 from distflow.runtime.rollout_loop.group import Group, accuracy_of, finished_group
 from distflow.runtime.rollout_loop.rollout_client import RolloutClient
 from distflow.runtime.rollout_loop.row_loader import RowLoader
-from distflow.runtime.rollout_loop.user_calls import PlainCalls
+from distflow.runtime.rollout_loop.user_calls import PlainCalls, deadline_paused
 from distflow.runtime.run_errors import Failure, NodeError
 from distflow.runtime.sample_queue.protocol import (
     AbortedGroups,
     DroppedGroup,
+    FinishedGroup,
     ForeseenGroups,
     RolloutQueue,
     SampleQueuePort,
@@ -124,7 +118,7 @@ class RolloutLoop:
         parts = resources.by_name()
         call_counts = CallCounts()
         if resources.reward_fn is not None:
-            parts["reward_fn"] = partial(score_samples, resources.reward_fn, events.waits)
+            parts["reward_fn"] = partial(_score_samples, resources.reward_fn, events.waits)
             call_counts = resources.reward_fn.call_counts
         ends = resources.stop_token_ids
         sampling = replace(spec.sampling, stop_token_ids=ends)
@@ -185,7 +179,7 @@ class RolloutLoop:
         num_failed = int((~batch["valid"]).sum())
         errors = list[str]()
         as_text = dict[str, JSON]()
-        if (results := episode_results(group.samples)) is not None:
+        if (results := _episode_results(group.samples)) is not None:
             errors = [str(result) for result in results if not isinstance(result, Score)]
             for result in results:
                 as_text |= texts_of(result.extra) if isinstance(result, Score) else {}
@@ -207,10 +201,9 @@ class RolloutLoop:
         """consumes prompt groups · waits for capacity · unblocked by released steps and ended
         groups · produces groups
 
-        At staleness 0 the groups that the queue hands out together are a generation batch:
-        submitted in group order to a paused engine that then resumes, so that decode batches never
-        depend on timing, and ended before the next one is fetched. Otherwise groups start as
-        capacity allows. Raises RolloutLoopFailed, or the user's error.
+        At staleness 0 the groups that the queue hands out together are a generation batch, which
+        ends before the next one is fetched. Otherwise groups start as capacity allows. Raises
+        RolloutLoopFailed, or the user's error.
         """
         running = set[asyncio.Task[None]]()
         client = self.client
@@ -220,14 +213,10 @@ class RolloutLoop:
                 async for prompt_groups in queue.prompt_groups(
                     lambda: client.version.step if client is not None else None
                 ):
-                    if isinstance(prompt_groups, ForeseenGroups):
-                        if self.row_loader is not None:
-                            self.row_loader.load_ahead(prompt_groups)
-                            if self.row_loader.batch_ahead is not None:
-                                queue.store_ahead(self.row_loader.batch_ahead)
-                        continue
                     if self.row_loader is not None:
                         self._load_rows(self.row_loader, prompt_groups, queue)
+                        continue
+                    if isinstance(prompt_groups, ForeseenGroups):
                         continue
                     with self.events.waits("rollout", "rows", on=DATA):
                         self.prepare_rows([prompt_group.row for prompt_group in prompt_groups])
@@ -251,27 +240,27 @@ class RolloutLoop:
     def _load_rows(
         self, loader: RowLoader, prompt_groups: list[PromptGroup], queue: SampleQueuePort
     ) -> None:
-        """Complete these groups."""
+        """Complete these groups, or load those that are foreseen."""
+        if isinstance(prompt_groups, ForeseenGroups):
+            loader.load_ahead(prompt_groups)
+            if loader.batch_ahead is not None:
+                queue.store_ahead(loader.batch_ahead)
+            return
         started = time.time()
         with self.events.waits("rollout", "rows", on=DATA):
             loaded = loader.load(prompt_groups)
         for prompt_group, unusable in loaded.unusable:
             self._end(prompt_group, f"{unusable.reason}: {unusable}", started)
-            queue.drop(DroppedGroup(prompt_group, unusable.reason))
+            queue.end_groups(DroppedGroup(prompt_group, unusable.reason))
         if loaded.groups.prompt_groups:
             self._end(loaded.groups.prompt_groups[0], "complete", started)  # one span, of the first
             self.group_recorder.keep_loaded(loaded.groups)
-            queue.put_loaded(loaded.groups)
+            queue.end_groups(loaded.groups)
 
     async def _run_batch(self, prompt_groups: Sequence[PromptGroup], queue: RolloutQueue) -> None:
         """With `stops_early` there are more groups than the step may need."""
         client = self.client
         stop = EarlyStop(prompt_groups) if self.stops_early else None
-        num_before = 0
-        if client is not None:
-            if stop is not None:
-                num_before = await client.count_tokens()
-            await client.pause()
         tasks: dict[GroupTask, PromptGroup] = {}
         for prompt_group in prompt_groups:
             task = asyncio.create_task(self._run_group(prompt_group, queue, stop))
@@ -281,24 +270,15 @@ class RolloutLoop:
                 stop.expect(tasks)
             if client is not None:
                 self._batch = client.begin_batch(tasks, stop, self.asks_in_rounds)
-                await self._batch.all_in()
-            if stop is not None:
+            elif stop is not None:
                 stop.begin()
-            if client is not None:
-                await client.resume()
             if stop is None:
                 await asyncio.gather(*tasks)
                 return
             await stop.run()
             if aborted := await stop.abort(self.plain_calls):
-                num_drawn = 0
-                if client is not None:
-                    num_drawn = await client.count_tokens() - num_before
-                num_aborted = max(
-                    num_drawn - stop.num_tokens(passed=True), stop.num_tokens(passed=False)
-                )
                 attempts = {group.group_id: group.attempt for group in aborted}
-                queue.abort(AbortedGroups(attempts, num_aborted))
+                queue.end_groups(AbortedGroups(attempts))
         finally:
             for task in tasks:
                 task.cancel()
@@ -312,46 +292,46 @@ class RolloutLoop:
         self.group_recorder.begin(prompt_group)
         started = time.time()
         try:
-            with self.events.waits("rollout", "rows", on=DATA):
-                group = self.make_group(prompt_group)
-        except UnusableRow as unusable:
-            await self._turn(stop, accepted=False)
-            self._end(prompt_group, f"{unusable.reason}: {unusable}", started)
-            queue.drop(DroppedGroup(prompt_group, unusable.reason))
-            return
-        running_group.set((self.events.waits, prompt_group.group_id))
-        try:
-            try:
-                drop = await self.run(group, self.steps, self.context)
-                batch = group.batch()
-            except NodeError:
-                await self._turn(stop, accepted=False)
-                raise
-            await self._turn(stop, accepted=drop is None)
+            ended, outcome, batch = await self._ended(prompt_group)
+            await self._turn(stop, accepted=isinstance(ended, FinishedGroup))
         except asyncio.CancelledError:
             if stop is not None and stop.over:
                 self._end(prompt_group, "aborted: the step was complete", started)
             raise
+        self._end(prompt_group, outcome, started)
+        if isinstance(ended, FinishedGroup):
+            self.group_recorder.keep(batch)
+        elif batch is not None:
+            self.events.dropped(prompt_group.version, outcome, batch)
+        elif ended.failure is not None:
+            self.events.failed(prompt_group.group_id, ended.failure)
+        queue.end_groups(ended)
+
+    async def _ended(
+        self, prompt_group: PromptGroup
+    ) -> tuple[FinishedGroup[Batch] | DroppedGroup, str, Batch | None]:
+        """Run the nodes on a group: what has become of it, the same in words, and its columns; None
+        if not all nodes that were to run have run."""
+        try:
+            with self.events.waits("rollout", "rows", on=DATA):
+                group = self.make_group(prompt_group)
+        except UnusableRow as err:
+            return DroppedGroup(prompt_group, err.reason), f"{err.reason}: {err}", None
+        running_group.set((self.events.waits, prompt_group.group_id))
+        try:
+            drop = await self.run(group, self.steps, self.context)
         except NodeError as err:
             failure = Failure(str(err), users=isinstance(err, UserError))
-            self._end(prompt_group, f"error: {err}", started)
-            self.events.failed(prompt_group.group_id, failure)
-            queue.drop(DroppedGroup(prompt_group, "error", failure, lost=not failure.users))
-            return
+            dropped = DroppedGroup(prompt_group, "error", failure, lost=not failure.users)
+            return dropped, f"error: {err}", None
+        batch = group.batch()
         if drop is None:
-            self._end(prompt_group, "complete", started)
-            self.group_recorder.keep(batch)
-            queue.put(finished_group(prompt_group, batch, group.measured))
-            return
+            return finished_group(prompt_group, batch, group.measured), "complete", batch
         if drop.reason == TOO_FEW_SCORES:
-            outcome = f"{drop.reason}: {drop.detail}"
             dropped = DroppedGroup(prompt_group, drop.reason, Failure(drop.detail, users=True))
-        else:
-            outcome = drop.reason
-            dropped = DroppedGroup(prompt_group, drop.reason, accuracy=accuracy_of(batch))
-        self._end(prompt_group, outcome, started)
-        self.events.dropped(prompt_group.version, outcome, batch)
-        queue.drop(dropped)
+            return dropped, f"{drop.reason}: {drop.detail}", batch
+        dropped = DroppedGroup(prompt_group, drop.reason, accuracy=accuracy_of(batch))
+        return dropped, drop.reason, batch
 
     def _end(self, prompt_group: PromptGroup, outcome: str, started: float) -> None:
         self.events.ended(
@@ -360,8 +340,28 @@ class RolloutLoop:
 
     async def _turn(self, stop: EarlyStop | None, accepted: bool) -> None:
         """Wait until the group may report to the queue."""
+        task = group_task.get()
         if stop is not None:
-            if self._batch is not None:
-                self._batch.asks_no_more(group_task.get())
+            if self._batch is not None and task is not None:
+                self._batch.asks_no_more(task)
             with group_waits("its turn", on=OTHER_GROUPS):
                 await stop.turn(accepted)
+
+
+async def _score_samples(
+    router: RewardRouter, waits: Waits, samples: Sequence[Sample]
+) -> list[RewardOutcome]:
+    """The function behind a node's `reward_fn`, which binds router and waits."""
+    with waits("reward", "scores", on=REWARDS), deadline_paused():
+        return await router(samples)
+
+
+def _episode_results(samples: Sequence[Sample]) -> list[RewardResult] | None:
+    """The results of episodes that their workflow did not reject; None for samples that no workflow
+    has scored."""
+    results = [
+        sample.outcome.reward_result
+        for sample in samples
+        if isinstance(sample.outcome, RewardOutcome)
+    ]
+    return results if results or any(sample.rejected for sample in samples) else None

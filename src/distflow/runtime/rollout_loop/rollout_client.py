@@ -2,7 +2,7 @@
 here."""
 
 import asyncio
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import ExitStack
 from typing import Any
 
@@ -13,14 +13,9 @@ from distflow.errors import count_of
 from distflow.observe.writing.timing import ENGINE, OTHER_GROUPS, group_waits
 from distflow.rollout.engine import GenerateRequest, RolloutEngine, WeightReceipt, generate_whole
 from distflow.runtime.checks_protocol import GroupRecorder
+from distflow.runtime.rollout_loop.early_stop import EarlyStop, GroupTask
 from distflow.runtime.rollout_loop.engine_watch import Deadline, EngineHangs, EngineWatch
-from distflow.runtime.rollout_loop.generation_batches import (
-    EarlyStop,
-    GenerationBatch,
-    GroupTask,
-    Rounds,
-    group_task,
-)
+from distflow.runtime.rollout_loop.generation_batches import GenerationBatch, group_task
 from distflow.runtime.rollout_loop.user_calls import deadline_paused
 from distflow.scheduling.group_states import Version
 
@@ -29,8 +24,7 @@ class RolloutClient:
     """A `RolloutEngine` that forwards to the engine, and
 
     - watches it while entered: one that hangs is abandoned (`engine_watch.py`);
-    - tells the current generation batch which groups have sent a request, and holds requests until
-      their round;
+    - holds requests of the current generation batch until their round;
     - generates samples that a weight update aborted again, and records what the engine drew.
 
     It runs only on the asyncio thread, so it needs no lock.
@@ -94,14 +88,8 @@ class RolloutClient:
             return await self._engine.load_weights(version, weights)
 
     async def generate(self, request: GenerateRequest) -> tuple[Segment, ...]:
-        """The engine's `generate`. Of a generation batch's first round, the request is in the
-        engine's queue before this first yields."""
         with deadline_paused():
-            if self._batch is not None:
-                with group_waits("a round of requests", on=OTHER_GROUPS):
-                    await self._batch.turn(request.samples[0])
-            with group_waits("responses", on=ENGINE):
-                responses = await generate_whole(self._ask, request)
+            responses = await generate_whole(self._ask, request)
             if self.recorder is not None:
                 self.recorder.generated(request, responses)
             return responses
@@ -112,35 +100,44 @@ class RolloutClient:
         early_stop: EarlyStop | None = None,
         in_rounds: bool = False,
     ) -> GenerationBatch:
-        """Begin a generation batch of these group tasks. None of them has run yet: there was no
-        await since they were created. early_stop: informed of every response. in_rounds: later
-        requests go to the engine in rounds too."""
-        rounds = Rounds(tasks, self.pause, self.resume) if in_rounds else None
-        self._batch = GenerationBatch(tasks, early_stop, rounds)
+        """Begin a generation batch of these group tasks, none of which has run yet. early_stop:
+        informed of every response. in_rounds: see `GenerationBatch`."""
+        self._batch = GenerationBatch(tasks, self.pause, self.resume, early_stop, in_rounds)
         return self._batch
 
-    async def count_tokens(self) -> int:
-        """The number of tokens generated so far, once cancelled requests add none. 0 for an engine
-        that does not count them, or also counts those of other workers."""
-        if getattr(self._engine, "is_shared", False):
-            return 0
-        await self.pause()
-        number = getattr(self._engine, "num_generated_tokens", 0)
-        await self.resume()
-        return int(number)
-
     async def _ask(self, request: GenerateRequest) -> tuple[Segment, ...]:
-        """One request to the engine. It is cancelled with the group, whichever of its tasks sent
-        it, and if the engine can no longer answer."""
-        pending = asyncio.ensure_future(self._generate(request))
+        """One request to the engine, in its turn."""
         own = asyncio.current_task()
         task = group_task.get() or own
         assert task is not None and own is not None
         batch = self._batch
-        failed = batch.failed if batch is not None else None
-        causes: list[asyncio.Future[Any]] = [task]
-        if failed is not None:
-            causes.append(failed)
+        if batch is None:
+            with group_waits("responses", on=ENGINE):
+                return await self._answered(request, [task])
+        with group_waits("a round of requests", on=OTHER_GROUPS):
+            is_held = await batch.turn(task, request.samples[0])
+        try:
+            with group_waits("responses", on=ENGINE):
+                responses = await self._answered(
+                    request, [task, batch.failed], batch.submitted if is_held else None
+                )
+        except asyncio.CancelledError:
+            if not batch.failed.done() or own.cancelling():
+                raise
+            raise batch.failed.result() from None
+        batch.responded(task)
+        return responses
+
+    async def _answered(
+        self,
+        request: GenerateRequest,
+        causes: "Sequence[asyncio.Future[Any]]",
+        submitted: Callable[[], None] | None = None,
+    ) -> tuple[Segment, ...]:
+        """The engine's responses. The request is cancelled if one of `causes` ends: the group,
+        whichever of its tasks sent it, or the engine's answering. submitted: called once it is in
+        the engine's queue."""
+        pending = asyncio.ensure_future(self._generate(request))
 
         def end(cause: asyncio.Future[Any]) -> None:
             pending.cancel()
@@ -152,16 +149,9 @@ class RolloutClient:
                 # `pending` runs to its first await, which queues its request
                 await asyncio.sleep(0)
             finally:  # a request cancelled meanwhile must not be waited for
-                if batch is not None:
-                    batch.submitted(task)
-            responses = await pending
-            if batch is not None:
-                batch.responded(task, sum(len(each.token_ids) for each in responses))
-            return responses
-        except asyncio.CancelledError:
-            if failed is None or not failed.done() or own.cancelling():
-                raise
-            raise failed.result() from None
+                if submitted is not None:
+                    submitted()
+            return await pending
         finally:
             for cause in causes:
                 cause.remove_done_callback(end)

@@ -7,7 +7,6 @@ needs only one OpenMP pool; a second one slows the first down (see
 """
 
 import concurrent.futures
-import ctypes
 import math
 import os
 import threading
@@ -28,12 +27,7 @@ from distflow.rewards.startup_checks import startup_check_scores
 from distflow.rollout.engine import Hosted, RolloutEngine, Stretch
 from distflow.runtime.resources import Resources
 from distflow.runtime.rollout_loop.engine_watch import STACKS, Deadline, EngineHangs
-from distflow.runtime.rollout_loop.loop_thread import (
-    LEAVES_WITHIN_S,
-    LoopGivenUp,
-    LoopThread,
-    on_a_thread,
-)
+from distflow.runtime.rollout_loop.loop_thread import LoopGivenUp, LoopThread, on_a_thread
 from distflow.runtime.rollout_loop.rollout_client import RolloutClient
 from distflow.runtime.shared_cores import SharedCores
 from distflow.runtime.spec import Spec
@@ -44,19 +38,13 @@ NUM_CHECKED_ROWS = 16
 T = TypeVar("T")
 
 
-class Abandoned(BaseException):
-    """Raised in the thread by another one: its computation does not end, and nobody waits for it
-    any more."""
-
-
 @dataclass(eq=False)
 class _Loan:
-    """A computation for the waiting thread. taken: that thread has started it; set before `ended`.
-    abandoned: it was interrupted."""
+    """A computation for the waiting thread."""
 
     stretch: Stretch
     taken: bool = False
-    abandoned: bool = False
+    """That thread has started it; set before `ended`."""
     ended: threading.Event = field(default_factory=threading.Event)
 
 
@@ -69,7 +57,7 @@ class HostThread:
 
     def __init__(self) -> None:
         self._ident = threading.get_ident()
-        # guards the three below: which loans are taken, and which may be abandoned
+        # guards the two below
         self._lock = threading.Lock()
         self.waits = False
         self._asked = set[_Loan]()
@@ -112,44 +100,21 @@ class HostThread:
             self._asked.discard(loan)
         return loan.taken
 
-    def abandon(self, within_s: float) -> bool:
-        """Interrupt its computation. Returns False if that has not ended after `within_s` seconds:
-        only Python code can be interrupted."""
-        with self._lock:
-            loan = self._loan
-            if loan is not None:
-                loan.abandoned = True
-                self._interrupt(Abandoned)
-        return loan is None or loan.ended.wait(within_s)
+    @property
+    def is_computing(self) -> bool:
+        return self._loan is not None
 
     def _compute_next(self, future: "concurrent.futures.Future[T]") -> None:
         loan = self._loans.get()
         if loan is None:
             return
         try:
-            with self._lock:
-                self._loan = loan
-                loan.taken = True
+            self._loan = loan
+            loan.taken = True
             loan.stretch(future.done)
-        except Abandoned:  # the thread that raised it has informed the waiting ones
-            pass
         finally:
-            with self._lock:
-                self._loan = None
-                if loan.abandoned:
-                    # Clears an exception that came too late, but only if there is one: else this
-                    # thread would check for exceptions at every call, and a profiler or debugger
-                    # would never get past the first one (CPython
-                    # 3.11).
-                    self._interrupt(None)
+            self._loan = None
             loan.ended.set()
-
-    def _interrupt(self, error: type[BaseException] | None) -> None:
-        """Make the thread raise the error; None clears a pending one."""
-        ident = ctypes.c_ulong(self._ident)
-        ctypes.pythonapi.PyThreadState_SetAsyncExc(
-            ident, ctypes.py_object(error) if error is not None else None
-        )
 
 
 class RolloutServices:
@@ -265,10 +230,10 @@ class RolloutServices:
         return begin().result() if self._host is None else self._host.wait(begin)
 
     def _give_up(self, error: EngineHangs) -> None:
-        """Pass the error to everyone who waits. If the engine hangs on the entering thread outside
-        of Python code, only ending the process helps."""
+        """Pass the error to everyone who waits. If the engine hangs on the entering thread, only
+        ending the process helps."""
         self._thread.end(error)
-        if self._host is not None and not self._host.abandon(LEAVES_WITHIN_S):
+        if self._host is not None and self._host.is_computing:
             os.write(2, f"distflow: {error}\n".encode())
             leave_at_once(1)
 

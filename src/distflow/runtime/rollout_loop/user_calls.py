@@ -1,5 +1,5 @@
 """Calls of a user's functions from the asyncio thread, each with a deadline and its own random
-generators, and of a user's callbacks, which can neither end a run nor change its random generators.
+generators.
 
 A sync function runs on its own thread, an async one on the asyncio thread, between awaits of other
 tasks. So the deadline of an async function excludes time spent waiting for us (an engine's response
@@ -7,23 +7,19 @@ may take long), and its generators are set whenever it runs, and reset when it a
 """
 
 import asyncio
-import inspect
 import os
 import sys
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Generator, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from contextvars import ContextVar, copy_context
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from types import coroutine
 from typing import Any, NoReturn, TypeVar
 from weakref import WeakSet
 
 from distflow.data import global_random_states
-from distflow.errors import UserError
-from distflow.import_target import LoadError, is_async, users_code
 from distflow.observe.writing.timing import group_waits
 from distflow.runtime.rollout_loop.loop_thread import on_a_thread
 
@@ -308,66 +304,3 @@ def _end_fork() -> NoReturn:
     if isinstance(error, SystemExit) and isinstance(error.code, int | None):
         os._exit(error.code or 0)
     os._exit(1)
-
-
-@dataclass(frozen=True)
-class Callbacks:
-    """A user's callbacks, called on the training thread, which waits for them.
-
-    on_step, on_validation: called with the step, counted from 1 (0: before training), and its
-    metrics by flat names. on_save: called with the step and the folder of its checkpoint. Raises
-    UserError for one that cannot be called so."""
-
-    on_step: Callable[[int, dict[str, float]], object] | None = None
-    on_validation: Callable[[int, dict[str, float]], object] | None = None
-    on_save: Callable[[int, Path], object] | None = None
-
-    def __post_init__(self) -> None:
-        for field in fields(self):
-            function = getattr(self, field.name)
-            second = "checkpoint" if field.name == "on_save" else "metrics"
-            if function is not None and not _takes_two(function):
-                raise UserError(
-                    f"{field.name} must be a synchronous function that is called with (step, "
-                    f"{second})"
-                )
-
-
-class Caller:
-    """Calls callbacks; an error in one becomes a warning, and the run continues. timed: entered
-    around each call."""
-
-    def __init__(
-        self,
-        callbacks: Callbacks,
-        warn: Callable[[str], None],
-        timed: Callable[[], AbstractContextManager[None]] = nullcontext,
-    ) -> None:
-        self._callbacks = callbacks
-        self._warn = warn
-        self._timed = timed
-
-    def call(self, name: str, step: int, result: dict[str, float] | Path) -> None:
-        """name: of one of the `Callbacks`, possibly unset. result: metrics or a checkpoint's
-        folder."""
-        function = getattr(self._callbacks, name)
-        if function is None:
-            return
-        own = getattr(function, "__name__", type(function).__name__)
-        try:
-            with users_code(f"{name}: {own} raised"), self._timed(), global_random_states.lent():
-                function(step, result)
-        except LoadError as error:
-            self._warn(f"{error}; the run continues")
-
-
-def _takes_two(function: object) -> bool:
-    if not callable(function) or is_async(function):
-        return False
-    try:
-        inspect.signature(function).bind(0, {})
-    except TypeError:
-        return False
-    except ValueError:  # a C function may have no signature
-        return True
-    return True

@@ -1,15 +1,12 @@
 """The sample queue, where complete groups wait until a step takes them: the records that pass
-through it, its protocol for workers, and the rows that a user's own loop submits to it. Each
-transport has a file that implements it."""
+through it, and its protocol for workers. Each transport has a file that implements it."""
 
-from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Generic, NamedTuple, Protocol, TypeVar, overload
+from typing import Generic, Protocol, TypeVar
 
 from distflow.data.batch import Batch
-from distflow.data.encoded_prompts import PromptRow
-from distflow.errors import UserError
 from distflow.observe.metrics import Measured, combine
 from distflow.rewards.reward_results import RewardCounts
 from distflow.runtime.run_errors import Failure
@@ -17,7 +14,6 @@ from distflow.scheduling.difficulty_filter import Accuracy
 from distflow.scheduling.group_states import GroupCounts, PromptGroup, Version
 from distflow.scheduling.scheduler_snapshot import Snapshot
 
-ShouldAccept = Callable[[Batch], object]
 T = TypeVar("T")
 U = TypeVar("U")
 
@@ -111,13 +107,15 @@ class DroppedGroup:
 
 @dataclass(frozen=True)
 class AbortedGroups:
-    """Groups that were ended because their step is full; they are handed out again before any new
-    one."""
+    """The rest of a generation batch with more groups than its step needed; they are handed out
+    again before any new one."""
 
     attempts: Mapping[int, int]
     """By group id."""
-    num_tokens: int
-    """Generated for them and discarded."""
+
+
+EndedGroups = FinishedGroup[T] | LoadedGroups[T] | DroppedGroup | AbortedGroups
+"""What has become of groups that leave the rollout loop."""
 
 
 @dataclass
@@ -137,8 +135,6 @@ class TrainingStep(Generic[T]):
     """Since the last step, of workers that do not train, passed to one of the ranks."""
     measured: list[Measured] = field(default_factory=list)
     """By the nodes."""
-    times: dict[str, float] = field(default_factory=dict)
-    """Of the nodes, in seconds."""
     loads: tuple[int, ...] = ()
     """Tokens of each of this rank's groups."""
 
@@ -192,24 +188,15 @@ class RolloutQueue(Protocol):
         engine_version: the lowest weight version of this worker's engines; None if it has none.
         """
 
-    def put(self, finished: FinishedGroup[Batch]) -> None:
-        """A group has completed the rollout loop."""
+    def end_groups(self, ended: EndedGroups[Batch]) -> None:
+        """Groups have left the rollout loop; others may start in the place of dropped ones."""
 
     def store_ahead(self, batch: Batch) -> None:
-        """Store the batch of groups that will probably be put as `LoadedGroups` next."""
-
-    def put_loaded(self, loaded: LoadedGroups[Batch]) -> None:
-        """Groups that were loaded together have completed the rollout loop."""
-
-    def drop(self, dropped: DroppedGroup) -> None:
-        """Drop a group; another may start in its place."""
-
-    def abort(self, aborted: AbortedGroups) -> None:
-        """Abort the rest of a generation batch with more groups than the step needs."""
+        """Store the batch of groups that will probably end as `LoadedGroups` next."""
 
     def count(self, reward_counts: RewardCounts) -> None:
-        """For workers that do not train, before they put or drop the group; the next step reports
-        the counts."""
+        """For workers that do not train, before they end the group; the next step reports the
+        counts."""
 
 
 class TrainingQueue(Protocol):
@@ -249,76 +236,3 @@ class TrainingQueue(Protocol):
 
 class SampleQueuePort(RolloutQueue, TrainingQueue, Protocol):
     """The queue between the workers that fill it and those that train from it."""
-
-
-class NothingToWaitFor(UserError):
-    """Waiting would never end: no group runs, and none will start until the caller acts."""
-
-
-@dataclass(frozen=True)
-class Standing:
-    """The state of the prompt groups."""
-
-    group_counts: GroupCounts
-    num_waiting: int
-    """Running ones that are to be issued again."""
-    num_offered: int
-    """Rows that wait for capacity."""
-    num_owed: int
-    """Groups that must be taken before the step may be released."""
-
-
-class OfGroup(NamedTuple):
-    """A call's options for its groups."""
-
-    should_accept: ShouldAccept | None = None
-    """None accepts every group."""
-    workflow: object = None
-    """None for the run's."""
-
-
-class Submissions:
-    """Submitted rows, added on one thread and looked up on another. of_data: the functions for rows
-    of the data set."""
-
-    def __init__(self) -> None:
-        self.of_data = OfGroup()
-        self._rows: dict[int, tuple[PromptRow, OfGroup]] = {}
-
-    def add(self, number: int, row: PromptRow, of_group: OfGroup) -> None:
-        """Add a row. number: counted on from the length of the data set."""
-        self._rows[number] = replace(row, index=number), of_group
-
-    def row(self, number: int) -> PromptRow:
-        return self._rows[number][0]
-
-    def keep(self, numbers: Collection[int]) -> None:
-        """Forget all other rows, whose groups are trained or dropped and never start again."""
-        self._rows = {number: row for number, row in self._rows.items() if number in numbers}
-
-    def of_group(self, number: int) -> OfGroup:
-        """The options of a row's group, also for rows of the data set."""
-        found = self._rows.get(number)
-        return self.of_data if found is None else found[1]
-
-
-class WithSubmitted(Sequence[PromptRow]):
-    """The rows of a data set, followed by submitted rows, which its length does not count."""
-
-    def __init__(self, rows: Sequence[PromptRow], submissions: Submissions) -> None:
-        self._rows = rows
-        self._submissions = submissions
-
-    def __len__(self) -> int:
-        return len(self._rows)
-
-    @overload
-    def __getitem__(self, index: int) -> PromptRow: ...
-    @overload
-    def __getitem__(self, index: slice) -> Sequence[PromptRow]: ...
-    def __getitem__(self, index: int | slice) -> PromptRow | Sequence[PromptRow]:
-        if isinstance(index, slice):
-            return self._rows[index]
-        row = self._submissions.row(index) if index >= len(self._rows) else self._rows[index]
-        workflow = self._submissions.of_group(index).workflow
-        return row if workflow is None else replace(row, workflow=workflow)

@@ -17,7 +17,12 @@ from distflow.runtime.dp_groups import DpGroupShares, divide_among_ranks
 from distflow.runtime.error_limits import FailuresInARow
 from distflow.runtime.run_errors import Failure, NoProgress
 from distflow.runtime.sample_queue import protocol
-from distflow.runtime.sample_queue.protocol import OfGroup, Submissions
+from distflow.runtime.sample_queue.submissions import (
+    NothingToWaitFor,
+    OfGroup,
+    Standing,
+    Submissions,
+)
 from distflow.scheduling.coordinator import Coordinator
 from distflow.scheduling.group_states import PromptGroup
 from distflow.scheduling.groups_by_rollout_worker import GroupsByWorker, RolloutWorker
@@ -28,16 +33,19 @@ T = TypeVar("T")
 
 @dataclass
 class _Reading(Generic[T]):
-    """A step from its division until all ranks have it. groups: all of them, by group id.
-    stored_by: the workers that store them, if these may die. reward_counts: those sent with it.
-    ranks: those that have not yet reported what they miss. whole: None until all have."""
+    """A step from its division until all ranks have it."""
 
     groups: dict[int, protocol.FinishedGroup[T]] = field(default_factory=dict)
+    """By group id."""
     stored_by: dict[int, RolloutWorker] = field(default_factory=dict)
+    """The workers that store them."""
     reward_counts: RewardCounts = RewardCounts()
+    """Those sent with the step."""
     ranks: set[int] = field(default_factory=set)
+    """Those that have not yet reported what they miss."""
     missing: set[int] = field(default_factory=set)
     whole: bool | None = None
+    """None until all have reported."""
 
 
 def joined(
@@ -143,70 +151,65 @@ class SharedSampleQueue(Generic[T]):
             self._askers.notify()  # the next one: what woke this worker may concern it
             return None
 
-    def put(self, finished: protocol.FinishedGroup[T]) -> None:
+    def end_groups(self, ended: protocol.EndedGroups[T]) -> None:
+        """See `RolloutQueue`. Late results of lost workers are ignored."""
+        with self._lock:
+            if isinstance(ended, protocol.FinishedGroup):
+                self._complete(ended)
+            elif isinstance(ended, protocol.LoadedGroups):
+                self._complete_loaded(ended)
+            elif isinstance(ended, protocol.DroppedGroup):
+                self._drop(ended)
+            else:
+                self._abort(ended)
+            self._lock.notify_all()
+            self._wake_asker()
+        self._wake_loop()
+
+    def _complete(self, finished: protocol.FinishedGroup[T]) -> None:
         group_id = finished.prompt_group.group_id
-        with self._lock:
-            if self._workers.is_passed_over(group_id, finished.prompt_group.attempt):
-                return
-            self._groups[group_id] = finished
-            self._coordinator.record_accuracy(group_id, finished.accuracy)
-            self._coordinator.complete(group_id, finished.num_tokens, finished.version)
-            self._coordinator.weigh(group_id, finished.num_bytes)
+        if self._workers.is_passed_over(group_id, finished.prompt_group.attempt):
+            return
+        self._groups[group_id] = finished
+        self._coordinator.record_accuracy(group_id, finished.accuracy)
+        self._coordinator.complete(group_id, finished.num_tokens, finished.version)
+        self._coordinator.weigh(group_id, finished.num_bytes)
+        self._workers.end(group_id, complete=True)
+        self._count(finished.failure)
+
+    def _complete_loaded(self, loaded: protocol.LoadedGroups[T]) -> None:
+        num_tokens = {}
+        for group in loaded.finished:
+            group_id = group.prompt_group.group_id
+            if not self._workers.is_passed_over(group_id, group.prompt_group.attempt):
+                self._groups[group_id] = group
+                num_tokens[group_id] = group.num_tokens
+        self._coordinator.complete_all(num_tokens)
+        for group_id in num_tokens:
+            if loaded.num_bytes:
+                self._coordinator.weigh(group_id, self._groups[group_id].num_bytes)
             self._workers.end(group_id, complete=True)
-            self._count(finished.failure)
-            self._lock.notify_all()
-            self._wake_asker()
-        self._wake_loop()
+        self._count(None)
 
-    def put_loaded(self, loaded: protocol.LoadedGroups[T]) -> None:
-        groups = {}
-        with self._lock:
-            for group in loaded.finished:
-                own = group.prompt_group
-                if not self._workers.is_passed_over(own.group_id, own.attempt):
-                    groups[own.group_id] = group
-            self._groups |= groups
-            self._coordinator.complete_all(
-                {number: group.num_tokens for number, group in groups.items()}
-            )
-            for number, group in groups.items():
-                if group.num_bytes:
-                    self._coordinator.weigh(number, group.num_bytes)
-                self._workers.end(number, complete=True)
-            self._count(None)
-            self._lock.notify_all()
-            self._wake_asker()
-        self._wake_loop()
-
-    def drop(self, dropped: protocol.DroppedGroup) -> None:
+    def _drop(self, dropped: protocol.DroppedGroup) -> None:
         group_id = dropped.prompt_group.group_id
-        with self._lock:
-            if self._workers.is_passed_over(group_id, dropped.prompt_group.attempt):
-                return
-            self._coordinator.record_accuracy(group_id, dropped.accuracy)
-            if not (dropped.lost and self._coordinator.retry(group_id)):
-                if not dropped.lost:
-                    self._coordinator.drop(group_id, dropped.reason)
-                self._count(dropped.failure)
-            self._workers.end(group_id, complete=False)
-            self._lock.notify_all()
-            self._wake_asker()
-        self._wake_loop()
+        if self._workers.is_passed_over(group_id, dropped.prompt_group.attempt):
+            return
+        self._coordinator.record_accuracy(group_id, dropped.accuracy)
+        if not (dropped.lost and self._coordinator.retry(group_id)):
+            if not dropped.lost:
+                self._coordinator.drop(group_id, dropped.reason)
+            self._count(dropped.failure)
+        self._workers.end(group_id, complete=False)
 
-    def abort(self, aborted: protocol.AbortedGroups) -> None:
-        attempts = aborted.attempts.items()
-        with self._lock:
-            group_ids = [
-                number
-                for number, attempt in attempts
-                if not self._workers.is_passed_over(number, attempt)
-            ]
-            self._coordinator.abort(group_ids, aborted.num_tokens)
-            for group_id in group_ids:
-                self._workers.end(group_id, complete=False)
-            self._lock.notify_all()
-            self._wake_asker()
-        self._wake_loop()
+    def _abort(self, aborted: protocol.AbortedGroups) -> None:
+        group_ids = []
+        for group_id, attempt in aborted.attempts.items():
+            if not self._workers.is_passed_over(group_id, attempt):
+                group_ids.append(group_id)
+        self._coordinator.abort(group_ids)
+        for group_id in group_ids:
+            self._workers.end(group_id, complete=False)
 
     def count(self, reward_counts: RewardCounts) -> None:
         with self._lock:
@@ -262,7 +265,7 @@ class SharedSampleQueue(Generic[T]):
                     continue
                 if wanted is not None and self._stalled():
                     self._failures.refuse(of_steps=1)
-                    raise protocol.NothingToWaitFor(self._why_stalled(wanted))
+                    raise NothingToWaitFor(self._why_stalled(wanted))
                 if not self._lock.wait(None if deadline is None else deadline - time.monotonic()):
                     raise TimeoutError(f"not in time: {self._so_far(wanted)}")
 
@@ -341,12 +344,12 @@ class SharedSampleQueue(Generic[T]):
             self._paused = paused
         self._wake()
 
-    def standing(self) -> protocol.Standing:
+    def standing(self) -> Standing:
         with self._lock:
             coordinator = self._coordinator
             queue = coordinator.queue
             num_offered = coordinator.prompt_groups.num_waiting
-            return protocol.Standing(
+            return Standing(
                 coordinator.checked_counts(), queue.num_waiting, num_offered, queue.num_owed()
             )
 
@@ -508,25 +511,20 @@ class SharedSampleQueue(Generic[T]):
         )
 
     def _why_stalled(self, wanted: int) -> str:
-        plan = self._coordinator.plan
         groups = self._coordinator.prompt_groups
-        so_far = self._so_far(wanted)
         if self._paused:
             why = "groups start only after resume()"
         elif not (groups.data_open or groups.num_waiting or self._coordinator.queue.num_waiting):
             why = "submit more, or wait for fewer"
         else:
             why = (
-                "all groups that staleness allows have been started with weight version "
-                f"{self._coordinator.step} "
-                f"(async.max_staleness={plan.max_staleness}, "
-                f"data.train_batch_size={plan.consumer_batch}, "
-                f"{plan.total_steps} steps in all), and further groups start after publish()"
+                "all groups that async.max_staleness and the number of steps allow have been "
+                f"started with weight version {self._coordinator.step}, and further groups start "
+                "after publish()"
             )
-        failed = (
-            f". The last that failed said: {self._failures.last}" if self._failures.last else ""
-        )
-        return f"this would wait forever: {so_far}: {why}{failed}"
+        last = self._failures.last
+        failed = f". The last that failed said: {last}" if last else ""
+        return f"this would wait forever: {self._so_far(wanted)}: {why}{failed}"
 
     def _wake(self) -> None:
         """Make waiting workers check again; callable from any thread."""

@@ -6,7 +6,7 @@ its name when it is complete and on disk. The next start removes files of a kill
 """
 
 import hashlib
-import re
+import shutil
 import socket
 import time
 from collections.abc import Callable, Collection, Mapping
@@ -22,7 +22,7 @@ from safetensors.torch import load, save_file
 from torch import Tensor
 
 from distflow.errors import UserError
-from distflow.observe.crash_safe_files import is_aside, replacing
+from distflow.observe.crash_safe_files import replacing
 from distflow.runtime.checkpoint.files import separate
 from distflow.runtime.run_errors import writing_to
 from distflow.runtime.weight_sync.protocol import Bucket
@@ -33,9 +33,6 @@ Packed = list[tuple[str, str, tuple[int, ...], Tensor]]
 
 WEIGHTS: Final = ".weights"
 APPEARS_WITHIN_S = 3.0
-
-_VERSION: Final = re.compile(r"\d+-\d{6,}")
-_BUCKET: Final = re.compile(r"bucket-\d{5,}\.safetensors")
 
 
 class Spoiled(ValueError):
@@ -62,15 +59,12 @@ it, each through its own reference."""
 def pack(weights: Bucket, device: str | None = "cpu") -> Packed:
     """The tensors as bytes on a kind of device, sharing their memory if they are there. device:
     None leaves them where they are."""
-    return [
-        (
-            name,
-            str(tensor.dtype).removeprefix("torch."),
-            tuple(tensor.shape),
-            tensor.detach().to(device or tensor.device).contiguous().view(-1).view(torch.uint8),
-        )
-        for name, tensor in weights
-    ]
+    packed = []
+    for name, tensor in weights:
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        values = tensor.detach().to(device or tensor.device).contiguous().view(-1)
+        packed.append((name, dtype, tuple(tensor.shape), values.view(torch.uint8)))
+    return packed
 
 
 def unpack(packed: Packed) -> list[tuple[str, Tensor]]:
@@ -130,15 +124,12 @@ class InFile:
     def get(self) -> list[tuple[str, Tensor]]:
         self._wait()
         try:
-            # before reading: the file must not be larger than expected
-            found = self.path.stat().st_size
-            if found != self.num_bytes:
-                raise Spoiled(f"{self.path} has {found} bytes, but {self.num_bytes} were written")
-            return list(load(self.path.read_bytes()).items())
-        except OSError as err:
-            raise Spoiled(f"{self.path} cannot be read: {err.strerror}") from err
-        except (SafetensorError, KeyError, RuntimeError) as err:
+            num_bytes = self.path.stat().st_size  # it must not be larger than expected
+            if num_bytes == self.num_bytes:
+                return list(load(self.path.read_bytes()).items())
+        except (OSError, SafetensorError, KeyError, RuntimeError) as err:
             raise Spoiled(f"{self.path} differs from what was written there: {err}") from err
+        raise Spoiled(f"{self.path} has {num_bytes} bytes, but {self.num_bytes} were written")
 
     def drop(self) -> None:
         self.path.unlink(missing_ok=True)
@@ -177,16 +168,6 @@ def write_bucket(
 
 
 def remove_weights(run_dir: Path) -> None:
-    """Remove files of versions that were being sent when their run ended. Other files stay."""
-    folder = run_dir / WEIGHTS
-    if folder.is_symlink() or not folder.is_dir():
-        return
-    for version in folder.iterdir():
-        if _VERSION.fullmatch(version.name) and version.is_dir() and not version.is_symlink():
-            for path in version.iterdir():
-                if _BUCKET.fullmatch(path.name) or is_aside(path.name):
-                    path.unlink(missing_ok=True)
-            with suppress(OSError):  # it contains other files
-                version.rmdir()
-    with suppress(OSError):  # or it does not exist
-        folder.rmdir()
+    """Remove versions that were being sent when their run ended."""
+    with suppress(OSError):  # there are none
+        shutil.rmtree(run_dir / WEIGHTS)

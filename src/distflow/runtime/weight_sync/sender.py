@@ -4,36 +4,27 @@ Each sync checks that ranks training the same model have the same weights, that 
 the trainer's current ones with adapters merged, and that engines have the version that was sent.
 """
 
-import hashlib
-import json
-import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import KW_ONLY, dataclass, field
 from typing import Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from distflow.data.batch import Batch
-from distflow.device_transfer import send, to_host
 from distflow.errors import TrustError
-from distflow.models.lora import unwrapped
-from distflow.models.sharding import at_places, whole
-from distflow.models.weight_soundness import magnitudes, unsound
-from distflow.rollout.engine_weights import stripe_hashes, striped_places
+from distflow.rollout.engine_weights import stripe_hashes
 from distflow.runtime import fault_injection
 from distflow.runtime.checks_protocol import Updates
 from distflow.runtime.offload import Offload
 from distflow.runtime.rollout_loop.rollout_services import RolloutServices
 from distflow.runtime.weight_sync.protocol import Bucket, WeightPort
+from distflow.runtime.weight_sync.sent_weights import check_replicas, check_sent, check_sound
 from distflow.runtime.worker_inputs import WorkerInputs
 from distflow.scheduling.group_states import Version
-from distflow.training.engine import Collective, TrainEngine
+from distflow.training.engine import TrainEngine
 
 BUCKET_BYTES = 2**28
-FLIPPED = 0.01
-"""The share of a merged tensor's elements that rounding may move to a neighbouring value."""
 
 
 class Canary(Protocol):
@@ -106,7 +97,7 @@ class WeightSender:
         self.hashes = {}
         model = getattr(self.actor, "model", None)
         for bucket in buckets(self._weights(), BUCKET_BYTES):
-            _refuse_garbage(version, bucket)
+            check_sound(bucket, version)
             if isinstance(model, nn.Module):
                 check_sent(bucket, model, version.step, getattr(self.actor, "merge_adapter", True))
             self.hashes |= stripe_hashes(bucket)
@@ -129,61 +120,56 @@ class WeightSender:
         return ((name, tensor.to(self.dtype)) for name, tensor in weights)
 
 
+@dataclass(eq=False, repr=False)
 class WeightSync:
     """Sends the weights of a worker when a sync is due. It sends none if it trains none, or no
     worker generates."""
 
-    def __init__(
-        self,
-        inputs: WorkerInputs,
-        services: RolloutServices,
-        updates: Updates,
-        offload: Offload,
-        canary: Canary | None,
-    ) -> None:
-        """canary: None if this worker has no rollout engine."""
-        spec = inputs.spec
-        ports = inputs.ports
-        version = inputs.version
-        resources = services.resources
-        self._ports = ports
-        self._recorder = inputs.recorder
-        self._version = version
-        self._updates = updates
-        self._offload = offload
-        self._engine = resources.rollout
+    inputs: WorkerInputs
+    services: RolloutServices
+    updates: Updates
+    offload: Offload
+    canary: Canary | None
+    """None if this worker has no rollout engine."""
+    step: int = field(init=False)
+    """Step of the weights sent last."""
+
+    def __post_init__(self) -> None:
+        spec = self.inputs.spec
+        weights = self.inputs.ports.weights
+        actor = self.services.resources.actor
+        self.step = self.inputs.version.step
         self._sender: WeightSender | None = None
-        self._frees = spec.frees_engine
-        if resources.actor is not None and spec.plan.generates:
-            assert ports.weights is not None, "a worker that trains sends weights"
+        if actor is not None and spec.plan.generates:
+            assert weights is not None, "a worker that trains sends weights"
             self._sender = WeightSender(
-                resources.actor,
-                ports.weights,
+                actor,
+                weights,
                 spec.weight_dtype,
                 sends=spec.sends_weights,
-                canary=canary,
-                session=services,
+                canary=self.canary,
+                session=self.services,
             )
-        self.step = version.step  # step of the weights sent last
 
     def begin(self) -> dict[str, float]:
         """Send the initial weights of this process; returns the canary's metrics."""
         if self._sender is None:
             return {}
-        return self._sender.sync(self._version, at_start=True)
+        return self._sender.sync(self.inputs.version, at_start=True)
 
     def send(self, version: Version) -> tuple[bool, dict[str, float]]:
         """Send the weights after a step. Returns whether they had changed, and the canary's
         metrics."""
         self.step = version.step
-        updated = self._updates.since_sent()
-        if self._sender is None:
+        updated = self.updates.since_sent()
+        sender = self._sender
+        if sender is None:
             return updated, {}
-        self._offload.only(("actor",))
+        self.offload.only(("actor",))
         # released weights must be sent again
-        outcome = self._sender.sync_changed(version, updated or self._frees)
-        self._check_all_synced(version, self._sender.port.confirmed)
-        check_replicas(self._sender.hashes, version.step, self._ports.collective)
+        outcome = sender.sync_changed(version, updated or self.inputs.spec.frees_engine)
+        self._check_all_synced(version, sender.port.confirmed)
+        check_replicas(sender.hashes, version.step, self.inputs.ports.collective)
         return outcome
 
     def send_to_new_workers(self, step: int) -> None:
@@ -191,8 +177,9 @@ class WeightSync:
         newer than those sent last, all engines get them."""
         if self._sender is None:
             return
-        self._offload.only(("actor",))
-        is_newer = self.step < step and self.send(Version(self._version.restart, step))[0]
+        self.offload.only(("actor",))
+        version = Version(self.inputs.version.restart, step)
+        is_newer = self.step < step and self.send(version)[0]
         if not is_newer:
             self._sender.push_again()
 
@@ -200,7 +187,8 @@ class WeightSync:
         """Check that all engines to which this rank sends have the version. confirmed: by those of
         other processes. Raises TrustError if one has another: at staleness 0 that engine and the
         trainer would wait for each other forever."""
-        own = self._engine.version if self._engine is not None else None
+        engine = self.services.resources.rollout
+        own = None if engine is None else engine.version
         for has in (own, confirmed):
             if has is not None and has != version:
                 raise TrustError(
@@ -225,125 +213,3 @@ def buckets(weights: Iterable[tuple[str, Tensor]], max_bytes: int) -> Iterator[B
         num_bytes += tensor.nbytes
     if bucket:
         yield bucket
-
-
-def check_replicas(hashes: Mapping[str, str], step: int, ranks: Collective) -> None:
-    """hashes: of the weights that this rank has sent, by name. Raises TrustError with the tensors'
-    names, on every rank."""
-    if ranks.size == 1:
-        return
-    fingerprint = hashlib.sha256(json.dumps(sorted(hashes.items())).encode()).hexdigest()
-    if len(set(ranks.gather(fingerprint))) == 1:
-        return
-    everyone = ranks.gather(dict(hashes))
-    odd = [name for name in hashes if len({own.get(name) for own in everyone}) > 1]
-    raise TrustError(
-        f"the ranks that train together no longer have the same weights after step {step}: "
-        f"{', '.join(odd[:5])}, "
-        f"{len(odd)} tensors in all. A node or callback changed them on some rank, or a device "
-        "computes incorrectly"
-    )
-
-
-def check_sent(bucket: Bucket, model: nn.Module, step: int, merged: bool = True) -> None:
-    """Compare a stripe of each copied tensor with the module's, element by element; for sharded
-    ones, the elements on this rank. Of one that is the module's own storage there is nothing to
-    compare. merged: whether adapters are in the weights below them.
-
-    Raises TrustError with the names of differing tensors: from an older version, without their
-    adapter, or mixed up. The engine rejects names that the module does not have.
-    """
-    causal = unwrapped(model)
-    parameters = dict(causal.named_parameters(remove_duplicate=False))
-    different: list[str] = []
-    alike: list[tuple[str, Tensor]] = []
-    stripes: list[_Stripe] = []
-    for name, tensor in bucket:
-        own = _own(name, parameters)
-        if own is None or _is_storage_of(own, tensor):
-            continue
-        if own.shape != tensor.shape:
-            different.append(name)
-            continue
-        alike.append((name, tensor))
-        stripes.append(_held_stripe(tensor, own))
-    read = to_host([values for _, *both in stripes for values in both])
-    for number, (name, tensor) in enumerate(alike):
-        sent = read[2 * number]
-        expected = read[2 * number + 1]
-        places = stripes[number][0]
-        num_flipped = _count_flipped(name, places, sent, expected, causal, merged)
-        if num_flipped > FLIPPED * len(striped_places(tensor.numel())):
-            different.append(name)
-    if different:
-        raise TrustError(
-            f"the weights of version {step} are not the trainer's: {', '.join(different[:5])} "
-            f"({len(different)} tensors) differ from the trainer's current ones: an older copy, an "
-            "adapter that was not merged or is scaled otherwise, or another tensor's values"
-        )
-
-
-def _refuse_garbage(version: Version, bucket: Bucket) -> None:
-    wrong = unsound(magnitudes(bucket))
-    if wrong:
-        raise TrustError(
-            f"the weights of version {version.step} must not be used: {wrong[0]}, {len(wrong)} "
-            "tensors or more. "
-            "They were changed since the last update, after which they were valid"
-        )
-
-
-def _own(name: str, parameters: Mapping[str, nn.Parameter]) -> nn.Parameter | None:
-    """The module's parameter that a sent tensor comes from; for an adapted layer, the base's."""
-    owner, _, leaf = name.rpartition(".")
-    return parameters.get(f"{owner}.base_layer.{leaf}", parameters.get(name))
-
-
-def _is_storage_of(parameter: nn.Parameter, tensor: Tensor) -> bool:
-    """Whether the tensor is the parameter, and no copy of it."""
-    if isinstance(parameter, DTensor) or parameter.shape != tensor.shape:
-        return False
-    return parameter.dtype == tensor.dtype and parameter.data_ptr() == tensor.data_ptr()
-
-
-_Stripe = tuple[Tensor, Tensor, Tensor]
-
-
-def _held_stripe(tensor: Tensor, parameter: nn.Parameter) -> _Stripe:
-    """The flat positions of a stripe that this rank holds, with the sent values there and its
-    own."""
-    stripe = striped_places(tensor.numel())
-    held, own_values = at_places(parameter, stripe)
-    places = stripe[held]
-    return places, tensor.detach().reshape(-1)[send(places, tensor.device)], own_values
-
-
-def _count_flipped(
-    name: str, places: Tensor, sent: Tensor, expected: Tensor, causal: nn.Module, merged: bool
-) -> float:
-    """The number of sent values that differ from the module's: for a merged layer beyond rounding;
-    for any other layer, infinity if one does. All tensors are on the host."""
-    owner, _, leaf = name.rpartition(".")
-    layer = causal.get_submodule(owner)
-    if leaf != "weight" or not merged or not hasattr(layer, "base_layer"):
-        return 0.0 if torch.equal(sent, expected.to(sent.dtype)) else math.inf
-    delta = _delta(layer, places)
-    sum_of_both = (expected + delta.to(expected.dtype)).to(sent.dtype).double()
-    rounding = 16 * torch.finfo(torch.float32).eps * (expected.double().abs() + delta.abs())
-    return float(((sent.double() - sum_of_both).abs() > rounding).double().sum())
-
-
-def _delta(layer: nn.Module, places: Tensor) -> Tensor:
-    """What the layer's adapters add to its weight `(out, in)` at flat positions: the sum of scale ·
-    B A."""
-    total = torch.zeros(len(places), dtype=torch.float64)
-    # of peft's layers, as what follows
-    for name in layer.active_adapters:  # type: ignore[union-attr]
-        down, up = (
-            whole(getattr(layer, part)[name].weight.detach()).cpu().double()
-            for part in ("lora_A", "lora_B")
-        )
-        rows = places // down.shape[1]
-        columns = places % down.shape[1]
-        total += layer.scaling[name] * (up[rows] * down[:, columns].T).sum(-1)  # type: ignore[index]
-    return total
