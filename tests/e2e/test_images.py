@@ -97,16 +97,16 @@ def test_an_exported_model_has_its_processor(playground: Playground) -> None:
 def test_the_trainer_must_see_the_images_of_the_engine(
     playground: Playground, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    right = image_inputs.own_inputs
+    right = image_inputs._inputs_of
 
-    def others(model, input_ids, images, num_prompt=None):  # type: ignore[no-untyped-def]
-        found = right(model, input_ids, images, num_prompt)
+    def others(model, images, device):  # type: ignore[no-untyped-def]
+        found = right(model, images, device)
         # those at loading are right
-        if any("data/images" in path for paths in images for path in paths):
+        if any("data/images" in path for paths in images.paths for path in paths):
             found = found | {"pixel_values": found["pixel_values"].flip(-1)}
         return found
 
-    monkeypatch.setattr(image_inputs, "own_inputs", others)
+    monkeypatch.setattr(image_inputs, "_inputs_of", others)
     with pytest.raises(TrustError, match="canary|mismatch|log_probs"):
         playground.run("grpo", *HF, *EVERY)
 

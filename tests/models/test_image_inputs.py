@@ -1,4 +1,4 @@
-"""Sequences with images among packed ones, against the model's own forward."""
+"""Images in packed sequences against the model's own forward, one sequence at a time."""
 
 import copy
 from pathlib import Path
@@ -11,8 +11,15 @@ from distflow.data.batch import Batch
 from distflow.data.images import read_images
 from distflow.data.sample import Sample, Segment
 from distflow.errors import UserError
-from distflow.models.image_inputs import ImageProcessor, images_of, own_inputs
+from distflow.models.image_inputs import (
+    IN_OWN_PASSES,
+    ImageProcessor,
+    image_error,
+    images_of,
+    own_inputs,
+)
 from distflow.models.loading import load_model, load_tokenizer, ready
+from distflow.models.packed_forward import TOLERANCE
 from distflow.training.torch_engine import TorchScorer
 from tests.tiny_models import write_tiny_model
 from tests.tiny_vision_models import FAMILIES, png, square, tiny_vision_model, write_tiny_llava
@@ -63,7 +70,9 @@ def own_log_probs(model: nn.Module, one: Sample) -> torch.Tensor:
     return logits[start - 1 : -1].gather(-1, ids[start:, None])[:, 0]
 
 
-def test_log_probs_are_those_of_each_sequence_alone(model: nn.Module, tmp_path: Path) -> None:
+def test_packed_log_probs_are_those_of_each_sequence_alone(
+    model: nn.Module, tmp_path: Path
+) -> None:
     a, b, c = stored(tmp_path, "r", "g", "b")
     held = [(a,), (), (b, c), (a,), (c,)]
     samples = [
@@ -131,6 +140,31 @@ def test_gradients_reach_what_computes_images(model: nn.Module, tmp_path: Path) 
     assert any(grad is not None and bool(grad.any()) for grad in of_images)
 
 
+def test_a_model_whose_packed_images_shift_runs_sequences_one_by_one(
+    model: nn.Module, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert image_error(model)[0] < TOLERANCE[torch.float64]
+    if getattr(model, IN_OWN_PASSES):
+        return
+    from distflow.models import packed_forward
+
+    right = packed_forward.embeddings
+
+    def turned(*arguments: object) -> dict[str, torch.Tensor]:
+        given = right(*arguments)  # type: ignore[arg-type]
+        return given | {"inputs_embeds": given["inputs_embeds"].roll(1, 1)}
+
+    monkeypatch.setattr(packed_forward, "embeddings", turned)
+    assert image_error(model)[0] > TOLERANCE[torch.float64]
+    assert getattr(ready(model, torch.float64, "cpu"), IN_OWN_PASSES)
+
+
+def test_families_differ_in_how_they_run(model: nn.Module) -> None:
+    # attention in both directions within an image; recurrent layers
+    one_by_one = {"gemma3", "qwen3_5"}
+    assert getattr(model, IN_OWN_PASSES) == (model.config.model_type in one_by_one)
+
+
 def test_a_model_whose_response_changes_its_prompt_is_refused() -> None:
     processor, made = tiny_vision_model("paligemma")
     made.image_processor = ImageProcessor(processor)
@@ -146,7 +180,10 @@ def test_images_and_placeholders_must_agree(model: nn.Module, tmp_path: Path) ->
     more = Sample(
         "0-0", 0, [Segment("prompt", one.prompt_ids, images=(a, b)), *one.response_segments]
     )
-    with pytest.raises(ValueError, match="Image features and image tokens do not match"):
+    with pytest.raises(
+        ValueError,
+        match="placeholders stand for images of|Image features and image tokens do not match",
+    ):
         TorchScorer(model).forward(Batch.from_samples([more]), ("log_probs",))
     processor = images_of(model)
     assert processor is not None

@@ -1,14 +1,16 @@
-"""Images as inputs of a model: its processor, and the model's own forward of each sequence with its
-images, which knows their vectors, positions and attention. Such sequences are not packed."""
+"""Images as inputs of a model: its processor; in packed sequences their vectors in place of the
+placeholders, and the positions that their model gives them; a check of both against the model's own
+forward."""
 
 import inspect
 import tempfile
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -117,14 +119,16 @@ def load_image_processor(path: str, revision: str | None = None) -> ImageProcess
     return ImageProcessor(processor)
 
 
-class ImageInputs(NamedTuple):
-    """The images of packed sequences."""
+@dataclass(frozen=True)
+class ImageInputs:
+    """The images of packed sequences.
+
+    paths: of each sequence's images. places: int64 `(n,)`, the packed positions of their
+    placeholders.
+    """
 
     paths: tuple[tuple[str, ...], ...]
-    """Of each sequence's images."""
-    num_given: tuple[int, ...]
-    """The tokens of each sequence before the first that a policy drew: a placeholder among the
-    others is a token like any other."""
+    places: Tensor
 
 
 def text_decoder(model: nn.Module) -> Any:
@@ -133,6 +137,64 @@ def text_decoder(model: nn.Module) -> Any:
     # Llama 4 names itself its base
     decoder = causal.model if causal.base_model is causal else causal.base_model
     return getattr(decoder, "language_model", decoder)
+
+
+def embeddings(model: nn.Module, input_ids: Tensor, images: ImageInputs) -> dict[str, Any]:
+    """What the layers take of packed tokens: `inputs_embeds` `(1, tokens, hidden)`, with the
+    images' vectors at their places, and the vectors that Qwen3-VL adds after its first layers;
+    differentiable.
+
+    Raises ValueError if there are more or fewer places than vectors.
+    """
+    causal = unwrapped(model)
+    tensors = _inputs_of(causal, images, input_ids.device)
+    output = causal.model.get_image_features(**_accepted(causal.model.get_image_features, tensors))
+    found = getattr(output, "pooler_output", output)
+    vectors = torch.cat([*found]) if isinstance(found, list | tuple) else found.flatten(0, -2)
+    if len(vectors) != len(images.places):
+        raise ValueError(
+            f"{len(images.places)} placeholders stand for images of {len(vectors)} vectors"
+        )
+    embedded = causal.get_input_embeddings()(input_ids)
+    given = {
+        "inputs_embeds": embedded.index_copy(0, images.places, vectors.to(embedded.dtype))[None]
+    }
+    if deeper := getattr(output, "deepstack_features", None):
+        is_image = torch.zeros_like(input_ids, dtype=torch.bool).index_fill_(0, images.places, True)
+        given["visual_pos_masks"] = is_image[None]
+        given["deepstack_visual_embeds"] = [torch.cat([*each]) for each in deeper]
+    return given
+
+
+def _inputs_of(causal: nn.Module, images: ImageInputs, device: torch.device) -> dict[str, Tensor]:
+    processor = images_of(causal)
+    assert processor is not None, "only prompts for models of images have images"
+    tensors = processor.inputs([path for paths in images.paths for path in paths])
+    return {name: send(tensor, device) for name, tensor in tensors.items()}
+
+
+def image_positions(
+    model: nn.Module, input_ids: Tensor, lengths: Tensor, images: ImageInputs
+) -> Tensor | None:
+    """Positions `(3, tokens)` by time, height and width, for a family that has them; else None.
+    lengths: see `packed_hidden_states`."""
+    causal = unwrapped(model)
+    find = getattr(causal.model, "get_rope_index", None)
+    if find is None:
+        return None
+    kinds = torch.zeros_like(input_ids, dtype=torch.int32).index_fill_(0, images.places, 1)
+    grids = _inputs_of(causal, images, input_ids.device)["image_grid_thw"]
+    first = 0
+    found = []
+    for ids, own, paths in zip(
+        input_ids.split(lengths.tolist()), kinds.split(lengths.tolist()), images.paths, strict=True
+    ):
+        inputs = {"input_ids": ids[None], "mm_token_type_ids": own[None]}
+        if paths:
+            inputs["image_grid_thw"] = grids[first : first + len(paths)]
+        found.append(find(**inputs)[0][:, 0])
+        first += len(paths)
+    return torch.cat(found, dim=1)
 
 
 def own_inputs(
@@ -195,6 +257,10 @@ def own_pass(
         hook.remove()
 
 
+IN_OWN_PASSES = "images_in_own_passes"
+"""The attribute of a model whose sequences cannot be packed if they have images."""
+
+
 def states_in_own_passes(
     causal: Any, input_ids: Tensor, lengths: Tensor, images: ImageInputs
 ) -> Tensor:
@@ -202,52 +268,78 @@ def states_in_own_passes(
     forward."""
     inner = causal.model
     found = list[Tensor]()
-    parts = zip(input_ids.split(lengths.tolist()), *images, strict=True)
-    for ids, paths, num_given in parts:
-        with own_pass(causal, ids[None], num_given, (paths,)) as inputs:
+    is_image = torch.zeros_like(input_ids, dtype=torch.bool).index_fill_(0, images.places, True)
+    parts = zip(
+        input_ids.split(lengths.tolist()),
+        is_image.split(lengths.tolist()),
+        images.paths,
+        strict=True,
+    )
+    for ids, own, paths in parts:
+        num_prompt = int(own.nonzero()[-1]) + 1 if paths else 0
+        with own_pass(causal, ids[None], num_prompt, (paths,)) as inputs:
             accepted = _accepted(inner.forward, inputs)
             found.append(inner(**accepted, use_cache=False).last_hidden_state[0])
     return torch.cat(found)
 
 
+UNUSED = "weights_that_no_image_uses"
+"""The attribute of a model with the names of such weights, which are not trained."""
+
+
 def image_error(model: nn.Module) -> tuple[float, list[str]]:
-    """Largest difference of a logit between a sequence with an image and its beginning alone,
-    relative to the largest logit: a response must not change what comes before it; and the names of
-    weights that no image uses. Raises what a model of another form raises."""
+    """Largest difference of a logit between packed sequences, with and without images, and the
+    model's own forward of each alone, or of its beginning (a response must not change what comes
+    before it), relative to the largest logit; and the names of weights that no image uses. Raises
+    what a model of another form raises."""
     processor = images_of(unwrapped(model))
     causal = unwrapped(model)
     assert processor is not None
-    # attached
-    run: Callable[..., Tensor] = model.packed_logits  # type: ignore[assignment]
     words = [token for token in range(4) if token != processor.token_id]
+    device = next(model.parameters()).device
     with tempfile.TemporaryDirectory() as folder:
-        path = _noise(Path(folder))
-        prompt = processor.encode(processor.mark, (path,))
-        ids = torch.tensor([*prompt, *words], device=next(model.parameters()).device)
-        images = ImageInputs(((path,),), (len(prompt),))
+        paths = _noise(Path(folder), ((56, 84), (84, 56)))
+        texts = [[*processor.encode(processor.mark, (path,)), *words] for path in paths]
+        ids = [torch.tensor(text, device=device) for text in (texts[0], words, texts[1])]
+        held = (paths[:1], (), paths[1:])
+        packed = torch.cat(ids)
+        lengths = torch.tensor([len(each) for each in ids])
+        images = ImageInputs(held, (packed == processor.token_id).nonzero()[:, 0])
         with torch.enable_grad():
-            whole = run(ids, torch.tensor([len(ids)]), images=images)
-        with torch.no_grad():
-            begun = run(ids[:-2], torch.tensor([len(ids) - 2]), images=images)
-    error = (whole[:-2] - begun).abs().max() / whole.abs().max()
-    seeing = {}
-    for name, weight in causal.named_parameters():
-        is_of_text = name.startswith(("model.language_model.", "lm_head."))
-        if weight.requires_grad and not is_of_text:
-            seeing[name] = weight
-    gradients = torch.autograd.grad(whole.sum(), list(seeing.values()), allow_unused=True)
+            # attached
+            ours: Tensor = model.packed_logits(packed, lengths, images=images)  # type: ignore[operator]
+        differences = list[Tensor]()
+        largest = list[Tensor]()
+        for own, each, own_paths in zip(
+            ours.detach().split(lengths.tolist()), ids, held, strict=True
+        ):
+            for cut in (len(each), len(each) - 2):
+                extra = own_inputs(model, each[None, :cut], (own_paths,)) if own_paths else {}
+                with torch.no_grad():
+                    theirs = model(input_ids=each[None, :cut], use_cache=False, **extra).logits[0]
+                differences.append((own[:cut] - theirs).abs().max())
+                largest.append(theirs.abs().max())
+    named = [(name, weight) for name, weight in causal.named_parameters() if weight.requires_grad]
+    seeing = {
+        name: weight
+        for name, weight in named
+        if not name.startswith(("model.language_model.", "lm_head."))
+    }
+    gradients = torch.autograd.grad(ours.sum(), list(seeing.values()), allow_unused=True)
     unused = [name for name, own in zip(seeing, gradients, strict=True) if own is None]
-    return float(error), unused
+    return float(torch.stack(differences).max() / torch.stack(largest).max()), unused
 
 
-def _noise(folder: Path) -> str:
+def _noise(folder: Path, sizes: tuple[tuple[int, int], ...]) -> tuple[str, ...]:
     from PIL import Image
 
     draws = np.random.default_rng(0)
-    image = Image.fromarray(draws.integers(0, 256, (56, 84, 3), dtype=np.uint8))
-    path = str(folder / f"{image_hash(image)}.png")
-    image.save(path)
-    return path
+    paths = list[str]()
+    for height, width in sizes:
+        image = Image.fromarray(draws.integers(0, 256, (height, width, 3), dtype=np.uint8))
+        paths.append(str(folder / f"{image_hash(image)}.png"))
+        image.save(paths[-1])
+    return tuple(paths)
 
 
 def _accepted(function: Any, values: Mapping[str, Tensor]) -> dict[str, Tensor]:

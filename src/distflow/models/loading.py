@@ -30,10 +30,18 @@ from transformers.utils import logging as transformers_logging
 
 from distflow.errors import UserError
 from distflow.hub_id_or_local_path import WEIGHT_PATTERNS
-from distflow.models.image_inputs import image_error, images_of, load_image_processor
+from distflow.models.image_inputs import (
+    IN_OWN_PASSES,
+    UNUSED,
+    image_error,
+    images_of,
+    load_image_processor,
+    text_decoder,
+)
 from distflow.models.lora import base_of_adapter, merge_adapter, unwrapped
 from distflow.models.model_folder import first_lines, readable, require_files
 from distflow.models.model_paths import TOKENIZER_FILES, is_local, resolve_path
+from distflow.models.packed_attention import PACKED_ATTENTION
 from distflow.models.packed_forward import TOLERANCE, attach_packed_forward, choose_attention
 from distflow.models.sharding import Sharding, empty_model, fill, read_own_parts, shard_model
 from distflow.models.weight_soundness import magnitudes, unsound
@@ -354,20 +362,28 @@ def ready(model: Model, dtype: torch.dtype, device: torch.device | str) -> Model
 
 
 def _check_images(model: nn.Module) -> None:
-    """Raises UserError if sequences with images cannot be computed. Weights that no image uses are
-    not trained."""
-    why = "a response changes what comes before it"
-    try:
-        error, unused = image_error(model)
-    # a family of another form
-    except (TypeError, ValueError, RuntimeError, KeyError, AttributeError) as reason:
-        error = math.inf
-        why = first_lines(reason)
-    if not error <= TOLERANCE[next(model.parameters()).dtype]:
+    """Choose whether sequences with images are packed. Raises UserError if the forward differs from
+    the model's own in either way. Weights that no image uses are not trained."""
+    limit = TOLERANCE[next(model.parameters()).dtype]
+    can_pack = text_decoder(model).config._attn_implementation == PACKED_ATTENTION
+    for in_own_passes in (False, True) if can_pack else (True,):
+        setattr(unwrapped(model), IN_OWN_PASSES, in_own_passes)
+        try:
+            (error, unused), why = image_error(model), "a response changes what comes before it"
+        # a family of another form
+        except (TypeError, ValueError, RuntimeError, KeyError, AttributeError) as reason:
+            error = math.inf
+            unused = []
+            why = first_lines(reason)
+        if error <= limit:
+            break
+    if not error <= limit:
         raise UserError(
             f"models of the family '{unwrapped(model).config.model_type}' cannot be trained with "
-            f"images: {why} (relative error {error:.2g})"
+            f"images: {why} "
+            f"(relative error {error:.2g})"
         )
+    setattr(unwrapped(model), UNUSED, unused)
     for name in unused:
         unwrapped(model).get_parameter(name).requires_grad_(False)
 

@@ -38,7 +38,14 @@ from distflow.models.cached_decoder import FAMILIES
 from distflow.models.cpu_kernels import build as native
 from distflow.models.cpu_kernels import training_layer as cpu_layer
 from distflow.models.cpu_kernels.weight_layout import check_modules, layer_modules, side_by_side
-from distflow.models.image_inputs import ImageInputs, states_in_own_passes, text_decoder
+from distflow.models.image_inputs import (
+    IN_OWN_PASSES,
+    ImageInputs,
+    embeddings,
+    image_positions,
+    states_in_own_passes,
+    text_decoder,
+)
 from distflow.models.log_probs import token_log_probs
 from distflow.models.lora import unwrapped
 from distflow.models.number_head import NumberTargets
@@ -216,9 +223,11 @@ def packed_hidden_states(
     causal = unwrapped(model)
     decoder = text_decoder(model)
     lengths = lengths[lengths > 0].cpu()  # FSDP moves its arguments to the device
-    if images is not None:
+    if images is not None and getattr(causal, IN_OWN_PASSES):
         states = states_in_own_passes(causal, input_ids, lengths, images)
         return states if wanted is None else take_rows(states, wanted)
+    if images is not None:
+        return _with_images(model, input_ids, lengths, images, wanted)
     if getattr(causal, _IN_ROWS, False):
         return _in_rows(decoder, input_ids, lengths, wanted)
     position_ids = _positions(lengths)
@@ -255,7 +264,8 @@ def _positions(lengths: Tensor) -> Tensor:
 def _transformers_layers(
     decoder: Any, packing: Packing, position_ids: Tensor, **tokens: Any
 ) -> Tensor:
-    """Last hidden states `(rows, hidden)` by the family's own layers."""
+    """Last hidden states `(rows, hidden)` by the family's own layers. tokens: ids of one packed
+    row, or what `embeddings` gives."""
     states: Tensor = decoder(
         **tokens,
         position_ids=send(position_ids, packing.device),
@@ -267,6 +277,26 @@ def _transformers_layers(
         packing=packing,
     ).last_hidden_state[0]
     return states
+
+
+def _with_images(
+    model: nn.Module, input_ids: Tensor, lengths: Tensor, images: ImageInputs, wanted: Tensor | None
+) -> Tensor:
+    """As `packed_hidden_states`."""
+    decoder = text_decoder(model)
+    packing = Packing(lengths, input_ids.device)
+    embedded = embeddings(model, input_ids, images)
+    by_family = image_positions(model, input_ids, lengths, images)
+    own = _positions(lengths)
+    if by_family is not None:
+        states = _transformers_layers(decoder, packing, by_family[:, None], **embedded)
+    elif runs_natively(decoder):
+        states = packed_layers(
+            decoder, embedded["inputs_embeds"][0], send(own, input_ids.device), packing
+        )
+    else:
+        states = _transformers_layers(decoder, packing, own[None], **embedded)
+    return states if wanted is None else take_rows(states, wanted)
 
 
 def _in_rows(decoder: Any, input_ids: Tensor, lengths: Tensor, wanted: Tensor | None) -> Tensor:

@@ -20,7 +20,7 @@ from distflow.data.bin_packing import pack
 from distflow.data.preference_pairs import encode_text, messages_of
 from distflow.device_transfer import read_numbers, send
 from distflow.errors import UserError
-from distflow.models.image_inputs import ImageInputs
+from distflow.models.image_inputs import ImageInputs, ImageProcessor, images_of
 from distflow.models.log_probs import check_temperature
 from distflow.models.lora import adapter_off, named_weights, unwrapped
 from distflow.models.number_head import NumberTargets, make_head
@@ -112,8 +112,9 @@ class TorchScorer:
         """
         model: Any = self.model  # nn.Module declares no methods
         predicts_next = outputs != ("text_scores",)
+        processor = images_of(unwrapped(self.model))
         with self._adapter(), self._autocast():
-            inputs = model_inputs(micro, self.device, int(predicts_next))
+            inputs = model_inputs(micro, self.device, int(predicts_next), processor)
             if heat is None:
                 heat = self.temperature_of(micro)
             if isinstance(heat, Tensor):
@@ -257,16 +258,19 @@ def _groups(batch: Batch) -> list[list[int]]:
     return list(groups.values())
 
 
-def model_inputs(micro: Batch, device: torch.device, before: int = 1) -> ModelInputs:
+def model_inputs(
+    micro: Batch, device: torch.device, before: int = 1, processor: ImageProcessor | None = None
+) -> ModelInputs:
     """Response token t of a sequence is predicted from the position before it, prompt length + t −
     1; with `before` 0 the outputs are those at the token itself. Each conversation of a sample is a
     sequence; the output of its first token, which is given, is meaningless.
 
     A micro-batch without tokens becomes one token that predicts nothing, with zero gradient: every
     rank must run a sharded model equally often. Shared prefixes of neighbouring samples are found
-    only if the micro-batch is on the CPU: reading from another device would wait for it. The
-    policy's tokens of a batch with `action_values` stand for these numbers.
-    Raises ValueError for a sample without a prompt: nothing predicts its first token.
+    only if the micro-batch is on the CPU: reading from another device would wait for it. processor:
+    of the images of prompts, for a model that reads them. The policy's tokens of a batch with
+    `action_values` stand for these numbers. Raises ValueError for a sample without a prompt:
+    nothing predicts its first token.
     """
     empty = (micro.lengths("prompt") < before) & (micro.lengths("response") > 0)
     if bool(empty.any()):
@@ -282,7 +286,7 @@ def model_inputs(micro: Batch, device: torch.device, before: int = 1) -> ModelIn
         ids = ids.new_zeros(1)
         lengths = torch.ones(1, dtype=torch.int64)
     positions = send(micro.response_positions(), ids.device)
-    images = _images(micro)
+    images = _images(micro, processor, device) if processor is not None else None
     sharing = shared_prefixes(ids, lengths) if ids.device.type == "cpu" and images is None else None
     ids, predicting, targets = (
         send(each, device) for each in (ids, positions - before, ids[positions])
@@ -302,22 +306,27 @@ def model_inputs(micro: Batch, device: torch.device, before: int = 1) -> ModelIn
     return ModelInputs(ids, lengths, predicting, targets, sharing, images)
 
 
-def _images(micro: Batch) -> ImageInputs | None:
-    """The images of a micro-batch's prompts; None if there are none."""
+def _images(micro: Batch, processor: ImageProcessor, device: torch.device) -> ImageInputs | None:
+    """The images of a micro-batch's prompts; None if there are none. A placeholder that the policy
+    drew is a token like any other."""
     held = micro.flat("images") if "images" in micro else []
     if not any(held):
         return None
+    is_placeholder = (micro.flat("input_ids") == processor.token_id).cpu()
+    is_drawn = torch.zeros_like(is_placeholder)
     lengths = micro.conversation_lengths().tolist()
-    is_drawn = torch.zeros(sum(lengths), dtype=torch.bool)
     is_drawn[micro.response_positions()] = (
         (micro.flat("response_mask") > 0).cpu() if "response_mask" in micro else True
     )
-    given = [int((own.cumsum(0) == 0).sum()) for own in is_drawn.split(lengths)]
+    for places, drawn in zip(is_placeholder.split(lengths), is_drawn.split(lengths), strict=True):
+        places[drawn.cumsum(0) > 0] = False
     num_forks = map(len, micro.flat("forks")) if "forks" in micro else [0] * len(held)
-    paths = list[tuple[str, ...]]()
-    for own, number in zip(held, num_forks, strict=True):
-        paths += map(tuple, own or [[]] * (number + 1))
-    return ImageInputs(tuple(paths), tuple(given))
+    apart = [
+        paths
+        for own, number in zip(held, num_forks, strict=True)
+        for paths in own or [[]] * (number + 1)
+    ]
+    return ImageInputs(tuple(map(tuple, apart)), send(is_placeholder.nonzero()[:, 0], device))
 
 
 def sum_gradients(parameters: Iterable[nn.Parameter], group: engine.Collective) -> None:
