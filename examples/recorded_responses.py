@@ -3,7 +3,7 @@
 from distflow import NodeRole, TaskGraph, node
 from distflow.config import Config
 from distflow.data.sample import Sample, Segment
-from distflow.pipelines.nodes.rollout_reward_filter import RESPONSE_FIELDS
+from distflow.pipelines.nodes.sample_responses import RESPONSE_FIELDS
 from distflow.pipelines.rlvr import rlvr_pipeline
 from distflow.runtime.rollout_loop.group import Group
 

@@ -13,7 +13,7 @@ import torch
 from distflow.checks.schedule import CheckSchedule
 from distflow.checks.update_records import striped, trained
 from distflow.errors import TrustError
-from distflow.pipelines.nodes import rollout_reward_filter
+from distflow.pipelines.nodes import reward_samples
 from distflow.rollout.embedded import engine as embedded
 from distflow.runtime.rollout_loop.group import Group
 from distflow.runtime.weight_sync.sender import WeightSync
@@ -215,13 +215,13 @@ def test_scores_with_a_bonus_that_no_function_gives(
     playground: Playground, monkeypatch: Patch
 ) -> None:
     def with_bonus(patch: Patch) -> None:
-        scored = rollout_reward_filter._scored
+        scored = reward_samples._scored
 
         def planted(*arguments: Any) -> Any:
             columns = scored(*arguments)
             return columns | {"scores": [score + 0.1 for score in columns["scores"]]}
 
-        patch.setattr(rollout_reward_filter, "_scored", planted)
+        patch.setattr(reward_samples, "_scored", planted)
 
     plant_from(monkeypatch, BEGIN, with_bonus)
     with pytest.raises(
@@ -263,12 +263,12 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None):
 def test_errors_of_a_validation_that_count_as_scores(
     playground: Playground, monkeypatch: Patch, is_planted: bool
 ) -> None:
-    scored = rollout_reward_filter._scored
+    scored = reward_samples._scored
 
     def planted(outcomes: Any, validating: bool, *more: Any) -> Any:
         return scored(outcomes, validating and not is_planted, *more)
 
-    monkeypatch.setattr(rollout_reward_filter, "_scored", planted)
+    monkeypatch.setattr(reward_samples, "_scored", planted)
     playground.write_reward(FAILING)
     keys = (
         *VALIDATING,

@@ -8,7 +8,7 @@ import pytest
 
 from distflow.environments.tokens_between_turns import TurnTokens
 from distflow.errors import TrustError
-from distflow.pipelines.nodes import rollout_reward_filter
+from distflow.pipelines.nodes import turn_rewards
 from distflow.rewards.router import RewardRouter
 from tests.e2e.runs import Playground
 from tests.environments.test_training import Games, saved
@@ -58,8 +58,8 @@ def run_chats(ground: Games, flow: str = "paid", *more: str) -> Any:
 
 
 def paid_in_reverse(patch: Patch) -> None:
-    earned = rollout_reward_filter._earned
-    patch.setattr(rollout_reward_filter, "_earned", lambda sample: earned(sample)[::-1])
+    earned = turn_rewards._earned
+    patch.setattr(turn_rewards, "_earned", lambda sample: earned(sample)[::-1])
 
 
 def test_rewards_of_turns_that_change_places(ground: Games, monkeypatch: Patch) -> None:

@@ -10,7 +10,7 @@ from distflow import NodeRole, TaskGraph, node
 from distflow.config import Config
 from distflow.data.sample import Sample, Segment
 from distflow.pipelines.grpo import grpo_pipeline
-from distflow.pipelines.nodes.rollout_reward_filter import RESPONSE_FIELDS
+from distflow.pipelines.nodes.sample_responses import RESPONSE_FIELDS
 from distflow.runtime.rollout_loop.group import Group
 
 ANSWERS = "answers"

@@ -15,7 +15,7 @@ from distflow.launch.run_folders.export_checkpoint import export_checkpoint
 from distflow.models import image_inputs
 from distflow.models.image_inputs import images_of
 from distflow.models.loading import load_model, load_tokenizer
-from distflow.pipelines.nodes import rollout_reward_filter
+from distflow.pipelines.nodes import sample_responses
 from tests.e2e.runs import Playground
 from tests.tiny_vision_models import png, square, write_tiny_llava
 
@@ -115,12 +115,12 @@ def test_the_trainer_must_see_the_images_of_the_engine(
 def test_the_engine_must_see_the_images_of_the_row(
     playground: Playground, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    request = rollout_reward_filter.GenerateRequest
+    request = sample_responses.GenerateRequest
 
     def without(*arguments, images, **named):  # type: ignore[no-untyped-def]
         return request(*arguments, images=images[::-1], **named)
 
-    monkeypatch.setattr(rollout_reward_filter, "GenerateRequest", without)
+    monkeypatch.setattr(sample_responses, "GenerateRequest", without)
     with pytest.raises(TrustError, match=r"images of sample|found \(versions\)"):
         playground.run("grpo", *HF, *EVERY)
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 from distflow import NodeRole, TaskGraph, node
 from distflow.data.sample import Sample, Segment
 from distflow.pipelines.grpo import grpo_pipeline
-from distflow.pipelines.nodes.rollout_reward_filter import SAMPLED_FIELDS, generate
+from distflow.pipelines.nodes.sample_responses import SAMPLED_FIELDS, generate
 from distflow.rollout.engine import GenerateRequest
 
 

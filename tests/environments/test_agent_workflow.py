@@ -234,7 +234,7 @@ SAID = (
     "content of type 'image_url' is not supported",
     "a request may have at most 4,194,304 bytes",
     "an episode did not end within 30 s",
-    "not a score",
+    "it returned",
     "its process exited with status 3",
 )
 
@@ -355,10 +355,10 @@ def test_a_command_is_run_with_its_row_and_scored_by_its_trace_or_the_runs_funct
             {"command": "[no-such-program]", "reward": "reward_fn"},
             "there is no executable 'no-such-program'",
         ),
-        ({"function": "{}/agents.py:judged"}, "the parameter 'conversations'"),
+        ({"function": "{}/agents.py:judged"}, "a required argument: 'conversations'"),
         (
             {"function": "{}/agents.py:several", "rewards": "x"},
-            "no such option; did you mean 'reward'",
+            "its options are function, command, kwargs, reward",
         ),
         (
             {"function": "{}/agents.py:several", "format": "xlm"},

@@ -300,7 +300,7 @@ def test_a_full_context_is_named() -> None:
 @pytest.mark.parametrize("content", [[], {}, [{"content": "x"}], 7, b"x", [[1]]])
 def test_what_cannot_be_said_is_refused(content: Any) -> None:
     chat = chat_of(FAMILIES["qwen2.5"](), Engine([[5]]))
-    with pytest.raises(ChatError, match="pass a text, a message"):
+    with pytest.raises(ChatError, match=r"^ask\(.*: pass a message with 'role' and 'content'"):
         asyncio.run(chat.ask(content))
 
 
@@ -387,9 +387,7 @@ def test_a_fork_with_messages_of_its_own_begins_as_the_template_renders_them() -
 
 @pytest.mark.parametrize("messages", [[], [7], [{"content": "x"}], "x"])
 def test_what_is_no_history_is_refused(messages: Any) -> None:
-    with pytest.raises(
-        ChatError, match=r"fork\(.*: pass a message with 'role' and 'content', messages$"
-    ):
+    with pytest.raises(ChatError, match=r"^fork\(.*: pass a message with 'role' and 'content'"):
         chat_of(FAMILIES["qwen2.5"](), Engine([])).fork(messages)
 
 

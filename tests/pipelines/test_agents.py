@@ -17,7 +17,7 @@ from distflow.errors import UserError
 from distflow.graph import Node
 from distflow.graph.bind_to_config import bind_alone
 from distflow.pipelines.nodes import compute_advantage
-from distflow.pipelines.nodes.rollout_reward_filter import reward_episodes
+from distflow.pipelines.nodes.reward_samples import reward_episodes
 from distflow.pipelines.nodes.settings_by_domain import run_part
 from distflow.rewards.reward_results import Error
 from distflow.runtime.node_context import NodeContext
@@ -114,7 +114,7 @@ def test_agents_that_nobody_calls_are_counted_and_one_that_is_not_there_is_an_er
     group = asyncio.run(run_group(other, Engine(), 0, more=[FLOW, THREE]))
     outcome: Any = group.samples[0].outcome
     assert not group.samples[0].valid and isinstance(outcome.reward_result, Error)
-    assert "agents['chekker']" in str(outcome) and "did you mean 'checker'" in str(outcome)
+    assert "KeyError: 'chekker' (at test_agents.py" in str(outcome)
 
     async def frozen(agents: Agents, row: Row) -> float:
         await agents["judge"].ask((7,))

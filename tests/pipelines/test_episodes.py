@@ -13,7 +13,7 @@ from distflow.config import load_config
 from distflow.data.sample import Segment
 from distflow.environments.chat import Chat
 from distflow.environments.workflows import Row, Workflow
-from distflow.pipelines.nodes.rollout_reward_filter import reward_episodes
+from distflow.pipelines.nodes.reward_samples import reward_episodes
 from distflow.pipelines.nodes.workflow_rollout import run_episodes
 from distflow.rollout.engine import GenerateRequest
 from distflow.runtime.compiled_node import compile_steps

@@ -23,12 +23,8 @@ from distflow.pipelines.nodes import (
     train_critic,
 )
 from distflow.pipelines.nodes.advantages import apply_kl_penalty
-from distflow.pipelines.nodes.rollout_reward_filter import (
-    generate,
-    load_responses,
-    reward_episodes,
-    reward_samples,
-)
+from distflow.pipelines.nodes.reward_samples import reward_episodes, reward_samples
+from distflow.pipelines.nodes.sample_responses import generate, load_responses
 from distflow.pipelines.nodes.scored_tokens import score_policy, score_proximal
 from distflow.pipelines.nodes.updates import update
 from distflow.rewards.reward_results import Error, RewardResult, Score, Timeout

@@ -12,7 +12,7 @@ from distflow.config.keys.reward import RewardPart
 from distflow.data.sample import Sample, Segment
 from distflow.environments.workflows import Workflow
 from distflow.errors import UserError
-from distflow.pipelines.nodes.rollout_reward_filter import reward_episodes
+from distflow.pipelines.nodes.reward_samples import reward_episodes
 from distflow.pipelines.nodes.workflow_rollout import run_scored_episodes
 from distflow.rewards.reward_results import Error, Score, Timeout
 from distflow.rewards.router import Overlong, RewardOutcome, RewardRouter, check_domains

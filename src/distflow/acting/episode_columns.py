@@ -14,7 +14,7 @@ from distflow.acting.action_tokens import tokens_of_action
 from distflow.config import Config
 from distflow.graph import NodeOutput, NodeRole, Pipeline, node, node_factory
 from distflow.graph.fields import register_field
-from distflow.pipelines.nodes.rollout_reward_filter import reward_unit
+from distflow.pipelines.nodes.turn_rewards import reward_unit
 
 _LONGEST_NAME = 60
 """Characters of a task in the name of a metric."""

@@ -112,29 +112,19 @@ def _loaded(
     found = cast(Callable[..., object], load(target))
     if not callable(found):
         raise UserError(f"workflow_kwargs.{option}: '{target}' cannot be called")
+    signature = inspect.signature(found)
     for name in own:
-        if name in known or name not in inspect.signature(found).parameters:
-            why = (
-                "is an argument of every agent"
-                if name in known
-                else f"is no parameter of '{target}'"
-            )
-            raise UserError(f"workflow_kwargs.kwargs: '{name}' {why}")
-    known = [*known, *own]
-    for parameter in inspect.signature(found).parameters.values():
-        is_needed = parameter.default is parameter.empty and parameter.kind in (
-            parameter.KEYWORD_ONLY,
-            parameter.POSITIONAL_OR_KEYWORD,
-            parameter.POSITIONAL_ONLY,
-        )
-        if is_needed and (
-            parameter.name not in known or parameter.kind is parameter.POSITIONAL_ONLY
-        ):
-            raise UserError(
-                f"workflow_kwargs.{option}: '{target}' has the parameter '{parameter.name}', which "
-                "is unknown: it "
-                f"may take {', '.join(known)}"
-            )
+        if name in known:
+            raise UserError(f"workflow_kwargs.kwargs: '{name}' is an argument of every agent")
+        if name not in signature.parameters:
+            raise UserError(f"workflow_kwargs.kwargs: '{name}' is no parameter of '{target}'")
+    names = (*known, *own)
+    try:
+        signature.bind(**{name: None for name in names if name in signature.parameters})
+    except TypeError as error:
+        raise UserError(
+            f"workflow_kwargs.{option}: '{target}': {error}; it may take {', '.join(names)}"
+        ) from None
     return found
 
 

@@ -10,10 +10,8 @@ import shutil
 import subprocess
 import weakref
 from collections.abc import Coroutine, Mapping, Sequence
-from concurrent.futures import Future, InvalidStateError
-from contextlib import suppress
+from concurrent.futures import Future
 from contextvars import copy_context
-from functools import partial
 from typing import Any, cast
 
 from distflow.data.task_packages import VERIFIERS, missing
@@ -119,8 +117,10 @@ class AgentWorkflow(MadeByOptions):
                 return await reward_fn(
                     returned if isinstance(returned, str) and returned else conversations.last
                 )
+            if self._reward is None and returned is None:
+                raise UserError(f"the agent returned no score: return one, or set {KEY}.reward")
             if self._reward is None:
-                return _score(returned)
+                return returned
             given |= {"result": returned, "conversations": talks, "messages": talks[-1]}
             return await process.call("reward", None, given=given)
         finally:
@@ -149,27 +149,25 @@ class VerifiersWorkflow(AgentWorkflow):
 
 
 class _Calls:
-    """Passes calls from the endpoint's thread to the episode, which answers them concurrently, in
-    order of arrival."""
+    """The calls of an episode, which the endpoint's thread submits and the episode answers
+    concurrently, in order of arrival."""
 
     def __init__(self, conversations: Conversations) -> None:
         self._conversations = conversations
         self._loop = asyncio.get_running_loop()
-        # the episode's context: its clock stops while calls are answered
+        # the episode's: its clock stops while calls are answered
         self._context = copy_context()
-        self._answering = set[asyncio.Task[Answer]]()
+        self._answering = set[asyncio.Task[Any]]()
         self._has_ended = False
         self._failed: asyncio.Future[None] = self._loop.create_future()
 
     def submit(self, call: Call) -> "Future[Answer]":
-        """Submit a call from any thread."""
-        future: Future[Answer] = Future()
-        self._loop.call_soon_threadsafe(self._take, call, future, context=self._context)
-        return future
+        """Called on the endpoint's thread, alone."""
+        return self._context.run(asyncio.run_coroutine_threadsafe, self._answer(call), self._loop)
 
     async def answer_while(self, running: Coroutine[Any, Any, Any]) -> Any:
-        """The agent's result; later calls are rejected. Raises what it raises,
-        asyncio.CancelledError if the engine fails."""
+        """The agent's result; later calls are rejected. Raises what it raises, and what ended a
+        call that is no fault of the call: asyncio.CancelledError if the engine fails."""
         agent = asyncio.ensure_future(running)
         try:
             await asyncio.wait((agent, self._failed), return_when=asyncio.FIRST_COMPLETED)
@@ -179,38 +177,26 @@ class _Calls:
             for task in (agent, *self._answering):
                 task.cancel()  # no effect on finished ones
 
-    def _take(self, call: Call, future: "Future[Answer]") -> None:
+    async def _answer(self, call: Call) -> Answer:
         if self._has_ended:
-            with suppress(InvalidStateError):
-                future.set_exception(RequestError(410, "this episode has ended", "episode_ended"))
-        elif not future.cancelled():  # the client is still connected
-            task = asyncio.ensure_future(self._conversations.answer(call))
-            self._answering.add(task)
-            task.add_done_callback(partial(self._settle, future))
-            future.add_done_callback(partial(self._withdraw, task))
-
-    def _withdraw(self, task: "asyncio.Task[Answer]", future: "Future[Answer]") -> None:
-        if future.cancelled():
-            self._loop.call_soon_threadsafe(task.cancel)
-
-    def _settle(self, future: "Future[Answer]", task: "asyncio.Task[Answer]") -> None:
-        """Settle a call's future; an error that is not the call's own ends the episode."""
-        self._answering.discard(task)
-        error = None if task.cancelled() else task.exception()
-        if not self._failed.done() and not self._has_ended:
-            if task.cancelled() and not future.cancelled():
+            raise RequestError(410, "this episode has ended", "episode_ended")
+        task = asyncio.current_task()
+        assert task is not None
+        self._answering.add(task)
+        try:
+            return await self._conversations.answer(call)
+        except (UserError, RequestError):
+            raise
+        except asyncio.CancelledError:
+            if not task.cancelling():  # neither the client has gone, nor the episode ended
                 self._failed.cancel()
-            elif error is not None and not isinstance(error, UserError | RequestError):
+            raise
+        except Exception as error:
+            if not self._failed.done():
                 self._failed.set_exception(error)
-        with suppress(InvalidStateError):  # the client has gone
-            if task.cancelled():
-                future.set_exception(
-                    RequestError(503, "the call's episode has ended", "server_error")
-                )
-            elif error is not None:
-                future.set_exception(error)
-            else:
-                future.set_result(task.result())
+            raise
+        finally:
+            self._answering.discard(task)
 
 
 def _command(command: str | Sequence[str] | None) -> Sequence[str]:
@@ -259,17 +245,3 @@ def _environment(session: Session) -> dict[str, str | None]:
         for name in ("NO_PROXY", "no_proxy")
     }
     return {**agent_process.client_variables(session.base_url, session.key), **kept, **around}
-
-
-def _score(returned: object) -> object:
-    """Raises UserError for anything that is not a score."""
-    if isinstance(returned, Mapping) or (
-        isinstance(returned, int | float) and not isinstance(returned, bool)
-    ):
-        return returned
-    if isinstance(returned, bool):
-        return float(returned)
-    raise UserError(
-        f"the agent returned {returned!r:.80}, not a score: return a number or a mapping, or set "
-        f"{KEY}.reward"
-    )

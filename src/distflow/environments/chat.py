@@ -11,11 +11,11 @@ from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn, Protocol, TypeGuard
+from typing import TYPE_CHECKING, Any, Protocol, TypeGuard
 
 from distflow.data.sample import Owner, Segment, note_event
 from distflow.environments.parse_tool_calls import opens_thought
-from distflow.errors import UserError, hint
+from distflow.errors import UserError
 from distflow.user_values import finite_number
 
 if TYPE_CHECKING:  # it imports torch, which the processes of tools and environments should not
@@ -394,10 +394,10 @@ def _messages(content: object, by: str = "ask") -> list[Message]:
         said = list(content)
     if said and all(isinstance(message, Mapping) and "role" in message for message in said):
         return said
-    takes = "a message with 'role' and 'content', messages"
-    if by == "ask":
-        takes = f"a text, {takes}, or token ids"
-    raise ChatError(f"{by}({content!r:.80}): pass {takes}")
+    raise ChatError(
+        f"{by}({content!r:.80}): pass a message with 'role' and 'content', or several; "
+        "ask also takes a text, and token ids"
+    )
 
 
 class Agent(Protocol):
@@ -411,14 +411,8 @@ class Agent(Protocol):
     def stop(self) -> tuple[str, ...]: ...
 
 
-class Agents(dict[str, Chat]):
-    """The agents' chats by name, in the order of the config. Raises ChatError for an unknown
-    name."""
-
-    def __missing__(self, name: object) -> NoReturn:
-        raise ChatError(
-            f"agents[{name!r}]: {AGENTS_KEY} has no agent of that name{hint(str(name), self)}"
-        )
+Agents = dict[str, Chat]
+"""The agents' chats by name, in the order of the config."""
 
 
 def begin_agents(chat: Chat, agents: Mapping[str, Agent]) -> Agents:

@@ -7,7 +7,6 @@ import secrets
 import socket
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import contextmanager
@@ -37,7 +36,6 @@ ROUTES = {
     "responses": RESPONSES,
     "messages": MESSAGES,
 }
-_ENDED_KEPT = 10_000
 _METHODS = ("GET", "POST", "PUT", "PATCH", "DELETE")
 _STOPS_WITHIN_S = 5
 _NOT_REFUSED = (410, 499, 503)
@@ -70,7 +68,6 @@ class Endpoint:
         host, port = self._socket.getsockname()[:2]
         self.url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
         self._sessions: dict[str, Session] = {}
-        self._ended: deque[str] = deque(maxlen=_ENDED_KEPT)
         routes = []
         for prefix in ("", "/episodes/{name}"):
             routes.append(routing.Route(f"{prefix}/v1/models", self._models))
@@ -104,7 +101,6 @@ class Endpoint:
             yield made
         finally:
             del self._sessions[name]
-            self._ended.append(name)
 
     def serve(self, key: str, submit: Submit, model: str) -> Session:
         """A session at the routes without a name, until the end."""
@@ -117,14 +113,10 @@ class Endpoint:
         self._thread.join(2 * _STOPS_WITHIN_S)
 
     def _found(self, request: Any) -> Session:
-        name = request.path_params.get("name", "")
-        session = self._sessions.get(name)
-        if session is None and name in self._ended:
-            raise RequestError(
-                410, "this episode has ended: its endpoint answers no more calls", "episode_ended"
-            )
+        session = self._sessions.get(request.path_params.get("name", ""))
         if session is None or not is_same(key_of(request.headers.items()), session.key):
-            raise RequestError(401, "the API key is not that of this base URL", "invalid_api_key")
+            said = "the API key is not that of this base URL, or the episode has ended"
+            raise RequestError(401, said, "invalid_api_key")
         return session
 
     async def _models(self, request: Any) -> Any:
@@ -132,28 +124,21 @@ class Endpoint:
             name = self._found(request).model or "policy"
         except RequestError as error:
             return _failed(request, error)
-        model = {"id": name, "object": "model", "created": int(time.time()), "owned_by": "distflow"}
-        listed = {
-            "object": "list",
-            "data": [{**model, "type": "model", "display_name": name}],
-            "has_more": False,
-        }
-        return _response(200, {**listed, "first_id": name, "last_id": name})
+        of_openai = {"object": "model", "created": int(time.time()), "owned_by": "distflow"}
+        of_anthropic = {"type": "model", "display_name": name}
+        listed = [{"id": name, **of_openai, **of_anthropic}]
+        return _response(200, {"object": "list", "data": listed, "has_more": False})
 
     async def _no_route(self, request: Any) -> Any:
-        refused = list[RequestError]()
-        path = request.path_params["path"]
-        known = ", ".join(f"/v1/{known}" for known in ROUTES)
         try:
-            refused = self._found(request).refused
-            said = (
-                f"there is no route {request.method} /{path}: there are {known} (POST) and "
-                "/v1/models (GET)"
-            )
-            raise RequestError(404, said, "not_found")
+            session = self._found(request)
         except RequestError as error:
-            refused.append(error)
             return _failed(request, error)
+        known = ", ".join(f"/v1/{known}" for known in (*ROUTES, "models"))
+        path = request.path_params["path"]
+        said = f"there is no route {request.method} /{path}: there are {known}"
+        session.refused.append(RequestError(404, said, "not_found"))
+        return _failed(request, session.refused[-1])
 
     async def _answer(self, wire: Wire, request: Any) -> Any:
         refused: list[RequestError] = []

@@ -146,11 +146,10 @@ class TurnTokens:
         messages: Sequence[Message],
         tools: Sequence[Message],
         stand_in: str,
-        asked: Sequence[Message] = (_ASKED,),
     ) -> tuple[tuple[int, ...], int]:
         """The ids after a reply, and how many of them belong to the end of its turn, up to its
         first stop token."""
-        begun = [*asked, {"role": "assistant", "content": stand_in}]
+        begun = [_ASKED, {"role": "assistant", "content": stand_in}]
         ids = self._after_reply(self._render([*begun, *messages], tools), stand_in)
         closed = self._after_reply(self._render(begun, tools, prompts=False), stand_in)
         for number, (token, same) in enumerate(zip(ids, closed, strict=False), 1):
@@ -232,34 +231,14 @@ class TurnTokens:
         ids, num_closing = self._rendered_between([_MORE], (), _STAND_IN)
         said = ["each turn follows the tokens of the one before"]
         if num_closing:
-            said.append(
-                "a reply that was cut off is closed with "
-                f"{self._tokenizer.decode(ids[:num_closing])!r}"
-            )
+            closing = self._tokenizer.decode(ids[:num_closing])
+            said.append(f"a reply that was cut off is closed with {closing!r}")
         else:
-            said.append(
-                "no end token is known to end a reply, so the template's text after a reply is "
-                "always added, except "
-                "for an end token at its start that was sampled"
-            )
-        thought = f"<think>\n{_THINKING}\n</think>\n\n{_STAND_IN}"
-        for reply, what in (
-            (_STAND_IN, "earlier turns"),
-            (thought, "the thinking of earlier turns"),
-        ):
+            said.append("no end token is known to end a reply, so all of its text is added")
+        for reply in (_STAND_IN, f"<think>\n{_THINKING}\n</think>\n\n{_STAND_IN}"):
             begun = self._render([_ASKED]) + reply
-            if not self._render(
-                [_ASKED, {"role": "assistant", "content": reply}, _MORE]
-            ).startswith(begun):
-                said.append(
-                    f"it would write {what} anew in later prompts; an episode keeps what was "
-                    "sampled"
-                )
+            turns = [_ASKED, {"role": "assistant", "content": reply}, _MORE]
+            if not self._render(turns).startswith(begun):
+                said.append("it would write earlier turns anew; an episode keeps what was sampled")
                 break
-        earlier = [_ASKED, {"role": "assistant", "content": "earlier reply"}, _MORE]
-        if self._rendered_between([_MORE], (), _STAND_IN, earlier)[0] != ids:
-            said.append(
-                "it writes a turn differently by its place; an episode writes every turn as its "
-                "second one"
-            )
         return said

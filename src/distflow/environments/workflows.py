@@ -52,11 +52,6 @@ class Row:
     columns: Mapping[str, object] = field(default_factory=dict)
     """All columns, by their names in the data."""
 
-    def __getitem__(self, name: str) -> object:
-        """Raises TypeError, which says how to write it."""
-        attribute = name if name in vars(self) else f"columns[{name!r}]"
-        raise TypeError(f"a row is no mapping: write row.{attribute}")
-
 
 def row_of(row: PromptRow, prompt_key: str, answer_key: str) -> Row:
     """The row that a workflow receives, and may change. prompt_key, answer_key: their columns in
@@ -93,9 +88,7 @@ RewardFn = Callable[[Any], Awaitable[Rewarded]]
 def workflow(function: F) -> F:
     """Marks an async function `f(chat, row, *, option=...)`, or `f(agents, row, ...)`, as a
     workflow. Raises UserError for any other."""
-    fault = _fault(function)
-    if fault:
-        raise UserError(f"@workflow: {getattr(function, '__name__', function)} {fault}")
+    _check_is_workflow(f"@workflow: {getattr(function, '__name__', function)}", function)
     return function
 
 
@@ -171,7 +164,7 @@ def make_workflow(name: str, found: Any, options: Mapping[str, object]) -> Workf
     if _is_areals(found):
         _check_options(name, [], options)
         return Workflow(name, ArealWorkflow(found), scores=False)
-    _check_is_workflow(f"'{name}'", found)
+    _check_is_workflow(f"{KEY}: '{name}'", found)
     parameters = inspect.signature(found).parameters
     own = list(parameters.values())[2:]  # without the chat and the row
     _check_options(name, [each for each in own if each.name != REWARD], options)
@@ -188,37 +181,30 @@ def _workflow_of_class(name: str, found: Any, options: Mapping[str, object]) -> 
         run = found(**options)
     if _is_areals(run):
         return Workflow(name, ArealWorkflow(run), scores=False)
-    _check_is_workflow(f"an instance of '{name}'", run)
+    _check_is_workflow(f"{KEY}: an instance of '{name}'", run)
     of_call = inspect.signature(run).parameters
     scores = bool(getattr(run, "uses_reward_fn", REWARD in of_call))
     return Workflow(name, run, scores, has_agents="agents" in of_call)
 
 
 def _check_is_workflow(what: str, found: object) -> None:
-    fault = _fault(found)
-    if fault:
-        raise UserError(f"{KEY}: {what} {fault}")
-
-
-def _fault(function: object) -> str:
-    """Why it is not a workflow; empty if it is one."""
-    if not callable(function):
-        return (
-            f"is {function!r:.60}, which cannot be called: name an async function f(chat, row), or "
-            "an object with an async arun_episode(engine, data)"
+    """Raises UserError for anything but a workflow in our own form."""
+    if not callable(found):
+        raise UserError(
+            f"{what} is {found!r:.60}, which cannot be called: name an async function "
+            "f(chat, row), or an object with an async arun_episode(engine, data)"
         )
-    if _is_areals(function):
-        return "is a workflow of AReaL, which needs no decorator"
-    of_instances = type(function).__call__
-    if not (inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(of_instances)):
-        return "is no async function: write `async def f(chat, row)`"
-    first_two = list(inspect.signature(function).parameters)[:2]
+    if _is_areals(found):
+        raise UserError(f"{what} is a workflow of AReaL, which needs no decorator")
+    of_instances = type(found).__call__
+    if not (inspect.iscoroutinefunction(found) or inspect.iscoroutinefunction(of_instances)):
+        raise UserError(f"{what} is no async function: write `async def f(chat, row)`")
+    first_two = list(inspect.signature(found).parameters)[:2]
     if first_two not in (["chat", "row"], ["agents", "row"]):
-        return (
-            "must take `chat` and `row` first, or `agents` and `row`: async def f(chat, row, *, "
-            "option=...)"
+        raise UserError(
+            f"{what} must take `chat` and `row` first, or `agents` and `row`: "
+            "async def f(chat, row, *, option=...)"
         )
-    return ""
 
 
 def _is_areals(found: object) -> bool:
@@ -230,15 +216,9 @@ def _check_options(
 ) -> None:
     """Raises UserError for `workflow_kwargs` that do not fit. parameters: those of the function
     that may be options."""
-    own = [p for p in parameters if p.kind in (p.KEYWORD_ONLY, p.POSITIONAL_OR_KEYWORD)]
-    known = [p.name for p in own]
-    takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters)
-    for key in options:
-        if key not in known and not takes_any:
-            raise UserError(
-                f"{KEY}_kwargs.{key}: '{name}' has no such option{hint(key, known)}; it has "
-                f"{', '.join(known) or 'none'}"
-            )
-    missing = [p.name for p in own if p.default is p.empty and p.name not in options]
-    if missing:
-        raise UserError(f"{KEY}_kwargs: '{name}' needs {', '.join(missing)}")
+    signature = inspect.Signature(parameters)
+    try:
+        signature.bind(**options)
+    except TypeError as error:
+        known = ", ".join(signature.parameters) or "none"
+        raise UserError(f"{KEY}_kwargs: '{name}': {error}; its options are {known}") from None

@@ -36,8 +36,9 @@ from distflow.import_target import (
     users_code,
 )
 from distflow.launch.threads import make_process_ready
+from distflow.pipelines.nodes.filter_groups import drop_unless
 from distflow.pipelines.nodes.objectives_from_config import may_derive_old
-from distflow.pipelines.nodes.rollout_reward_filter import drop_unless, load_responses
+from distflow.pipelines.nodes.sample_responses import load_responses
 from distflow.pipelines.nodes.scored_tokens import score_policy
 from distflow.pipelines.nodes.updates import train_unscored_actor, update
 from distflow.runtime.rollout_loop.group import Group

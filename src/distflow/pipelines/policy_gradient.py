@@ -5,6 +5,8 @@ A pipeline is a function of the config that adds the nodes that the config needs
 follows from the columns that they read and write. Prompt groups go through the rollout nodes one by
 one, whole steps through the training nodes."""
 
+from collections.abc import Callable
+
 from distflow.algorithms.registry import POLICY_LOSSES
 from distflow.builtin_names import WORKFLOWS
 from distflow.config import Config
@@ -57,12 +59,11 @@ def roll_out_and_score(pipeline: Pipeline, config: Config) -> None:
 
 def prepare_training_data(pipeline: Pipeline, config: Config) -> None:
     """Log-probs, rollout correction and rewards of a step, before its advantages."""
-    accepts = config.algorithm.filter_groups.should_accept is not None
-    before = [
-        "function_reward",
-        *["dynamic_sampling"] * filters_groups(config),
-        *["group_filter"] * accepts,
-    ]
+    before = ["function_reward"]
+    if filters_groups(config):
+        before.append("dynamic_sampling")
+    if config.algorithm.filter_groups.should_accept is not None:
+        before.append("group_filter")
     nodes.score_by_models(pipeline, config, before)  # group filters know only the functions' scores
     pipeline.add_node(
         "actor_old_log_prob",
@@ -94,11 +95,12 @@ def prepare_training_data(pipeline: Pipeline, config: Config) -> None:
     clips = any(algorithm.reward_clip is not None for algorithm in each)
     if clips:
         pipeline.add_node("reward_clip", nodes.clip_rewards, plane="training")
+    after = ["reward_clip"] if clips else []
     if kl_in_reward:
-        after = ["reward_clip"] if clips else []
         pipeline.add_node("kl_penalty", nodes.apply_kl_penalty, after, validates=False)
     if any(algorithm.whiten_rewards for algorithm in each):
-        after = ["kl_penalty"] if kl_in_reward else ["reward_clip"] if clips else []
+        if kl_in_reward:
+            after = ["kl_penalty"]
         pipeline.add_node("reward_whitening", nodes.whiten_rewards, after, plane="training")
 
 
@@ -106,23 +108,17 @@ def estimate_advantages(pipeline: Pipeline, config: Config) -> None:
     """The advantage of each token, and the tokens that the policy loss selects."""
     pipeline.add_node("calculate_advantages", nodes.compute_advantage, plane="training")
     each = [algorithm for _, algorithm in algorithms(config)]
-    after: list[str] = []  # they update the same column, in this order
-    for node_id, function, is_used in (
-        (
-            "advantage_norm",
-            nodes.normalize_advantages,
-            any(is_on(algorithm.adv_norm) for algorithm in each),
-        ),
-        (
-            "advantage_clip",
-            nodes.clip_advantages,
-            any(algorithm.advantage_clip is not None for algorithm in each),
-        ),
-        ("sample_weights", nodes.weigh_samples, any(map(weighs_samples, each))),
-    ):
-        if is_used:
-            pipeline.add_node(node_id, function, after, plane="training")
-            after = [node_id]
+    changes = list[tuple[str, Callable[..., object]]]()  # of one column, in this order
+    if any(is_on(algorithm.adv_norm) for algorithm in each):
+        changes.append(("advantage_norm", nodes.normalize_advantages))
+    if any(algorithm.advantage_clip is not None for algorithm in each):
+        changes.append(("advantage_clip", nodes.clip_advantages))
+    if any(map(weighs_samples, each)):
+        changes.append(("sample_weights", nodes.weigh_samples))
+    after: list[str] = []
+    for node_id, function in changes:
+        pipeline.add_node(node_id, function, after, plane="training")
+        after = [node_id]
     loss = POLICY_LOSSES.known(config.actor_rollout_ref.actor.policy_loss)
     if loss is not None and loss.selects is not None:
         pipeline.add_node("token_selection", nodes.select_tokens, phase="token_selection")

@@ -12,7 +12,7 @@ import torch
 from distflow.data.batch import Batch
 from distflow.data.encoded_prompts import PromptRow, UnusableRow
 from distflow.launch.run_folders.groups_of_step import step_lineage
-from distflow.pipelines.nodes.rollout_reward_filter import pair_of_row, response_of_row
+from distflow.pipelines.nodes.sample_responses import pair_of_row, response_of_row
 from distflow.runtime.rollout_loop.row_loader import RowLoader
 from distflow.runtime.sample_queue.protocol import LoadedGroups
 from distflow.scheduling.group_states import PromptGroup

@@ -12,20 +12,13 @@ from distflow.pipelines.nodes.advantages import (
     weigh_samples,
     whiten_rewards,
 )
+from distflow.pipelines.nodes.filter_groups import dynamic_sampling, filter_groups
+from distflow.pipelines.nodes.reward_samples import compute_reward, greedy_baseline, take_scores
 from distflow.pipelines.nodes.rollout_correction import (
     correct_mismatch,
     reject_mismatch,
 )
-from distflow.pipelines.nodes.rollout_reward_filter import (
-    compute_reward,
-    dynamic_sampling,
-    filter_groups,
-    generate,
-    greedy_baseline,
-    load_pairs,
-    load_responses,
-    take_scores,
-)
+from distflow.pipelines.nodes.sample_responses import generate, load_pairs, load_responses
 from distflow.pipelines.nodes.scored_tokens import (
     compute_old_log_prob,
     compute_ref_log_prob,

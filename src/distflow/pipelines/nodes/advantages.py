@@ -36,7 +36,7 @@ from distflow.config.keys.reward import scoring_models
 from distflow.data.batch import Batch
 from distflow.graph import BoundNode, Node, NodeOutput, NodeRole, node, node_factory
 from distflow.graph.bind_to_config import bind_alone
-from distflow.pipelines.nodes.rollout_reward_filter import num_needed
+from distflow.pipelines.nodes.reward_samples import num_needed
 from distflow.pipelines.nodes.settings_by_domain import (
     algorithm_node,
     by_domain,

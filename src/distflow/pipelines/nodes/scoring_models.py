@@ -3,10 +3,9 @@ that adds their results to the scores of the reward functions."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from itertools import product
+from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from distflow.algorithms.advantages.group_estimator_base import on_last_token
@@ -16,7 +15,7 @@ from distflow.config.keys.reward import on_error_of, scoring_models
 from distflow.data.batch import Batch
 from distflow.graph import SCORE_FIELDS, NodeOutput, NodeRole, Pipeline, node, node_factory
 from distflow.graph.fields import register_field
-from distflow.pipelines.nodes.rollout_reward_filter import num_needed
+from distflow.pipelines.nodes.reward_samples import num_needed
 from distflow.runtime.error_limits import TooManyErrors
 from distflow.runtime.judge_engine import Judge
 from distflow.runtime.rollout_loop.group import rows_by_group
@@ -66,75 +65,74 @@ def add_model_scores(config: Config) -> Callable[..., object]:
     """Add the scores of all models, times their weights, to those of the reward functions. A sample
     that a model did not score has a reward error, handled by `reward.on_error`, except that groups
     cannot be dropped here."""
-    models = scoring_models(config.reward_model)
     changed = ("scores", "valid", "reward_parts", "reward_errors", "reward_extra")
-    reads = {"response_mask", *changed, *map(_column, models)}
-    writes = (*changed, *SCORE_FIELDS)
-
-    @node(
-        reads=(*sorted(reads), "group_index", "domain", "?turn_index", "?token_level_scores"),
-        writes=writes,
-    )
-    def add(batch: Batch, reduce: Collective) -> NodeOutput:
-        said = {name: batch[_column(name)] for name in models}
-        unscored = [error is None for error in batch["reward_errors"]]
-        scores = batch["scores"].clone()
-        failed = _failed(said, unscored)
-        for row in (row for row in range(len(batch)) if unscored[row] and row not in failed):
-            of_models = math.fsum(
-                model.weight * said[name][row].get("score", 0.0) for name, model in models.items()
-            )
-            try:
-                scores[row] = finite_number(
-                    float(scores[row]) + of_models, "its score with those of the models is"
-                )
-            except ValueError as error:
-                failed[row] = str(error)
-        _check_share(
-            reduce.sum({"failed": float(len(failed)), "asked": float(sum(unscored))}),
-            failed,
-            config,
-        )
-        parts = [dict(each) for each in batch["reward_parts"]]
-        for row in (row for row in range(len(batch)) if unscored[row]):
-            parts[row] |= {
-                name: answers[row]["score"]
-                for name, answers in said.items()
-                if "score" in answers[row]
-            }
-        extra = [dict(each) for each in batch["reward_extra"]]
-        for row, name in product(range(len(batch)), said):
-            extra[row] |= {name: said[name][row]["reason"]} if "reason" in said[name][row] else {}
-        found = {"scores": scores, "reward_parts": parts, "reward_extra": extra}
-        found |= _with_errors(batch, scores, failed, config)
-        placed = on_last_token(scores, batch["response_mask"])
-        if "turn_index" in batch:  # turns keep their rewards
-            added = on_last_token(scores - batch["scores"], batch["response_mask"])
-            # has the score of `on_error`, or none
-            alone = torch.tensor([row in failed for row in range(len(batch))])
-            placed = torch.where(alone[:, None], placed, batch["token_level_scores"] + added)
-        found |= dict.fromkeys(SCORE_FIELDS, placed)
-        counts = dict[str, float]()
-        for name, model in models.items():
-            counts[f"reward/errors/{name}"] = float(sum("error" in each for each in said[name]))
-            if not model.judge:
-                counts[f"reward/cut/{name}"] = float(
-                    sum(bool(each.get("cut")) for each in said[name])
-                )
-        return NodeOutput(found, counts)
-
-    return add
+    columns = sorted(map(_column, scoring_models(config.reward_model)))
+    reads = ("response_mask", "group_index", "domain", "?turn_index", "?token_level_scores")
+    declared = node(reads=(*changed, *columns, *reads), writes=(*changed, *SCORE_FIELDS))
+    return declared(partial(_add_scores, config=config))
 
 
-def _failed(said: Mapping[str, Sequence[Answer]], asked: Sequence[bool]) -> dict[int, str]:
-    """For rows in `asked` without a score: the reason, by row."""
+def _add_scores(batch: Batch, reduce: Collective, *, config: Config) -> NodeOutput:
+    models = scoring_models(config.reward_model)
+    said: dict[str, Sequence[Answer]] = {name: batch[_column(name)] for name in models}
+    scores = batch["scores"].clone()
+    parts = [dict(each) for each in batch["reward_parts"]]
+    extra = [dict(each) for each in batch["reward_extra"]]
+    asked = [row for row, error in enumerate(batch["reward_errors"]) if error is None]
     failed = dict[int, str]()
+    for row in range(len(batch)):
+        answers = {name: each[row] for name, each in said.items()}
+        extra[row] |= _entries(answers, "reason")
+        if batch["reward_errors"][row] is not None:
+            continue
+        parts[row] |= _entries(answers, "score")
+        try:
+            scores[row] = _total(float(scores[row]), answers, models)
+        except ValueError as error:
+            failed[row] = str(error)
+    counts = {"failed": float(len(failed)), "asked": float(len(asked))}
+    _check_share(reduce.sum(counts), failed, config)
+    found: dict[str, object] = {"reward_parts": parts, "reward_extra": extra}
+    found |= _with_errors(batch, scores, failed, config)
+    placed = _on_tokens(batch, scores, failed)
+    found |= dict.fromkeys(SCORE_FIELDS, placed)
+    return NodeOutput({**found, "scores": scores}, _counts(said, models))
+
+
+def _entries(answers: Mapping[str, Answer], key: str) -> dict[str, Any]:
+    """This entry of each model's answer that has it, by model."""
+    return {name: answer[key] for name, answer in answers.items() if key in answer}
+
+
+def _total(own: float, answers: Mapping[str, Answer], models: Mapping[str, Any]) -> float:
+    """The score of a response. own: that of the reward functions. Raises ValueError if a model gave
+    none, or the total is no finite number."""
+    errors = _entries(answers, "error")
+    if errors:
+        raise ValueError("; ".join(f"{name}: {error}" for name, error in errors.items()))
+    scores = _entries(answers, "score")
+    added = math.fsum(models[name].weight * score for name, score in scores.items())
+    return finite_number(own + added, "its score with those of the models is")
+
+
+def _on_tokens(batch: Batch, scores: Tensor, failed: Mapping[int, str]) -> Tensor:
+    """The scores on the tokens: `(bs, response_length)`. Turns keep their rewards."""
+    if "turn_index" not in batch:
+        return on_last_token(scores, batch["response_mask"])
+    placed = on_last_token(scores - batch["scores"], batch["response_mask"])
+    placed = placed + batch["token_level_scores"]
+    rows = list(failed)  # have the score of `on_error`, or none
+    placed[rows] = on_last_token(scores[rows], batch["response_mask"][rows])
+    return placed
+
+
+def _counts(said: Mapping[str, Sequence[Answer]], models: Mapping[str, Any]) -> dict[str, float]:
+    counts = dict[str, float]()
     for name, answers in said.items():
-        for row in (row for row, answer in enumerate(answers) if asked[row] and "error" in answer):
-            failed[row] = "; ".join(
-                filter(None, [failed.get(row), f"{name}: {answers[row]['error']}"])
-            )
-    return failed
+        counts[f"reward/errors/{name}"] = float(sum("error" in each for each in answers))
+        if not models[name].judge:
+            counts[f"reward/cut/{name}"] = float(sum(bool(each.get("cut")) for each in answers))
+    return counts
 
 
 def _check_share(counts: Mapping[str, float], failed: Mapping[int, str], config: Config) -> None:
@@ -162,11 +160,13 @@ def _with_errors(
         if isinstance(on_error, float):
             scores[row] = on_error
     for rows in rows_by_group(batch).values():
-        few = int(valid[rows].sum()) < num_needed(
-            algorithm_of(config, batch["domain"][rows[0]]).adv_estimator
-        )
-        if few and len(rows) > 1 and not failed.keys().isdisjoint(rows):
-            for row in (row for row in rows if valid[row]):
+        if len(rows) == 1 or failed.keys().isdisjoint(rows):
+            continue
+        algorithm = algorithm_of(config, batch["domain"][rows[0]])
+        if int(valid[rows].sum()) >= num_needed(algorithm.adv_estimator):
+            continue
+        for row in rows:
+            if valid[row]:
                 valid[row] = False
                 errors[row] = "a model scored too few samples of its group"
     return {"valid": valid, "reward_errors": errors}

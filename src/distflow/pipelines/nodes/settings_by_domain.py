@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial, wraps
 from inspect import signature
+from typing import Any, cast
 
 import torch
 
@@ -53,17 +54,14 @@ def algorithm_node(
 
     def decorated(function: Callable[..., object]) -> Factory:
         parameters = signature(function).parameters.values()
-        names = [
-            parameter.name for parameter in parameters if parameter.kind is parameter.KEYWORD_ONLY
-        ]
+        names = [each.name for each in parameters if each.kind is each.KEYWORD_ONLY]
 
         @wraps(function)
         def make(config: Config) -> Callable[..., object]:
-            values = {name: getattr(config.algorithm, name) for name in names}
-            options = {
-                name: dict(vars(value)) if is_group(value) else value
-                for name, value in values.items()
-            }
+            options = dict[str, object]()
+            for name in names:
+                value = getattr(config.algorithm, name)
+                options[name] = dict(vars(value)) if is_group(value) else value
             return partial(function, **options) if options else function
 
         return node_factory(by_domain(is_on)(make))
@@ -75,22 +73,22 @@ def _divided(
     make: Factory, is_on: Callable[[AlgorithmConfig], bool], config: Config
 ) -> Callable[..., object]:
     parts: dict[str | None, BoundNode | None] = {}
+    reads = {"domain": None}
+    optional = dict[str, None]()
+    writes = dict[str, None]()
     for domain, algorithm in algorithms(config):
         parts[domain] = None
         if is_on(algorithm):
             own = config_of(config, domain)
-            parts[domain] = bind_alone(Node(make.__name__, make(own)), own)
-    contracts = [part.contract for part in parts.values() if part is not None]
-    reads = dict.fromkeys(name for contract in contracts for name in contract.reads)
-    optional = dict.fromkeys(
-        name for contract in contracts for name in contract.optional if name not in reads
-    )
-    writes = tuple(dict.fromkeys(name for contract in contracts for name in contract.writes))
-    narrowed = (
-        ["in_baselines"] if _narrows_baselines(config) and "in_baselines" not in writes else []
-    )
-    names = (*reads, "domain", *narrowed, *(f"?{name}" for name in optional))
-    return node(reads=tuple(dict.fromkeys(names)), writes=writes)(partial(in_domains, parts=parts))
+            part = bind_alone(Node(make.__name__, make(own)), own)
+            reads |= dict.fromkeys(part.contract.reads)
+            optional |= dict.fromkeys(part.contract.optional)
+            writes |= dict.fromkeys(part.contract.writes)
+            parts[domain] = part
+    if _narrows_baselines(config) and "in_baselines" not in writes:
+        reads["in_baselines"] = None
+    names = (*reads, *(f"?{name}" for name in optional if name not in reads))
+    return node(reads=names, writes=tuple(writes))(partial(in_domains, parts=parts))
 
 
 def in_domains(
@@ -108,27 +106,32 @@ def in_domains(
     for row, domain in enumerate(batch["domain"]):
         rows[domain if domain in parts else None].append(row)
     done = list[Batch]()
+    order = list[int]()
     metrics = dict[str, float]()
     for domain, part in parts.items():
         own = batch.select(rows[domain])
+        order += rows[domain]
         if "in_baselines" in own:
             own["valid"] = own["in_baselines"]
         if part is not None:
-            state = ctx.state.setdefault("rest", {})
-            if domain is not None:
-                state = ctx.state.setdefault("domains", {}).setdefault(domain, {})
-            output = run_part(part, own, replace(ctx, state=state), reduce)
+            output = run_part(part, own, replace(ctx, state=_state_of(domain, ctx)), reduce)
+            weight = float(len(own)) if output.weight is None else output.weight
             end = "" if domain is None else f"/{domain}"
-            weight = output.weight
-            measured = [(dict(output.metrics), float(len(own)) if weight is None else weight)]
-            metrics |= {
-                f"{name}{end}": value for name, value in over_ranks(measured, reduce).items()
-            }
+            measured = over_ranks([(dict(output.metrics), weight)], reduce)
+            metrics |= {f"{name}{end}": value for name, value in measured.items()}
             for name, value in columns_of(output.batch, writes).items():
                 own[name] = value
         done.append(own.only(writes))
-    order = torch.tensor([row for domain in parts for row in rows[domain]], dtype=torch.int64)
-    return NodeOutput(Batch.concat(done).select(order.argsort()), metrics)
+    in_order = torch.tensor(order, dtype=torch.int64).argsort()
+    return NodeOutput(Batch.concat(done).select(in_order), metrics)
+
+
+def _state_of(domain: str | None, ctx: NodeContext) -> dict[str, Any]:
+    """The part's own state, within that of the node."""
+    if domain is None:
+        return cast(dict[str, Any], ctx.state.setdefault("rest", {}))
+    domains = ctx.state.setdefault("domains", {})
+    return cast(dict[str, Any], domains.setdefault(domain, {}))
 
 
 def run_part(part: BoundNode, batch: Batch, ctx: NodeContext, reduce: Collective) -> NodeOutput:
@@ -139,11 +142,11 @@ def run_part(part: BoundNode, batch: Batch, ctx: NodeContext, reduce: Collective
 
 
 def masks_samples(algorithm: AlgorithmConfig) -> bool:
-    bounds = (algorithm.difficulty_mask, algorithm.mask_long_errors)
     return (
         algorithm.mask_truncated
         or algorithm.mask_max_turns
-        or any(bound is not None for bound in bounds)
+        or algorithm.difficulty_mask is not None
+        or algorithm.mask_long_errors is not None
     )
 
 

@@ -83,11 +83,11 @@ def train_critic(config: Config) -> Callable[..., object]:
     """Update the critic towards the returns, for domains whose estimator reads values."""
     critic = config.critic
     objective = value_objective(config)
-    trains = (
-        {domain: takes_values(each) for domain, each in algorithms(config)}
-        if config.algorithm.domains
-        else None
-    )
+    reads: tuple[str, ...] = objective.reads
+    trains = None
+    if config.algorithm.domains:
+        trains = {domain: takes_values(each) for domain, each in algorithms(config)}
+        reads = (*reads, "domain")
     closed = partial(
         update,
         name="critic",
@@ -99,29 +99,29 @@ def train_critic(config: Config) -> Callable[..., object]:
         trains=trains,
         sample_level=config.algorithm.sample_level,
     )
-    return _declared((*objective.reads, *(("domain",) if trains else ())), closed)
+    return _declared(reads, closed)
 
 
 @node_factory
 @node(role=NodeRole.ACTOR)
 def train_sft(config: Config) -> Callable[..., object]:
     """Update the policy towards the data set's responses."""
-    objective = SFTObjective()
-    num_prompts = config.actor_rollout_ref.actor.ppo_mini_batch_size
-    return _declared(
-        objective.reads, partial(update, name="sft", objective=objective, num_prompts=num_prompts)
-    )
+    return _supervised(config, "sft", SFTObjective())
 
 
 @node_factory
 @node(role=NodeRole.ACTOR)
 def train_reward_model(config: Config) -> Callable[..., object]:
     """Update a reward model towards higher scores of chosen responses than of rejected ones."""
-    objective = PairObjective()
+    return _supervised(config, "rm", PairObjective())
+
+
+def _supervised(
+    config: Config, name: str, objective: SFTObjective | PairObjective
+) -> Callable[..., object]:
     num_prompts = config.actor_rollout_ref.actor.ppo_mini_batch_size
-    return _declared(
-        objective.reads, partial(update, name="rm", objective=objective, num_prompts=num_prompts)
-    )
+    closed = partial(update, name=name, objective=objective, num_prompts=num_prompts)
+    return _declared(objective.reads, closed)
 
 
 def _columns(objective: PolicyObjective) -> tuple[str, ...]:
@@ -160,19 +160,21 @@ def update(
     samples; None for all. sample_level: episode, or decision: mini-batches then have a sample for
     each decision of an episode."""
     if trains is not None:
-        batch = batch.select(
-            [row for row, each in enumerate(batch["domain"]) if trains.get(each, trains[None])]
-        )
-    samples, places = batch.by_decision() if sample_level == "decision" else (batch, None)
+        rows = [row for row, each in enumerate(batch["domain"]) if trains.get(each, trains[None])]
+        batch = batch.select(rows)
+    samples = batch
+    places = None
+    if sample_level == "decision":
+        samples, places = batch.by_decision()
     updates = list[dict[str, float]]()
     unmoved = True
-    rows = dict[str, Tensor]()
+    recorded = dict[str, Tensor]()
     for epoch in range(epochs if ctx.step >= warmup else 0):
         for mini_batch in ctx.minibatches(samples, num_prompts, epoch):
             loss = ctx.before_update(engine, mini_batch, objective)
-            metrics = engine.train_step(
-                mini_batch, RecordingLoss(loss, rows) if records and unmoved else loss
-            )
+            if records and unmoved:
+                loss = RecordingLoss(loss, recorded)
+            metrics = engine.train_step(mini_batch, loss)
             ctx.after_update(engine, mini_batch, metrics, unmoved)
             updates.append(metrics)
             unmoved = unmoved and bool(metrics.get("empty"))
@@ -180,7 +182,7 @@ def update(
     if records is None:
         return NodeOutput(None, measured)
     scored = batch.only(batch.names)
-    own = _first_log_probs(samples, engine, rows, unmoved)
+    own = _first_log_probs(samples, engine, recorded, unmoved)
     if places is not None:  # given tokens between decisions have none
         own = own.new_zeros(int(batch.lengths("response").sum())).index_copy(0, places, own)
     scored[records] = own
@@ -200,7 +202,8 @@ def update_policies(
 ) -> NodeOutput:
     """`update` of each policy of the agents, on its own tokens, with its own means. The first one's
     metrics are named as in a run with one policy, those of the others `policies/POLICY/...`."""
-    measured, (first, *_) = dict[str, float](), engine.engines
+    measured = dict[str, float]()
+    first = next(iter(engine.engines))
     for policy, own in engine.engines.items():
         names = name if policy == first else f"policies/{policy}"
         run = partial(update, num_prompts=num_prompts, epochs=epochs, warmup=warmup)
@@ -209,28 +212,27 @@ def update_policies(
 
 
 class RecordingLoss:
-    """A loss function that records its log-probs in `rows` by the samples' names."""
+    """A loss function that records its log-probs in `recorded` by the samples' names."""
 
-    def __init__(self, loss: LossFn, rows: dict[str, Tensor]) -> None:
+    def __init__(self, loss: LossFn, recorded: dict[str, Tensor]) -> None:
         self.outputs = loss.outputs
-        self._loss = loss
-        self._rows = rows
         self.counts = loss.counts
         self.finish = loss.finish
+        self._loss = loss
+        self._recorded = recorded
 
     def __call__(
         self, outputs: Mapping[str, Tensor], micro: Batch, counts: Counts
     ) -> tuple[Tensor, Sums]:
         log_probs = outputs["log_probs"].detach()
-        for name, row, length in zip(
-            micro.row_names, log_probs, micro.lengths("response").tolist(), strict=True
-        ):
-            self._rows[name] = row[:length]
+        lengths = micro.lengths("response").tolist()
+        for name, row, length in zip(micro.row_names, log_probs, lengths, strict=True):
+            self._recorded[name] = row[:length]
         return self._loss(outputs, micro, counts)
 
 
 def _first_log_probs(
-    batch: Batch, engine: TrainEngine, rows: Mapping[str, Tensor], unmoved: bool
+    batch: Batch, engine: TrainEngine, recorded: Mapping[str, Tensor], unmoved: bool
 ) -> Tensor:
     """Log-probs under the weights before the update, all samples one after another on the CPU:
     recorded by the update (NaN for samples that it did not see), or computed now if it moved
@@ -239,24 +241,23 @@ def _first_log_probs(
         return engine.forward(batch, ("log_probs",)).flat("log_probs")
     if not len(batch):  # other ranks have all samples of the step
         return torch.empty(0)
-    device = next((row.device for row in rows.values()), None)
-    missing = [
-        torch.full((length,), torch.nan, device=device)
-        for length in batch.lengths("response").tolist()
-    ]
-    return torch.cat(
-        [rows.get(name, nothing) for name, nothing in zip(batch.row_names, missing, strict=True)]
-    ).cpu()
+    device = next((row.device for row in recorded.values()), None)
+    rows = list[Tensor]()
+    for name, length in zip(batch.row_names, batch.lengths("response").tolist(), strict=True):
+        if name in recorded:
+            rows.append(recorded[name])
+        else:
+            rows.append(torch.full((length,), torch.nan, device=device))
+    return torch.cat(rows).cpu()
 
 
 def _over(updates: Sequence[Mapping[str, float]]) -> dict[str, float]:
     """Metrics of a step; empty if there was no optimizer step."""
-    rows: dict[str, list[float]] = defaultdict(list)
+    values: dict[str, list[float]] = defaultdict(list)
     for update in [update for update in updates if not update.get("empty")] or updates:
         for metric, value in update.items():
-            rows[metric].append(value)
-    totals = {
-        metric: sum(update.get(metric, 0.0) for update in updates)
-        for metric in rows.keys() & COUNTED
-    }
-    return {metric: sum(values) / len(values) for metric, values in rows.items()} | totals
+            values[metric].append(value)
+    found = {metric: sum(each) / len(each) for metric, each in values.items()}
+    for metric in found.keys() & COUNTED:
+        found[metric] = sum(update.get(metric, 0.0) for update in updates)
+    return found

@@ -27,7 +27,7 @@ from distflow.errors import UserError, describe_fault
 from distflow.graph import NodeOutput, NodeRole, node, node_factory
 from distflow.pipelines.nodes.episode_outcome import Outcome, read_outcome
 from distflow.pipelines.nodes.episode_sample import EpisodeSamples, by_last_reply
-from distflow.pipelines.nodes.rollout_reward_filter import SAMPLED_FIELDS
+from distflow.pipelines.nodes.sample_responses import SAMPLED_FIELDS
 from distflow.pipelines.nodes.send_episode_requests import EpisodeRequests
 from distflow.rewards.pool.pool import GivenUp
 from distflow.rewards.reward_results import (
