@@ -253,7 +253,7 @@ def _overlaid(runs: Mapping[str, RunPages]) -> dict[str, Any]:
             chart = {"question": name, "kind": "line", "unit": chart_data.unit_of(name)}
             charts.append({**chart, "names": list(labels), "labels": labels, "colors": colors})
     series = chart_data.series(steps)
-    return {"series": series, "charts": charts, "others": [], "bars": {}, "docs": {}}
+    return {"series": series, "charts": charts, "others": [], "trials": {}, "docs": {}}
 
 
 _PARTS: Mapping[str, Callable[[RunPages, Query], dict[str, Any]]] = {

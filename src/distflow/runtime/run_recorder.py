@@ -233,7 +233,6 @@ class Recorder(AbstractContextManager["Recorder"]):
             if step < self._total_steps:
                 text = f"after step {step}: {found.text} {found.advice}".rstrip()
                 self.note("finding", f"{text} [{found.rule}]", rule=found.rule)
-                self._trackers.finding(found.rule, text)
         self._callbacks.call("on_step", step, dict(metrics))
 
     def validation(

@@ -13,7 +13,7 @@ from distflow.observe.findings.summary import Accuracy, describe_learning
 from distflow.observe.report.build import MAX_BYTES, report_data, write_report
 from distflow.observe.report.chart_data import series
 from distflow.observe.report.page import embed
-from distflow.observe.report.samples import before_and_after
+from distflow.observe.report.validations import before_and_after, read_validations
 from distflow.observe.run_reader import Timeline
 from distflow.observe.writing.run_folder import RunFolder, RunFolderError
 
@@ -290,13 +290,13 @@ def test_problems_are_matched_by_their_text_and_averaged(tmp_path: Path) -> None
             [{**row, "errors": "no luck" if row["prompt"] == "failed" else None} for row in after],
             "val",
         )
-    found = before_and_after(tmp_path, Timeline())
+    found = before_and_after(read_validations(tmp_path, Timeline()))
     assert found is not None
     assert [found[f"num_{how}"] for how in ("better", "worse", "same")] == [1, 1, 1]
     assert [e["prompt"] for e in found["examples"]] == ["up", "down", "same"]
     assert found["examples"][0]["before"]["score"] == 0.5
     (tmp_path / "samples" / "val-000009.parquet").unlink()
-    assert before_and_after(tmp_path, Timeline()) is None
+    assert before_and_after(read_validations(tmp_path, Timeline())) is None
 
 
 def test_accuracies_on_other_validation_problems_are_not_compared(tmp_path: Path) -> None:

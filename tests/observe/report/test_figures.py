@@ -11,10 +11,10 @@ import pytest
 from distflow.observe.report.chart_data import (
     Z_95,
     choose_charts,
-    error_bars,
     wilson,
 )
-from distflow.observe.report.samples import num_problems, sample_groups, thin_samples
+from distflow.observe.report.samples import sample_groups, thin_samples
+from distflow.observe.report.validations import num_problems, read_validations
 from distflow.observe.run_reader import Timeline, read_spans
 from distflow.observe.writing.run_folder import RunFolder, Span
 
@@ -30,21 +30,6 @@ def test_wilson_intervals_end_where_the_score_test_rejects(right: int, number: i
     assert low - 1e-12 <= share <= high + 1e-12 and high - low > 0
 
 
-def test_error_bars_belong_to_accuracies_of_a_known_number_of_problems() -> None:
-    columns = {
-        "val_correct/all/mean": [0.5, None, "NaN"],
-        "val_correct/math/pass@4": [0.25],
-        "val_correct/code/mean": [0.5],
-        "reward/mean_score": [0.5],
-        "val_correct/all/odd": [3.0],
-    }
-    bars = error_bars(columns, {"all": 100, "math": 4})
-    assert set(bars) == {"val_correct/all/mean", "val_correct/math/pass@4", "val_correct/all/odd"}
-    assert bars["val_correct/all/mean"] == [[0.4038, 0.5962], None, None] and bars[
-        "val_correct/all/odd"
-    ] == [None]
-
-
 @pytest.mark.parametrize(("ground_truth", "number"), [("7", 1), ("", 3), (None, 3)])
 def test_tasks_without_a_ground_truth_are_problems_of_their_own(
     ground_truth: str | None, number: int, tmp_path: Path
@@ -55,7 +40,7 @@ def test_tasks_without_a_ground_truth_are_problems_of_their_own(
     ]
     with RunFolder(tmp_path, 0) as run:
         run.samples(0, rows, "val")
-    assert num_problems(tmp_path, Timeline())["all"] == number
+    assert num_problems(read_validations(tmp_path, Timeline()))["all"] == number
 
 
 def test_groups_are_whole_and_a_reward_error_has_no_score() -> None:

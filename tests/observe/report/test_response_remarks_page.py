@@ -43,7 +43,7 @@ ODD = {
 ODD |= {"code/__proto__": 1, "code/constructor": "c", "code/wanted": {"x": 1}}
 TALK = [
     {"owner": "prompt", "text": "what was asked"},
-    {"owner": "policy", "text": IMAGE, "fork": "2.1", "why": "history"},
+    {"owner": "policy", "text": IMAGE, "fork": "2.1"},
     {"owner": "tool", "text": "5"},
     {"owner": "environment", "text": "go on", "agent": "solver"},
     *(7, None, {"owner": {"x": 1}, "text": [2]}),
@@ -174,7 +174,7 @@ def test_what_verifiers_said_is_readable_and_stays_text(
         "constructorc",
         "__proto__1",
         "prompt (given)\nwhat was asked",
-        f"fork 2.1 (history): policy (drawn)\n{IMAGE}",
+        f"fork 2.1: policy (drawn)\n{IMAGE}",
         "solver: environment (given)\ngo on",
     ):
         assert text_shown in text.replace("\xa0", " "), text_shown

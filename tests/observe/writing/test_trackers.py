@@ -87,16 +87,12 @@ def test_one_that_hangs_neither_blocks_nor_fills_the_memory() -> None:
     assert len(stuck.got) < 400
 
 
-def test_remote_ones_get_a_table_of_samples_and_findings() -> None:
+def test_remote_ones_get_a_table_of_samples() -> None:
     class Everything(Recorder):
         tables: list[tuple[int, list[Mapping[str, str]]]] = []
-        found: list[tuple[str, str]] = []
 
         def samples(self, step: int, rows: Sequence[Mapping[str, str]]) -> None:
             self.tables.append((step, list(rows)))
-
-        def finding(self, rule: str, text: str) -> None:
-            self.found.append((rule, text))
 
     far = Everything()
     trackers = Trackers([], {"far": lambda: far})
@@ -106,7 +102,6 @@ def test_remote_ones_get_a_table_of_samples_and_findings() -> None:
     trackers.log(3, {"reward/mean_score": 0.5, "other": 1.0})
     trackers.samples(3, [*rows, {"uid": "failed", "score": None, "prompt": "\ud800"}])
     trackers.samples(4, [])
-    trackers.finding("no-signal", "text")
     trackers.close()
     assert far.got == [(3, {"reward/mean_score": 0.5, "other": 1.0})]
     ((step, table),) = far.tables
@@ -125,7 +120,6 @@ def test_remote_ones_get_a_table_of_samples_and_findings() -> None:
         and len(table[0]["response"]) < 2010
         and "more" not in table[0]
     )
-    assert far.found == [("no-signal", "text")]
 
 
 def open_some(names: list[str], folder: Path, events: list) -> Trackers:
@@ -145,7 +139,6 @@ def test_tensorboard_files_are_read_by_tensorboard(tmp_path: Path) -> None:
             step, {"reward/mean_score": step / 2, "actor/grad_norm": math.nan if step == 2 else 1.0}
         )
     trackers.samples(1, [{"uid": "0-0", "response": "<b>a|b\n"}])
-    trackers.finding("no-signal", "text")
     trackers.close()
     assert events == []
     found = EventAccumulator(str(tmp_path / "tensorboard"))
@@ -153,11 +146,8 @@ def test_tensorboard_files_are_read_by_tensorboard(tmp_path: Path) -> None:
     assert sorted(found.Tags()["scalars"]) == ["actor/grad_norm", "reward/mean_score"]
     assert set(found.Tags()["tensors"]) == {"samples"}
     table = found.Tensors("samples")[0].tensor_proto.string_val[0].decode()
-    assert (
-        table.startswith("| uid |")
-        and "&lt;b&gt;a&#124;b<br>" in table
-        and len(table.splitlines()) == 3
-    )
+    assert '"response": "<b>a|b\\n"' in table
+    assert all(line.startswith("    ") for line in table.splitlines())
     assert [(e.step, e.value) for e in found.Scalars("reward/mean_score")] == [
         (1, 0.5),
         (2, 1.0),
@@ -178,8 +168,7 @@ def test_wandb_offline_writes_a_run_and_a_resume_goes_on_in_it(
         for step in (first, first + 1):
             trackers.log(step, {"reward/mean_score": 0.5, "actor/grad_norm": math.nan})
             trackers.samples(step, [{"uid": "0-0", "response": "r", "score": 1.0}])
-        trackers.finding("no-signal", "text")
-        trackers.close()
+            trackers.close()
     assert events == []
     files = list((tmp_path / "wandb").glob("offline-run-*/run-*.wandb"))
     assert len(files) == 2 and len({file.name for file in files}) == 1
@@ -207,8 +196,7 @@ def track_two_starts(name: str, folder: Path) -> None:
             }
             trackers.log(step, {**values, "val_correct/all/pass@4": 0.5})
             trackers.samples(step, [{"uid": "0-0", "response": "r", "score": 1.0}])
-        trackers.finding("no-signal", "text")
-        trackers.close()
+            trackers.close()
     assert events == []
 
 

@@ -20,6 +20,12 @@ from distflow.observe.report import chart_data as charts
 from distflow.observe.report import domains, samples
 from distflow.observe.report.page import PAGE_BYTES, page
 from distflow.observe.report.step_times import times_json
+from distflow.observe.report.validations import (
+    Ends,
+    before_and_after,
+    num_problems,
+    read_validations,
+)
 from distflow.observe.run_reader import Event
 from distflow.observe.run_records import RunRecords
 from distflow.observe.writing.run_folder import RunFolderError, is_ours
@@ -85,8 +91,8 @@ class RunPages(RunRecords):
         return read_object(self.run_dir / "run.json", self.run_dir)
 
     @cached_property
-    def trials(self) -> dict[str, int]:
-        return samples.num_problems(self.run_dir, self.timeline)
+    def validations(self) -> list[Ends]:
+        return read_validations(self.run_dir, self.timeline)
 
     @cached_property
     def problems(self) -> list[EventGroup]:
@@ -97,7 +103,8 @@ class RunPages(RunRecords):
     def accuracy(self) -> Accuracy | None:
         if accuracy_counts_nothing(self.steps):
             return None
-        return summary.find_accuracy(self.records, self.trials.get("all"), self.events)
+        number = num_problems(self.validations).get("all")
+        return summary.find_accuracy(self.records, number, self.events)
 
     @cached_property
     def examination(self) -> Examination:
@@ -138,7 +145,7 @@ class RunPages(RunRecords):
 
     def learned(self) -> dict[str, Any]:
         """The same validation problems before and after training."""
-        return {"compare": samples.before_and_after(self.run_dir, self.timeline)}
+        return {"compare": before_and_after(self.validations)}
 
     def curves(self) -> dict[str, Any]:
         """The charts, their columns, and what each metric means."""
@@ -151,7 +158,7 @@ class RunPages(RunRecords):
                 docs[name] = metric.doc
         return {
             "series": series,
-            "bars": charts.error_bars(columns, self.trials),
+            "trials": num_problems(self.validations),
             "charts": drawn,
             "others": others,
             "units": {name: charts.unit_of(name) for name in others},

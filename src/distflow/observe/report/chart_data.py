@@ -144,27 +144,3 @@ def wilson(share: float, number: float) -> tuple[float, float]:
     middle = (share + squared / 2) / (1 + squared)
     half = Z_95 * math.sqrt(share * (1 - share) / number + squared / (4 * number)) / (1 + squared)
     return max(middle - half, 0.0), min(middle + half, 1.0)
-
-
-def error_bars(
-    columns: Mapping[str, Column], trials: Mapping[str, int]
-) -> dict[str, list[list[float] | None]]:
-    """An interval for each value of the columns `val_correct/DOMAIN/...`, None if there is no
-    share.
-
-    trials: the number of validation problems by domain and of "all". Several responses to a problem
-    are one trial.
-    """
-    bars: dict[str, list[list[float] | None]] = {}
-    for name, values in columns.items():
-        group, _, rest = name.partition("/")
-        number = trials.get(rest.rpartition("/")[0], 0)
-        if group != "val_correct" or not number:
-            continue
-        bars[name] = []
-        for value in values:
-            interval = None
-            if isinstance(value, float) and 0 <= value <= 1:
-                interval = [float(f"{end:.4g}") for end in wilson(value, number)]
-            bars[name].append(interval)
-    return bars

@@ -1,16 +1,13 @@
-"""The samples in the report: responses with long texts cut, thinned by whole groups to fit;
-validations compared."""
+"""The samples in the report: long texts cut, thinned by whole groups to fit."""
 
 import math
 from base64 import b64encode
-from collections import Counter
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from distflow.observe import run_reader
-from distflow.observe.crash_safe_files import JSON, encode
+from distflow.observe.crash_safe_files import encode
 from distflow.observe.reward_remarks import failure, remarks
 from distflow.observe.sample_files import DROPPED
 from distflow.untrusted_files import read_file
@@ -50,15 +47,18 @@ def cut_response(row: Mapping[str, object], max_text: int = MAX_TEXT) -> dict[st
     said.pop("frames", None)
     shown["remarks"] = cut(said, max_text)
     shown["failure"] = failure(row)
-    if isinstance(versions := row.get("versions"), list):
-        known = [v for v in versions if isinstance(v, int) and v >= 0]
+    versions = row.get("versions")
+    if isinstance(versions, list):
+        known = [version for version in versions if isinstance(version, int) and version >= 0]
         shown["versions"] = sorted({min(known), max(known)}) if known else []
     if row.get("errors"):
-        shown["score"] = shown["acc"] = None
+        shown["score"] = None
+        shown["acc"] = None
     if shown["acc"] == shown["score"]:
         shown["acc"] = None
     for key in ("score", "advantage", "masked"):
-        if isinstance(value := shown[key], float) and math.isfinite(value):
+        value = shown[key]
+        if isinstance(value, float) and math.isfinite(value):
             shown[key] = float(f"{value:.5g}")
     if not shown["masked"]:
         shown["masked"] = None
@@ -147,17 +147,20 @@ def _places(run_dir: Path) -> list[tuple[str, int]]:
 def prompt_images(run_dir: Path, groups: Sequence[SampleGroup], max_bytes: int) -> dict[str, str]:
     """Small images of these groups' prompts as text in base 64, by their names, as many as fit."""
     folder = run_dir / "data" / "images"
-    found: dict[str, str] = {}
     most = max(_MAX_IMAGE_BYTES, max_bytes // _MAX_IMAGES)
-    for group in groups:
-        for name in group["images"]:
-            with suppress(OSError):
-                content = b"" if name in found else read_file(folder / name, folder, most)
-                if content.startswith(b"\x89PNG"):
-                    max_bytes -= len(content) * 4 // 3 + len(name)
-                    if max_bytes < 0:
-                        return found
-                    found[name] = b64encode(content).decode()
+    found: dict[str, str] = {}
+    names = [name for group in groups for name in group["images"]]
+    for name in dict.fromkeys(names):
+        try:
+            content = read_file(folder / name, folder, most)
+        except OSError:
+            continue
+        if content.startswith(b"\x89PNG"):
+            text = b64encode(content).decode()
+            max_bytes -= len(text) + len(name)
+            if max_bytes < 0:
+                break
+            found[name] = text
     return found
 
 
@@ -203,91 +206,3 @@ def evenly(items: Sequence[Any], number: int) -> list[Any]:
     if number == 1:
         return [items[0]]
     return [items[round(i * (len(items) - 1) / (number - 1))] for i in range(number)]
-
-
-def before_and_after(run_dir: Path, timeline: run_reader.Timeline) -> dict[str, object] | None:
-    """The same validation problems at the first and the last validation that kept samples; None
-    without two.
-
-    Problems are matched by prompt and ground truth, without a ground truth by their rows; a problem
-    with several responses has the mean of their scores; one without a score at either time is left
-    out. Examples: improved ones first, then worse and unchanged ones, at least one of each if
-    possible."""
-    pairs: dict[str, list[dict[str, object]]] = {"better": [], "worse": [], "same": []}
-    ends: list[int] = []
-    for split in run_reader.sample_splits(run_dir):
-        steps = _end_steps(run_dir, split, timeline) if split.startswith("val") else []
-        if len(steps) < 2:
-            continue
-        ends += steps
-        old = _by_problem(run_reader.read_samples(run_dir, steps[0], split, timeline))
-        new = _by_problem(run_reader.read_samples(run_dir, steps[1], split, timeline))
-        for key in old:
-            if key not in new:
-                continue
-            then = _mean_score(old[key])
-            now = _mean_score(new[key])
-            if then is None or now is None:
-                continue
-            kind = "same" if now == then else "better" if now > then else "worse"
-            pair = {name: cut(old[key][0].get(name), 1200) for name in ("prompt", "ground_truth")}
-            pair["before"] = _response(old[key], then)
-            pair["after"] = _response(new[key], now)
-            pairs[kind].append(pair)
-    if not ends:
-        return None
-    numbers = {f"num_{kind}": len(found) for kind, found in pairs.items()}
-    examples = [*pairs["better"][:4], *pairs["worse"][:1], *pairs["same"][:1]]
-    return {"first": min(ends), "last": max(ends), **numbers, "examples": examples}
-
-
-def num_problems(run_dir: Path, timeline: run_reader.Timeline) -> dict[str, int]:
-    """The number of distinct problems in the first validation that kept samples: of "all", and of
-    each domain."""
-    counts: Counter[str] = Counter()
-    for split in run_reader.sample_splits(run_dir):
-        steps = _end_steps(run_dir, split, timeline) if split.startswith("val") else []
-        if steps:
-            rows = run_reader.read_samples(run_dir, steps[0], split, timeline)
-            problems = _by_problem(rows).values()
-            counts.update(str(own[0].get("domain") or "") for own in problems)
-            counts["all"] += len(problems)
-    return dict(counts)
-
-
-def _end_steps(run_dir: Path, split: str, timeline: run_reader.Timeline) -> list[int]:
-    """The first and the last step of a split whose samples survive."""
-    steps = run_reader.sample_steps(run_dir, split)
-
-    def is_there(step: int) -> bool:
-        return bool(run_reader.read_samples(run_dir, step, split, timeline))
-
-    first = next(filter(is_there, steps), None)
-    last = next(filter(is_there, reversed(steps)), None)
-    return sorted({step for step in (first, last) if step is not None})
-
-
-def _by_problem(rows: Sequence[dict[str, JSON]]) -> dict[tuple[str, ...], list[dict[str, JSON]]]:
-    problems: dict[tuple[str, ...], list[dict[str, JSON]]] = {}
-    for row in rows:
-        key = tuple(str(row.get(name, "")) for name in ("prompt", "ground_truth", "images"))
-        if not row.get("ground_truth"):  # as in a simulator, whose tasks differ by their seeds
-            key = (*key, str(row.get("uid")).rpartition("-")[0])
-        problems.setdefault(key, []).append(row)
-    return problems
-
-
-def _mean_score(rows: Sequence[Mapping[str, object]]) -> float | None:
-    """The mean correctness of the responses, without penalties (`acc`), else the mean score. None
-    without a score."""
-    scores = []
-    for row in rows:
-        score = row.get("score") if row.get("acc") is None else row.get("acc")
-        if isinstance(score, float) and not row.get("errors"):
-            scores.append(score)
-    return sum(scores) / len(scores) if scores else None
-
-
-def _response(rows: Sequence[Mapping[str, object]], score: float | None) -> dict[str, object]:
-    response = cut(rows[0].get("response"), 2000)
-    return {"response": response, "score": score, "num_responses": len(rows)}

@@ -2,7 +2,6 @@
 slow nor end a run."""
 
 import contextlib
-import html
 import importlib.util
 import json
 import os
@@ -57,7 +56,7 @@ class TrackedRun:
 class Tracker(Protocol):
     """Receives copies of the metrics. Trackers in the table are created from a `TrackedRun`. One
     may also have `samples(step, rows)`, which takes a table of a few samples of a step (in each row
-    the same columns, as texts), and `finding(rule, text)`, which takes a finding of the doctor."""
+    the same columns, as texts)."""
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         """Take the metrics of one step under flat names; values may be NaN or infinite."""
@@ -98,10 +97,6 @@ class Trackers:
         between."""
         if self._remote and rows:
             self._send("samples", step, _table(rows))
-
-    def finding(self, rule: str, text: str) -> None:
-        """Pass a finding of the doctor to remote trackers."""
-        self._send("finding", rule, text)
 
     def _send(self, name: str, *what: object) -> None:
         for thread in self._remote:
@@ -184,15 +179,19 @@ _COLUMNS = (
 
 def _table(rows: Sequence[Mapping[str, object]]) -> list[dict[str, str]]:
     """Rows with evenly spaced scores, the best first; long texts are cut in the middle."""
-    known = sorted(
-        rows, key=lambda row: -score if isinstance(score := row.get("score"), float) else 0.0
-    )
+
+    def best_first(row: Mapping[str, object]) -> float:
+        score = row.get("score")
+        return -score if isinstance(score, float) else 0.0
+
+    known = sorted(rows, key=best_first)
     number = min(len(known), _MAX_ROWS)
-    chosen = [known[i * (len(known) - 1) // max(number - 1, 1)] for i in range(number)]
-    return [
-        {name: _cut("" if row.get(name) is None else str(row[name])) for name in _COLUMNS}
-        for row in chosen
-    ]
+    table = []
+    for place in range(number):
+        row = known[place * (len(known) - 1) // max(number - 1, 1)]
+        texts = {name: "" if row.get(name) is None else str(row[name]) for name in _COLUMNS}
+        table.append({name: _cut(text) for name, text in texts.items()})
+    return table
 
 
 def _cut(text: str) -> str:
@@ -249,18 +248,6 @@ def _build(target: str, run: TrackedRun) -> Tracker:
     return cast(Callable[[TrackedRun], Tracker], load(target))(replace(run, config=as_json))
 
 
-def markdown_table(rows: Sequence[Mapping[str, str]]) -> str:
-    """A table in Markdown, in which no text is markup."""
-    cells = [
-        [html.escape(text, quote=False).translate(_PLAIN) for text in row.values()] for row in rows
-    ]
-    lines = [list(rows[0]), ["---"] * len(rows[0]), *cells] if rows else []
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
-
-
-_PLAIN = {ord(sign): f"&#{ord(sign)};" for sign in "|\\`*_[]~"} | {ord("\n"): "<br>", ord("\r"): ""}
-
-
 class TensorBoardTracker:
     """One scalar per metric name; `tensorboard --logdir RUN/tensorboard` shows them. Only the
     package `tensorboard` writes event files: neither TensorFlow nor torch is loaded."""
@@ -281,12 +268,12 @@ class TensorBoardTracker:
         )
 
     def samples(self, step: int, rows: Sequence[Mapping[str, str]]) -> None:
-        self._text(step, "samples", markdown_table(rows))
-
-    def _text(self, step: int, tag: str, text: str) -> None:
+        """Show them as JSON; indented, nothing in it is markup."""
         from tensorboard.plugins.text.summary_v2 import text_pb
 
-        self._add(step, text_pb(tag, text).value)
+        lines = json.dumps(list(rows), indent=1).splitlines()
+        text = "\n".join(f"    {line}" for line in lines)
+        self._add(step, text_pb("samples", text).value)
 
     def _add(self, step: int, values: Any) -> None:
         from tensorboard.compat.proto.event_pb2 import Event
@@ -358,10 +345,6 @@ class WandbTracker(_TrackerRun):
         )
         self._run.log({"samples": table, "step": step})
 
-    def finding(self, rule: str, text: str) -> None:
-        """Raise an alert, which Weights & Biases mails if its user wants that."""
-        self._run.alert(title=rule, text=text)
-
 
 class TrackioTracker(_TrackerRun):
     """One run of Trackio for each run folder, which a resumed run continues. It is on this machine
@@ -417,8 +400,8 @@ class MlflowTracker:
             self._client.log_batch(self._id, metrics[first : first + 1000])
 
     def samples(self, step: int, rows: Sequence[Mapping[str, str]]) -> None:
-        """Add them to the artifacts, as a table."""
-        self._client.log_text(self._id, markdown_table(rows), f"samples/{step:06d}.md")
+        """Add them to the artifacts."""
+        self._client.log_dict(self._id, list(rows), f"samples/{step:06d}.json")
 
     def close(self) -> None:
         self._client.set_terminated(self._id)

@@ -23,8 +23,23 @@ function columns(names) {
     }
     return value === null ? undefined : value;
   }));
-  const bars = names.map((name) => data.bars[name] && rows.map((i) => data.bars[name][i] ?? null));
+  const bars = names.map((name, s) => numTrials(name) && y[s].map((share) => wilson(share, numTrials(name))));
   return { x, y, marks, bars };
+}
+
+// The problems of a domain's accuracy. Several responses to a problem are one trial.
+function numTrials(name) {
+  const domain = /^val_correct\/(.+)\/[^/]+$/.exec(name);
+  return domain ? data.trials[domain[1]] ?? 0 : 0;
+}
+
+// The 95 % score interval of a share of independent trials (Wilson, JASA 22:158, 1927); null if it is no share.
+function wilson(share, trials) {
+  if (typeof share !== "number" || share < 0 || share > 1) return null;
+  const z = 1.96;
+  const middle = share + (z * z) / (2 * trials);
+  const half = z * Math.sqrt((share * (1 - share)) / trials + ((z / trials) ** 2) / 4);
+  return [middle - half, middle + half].map((end) => Math.min(Math.max(end / (1 + (z * z) / trials), 0), 1));
 }
 
 function smooth(values, weight) {

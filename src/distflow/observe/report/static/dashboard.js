@@ -3,7 +3,7 @@
 const EVERY_MS = 1000;
 const own = el("section", { id: "own" }); // what a page has besides the sections of a report
 const one = data.runs.length === 1;
-Object.assign(data, { domains: [], problems: [], docs: {}, bars: {}, units: {}, others: [] });
+Object.assign(data, { domains: [], problems: [], docs: {}, trials: {}, units: {}, others: [] });
 
 const address = (page, params = {}) =>
   `/${page === "runs" ? "" : page}?${inAddress({ run: page === "runs" ? [] : data.runs, theme: state("theme"), ...params })}`;
