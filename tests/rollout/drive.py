@@ -12,11 +12,24 @@ from transformers import AutoModelForCausalLM
 from distflow.data.sample import Segment
 from distflow.rollout.embedded import EmbeddedEngine
 from distflow.rollout.engine import GenerateRequest, SamplingParams, Stream
+from distflow.rollout.servers.fleet import Fleet
+from distflow.rollout.servers.http_engine import HttpEngine
 from distflow.scheduling.group_states import Version
 from tests.tiny_models import tiny_config, tiny_tokenizer
 
 FIRST = Version(0, 0)
 DEADLINE_S = 60
+
+
+class Served(Fleet):
+    """A fleet of one server, with the attributes of its engine."""
+
+    def __init__(self, engine: HttpEngine) -> None:
+        super().__init__([engine])
+        self.engine = engine
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.engine, name)
 
 
 def make_model(family: str = "llama", seed: int = 0, **changes: Any) -> Any:

@@ -18,15 +18,14 @@ from distflow.rollout.conformance import FIRST as FIRST_WEIGHTS
 from distflow.rollout.conformance import (
     MAY_REFUSE,
     PROPERTIES,
-    Bench,
     Finding,
     chance,
     check_engine,
-    distribution,
 )
 from distflow.rollout.embedded import EmbeddedEngine
 from distflow.rollout.embedded.decode_steps import DeviceOptions
 from distflow.rollout.engine import GenerateRequest, RolloutEngine, SamplingParams
+from distflow.rollout.engine_bench import Bench, distribution
 from distflow.rollout.engine_weights import stripe_hashes
 from distflow.rollout.hf_engine import HFEngine
 from distflow.rollout.servers.fleet import Fleet
@@ -34,7 +33,7 @@ from distflow.rollout.servers.http_engine import HttpEngine
 from distflow.rollout.servers.sglang_engine import SGLangEngine
 from distflow.rollout.servers.vllm_engine import VllmEngine
 from distflow.scheduling.group_states import Version
-from tests.rollout.drive import FIRST, make_model
+from tests.rollout.drive import FIRST, Served, make_model
 from tests.rollout.servers import test_vllm
 from tests.rollout.servers.sglang_server import Running
 
@@ -92,7 +91,7 @@ class BehindServer(SGLangEngine):
 
 
 def sglang(**options: Any) -> Make:
-    return lambda model, tokenizer: BehindServer(model, tokenizer, **options)
+    return lambda model, tokenizer: Served(BehindServer(model, tokenizer, **options))
 
 
 class FleetBehindServers(Fleet):
@@ -103,7 +102,8 @@ class FleetBehindServers(Fleet):
 
 
 def vllm(model: Any, tokenizer: PreTrainedTokenizerFast) -> RolloutEngine:
-    return VllmEngine(model, tokenizer, version=FIRST, python=str(test_vllm.PYTHON), num_threads=1)
+    python = str(test_vllm.PYTHON)
+    return Served(VllmEngine(model, tokenizer, version=FIRST, python=python, num_threads=1))
 
 
 PAGES = DeviceOptions(page_tokens=8, num_pages=400)

@@ -160,7 +160,7 @@ def _behind_servers(config: Config, dtype: torch.dtype, get: Get) -> RolloutEngi
     begin = partial(make, model, get("tokenizer"), version=Version(0, 0))
     urls = options.get("url") or (None,) * settings.rollout.data_parallel_size
     engines = [begin(**{**options, "url": url}) for url in urls]
-    return Fleet(engines) if len(engines) > 1 else engines[0]
+    return Fleet(engines)
 
 
 def _empty_policy(config: Config, dtype: torch.dtype) -> nn.Module:

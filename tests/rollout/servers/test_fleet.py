@@ -144,14 +144,14 @@ def test_an_update_that_one_server_refuses_does_not_hold_the_others(
 def test_a_server_that_is_slow_to_update_gets_requests_when_it_has_caught_up(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    # a look would find it silent for 0 seconds
-    monkeypatch.setattr(http_engine, "LOOKS_EVERY_S", DEADLINE_S)
+    monkeypatch.setattr(http_engine, "LOOKS_EVERY_S", 0.05)
 
     async def story(fleet: Fleet, servers: list[SGLang]) -> None:
         servers[1].lie = "updates later"
-        # how long the others wait for it, besides
+        update = asyncio.create_task(fleet.load_weights(Version(0, 2), changed(2)))
+        await until(lambda: servers[0].label == "0.2")
         monkeypatch.setattr(http_engine, "SILENT_S", 0.0)
-        await fleet.load_weights(Version(0, 2), changed(2))
+        await update
         monkeypatch.undo()
         before = len(servers[1].prompts)
         results = await ask(fleet, groups(6))
@@ -169,14 +169,14 @@ def test_a_fleet_has_a_version_only_when_its_servers_have_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     seen = list[Version]()
-    load_files = HttpEngine.load_files
+    load_files = HttpEngine.load
 
     async def story(fleet: Fleet, servers: list[SGLang]) -> None:
         async def load(engine: HttpEngine, files: WeightFiles) -> None:
             seen.append(fleet.version)
             await load_files(engine, files)
 
-        monkeypatch.setattr(HttpEngine, "load_files", load)
+        monkeypatch.setattr(HttpEngine, "load", load)
         await fleet.load_weights(Version(0, 2), changed(2))
         assert seen == [Version(0, 1)] * 2 and fleet.version == Version(0, 2)
 

@@ -19,7 +19,7 @@ from distflow.rollout.servers.sglang_engine import SGLangEngine
 from distflow.rollout.servers.vllm_engine import VllmEngine
 from distflow.runtime.weight_sync.protocol import check_receipt
 from distflow.scheduling.group_states import Version
-from tests.rollout.drive import DEADLINE_S, FIRST, make_model, request_of
+from tests.rollout.drive import DEADLINE_S, FIRST, Served, make_model, request_of
 from tests.rollout.servers.lying_server import Server, name_of, serving
 from tests.rollout.servers.sglang_server import Running
 from tests.tiny_models import tiny_tokenizer
@@ -37,7 +37,7 @@ def server() -> Iterator[Server]:
 
 
 def make(url: str, kind: type[HttpEngine] = VllmEngine, **options: Any) -> Any:
-    return kind(make_model(), tiny_tokenizer(), version=FIRST, url=url, **options)
+    return Served(kind(make_model(), tiny_tokenizer(), version=FIRST, url=url, **options))
 
 
 def run(engine: Any, story: Callable[[Any], Awaitable[Any]]) -> Any:
@@ -369,9 +369,10 @@ def test_a_server_that_cannot_do_what_the_run_needs(
     run(make(server.url, longest=256), lambda engine: engine.generate(request()))
 
 
-def test_weights_that_the_server_read_otherwise_are_in_no_receipt(server: Server) -> None:
-    """What the engine says that it holds is what the server read: the run compares it with what was
-    sent."""
+def test_a_server_that_read_other_weights_than_were_sent_gets_no_requests(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(http_engine, "BACK_OFF_S", 0.001)
 
     async def story(engine: VllmEngine) -> None:
         weights = dict(engine.model.named_parameters())
@@ -380,14 +381,12 @@ def test_weights_that_the_server_read_otherwise_are_in_no_receipt(server: Server
         name = next(iter(weights))
 
         def lie(path: str, asked: dict[str, Any], answer: Any) -> Any:
-            return (
-                {"results": [{**server.hashes, name: "0"}]} if path == "/collective_rpc" else answer
-            )
+            is_load = asked.get("method") == "distflow_load"
+            return {"results": [{**server.hashes, name: "0"}]} if is_load else answer
 
         server.lie = lie
-        receipt = await engine.load_weights(Version(0, 2), list(weights.items()))
-        with pytest.raises(TrustError, match="arrived incompletely"):
-            check_receipt(receipt, Version(0, 2), stripe_hashes(weights.items()))
+        with pytest.raises(ServerFailed, match="hashes of weights other than those"):
+            await engine.load_weights(Version(0, 2), list(weights.items()))
 
     run(make(server.url), story)
 
@@ -403,7 +402,19 @@ def test_a_server_that_cannot_load_the_weights(
         run(make(server.url), lambda engine: asyncio.sleep(0))
 
 
-def test_a_server_that_keeps_its_cache_below_new_weights(server: Server) -> None:
+def test_a_server_that_never_reports_hashes_is_given_up(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(http_engine, "BACK_OFF_S", 0.001)
+    server.lie = lambda path, asked, true: 500 if asked.get("method") == "distflow_hashes" else true
+    with pytest.raises(ServerFailed, match=r"no server .* hashes of its weights: .* with 500"):
+        run(make(server.url), lambda engine: engine.hashes())
+
+
+def test_a_server_that_keeps_its_cache_below_new_weights(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(http_engine, "BACK_OFF_S", 0.001)
     server.lie = lambda path, asked, true: (
         {"success": False} if path == "/reset_prefix_cache" else true
     )
@@ -428,12 +439,14 @@ def test_weights_that_do_not_fit_are_not_sent(server: Server) -> None:
 
 def test_a_server_that_stalls_is_found(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(http_engine, "ATTACH_S", 0.5)
+    monkeypatch.setattr(http_engine, "SILENT_S", 0.5)
+    monkeypatch.setattr(http_engine, "BACK_OFF_S", 0.001)
     monkeypatch.setattr(http_engine, "LOOKS_EVERY_S", 0.05)
     monkeypatch.setattr(http_engine, "CALL_S", 0.5)
 
     async def story(engine: VllmEngine) -> None:
         server.lie = lambda path, asked, true: server.released.wait(DEADLINE_S) and true
-        with pytest.raises(UserError, match="no server answers there"):
+        with pytest.raises(ServerFailed, match="no server answers there"):
             await engine.generate(request())
 
     run(make(server.url), story)
@@ -446,7 +459,7 @@ def test_one_to_which_no_connection_leads_is_found_by_no_open_request(
     monkeypatch.setattr(http_engine, "LOOKS_EVERY_S", 0.05)
 
     async def story(engine: VllmEngine) -> None:
-        monkeypatch.setattr(http_engine, "ATTACH_S", 0.5)
+        monkeypatch.setattr(http_engine, "SILENT_S", 0.5)
 
         def lie(path: str, asked: dict[str, Any], true: Any) -> Any:
             is_gone = [each for each, _ in server.asked].count(GENERATE) == 1
@@ -501,7 +514,7 @@ def test_a_response_may_take_as_long_as_it_takes(kind: type[HttpEngine], path: s
         limits[asked.url.path] = asked.extensions["timeout"]["read"]
 
     async def story(url: str) -> None:
-        async with kind(make_model(), tiny_tokenizer(), version=FIRST, url=url) as engine:
+        async with make(url, kind) as engine:
             engine.client.event_hooks = {"request": [note]}
             await engine.load_weights(FIRST, list(engine.model.named_parameters()))
             await engine.generate(request())

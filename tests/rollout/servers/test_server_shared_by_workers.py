@@ -11,17 +11,16 @@ from typing import Any
 
 import pytest
 
-from distflow.errors import TrustError
 from distflow.models.lora import add_lora, named_weights
 from distflow.rollout.engine import GenerateRequest
 from distflow.rollout.engine_weights import stripe_hashes
 from distflow.rollout.servers import http_engine
 from distflow.rollout.servers.answer_checks import label_of
-from distflow.rollout.servers.http_engine import HttpEngine
+from distflow.rollout.servers.http_engine import ServerFailed
 from distflow.rollout.servers.server_shared_by_workers import ServerGroup, follower_of, version_of
 from distflow.rollout.servers.vllm_engine import VllmEngine
 from distflow.scheduling.group_states import Version
-from tests.rollout.drive import DEADLINE_S, FIRST, make_model, request_of
+from tests.rollout.drive import DEADLINE_S, FIRST, Served, make_model, request_of
 from tests.rollout.servers.lying_server import Server
 from tests.tiny_models import tiny_tokenizer
 
@@ -71,12 +70,13 @@ def python(tmp_path: Path) -> Iterator[str]:
     yield str(path)
 
 
-def run(folder: Path, python: str, story: Callable[[Leader, HttpEngine], Awaitable[Any]]) -> Any:
+def run(folder: Path, python: str, story: Callable[[Any, Served], Awaitable[Any]]) -> Any:
     """With the engines of two workers, which both have the first weights."""
 
     def make(engine: Callable[..., Any], place: int) -> Any:
         group = ServerGroup(folder / "group", place, 2)
-        return engine(make_model(), tiny_tokenizer(), version=FIRST, python=python, group=group)
+        made = engine(make_model(), tiny_tokenizer(), version=FIRST, python=python, group=group)
+        return Served(made)
 
     async def with_engines() -> Any:
         leader = make(Leader, 0)
@@ -94,7 +94,7 @@ def run(folder: Path, python: str, story: Callable[[Leader, HttpEngine], Awaitab
     return asyncio.run(with_engines())
 
 
-async def load(engine: HttpEngine, version: Version, seed: int = 0) -> None:
+async def load(engine: Served, version: Version, seed: int = 0) -> None:
     weights = list(make_model(seed=seed).named_parameters())
     receipt = await engine.load_weights(version, weights)
     assert (receipt.version, engine.version) == (
@@ -103,12 +103,12 @@ async def load(engine: HttpEngine, version: Version, seed: int = 0) -> None:
     ) and receipt.hashes == stripe_hashes(weights)
 
 
-async def versions_of(engine: HttpEngine) -> set[int]:
+async def versions_of(engine: Served) -> set[int]:
     return {step for each in (await engine.generate(REQUEST)) for step in each.versions}
 
 
 def test_one_server_answers_both_and_takes_weights_once(tmp_path: Path, python: str) -> None:
-    async def story(leader: Leader, follower: HttpEngine) -> None:
+    async def story(leader: Any, follower: Served) -> None:
         (server,) = leader.servers
         server.asked.clear()
         await asyncio.gather(load(follower, SECOND, seed=1), load(leader, SECOND, seed=1))
@@ -126,7 +126,7 @@ def test_one_server_answers_both_and_takes_weights_once(tmp_path: Path, python: 
 
 
 def test_a_follower_has_a_version_when_the_server_has_it(tmp_path: Path, python: str) -> None:
-    async def story(leader: Leader, follower: HttpEngine) -> None:
+    async def story(leader: Any, follower: Served) -> None:
         late = asyncio.create_task(load(follower, SECOND, seed=1))
         await asyncio.sleep(0.2)
         assert not late.done() and follower.version == FIRST
@@ -144,9 +144,12 @@ def test_a_follower_has_a_version_when_the_server_has_it(tmp_path: Path, python:
     run(tmp_path, python, story)
 
 
-def test_other_weights_than_the_follower_was_sent_are_found(tmp_path: Path, python: str) -> None:
-    async def story(leader: Leader, follower: HttpEngine) -> None:
-        with pytest.raises(TrustError, match="other weights of .* than this worker was sent"):
+def test_other_weights_than_the_follower_was_sent_are_found(
+    tmp_path: Path, python: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def story(leader: Any, follower: Served) -> None:
+        monkeypatch.setattr(http_engine, "BACK_OFF_S", 0.001)
+        with pytest.raises(ServerFailed, match="other weights of .* than this worker was sent"):
             await asyncio.gather(load(leader, SECOND, seed=1), load(follower, SECOND, seed=2))
         with pytest.raises(ValueError, match="weights were rejected"):
             await follower.load_weights(SECOND, [])
@@ -157,10 +160,11 @@ def test_other_weights_than_the_follower_was_sent_are_found(tmp_path: Path, pyth
 def test_both_take_the_weights_of_an_adapter_unmerged(tmp_path: Path, python: str) -> None:
     pytest.importorskip("peft")
 
-    async def story(leader: Leader, follower: HttpEngine) -> None:
+    async def story(leader: Any, follower: Served) -> None:
         models: dict[str, Any] = {"data": [{"id": "policy"}]}
         leader.servers[0].lie = lambda path, asked, true: models if path == "/v1/models" else true
-        leader.model, follower.model = (add_lora(make_model(), rank=2) for _ in range(2))
+        leader.engine.model = add_lora(make_model(), rank=2)
+        follower.engine.model = add_lora(make_model(), rank=2)
         weights = list(named_weights(add_lora(make_model(seed=1), rank=2), merge=False))
         receipts = await asyncio.gather(
             *(each.load_weights(SECOND, weights) for each in (leader, follower))
@@ -177,7 +181,7 @@ def test_a_server_that_dies_while_its_worker_asks_nothing_is_replaced(
     monkeypatch.setattr(http_engine, "SILENT_S", 0.2)
     monkeypatch.setattr(http_engine, "LOOKS_EVERY_S", 0.05)
 
-    async def story(leader: Leader, follower: HttpEngine) -> None:
+    async def story(leader: Any, follower: Served) -> None:
         await asyncio.gather(load(leader, SECOND, seed=1), load(follower, SECOND, seed=1))
         leader.strike()
         assert await versions_of(follower) == {SECOND.step}

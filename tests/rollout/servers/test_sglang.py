@@ -20,20 +20,21 @@ from distflow.errors import TrustError, UserError
 from distflow.models.loading import load_tokenizer
 from distflow.observe.run_reader import read_metrics
 from distflow.rollout.conformance import FIRST as FIRST_WEIGHTS
-from distflow.rollout.conformance import Bench, Finding, check_engine
+from distflow.rollout.conformance import Finding, check_engine
+from distflow.rollout.engine_bench import Bench
 from distflow.rollout.servers import http_engine, sglang_engine
 from distflow.rollout.servers.http_engine import ServerFailed
 from distflow.rollout.servers.sglang_engine import SGLangEngine
 from distflow.scheduling.group_states import Version
 from tests.e2e.runs import Playground
-from tests.rollout.drive import FIRST, forward_log_probs, make_model, prompt_of, request_of
+from tests.rollout.drive import FIRST, Served, forward_log_probs, make_model, prompt_of, request_of
 from tests.rollout.servers.sglang_server import LIES, Running
 from tests.tiny_models import tiny_tokenizer
 
 SERVER = Path(__file__).with_name("sglang_server.py")
 ROOT = Path(__file__).parents[3]
 
-Story = Callable[[SGLangEngine], Awaitable[Any]]
+Story = Callable[[Any], Awaitable[Any]]
 
 
 def with_server(story: Story, lie: str = "", **options: Any) -> None:
@@ -41,9 +42,8 @@ def with_server(story: Story, lie: str = "", **options: Any) -> None:
     model = make_model()
 
     async def run(url: str, state: Any) -> None:
-        async with SGLangEngine(
-            model, tiny_tokenizer(), version=FIRST, url=url, **options
-        ) as engine:
+        made = SGLangEngine(model, tiny_tokenizer(), version=FIRST, url=url, **options)
+        async with Served(made) as engine:
             await engine.load_weights(Version(0, 1), list(model.named_parameters()))
             state.lie = lie
             await asyncio.wait_for(story(engine), 100)
@@ -54,11 +54,11 @@ def with_server(story: Story, lie: str = "", **options: Any) -> None:
         asyncio.run(run(server.url, server.state))
 
 
-async def generate(engine: SGLangEngine) -> Any:
+async def generate(engine: Any) -> Any:
     return await engine.generate(request_of(prompt_of(5), (0, 1)))
 
 
-async def update(engine: SGLangEngine) -> None:
+async def update(engine: Any) -> None:
     await engine.load_weights(Version(0, 2), list(make_model(seed=1).named_parameters()))
 
 
@@ -75,7 +75,7 @@ async def update(engine: SGLangEngine) -> None:
         ("above 0", generate, TrustError, "invalid log-probs"),
         ("older label", generate, TrustError, "weights 'default' instead of '0.1'"),
         ("aborts", generate, ServerFailed, "aborted a request by itself: Abort in waiting queue"),
-        ("keeps its label", update, TrustError, "weights '0.1' instead of '0.2'"),
+        ("keeps its label", update, ServerFailed, "weights '0.1' instead of '0.2'"),
         ("refuses", update, ServerFailed, "with 400: .*Failed to get weights iterator"),
         pytest.param(
             "error", generate, ServerFailed, "/generate with 500: .*CUDA", marks=pytest.mark.slow
@@ -87,7 +87,7 @@ def test_a_server_that_lies_is_named(
 ) -> None:
     assert lie in LIES
 
-    async def asked(engine: SGLangEngine) -> None:
+    async def asked(engine: Any) -> None:
         with pytest.raises(error, match=text) as found:
             await story(engine)
         assert engine.url and engine.url in str(found.value), "which server"
@@ -96,7 +96,7 @@ def test_a_server_that_lies_is_named(
 
 
 def test_a_server_that_keeps_its_old_weights_is_found_by_what_it_answers() -> None:
-    async def check(engine: SGLangEngine) -> None:
+    async def check(engine: Any) -> None:
         bench = Bench(
             engine, make_model(), tiny_tokenizer(), 32, 1e-4, torch.float32, 1, {1: make_model()}
         )
@@ -113,12 +113,14 @@ def test_a_server_that_keeps_its_old_weights_is_found_by_what_it_answers() -> No
 
 def test_a_server_that_falls_silent_is_given_up_in_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(http_engine, "ATTACH_S", 1.0)
+    monkeypatch.setattr(http_engine, "SILENT_S", 1.0)
+    monkeypatch.setattr(http_engine, "BACK_OFF_S", 0.001)
     monkeypatch.setattr(http_engine, "LOOKS_EVERY_S", 0.1)
     monkeypatch.setattr(sglang_engine, "HEALTH_S", 0.2)
 
-    async def asked(engine: SGLangEngine) -> None:
+    async def asked(engine: Any) -> None:
         with pytest.raises(
-            UserError, match=r"rollout.url=http://127.0.0.1:\d+: no server answers there"
+            ServerFailed, match=r"rollout.url=http://127.0.0.1:\d+: no server answers there"
         ):
             await generate(engine)
 
@@ -133,16 +135,17 @@ def test_a_server_that_answers_everything_but_requests_is_asked_again(
 
     async def story(server: Running) -> None:
         model = make_model()
-        async with SGLangEngine(model, tiny_tokenizer(), version=FIRST, url=server.url) as engine:
+        made = SGLangEngine(model, tiny_tokenizer(), version=FIRST, url=server.url)
+        async with Served(made) as engine:
             await engine.load_weights(Version(0, 1), list(model.named_parameters()))
-            begin = engine.begin
+            begin = engine.engine.begin
 
             async def begin_again() -> None:
                 server.state.lie = ""
                 monkeypatch.setattr(http_engine, "STUCK_S", 600.0)
                 await begin()
 
-            monkeypatch.setattr(engine, "begin", begin_again)
+            monkeypatch.setattr(engine.engine, "begin", begin_again)
             monkeypatch.setattr(http_engine, "STUCK_S", 0.1)
             server.state.lie = "never answers"
             (found, _) = await generate(engine)
@@ -160,7 +163,8 @@ def test_a_pause_leaves_requests_open_and_an_update_in_it_ends_their_parts(updat
     async def story(server: Running) -> None:
         state = server.state
         model = make_model()
-        async with SGLangEngine(model, tiny_tokenizer(), version=FIRST, url=server.url) as engine:
+        made = SGLangEngine(model, tiny_tokenizer(), version=FIRST, url=server.url)
+        async with Served(made) as engine:
             await engine.load_weights(Version(0, 1), list(model.named_parameters()))
             state.modes.clear()
             await on_server(server, state.engine.pause())  # the request stays open
@@ -204,7 +208,8 @@ def test_a_server_of_something_else_is_refused(
     served: dict[str, Any], lie: str, error: type[Exception], text: str
 ) -> None:
     async def run(url: str) -> None:
-        async with SGLangEngine(make_model(), tiny_tokenizer(), version=FIRST, url=url) as engine:
+        made = SGLangEngine(make_model(), tiny_tokenizer(), version=FIRST, url=url)
+        async with Served(made) as engine:
             await update(engine)
 
     with (
@@ -217,7 +222,8 @@ def test_a_server_of_something_else_is_refused(
 
 def test_a_prompt_longer_than_the_context_of_the_server_is_refused() -> None:
     async def run(url: str) -> None:
-        async with SGLangEngine(make_model(), tiny_tokenizer(), version=FIRST, url=url) as engine:
+        made = SGLangEngine(make_model(), tiny_tokenizer(), version=FIRST, url=url)
+        async with Served(made) as engine:
             with pytest.raises(UserError, match="5 tokens .* 12 .* 16"):
                 await generate(engine)
 
@@ -226,7 +232,7 @@ def test_a_prompt_longer_than_the_context_of_the_server_is_refused() -> None:
 
 
 def test_an_adapter_that_is_not_merged_is_not_sent() -> None:
-    async def story(engine: SGLangEngine) -> None:
+    async def story(engine: Any) -> None:
         adapter = {"model.layers.0.self_attn.q_proj.lora_A.default.weight": torch.zeros(4, 32)}
         with pytest.raises(ValueError, match="lora_A"):
             await engine.load_weights(
@@ -243,7 +249,8 @@ def test_tokens_of_the_model_that_the_tokenizer_does_not_have_count_and_have_no_
     model, tokenizer = make_model(vocab_size=4 * len(tiny_tokenizer())), tiny_tokenizer()
 
     async def run(url: str) -> None:
-        async with SGLangEngine(model, tokenizer, version=FIRST, url=url) as engine:
+        made = SGLangEngine(model, tokenizer, version=FIRST, url=url)
+        async with Served(made) as engine:
             await engine.load_weights(Version(0, 1), list(model.named_parameters()))
             (found,) = await engine.generate(request_of(prompt_of(5), stop=("no such text",)))
             assert max(found.token_ids) >= len(tokenizer) and len(found.token_ids) == 12
@@ -257,7 +264,7 @@ def test_tokens_of_the_model_that_the_tokenizer_does_not_have_count_and_have_no_
 def test_the_same_request_has_the_same_tokens_and_greedy_ones_the_log_probs_at_its_temperature() -> (  # noqa: E501
     None
 ):
-    async def asked(engine: SGLangEngine) -> None:
+    async def asked(engine: Any) -> None:
         assert engine.repeats_draws and await generate(engine) == await generate(engine)
         for heat in (1.0, 0.5):
             request = request_of(prompt_of(6), greedy=True, temperature=heat)
@@ -301,7 +308,8 @@ def started(folder: Path, story: Story, **env: str) -> None:
     async def run() -> None:
         options: dict[str, Any] = {"python": launcher(folder, **env)}
         options["engine_kwargs"] = {"enable_deterministic_inference": True}
-        async with SGLangEngine(model, tiny_tokenizer(), version=FIRST, **options) as engine:
+        made = SGLangEngine(model, tiny_tokenizer(), version=FIRST, **options)
+        async with Served(made) as engine:
             await engine.load_weights(Version(0, 1), list(model.named_parameters()))
             await story(engine)
 
@@ -343,7 +351,8 @@ def test_a_run_ends_at_the_start_with_what_its_server_answers(
     lie: str, text: str, tmp_path: Path
 ) -> None:
     ground = Playground(tmp_path, num_rows=4)
-    with server_of(tmp_path, lie) as server, pytest.raises(TrustError, match=text):
+    errors = (TrustError, ServerFailed)
+    with server_of(tmp_path, lie) as server, pytest.raises(errors, match=text):
         ground.run(
             "grpo",
             "actor_rollout_ref.rollout.name=sglang",
@@ -393,7 +402,7 @@ def test_draws_at_another_temperature_than_that_of_the_log_probs_are_told(
 
 @pytest.mark.slow
 def test_a_server_of_ours_that_is_killed_is_started_again_with_its_weights(tmp_path: Path) -> None:
-    async def story(engine: SGLangEngine) -> None:
+    async def story(engine: Any) -> None:
         process = engine._process
         assert process is not None
         before = await generate(engine)
@@ -415,10 +424,10 @@ def test_a_server_of_ours_that_is_killed_is_started_again_with_its_weights(tmp_p
 def test_a_server_of_ours_that_dies_in_every_update_ends_the_run_with_its_log(
     tmp_path: Path,
 ) -> None:
-    async def story(engine: SGLangEngine) -> None:
+    async def story(engine: Any) -> None:
         raise AssertionError("it has no weights")
 
-    with pytest.raises(ServerFailed, match="was lost 3 times at the same request"):
+    with pytest.raises(ServerFailed, match="after 3 attempts each"):
         started(tmp_path, story, SGLANG_LIE="dies")
 
 

@@ -23,6 +23,7 @@ from distflow.scheduling.group_states import Version
 from tests.models.families import FAMILIES
 from tests.rollout.drive import (
     FIRST,
+    Served,
     forward_log_probs,
     generate_all,
     make_model,
@@ -69,15 +70,17 @@ def do() -> Iterator[Do]:
 
 
 @pytest.fixture(scope="module")
-def entered(do: Do) -> Iterator[VllmEngine]:
+def entered(do: Do) -> Iterator[Served]:
     counts = {"disable_log_stats": None}
-    engine = VllmEngine(
-        model_of(0),
-        tiny_tokenizer(),
-        version=FIRST,
-        python=str(PYTHON),
-        num_threads=1,
-        engine_kwargs=counts,
+    engine = Served(
+        VllmEngine(
+            model_of(0),
+            tiny_tokenizer(),
+            version=FIRST,
+            python=str(PYTHON),
+            num_threads=1,
+            engine_kwargs=counts,
+        )
     )
     do(engine.__aenter__())
     yield engine
@@ -88,14 +91,14 @@ def entered(do: Do) -> Iterator[VllmEngine]:
 
 
 @pytest.fixture
-def engine(entered: VllmEngine, do: Do) -> VllmEngine:
+def engine(entered: Served, do: Do) -> Served:
     """With the weights of model 0, as the next version."""
     load(do, entered, 0)
-    entered.kv_on_update = "recompute"
+    entered.engine.kv_on_update = "recompute"
     return entered
 
 
-def load(do: Do, engine: VllmEngine, seed: int) -> None:
+def load(do: Do, engine: Served, seed: int) -> None:
     weights = list(model_of(seed).named_parameters())
     version = Version(0, engine.version.step + 1)
     receipt = do(engine.load_weights(version, weights))
@@ -112,13 +115,15 @@ def test_a_model_over_two_devices_answers_as_the_whole_one() -> None:
     async def two() -> Any:
         python = str(PYTHON)
         size = 2
-        engine = VllmEngine(
-            model_of(0),
-            tiny_tokenizer(),
-            version=FIRST,
-            python=python,
-            num_threads=1,
-            tensor_model_parallel_size=size,
+        engine = Served(
+            VllmEngine(
+                model_of(0),
+                tiny_tokenizer(),
+                version=FIRST,
+                python=python,
+                num_threads=1,
+                tensor_model_parallel_size=size,
+            )
         )
         async with engine:
             assert (await engine.load_weights(version, weights)).hashes == stripe_hashes(weights)
@@ -160,8 +165,8 @@ def test_other_families_have_transformers_log_probs(name: str, do: Do) -> None:
 
     async def story() -> None:
         make = {"version": FIRST, "python": str(PYTHON), "num_threads": 1}
-        async with VllmEngine(
-            make_model(name, seed=0, **changes), tiny_tokenizer(), **make
+        async with Served(
+            VllmEngine(make_model(name, seed=0, **changes), tiny_tokenizer(), **make)
         ) as engine:
             model = make_model(name, seed=1, **changes)
             weights = list(model.named_parameters())
@@ -180,7 +185,7 @@ def test_other_families_have_transformers_log_probs(name: str, do: Do) -> None:
 
 @pytest.mark.parametrize("options", OPTIONS, ids=lambda options: ",".join(options) or "plain")
 def test_the_tokens_are_those_of_the_reference_engine(
-    engine: VllmEngine, do: Do, options: dict[str, Any]
+    engine: Served, do: Do, options: dict[str, Any]
 ) -> None:
     """Which draws by the same counters, and whose forward, penalties and truncations are
     transformers' own."""
@@ -209,7 +214,7 @@ def test_the_tokens_are_those_of_the_reference_engine(
 
 
 async def below(
-    engine: VllmEngine, request: GenerateRequest, change: Callable[[], Coroutine[Any, Any, Any]]
+    engine: Served, request: GenerateRequest, change: Callable[[], Coroutine[Any, Any, Any]]
 ) -> Any:
     """Change something while some of the tokens are there, and not all."""
     # `num_generated_tokens` may still lack tokens of an earlier request
@@ -226,8 +231,8 @@ async def below(
 
 
 @pytest.mark.parametrize("kv_on_update", ["keep", "recompute", "abort"])
-def test_new_weights_below_a_response(engine: VllmEngine, do: Do, kv_on_update: str) -> None:
-    engine.kv_on_update = kv_on_update
+def test_new_weights_below_a_response(engine: Served, do: Do, kv_on_update: str) -> None:
+    engine.engine.kv_on_update = kv_on_update
     old, request = engine.version.step, request_of(prompt_of(9), max_tokens=1500)
     weights = list(model_of(1).named_parameters())
     (response,) = do(
@@ -254,7 +259,7 @@ def test_new_weights_below_a_response(engine: VllmEngine, do: Do, kv_on_update: 
     assert (later == is_close) == (kv_on_update == "recompute")
 
 
-def answered(engine: VllmEngine, do: Do, strike: Callable[[], None]) -> tuple[Segment, Segment]:
+def answered(engine: Served, do: Do, strike: Callable[[], None]) -> tuple[Segment, Segment]:
     """A response, and the same with a server that is struck below it."""
     request = request_of(prompt_of(5), max_tokens=1500)
     (calm,) = do(engine.generate(request))
@@ -269,7 +274,7 @@ def answered(engine: VllmEngine, do: Do, strike: Callable[[], None]) -> tuple[Se
 @pytest.mark.faults
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
 def test_a_server_that_dies_or_falls_silent_is_replaced(
-    engine: VllmEngine, do: Do, number: signal.Signals, monkeypatch: pytest.MonkeyPatch
+    engine: Served, do: Do, number: signal.Signals, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The next has the current weights, and answers as it would have: draws are counted."""
     monkeypatch.setattr(http_engine, "SILENT_S", 2.0)
@@ -285,7 +290,7 @@ def test_a_server_that_dies_or_falls_silent_is_replaced(
 
 @pytest.mark.faults
 def test_a_server_that_dies_in_an_update_has_the_new_weights_afterwards(
-    engine: VllmEngine, do: Do, monkeypatch: pytest.MonkeyPatch
+    engine: Served, do: Do, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     set_label, struck = engine.set_label, list[str]()
 
@@ -296,7 +301,7 @@ def test_a_server_that_dies_in_an_update_has_the_new_weights_afterwards(
             os.killpg(engine._process.pid, signal.SIGKILL)
         await set_label(label)
 
-    monkeypatch.setattr(engine, "set_label", strike_first)
+    monkeypatch.setattr(engine.engine, "set_label", strike_first)
     load(do, engine, 1)
     request = request_of(prompt_of(4))
     (response,) = do(engine.generate(request))
@@ -387,7 +392,8 @@ def test_an_adapter_is_applied_unmerged(targets: Any) -> None:
     restart."""
     requests = [request_of(prompt_of(n), (0, 5), row=n, max_tokens=40) for n in (1, 9, 300)]
     empty = add_lora(model_of(3), rank=4, target_modules=targets)
-    engine = VllmEngine(empty, tiny_tokenizer(), version=FIRST, python=str(PYTHON), num_threads=1)
+    made = VllmEngine(empty, tiny_tokenizer(), version=FIRST, python=str(PYTHON), num_threads=1)
+    engine = Served(made)
 
     async def answers() -> list[Any]:
         found = []

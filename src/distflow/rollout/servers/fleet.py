@@ -1,4 +1,4 @@
-"""Several servers as one rollout engine: a request goes to the server with the fewest outstanding
+"""One or more servers as a rollout engine: a request goes to the server with the fewest outstanding
 tokens. If a server dies or hangs, its requests move to others, and it is restarted with the current
 weights."""
 
@@ -6,7 +6,7 @@ import asyncio
 import logging
 import time
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from dataclasses import dataclass, replace
 from typing import Final, TypeVar
@@ -17,20 +17,16 @@ from torch import Tensor
 from distflow.data.sample import Segment
 from distflow.errors import TrustError
 from distflow.rollout.engine import Activity, GenerateRequest, RequestLog, Stream, WeightReceipt
-from distflow.rollout.engine_weights import check_version, stripe_hashes
+from distflow.rollout.engine_weights import check_version
 from distflow.rollout.servers import http_engine
-from distflow.rollout.servers.http_engine import (
-    MOST_SERVERS,
-    HttpEngine,
-    ServerFailed,
-    ServerLost,
-    cancel,
-)
+from distflow.rollout.servers.http_engine import HttpEngine, ServerFailed, ServerLost, cancel
 from distflow.rollout.servers.server_process import WeightFiles
 from distflow.scheduling.group_states import Version
 
 T = TypeVar("T")
 
+MOST_TRIES: Final = 3
+"""Servers tried for one request, and failed restarts of each server before the run ends."""
 _MOST_HOMES: Final = 10_000
 _MOST_BACK_OFF_S: Final = 30.0
 _FAILURES: Final = (ServerFailed, TrustError, httpx.HTTPError, OSError, *http_engine.MALFORMED)
@@ -56,19 +52,20 @@ class _Server:
     """It was lost, the last time."""
     task: "asyncio.Task[None] | None" = None
     """Restarts it; None while the server is well and has the newest weights."""
+    watch: "asyncio.Task[None] | None" = None
+    """Finds that it hangs."""
 
 
 class Fleet(AbstractAsyncContextManager["Fleet"]):
     """A `RolloutEngine`. A single server answers a whole request; if that server is lost, the whole
-    request is sent to another, and the draws depend only on the request. Only servers with the
-    newest weights get requests, since the staleness bound counts from the version that the fleet
-    reports.
+    request is sent to another or to the restarted one, and the draws depend only on the request.
+    Only servers with the newest weights get requests, since the staleness bound counts from the
+    version that the fleet reports.
     """
 
     def __init__(self, engines: Sequence[HttpEngine]) -> None:
         self._servers = [_Server(engine, number) for number, engine in enumerate(engines)]
-        for engine in engines:
-            engine.in_fleet = True
+        self.is_shared = any(engine.is_shared for engine in engines)
         self.version = engines[0].version
         self._files: WeightFiles | None = None  # for all servers
         self._paused = False
@@ -84,13 +81,16 @@ class Fleet(AbstractAsyncContextManager["Fleet"]):
             if errors := [each for each in found if isinstance(each, BaseException)]:
                 raise errors[0]
             self._entered = entered.pop_all()
+        for server in self._servers:
+            server.watch = asyncio.create_task(self._watch(server))
         return self
 
     async def __aexit__(self, *exception: object) -> None:
         async with self._entered as ends:  # all tasks, whatever one raises
             for server in self._servers:
-                if server.task is not None:
-                    ends.push_async_callback(cancel, server.task)
+                for task in (server.task, server.watch):
+                    if task is not None:
+                        ends.push_async_callback(cancel, task)
 
     @property
     def num_generated_tokens(self) -> int:
@@ -123,7 +123,7 @@ class Fleet(AbstractAsyncContextManager["Fleet"]):
         why = ""
         cost = len(request.prompt_ids) + len(request.samples) * request.params.max_tokens
         with self._activity.busy():
-            for _ in range(MOST_SERVERS + len(self._servers) - 1):
+            for _ in range(MOST_TRIES + len(self._servers) - 1):
                 server = await self._choose(request, refused)
                 number = server.engine.number_of_server
                 server.outstanding += cost
@@ -133,6 +133,8 @@ class Fleet(AbstractAsyncContextManager["Fleet"]):
                 except ServerFailed as err:
                     why = str(err)
                     refused.add(server)
+                    if len(refused) == len(self._servers) and not isinstance(err, ServerLost):
+                        raise
                     self._homes.pop(request.stream, None)
                     server.moved += 1
                     _log.warning("a request leaves server %d of the fleet: %s", server.number, why)
@@ -169,11 +171,10 @@ class Fleet(AbstractAsyncContextManager["Fleet"]):
         """The healthy servers, once there is one. Raises ServerFailed if all have failed too
         often."""
         while not (able := [each for each in self._servers if each.task is None]):
-            if all(each.failures >= MOST_SERVERS for each in self._servers):
+            if all(each.failures >= MOST_TRIES for each in self._servers):
                 whys = "\n".join(f"  server {each.number}: {each.why}" for each in self._servers)
                 raise ServerFailed(
-                    f"no server of the fleet is available after {MOST_SERVERS} attempts each:\n"
-                    f"{whys}"
+                    f"no server of the fleet is available after {MOST_TRIES} attempts each:\n{whys}"
                 )
             await self._changed.wait()
         return able
@@ -197,11 +198,24 @@ class Fleet(AbstractAsyncContextManager["Fleet"]):
             server.task = asyncio.create_task(self._bring_back(server))
             self._wake()
 
+    async def _watch(self, server: _Server) -> None:
+        """Look at a server every second until the end, and restart it if it hangs. A server that is
+        being restarted is left alone."""
+        while True:
+            await asyncio.sleep(http_engine.LOOKS_EVERY_S)
+            number = server.engine.number_of_server
+            if server.task is not None or not await server.engine.is_hanging():
+                continue
+            if number == server.engine.number_of_server:
+                self._lose(server, f"{server.engine.who} did not respond")
+
     async def _bring_back(self, server: _Server) -> None:
         """Restart the server, with the newest weights. Retries forever: someone may repair it."""
         while True:
             try:
-                await server.engine.restart(self._files, server.why)
+                await server.engine.restart()
+                if self._files is not None:  # the others are not held up meanwhile
+                    await server.engine.load(self._files)
                 async with self._updating:
                     await self._catch_up(server.engine)
                     server.restarts += 1
@@ -230,9 +244,9 @@ class Fleet(AbstractAsyncContextManager["Fleet"]):
 
     async def _load(self, engine: HttpEngine, version: Version) -> None:
         if self._files is not None:
-            await engine.load_files(self._files)
+            await engine.load(self._files)
         else:
-            await engine.load_weights(version, None)
+            await engine.rename(version)
 
     async def _all(self, work: Callable[[HttpEngine], Awaitable[T]]) -> list[T]:
         """Run `work` on all healthy servers; those that fail are lost."""
@@ -262,11 +276,16 @@ class Fleet(AbstractAsyncContextManager["Fleet"]):
     # Weights.
 
     async def hashes(self) -> dict[str, str]:
-        """The hashes of the healthy servers. Raises TrustError if they differ."""
-        found = list[dict[str, str]]()
-        while not found:
+        """The hashes of the healthy servers. Raises TrustError if they differ, ServerFailed if none
+        has any."""
+        for _ in range(MOST_TRIES):
             await self._able()
             found = await self._all(lambda engine: engine.hashes())
+            if found:
+                break
+        else:
+            whys = "; ".join(each.why for each in self._servers)
+            raise ServerFailed(f"no server of the fleet reports the hashes of its weights: {whys}")
         if any(each != found[0] for each in found):
             raise TrustError("the servers of a fleet have different weights of one version")
         return found[0]
@@ -278,27 +297,17 @@ class Fleet(AbstractAsyncContextManager["Fleet"]):
         check_version(self.version, version)
         async with self._updating:
             before = self._files
+            keeper = self._servers[0].engine
             if weights is not None:
-                self._files = await asyncio.to_thread(self._write, version, weights)
+                self._files = await asyncio.to_thread(keeper.write, version, weights)
             elif before is not None:
                 self._files = replace(before, version=version)
             await self._all(lambda engine: self._load(engine, version))
             self.version = version  # not before: groups are admitted by it
             if weights is not None and before is not None:
                 # a server that restarts from it meanwhile fails, and does so again
-                self._servers[0].engine.folder.drop(before.folder)
+                keeper.drop(before)
         await self._able()
         if weights is None or self._files is None:
             return WeightReceipt(version, version_only=True)
         return WeightReceipt(version, dict(self._files.hashes))
-
-    def _write(self, version: Version, weights: Iterable[tuple[str, Tensor]]) -> WeightFiles:
-        hashes = dict[str, str]()
-
-        def noted() -> Iterator[tuple[str, Tensor]]:
-            for name, tensor in weights:
-                hashes.update(stripe_hashes([(name, tensor)]))
-                yield name, tensor
-
-        engine = self._servers[0].engine
-        return WeightFiles(version, engine.write(noted()), hashes)

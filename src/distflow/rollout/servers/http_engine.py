@@ -1,14 +1,12 @@
-"""Common code of engines behind an HTTP server for token ids: requests are sent again if a server
-dies or hangs, answers are checked before use, and weights are passed as files.
-"""
+"""Common code of engines behind an HTTP server for token ids: answers are checked before use, and
+weights are passed as files. A `Fleet` restarts lost servers and sends their requests again."""
 
 import asyncio
-import logging
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, suppress
-from dataclasses import KW_ONLY, dataclass, field, replace
+from dataclasses import KW_ONLY, dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, Final, TypeVar
@@ -20,8 +18,8 @@ from transformers import PreTrainedTokenizerBase
 from distflow.data.sample import Segment
 from distflow.errors import TrustError, UserError
 from distflow.models.lora import plain_name, unwrapped
-from distflow.rollout.engine import Activity, GenerateRequest, RequestLog, WeightReceipt
-from distflow.rollout.engine_weights import check_version, checked
+from distflow.rollout.engine import GenerateRequest
+from distflow.rollout.engine_weights import checked, stripe_hashes
 from distflow.rollout.servers.answer_checks import Answer, AnswerCheck, label_of, lie
 from distflow.rollout.servers.server_process import PrivateFolder, ServerProcess, WeightFiles
 from distflow.rollout.stops import check_request
@@ -36,7 +34,7 @@ CALL_S: Final = 600.0  # of a call that moves weights
 SILENT_S: Final = 10.0
 STUCK_S: Final = 600.0  # without a new token, of a server that answers everything else
 LOOKS_EVERY_S: Final = 1.0
-MOST_SERVERS: Final = 3  # tried for one request
+MOST_TRIES: Final = 3  # over new connections to a server that is well
 RETRIES: Final = 4  # after a server error
 BACK_OFF_S: Final = 0.25  # doubled on each retry
 _CONNECT_S: Final = 10.0
@@ -50,8 +48,6 @@ _NO_LIMITS: Final = httpx.Limits(
 MALFORMED: Final = (ValueError, LookupError, TypeError, AttributeError, ArithmeticError)
 """Errors that reading an answer of another form raises."""
 
-_log = logging.getLogger(__name__)
-
 
 class ServerFailed(RuntimeError):
     """A server does not start, or fails a request."""
@@ -63,33 +59,29 @@ class ServerLost(ServerFailed):
 
 @dataclass(eq=False)
 class HttpEngine(AbstractAsyncContextManager["HttpEngine"], ABC):
-    """A `RolloutEngine`; subclasses implement the server's interface.
-
-    model: only its config and the names and shapes of its weights matter. url: of a running server;
-    None starts one with `python`, the interpreter of the environment that has it (None for this
-    one), and further options `engine_kwargs`, by the server's names. kv_on_update, max_num_seqs:
-    the keys' values. free_cache_engine: `pause(release=True)` also frees the weights. longest: the
-    most tokens of a prompt with its response. A server that dies is restarted with the current
-    weights, and its requests are sent again.
-    """
+    """One server of a `Fleet`; subclasses implement the server's interface."""
 
     model: nn.Module
+    """Only its config and the names and shapes of its weights matter."""
     tokenizer: PreTrainedTokenizerBase
     _: KW_ONLY
     version: Version
     shares_weights: bool = False
     url: str | None = None
+    """Of a running server; None starts one."""
     python: str | None = None
+    """The interpreter of the environment that has the server; None for this one."""
     engine_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    """Further options of the server, by its own names."""
     kv_on_update: str = "recompute"
     max_num_seqs: int = 256
     free_cache_engine: bool = False
+    """`pause(release=True)` also frees the weights."""
     longest: int = 0
+    """The most tokens of a prompt with its response."""
     num_generated_tokens: int = field(default=0, init=False)
 
     NAME = "server"
-    in_fleet = False
-    """Whether a fleet takes over the requests of a lost server, and calls `restart`."""
     is_shared = False
     """Whether other workers use the same server, which is then watched even while this one has no
     requests."""
@@ -97,17 +89,16 @@ class HttpEngine(AbstractAsyncContextManager["HttpEngine"], ABC):
     def __post_init__(self) -> None:
         assert not self.shares_weights, "a server has memory of its own"
         self.config: Any = self.model.config
-        self._activity = RequestLog()
         self._running = set[asyncio.Task[Any]]()
         self._tokens_of_earlier = 0  # of earlier servers
         self._progress: object = None  # changes while the server generates; None: it does not say
         self._newest = self.version  # that the server may have received
-        self._held: WeightFiles | None = None
+        self._held: WeightFiles | None = None  # its weights
         self._process: ServerProcess | None = None
         self.number_of_server = 0
         self._silent_server = -1
-        self._last_lines = ""
-        self._paused = self._is_released = False
+        self._paused = False
+        self._is_released = False
         self._moved = time.monotonic()
         # for our own server, at its socket
         self.own_url = _AT_SOCKET
@@ -159,11 +150,11 @@ class HttpEngine(AbstractAsyncContextManager["HttpEngine"], ABC):
     async def go_on(self) -> None: ...
 
     @abstractmethod
-    async def take(self, files: Sequence[Path]) -> dict[str, str]:
+    async def take(self, files: WeightFiles) -> Mapping[str, str]:
         """Load weights while halted; returns the hash of each tensor that the server has then."""
 
     @abstractmethod
-    async def held_hashes(self) -> dict[str, str]: ...
+    async def held_hashes(self) -> Mapping[str, str]: ...
 
     @abstractmethod
     async def set_label(self, label: str) -> None:
@@ -174,13 +165,11 @@ class HttpEngine(AbstractAsyncContextManager["HttpEngine"], ABC):
         """The number of tokens generated by this server; asks its computing process, and sets
         `_progress`."""
 
-    # The protocol of engines.
+    # What a fleet asks.
 
     async def __aenter__(self) -> "HttpEngine":
         self.folder = PrivateFolder("distflow-server-")
         self.socket = self.folder.path / "socket"
-        self._changing = asyncio.Lock()
-        self._updating = asyncio.Lock()
         at_socket = (self.url or self.own_url) == _AT_SOCKET
         transport = (
             httpx.AsyncHTTPTransport(uds=str(self.socket), limits=_NO_LIMITS) if at_socket else None
@@ -197,20 +186,15 @@ class HttpEngine(AbstractAsyncContextManager["HttpEngine"], ABC):
             if_it_fails.push_async_exit(self.__aexit__)
             await self._start()
             if_it_fails.pop_all()
-        self._watching = asyncio.create_task(self._watch())
         return self
 
     async def __aexit__(self, *exception: object) -> None:
-        try:
-            if (watching := getattr(self, "_watching", None)) is not None:
-                await cancel(watching)
-        finally:
-            for task in list(self._running):
-                task.cancel()
-            if self._process is not None:
-                self._process.kill()
-            self.folder.remove()
-            await self.client.aclose()
+        for task in list(self._running):
+            task.cancel()
+        if self._process is not None:
+            self._process.kill()
+        self.folder.remove()
+        await self.client.aclose()
 
     async def generate(self, request: GenerateRequest) -> tuple[Segment, ...]:
         """Generate all requested samples; cancelling aborts them. Raises UserError for an
@@ -221,65 +205,86 @@ class HttpEngine(AbstractAsyncContextManager["HttpEngine"], ABC):
         )
         first = self.version
         self._moved = time.monotonic()
-        with self._activity.busy():
-            generations = await self._call(partial(self._generations, request, first))
-            self._activity.responded(request, generations)
-        return generations
+        return await self.call(partial(self._generations, request, first))
 
     async def pause(self, release: bool = False) -> None:
         """See `RolloutEngine`. release: drops cached keys and values; the server's class decides
         what else."""
-        async with self._updating:
-            self._paused = True
-            await self._call(self._release if release else self.halt)
-            await self._call(self._count)
-        self._activity.stopped()
+        self._paused = True
+        await self.call(self._release if release else self.halt)
+        await self.call(self._count)
 
     async def resume(self) -> None:
-        async with self._updating:
-            self._paused = False
-            await self._call(self._go_on)
+        self._paused = False
+        if not self._is_released:
+            await self.call(self.go_on)
 
     async def hashes(self) -> dict[str, str]:
-        return await self._call(self.held_hashes)
+        """See `RolloutEngine`."""
+        return dict(await self.call(self.held_hashes))
 
-    async def load_weights(
-        self, version: Version, weights: Iterable[tuple[str, Tensor]] | None
-    ) -> WeightReceipt:
-        """See `RolloutEngine`. Generation is halted only while the server reads complete files.
-        Raises ValueError, with nothing changed, if weights do not fit."""
-        check_version(self.version, version)
-        if weights is None:
-            async with self._updating:
-                await self._call(partial(self._rename, version))
-            return WeightReceipt(version, version_only=True)
-        folder = await asyncio.get_running_loop().run_in_executor(None, self.write, weights)
-        before = self._held
-        await self.load_files(WeightFiles(version, folder))
-        if before is not None:
-            self.folder.drop(before.folder)
-        assert self._held is not None, "just loaded"
-        return WeightReceipt(version, dict(self._held.hashes))
+    def write(self, version: Version, weights: Iterable[tuple[str, Tensor]]) -> WeightFiles:
+        """Write weights into a folder of files, which `drop` removes. Raises ValueError if they do
+        not fit the model."""
+        own = self.parameters()
+        hashes = dict[str, str]()
 
-    async def load_files(self, files: WeightFiles) -> None:
-        """Load weights from files, which the caller keeps. If the server has them already, only the
-        version changes."""
-        is_there = self._held is not None and files.folder == self._held.folder
-        async with self._updating:
-            await self._call(
-                partial(self._rename, files.version) if is_there else partial(self._update, files)
-            )
+        def noted() -> Iterator[tuple[str, Tensor]]:
+            for name, tensor in checked(own, weights):
+                hashes.update(stripe_hashes([(name, tensor)]))
+                yield name, tensor
 
-    def holds(self, files: WeightFiles | None) -> bool:
-        """Whether the server has these weights; None stands for its initial ones."""
-        mine = self._held
-        return files is None or (
-            mine is not None and (mine.version, mine.folder) == (files.version, files.folder)
-        )
+        num_bytes = sum(each.nbytes for each in own.values())
+        return WeightFiles(version, self.folder.save(noted(), num_bytes), hashes)
 
-    def take_activity(self) -> list[Activity]:
-        """Its activity since the last call; callable from any thread."""
-        return self._activity.take()
+    def drop(self, files: WeightFiles) -> None:
+        self.folder.drop(files.folder)
+
+    async def load(self, files: WeightFiles) -> None:
+        """Have the server load weights. Generation is halted only while it reads complete files. If
+        it has them already, only the version changes."""
+        self._moved = time.monotonic()
+        if self._held is not None and self._held.folder == files.folder:
+            await self.rename(files.version)
+        else:
+            await self.call(partial(self._update, files))
+        self._moved = time.monotonic()
+
+    async def rename(self, version: Version) -> None:
+        """Give the server's weights another version."""
+        self._newest = version  # responses that end meanwhile may have either version
+        await self.call(partial(self.set_label, label_of(version)))
+        self.version = version
+
+    async def restart(self) -> None:
+        """Start another server, without weights; for a given url, attach to whatever runs there
+        now."""
+        self.number_of_server += 1
+        self._held = None
+        self._is_released &= self.url is not None  # our own server was restarted
+        self._tokens_of_earlier = self.num_generated_tokens
+        if self._process is not None:
+            self._process.kill()
+        await self._start()
+
+    def abandon(self) -> None:
+        """Treat the server as lost, along with its requests."""
+        self._silent_server = self.number_of_server
+        for task in list(self._running):
+            task.cancel()
+
+    async def is_hanging(self) -> bool:
+        """Whether requests wait for a server that neither answers nor computes, or that answers but
+        generates nothing."""
+        if not (self._running or self.is_shared):
+            return False
+        ticks = self._cpu_ticks()
+        try:
+            await asyncio.wait_for(self._hear(), SILENT_S)
+        except TimeoutError:
+            return self._cpu_ticks() == ticks
+        is_waiting = self._progress is not None and bool(self._running)
+        return is_waiting and time.monotonic() - self._moved > STUCK_S
 
     # Requests.
 
@@ -348,10 +353,10 @@ class HttpEngine(AbstractAsyncContextManager["HttpEngine"], ABC):
             what = f"{type(err).__name__}: {err}"[:300]
             raise lie(self.who, f"in a form that its interface does not define ({what})") from err
 
-    async def _call(self, work: Callable[[], Coroutine[Any, Any, T]]) -> T:
-        """Run `work`, again with the next server if this one is lost. Raises ServerFailed if none
-        is available."""
-        for number in range(1, MOST_SERVERS + 1):
+    async def call(self, work: Callable[[], Coroutine[Any, Any, T]]) -> T:
+        """Run `work`, again if only its connection was lost. Raises ServerLost if the server is."""
+        why = ""
+        for _ in range(MOST_TRIES):
             server = self.number_of_server
             task = asyncio.create_task(self._reading(work))
             self._running.add(task)
@@ -366,35 +371,12 @@ class HttpEngine(AbstractAsyncContextManager["HttpEngine"], ABC):
                 why = "it did not respond"
             finally:
                 self._running.discard(task)
-            if self.in_fleet:
-                if server == self.number_of_server != self._silent_server and await self._is_well():
-                    continue
-                raise ServerLost(f"{self.who} is lost ({why}){self._log_end()}")
-            async with self._changing:
-                if server == self.number_of_server and (
-                    server == self._silent_server or not await self._is_well()
-                ):
-                    self._last_lines = self._log_end()
-                    if number < MOST_SERVERS:
-                        await self._replace(why)
-        raise ServerFailed(
-            f"{self.who} was lost {number} times at the same request: {why}{self._last_lines}"
-        )
+            is_same = server == self.number_of_server != self._silent_server
+            if not (is_same and await self._is_well()):
+                break
+        raise ServerLost(f"{self.who} is lost ({why}){self._log_end()}")
 
     # The server.
-
-    async def restart(self, files: WeightFiles | None, why: str) -> None:
-        """Start another server with these weights, for a fleet; for a given url, attach to whatever
-        runs there now."""
-        async with self._changing:
-            self._held = files
-            await self._replace(why)
-
-    def abandon(self) -> None:
-        """Treat the server as lost, along with its requests."""
-        self._silent_server = self.number_of_server
-        for task in list(self._running):
-            task.cancel()
 
     async def _is_well(self) -> bool:
         """Whether only a connection was lost: an idle one that the server closed, or one to a
@@ -406,18 +388,8 @@ class HttpEngine(AbstractAsyncContextManager["HttpEngine"], ABC):
         except httpx.TransportError:
             return False
 
-    async def _replace(self, why: str) -> None:
-        self.number_of_server += 1
-        self._is_released &= self.url is not None  # our own server was restarted
-        self._tokens_of_earlier = self.num_generated_tokens
-        if self._process is not None:
-            self._process.kill()
-        if not self.in_fleet:
-            _log.warning("%s is lost (%s): its requests go to the next", self.who, why)
-        await self._start()
-
     async def _start(self) -> None:
-        """Start a server or attach to a running one, and restore its predecessor's state."""
+        """Start a server or attach to a running one."""
         if self.url is None:
             self.socket.unlink(missing_ok=True)
             command, env = self.command(self.folder.path)
@@ -437,10 +409,6 @@ class HttpEngine(AbstractAsyncContextManager["HttpEngine"], ABC):
                 f"data.max_response_length make {self.longest}: lower them, or start the server "
                 "with a longer context"
             )
-        if self._held is not None:
-            await self._update(self._held)
-        elif self._paused:
-            await self.halt()
         self._moved = time.monotonic()
 
     def _check_starting(self, err: httpx.TransportError, due: float) -> None:
@@ -465,35 +433,8 @@ class HttpEngine(AbstractAsyncContextManager["HttpEngine"], ABC):
             else ""
         )
 
-    async def _watch(self) -> None:
-        """Treat a server that neither answers nor computes as lost, and cancel its requests; also
-        one that answers, but generates nothing for its requests."""
-        while True:
-            await asyncio.sleep(LOOKS_EVERY_S)
-            if not (self._running or self.is_shared) or self._changing.locked():
-                continue
-            server = self.number_of_server
-            ticks = self._process.cpu_ticks() if self._process is not None else -1
-            if not await self._is_silent(
-                SILENT_S if self.in_fleet or self._process is not None else ATTACH_S
-            ):
-                if self._is_stuck():
-                    self.abandon()
-                continue
-            is_same = server == self.number_of_server and not self._changing.locked()
-            if is_same and (self._process is None or self._process.cpu_ticks() == ticks):
-                self.abandon()
-                if self.is_shared and not self._running:
-                    async with self._changing:
-                        await self._replace("it did not respond")
-
-    async def _is_silent(self, limit: float) -> bool:
-        """Whether the server gives no answer for so many seconds."""
-        try:
-            await asyncio.wait_for(self._hear(), limit)
-        except TimeoutError:
-            return True
-        return False
+    def _cpu_ticks(self) -> int:
+        return self._process.cpu_ticks() if self._process is not None else 0
 
     async def _hear(self) -> None:
         """Wait until the server answers at all."""
@@ -505,27 +446,14 @@ class HttpEngine(AbstractAsyncContextManager["HttpEngine"], ABC):
             except (httpx.HTTPError, TrustError, ServerFailed, *MALFORMED):
                 return None  # only a missing answer counts here
 
-    def _is_stuck(self) -> bool:
-        is_waiting = self._progress is not None and bool(self._running)
-        return is_waiting and time.monotonic() - self._moved > STUCK_S
-
     async def _count(self) -> None:
         before = (self.num_generated_tokens, self._progress)
         earlier = self._tokens_of_earlier
         self.num_generated_tokens = earlier + await self.count_tokens()
-        if (
-            (self.num_generated_tokens, self._progress) != before
-            or self._paused
-            or self._updating.locked()
-        ):
+        if self._paused or (self.num_generated_tokens, self._progress) != before:
             self._moved = time.monotonic()
 
     # Weights.
-
-    def write(self, weights: Iterable[tuple[str, Tensor]]) -> Path:
-        """Write weights as files into a folder. Raises ValueError if they do not fit the model."""
-        own = self.parameters()
-        return self.folder.save(checked(own, weights), sum(each.nbytes for each in own.values()))
 
     def parameters(self) -> dict[str, nn.Parameter]:
         """Those of the model, by the names under which a trainer sends them."""
@@ -537,31 +465,21 @@ class HttpEngine(AbstractAsyncContextManager["HttpEngine"], ABC):
         if self._is_released:
             await self.wake()
             self._is_released = False
-        hashes = await self.take(sorted(files.folder.iterdir()))
-        if files.hashes and hashes != files.hashes:
+        hashes = await self.take(files)
+        if hashes != files.hashes:
             raise lie(self.who, "with hashes of weights other than those that were sent")
         await self.set_label(label_of(files.version))
         # before its first token
         self.version = files.version
-        self._held = replace(files, hashes=hashes)
+        self._held = files
         if not self._paused:
             await self.go_on()
-
-    async def _rename(self, version: Version) -> None:
-        self._newest = version  # responses that end meanwhile may have either version
-        await self.set_label(label_of(version))
-        self._held = self._held and replace(self._held, version=version)
-        self.version = version
 
     async def _release(self) -> None:
         await self.drop_cache()
         if self.free_cache_engine:
             await self.sleep()
             self._is_released = True
-
-    async def _go_on(self) -> None:
-        if not self._is_released:
-            await self.go_on()
 
 
 async def all_or_none(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:

@@ -9,7 +9,6 @@ import time
 from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Final, cast
 
@@ -17,10 +16,11 @@ import httpx
 from torch import Tensor
 
 from distflow.errors import TrustError
-from distflow.rollout.engine import GenerateRequest, WeightReceipt
-from distflow.rollout.engine_weights import check_version, checked, stripe_hashes
+from distflow.rollout.engine import GenerateRequest
+from distflow.rollout.engine_weights import checked, stripe_hashes
 from distflow.rollout.servers.answer_checks import Answer
 from distflow.rollout.servers.http_engine import CALL_S, START_S, HttpEngine, ServerFailed
+from distflow.rollout.servers.server_process import WeightFiles
 from distflow.scheduling.group_states import Version
 
 _LOOKS_EVERY_S: Final = 0.02
@@ -125,16 +125,24 @@ class _Follower(HttpEngine):
                 await asyncio.sleep(_LOOKS_EVERY_S)
         return answers
 
-    async def load_weights(
-        self, version: Version, weights: Iterable[tuple[str, Tensor]] | None
-    ) -> WeightReceipt:
+    def write(self, version: Version, weights: Iterable[tuple[str, Tensor]]) -> WeightFiles:
+        """Nothing is written: the other worker has the same weights, as the hashes will show."""
+        hashes = stripe_hashes(checked(self.parameters(), weights))
+        return WeightFiles(version, self.folder.path, hashes)
+
+    def drop(self, files: WeightFiles) -> None: ...
+
+    async def load(self, files: WeightFiles) -> None:
         """Wait until the server has the weights. Raises TrustError if they differ from those sent
         to this worker."""
-        check_version(self.version, version)
-        sent = None
-        if weights is not None:
-            hashing = partial(stripe_hashes, checked(self.parameters(), weights))
-            sent = await asyncio.get_running_loop().run_in_executor(None, hashing)
+        await self.rename(files.version)
+        if files.hashes != await self.hashes():
+            raise TrustError(
+                f"{self.who} has other weights of {files.version} than this worker was sent"
+            )
+
+    async def rename(self, version: Version) -> None:
+        """Wait until the server has the version."""
         due = time.monotonic() + CALL_S
         while not self.group.has(version):
             if time.monotonic() > due:
@@ -142,15 +150,8 @@ class _Follower(HttpEngine):
                     f"{self.who}, which another worker updates, has no {version} after {CALL_S:g} s"
                 )
             await asyncio.sleep(_LOOKS_EVERY_S)
-        if sent is not None and sent != await self.hashes():
-            raise TrustError(f"{self.who} has other weights of {version} than this worker was sent")
         self.version = version
         self.has_weights = True
-        return (
-            WeightReceipt(version, version_only=True)
-            if sent is None
-            else WeightReceipt(version, sent)
-        )
 
     async def _nothing(self) -> None: ...
 

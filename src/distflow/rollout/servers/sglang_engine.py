@@ -7,22 +7,20 @@ import secrets
 import socket
 import sys
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
 import httpx
-from safetensors.torch import load_file
 
 from distflow.errors import UserError
 from distflow.rollout.engine import GenerateRequest, SamplingParams
-from distflow.rollout.engine_weights import stripe_hashes
 from distflow.rollout.random_draws import sample_key
 from distflow.rollout.servers.answer_checks import Answer, lie
 from distflow.rollout.servers.http_engine import UNLIMITED, HttpEngine, ServerFailed, all_or_none
-from distflow.rollout.servers.server_process import find_package, write_model
+from distflow.rollout.servers.server_process import WeightFiles, find_package, write_model
 
 _KEY: Final = "actor_rollout_ref.rollout"
 _SEEDS: Final = 2**31
@@ -59,7 +57,6 @@ class SGLangEngine(HttpEngine):
         self.repeats_draws = False
         self._num_tokens = self._num_aborts = 0
         self._is_in_place = False
-        self._hashes = dict[str, str]()
         if self.url is None:
             with socket.create_server(("127.0.0.1", 0)) as free:
                 self.own_url = f"http://127.0.0.1:{free.getsockname()[1]}"
@@ -203,19 +200,17 @@ class SGLangEngine(HttpEngine):
         await self.post("/continue_generation", {})
         self._is_in_place = False
 
-    async def take(self, files: Sequence[Path]) -> dict[str, str]:
+    async def take(self, files: WeightFiles) -> Mapping[str, str]:
         """SGLang reports no hashes of its weights: these are of the files. The canary detects wrong
         weights."""
-        body = {"model_path": str(files[0].parent), "load_format": "auto", "flush_cache": True}
-        if not (answer := await self.post("/update_weights_from_disk", body))["success"]:
+        body = {"model_path": str(files.folder), "load_format": "auto", "flush_cache": True}
+        answer = await self.post("/update_weights_from_disk", body)
+        if not answer["success"]:
             raise ServerFailed(f"{self.who} did not take new weights: {answer['message']}")
-        self._hashes = {}
-        for file in files:
-            self._hashes |= stripe_hashes((await asyncio.to_thread(load_file, file)).items())
-        return self._hashes
+        return files.hashes
 
-    async def held_hashes(self) -> dict[str, str]:
-        return self._hashes
+    async def held_hashes(self) -> Mapping[str, str]:
+        return self._held.hashes if self._held is not None else {}
 
     async def set_label(self, label: str) -> None:
         await self.post(

@@ -22,7 +22,7 @@ from distflow.rollout.engine import GenerateRequest
 from distflow.rollout.random_draws import sample_key
 from distflow.rollout.servers.answer_checks import Answer, label_of, lie
 from distflow.rollout.servers.http_engine import SILENT_S, UNLIMITED, HttpEngine, ServerFailed
-from distflow.rollout.servers.server_process import find_package, write_model
+from distflow.rollout.servers.server_process import WeightFiles, find_package, write_model
 from distflow.rollout.servers.server_shared_by_workers import ServerGroup
 
 LOWEST = (0, 32)
@@ -175,7 +175,7 @@ class VllmEngine(HttpEngine):
             self.group.forget()
             self._devices = "" if self._is_cpu else await self.group.devices()
         await super()._start()
-        if self.group is not None and self._held is None:
+        if self.group is not None:
             self.group.publish(self.socket, None)
 
     async def begin(self) -> None:
@@ -283,11 +283,10 @@ class VllmEngine(HttpEngine):
     async def go_on(self) -> None:
         await self.post("/resume")
 
-    async def take(self, files: Sequence[Path]) -> dict[str, str]:
+    async def take(self, files: WeightFiles) -> Mapping[str, str]:
+        paths = [str(file) for file in sorted(files.folder.iterdir())]
         try:
-            hashes = _alike(
-                await self._rpc("distflow_load", [str(file) for file in files], self._adapter)
-            )
+            hashes = _alike(await self._rpc("distflow_load", paths, self._adapter))
         except ServerFailed as err:
             raise ServerFailed(
                 f"{err}\nIt cannot load the weights of a {type(unwrapped(self.model)).__name__}. "
@@ -309,7 +308,7 @@ class VllmEngine(HttpEngine):
             if answer.status_code != httpx.codes.OK:
                 raise ServerFailed(f"{self.who} does not take the adapter: {answer.text[:500]}")
 
-    async def held_hashes(self) -> dict[str, str]:
+    async def held_hashes(self) -> Mapping[str, str]:
         return _alike(await self._rpc("distflow_hashes"))
 
     async def set_label(self, label: str) -> None:
