@@ -75,10 +75,11 @@ def test_cached_prompts_are_found_until_they_are_pushed_out() -> None:
     assert prefilled == [[(1, 1), (2, 2)], [(3, 3)]]
     assert first_tokens([(3, 3)], version=1) == [3]  # other weights: not the same keys
     assert prefilled[-1] == [(3, 3)] and len(prefilled) == 3
-    assert first_tokens([(4,) * 6]) == [4]  # 4 + 2 + 2 + 6 tokens: the first forward goes
-    assert first_tokens([(3, 3), (1, 1)]) == [3, 1]
+    assert first_tokens([(4,) * 6]) == [4]  # 4 + 2 + 2 + 6 tokens: all before it go
+    assert first_tokens([(4,) * 6, (1, 1)]) == [4, 1]
     assert prefilled[3:] == [[(4,) * 6], [(1, 1)]]
     assert first_tokens([(5,) * 11]) == [5] and first_tokens([(5,) * 11]) == [5]  # too long to keep
     assert prefilled[-2:] == [[(5,) * 11]] * 2
+    assert first_tokens([(1, 1)]) == [1]  # went with the others
     cache.clear()
-    assert len(cache) == 0
+    assert first_tokens([(1, 1)]) == [1] and prefilled[-2:] == [[(1, 1)]] * 2

@@ -3,7 +3,6 @@ Face name. The receipt has a hash of a stripe of each tensor, which sender and r
 same way."""
 
 import hashlib
-from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -140,89 +139,62 @@ def copy_weights(module: nn.Module, weights: Iterable[tuple[str, Tensor]]) -> di
     module now holds.
 
     Tied parameters may be sent under any or all of their names. Raises ValueError, with nothing
-    changed, if a name is unknown, missing or repeated, a shape differs, or two names of one tensor
-    have different values: a sequence is first checked as a whole. Other iterables are copied as
-    they arrive, and raise PartialWeightsError.
+    changed, if a sequence does not fit (`checked`). Other iterables are copied as they arrive, and
+    raise PartialWeightsError.
     """
     own = dict(module.named_parameters(remove_duplicate=False))
     if isinstance(weights, Sequence):
-        _check_all(own, weights)
-    taken: Sent = {}
-    with torch.no_grad():
-        for name, sent in weights:
-            tensor = sent.to(own[name]) if name in own else sent
-            if problem := _problem(own, taken, name, tensor):
-                raise PartialWeightsError(f"weights were only partly loaded: {problem}")
-            own[name].copy_(tensor)
-            taken.setdefault(id(own[name]), {})[name] = own[name]
-    if missing := _missing(own, taken):
-        raise PartialWeightsError(f"weights were only partly loaded: {'; '.join(missing[:8])}")
-    return stripe_hashes(each for by_name in taken.values() for each in by_name.items())
-
-
-Sent = dict[int, dict[str, Tensor]]
-"""The tensors so far by name, for the id of each parameter; a tied parameter has several names."""
-
-
-def _check_all(own: Mapping[str, nn.Parameter], weights: Sequence[tuple[str, Tensor]]) -> None:
-    """Raises ValueError."""
-    sent: Sent = {}
-    problems = []
-    for name, tensor in weights:
-        if problem := _problem(own, sent, name, tensor):
-            problems.append(problem)
-        if name in own:
-            sent.setdefault(id(own[name]), {})[name] = tensor
-    problems += _missing(own, sent)
-    if problems:
-        more = f", and {len(problems) - 8} more" if len(problems) > 8 else ""
-        raise ValueError(
-            f"weights were rejected and nothing changed: {'; '.join(problems[:8])}{more}"
-        )
+        for _ in checked(own, weights):
+            pass
+    copied = dict[str, Tensor]()
+    try:
+        with torch.no_grad():
+            for name, tensor in checked(own, weights):
+                own[name].copy_(tensor)
+                copied[name] = own[name]
+    except ValueError as error:
+        raise PartialWeightsError(f"weights were only partly loaded: {error}") from error
+    return stripe_hashes(copied.items())
 
 
 def checked(
     own: Mapping[str, nn.Parameter], weights: Iterable[tuple[str, Tensor]]
 ) -> Iterator[tuple[str, Tensor]]:
-    """The weights as they arrive. Raises ValueError at the first that does not fit, and at the end
-    for missing ones.
+    """The weights as they arrive. Raises ValueError at the first whose name is unknown or repeated,
+    whose shape differs, or that differs from one sent for the same parameter under another name;
+    and at the end for missing ones.
 
     Only tensors of parameters with several names are kept meanwhile.
     """
-    num_names = Counter(map(id, own.values()))
-    sent: Sent = {}
-    for name, tensor in weights:
-        if problem := _problem(own, sent, name, tensor):
-            raise ValueError(f"weights were rejected and nothing changed: {problem}")
-        kept = tensor if num_names[id(own[name])] > 1 else tensor.new_empty(0)
-        sent.setdefault(id(own[name]), {})[name] = kept
-        yield name, tensor
-    if missing := _missing(own, sent):
-        raise ValueError(f"weights were rejected and nothing changed: {'; '.join(missing[:8])}")
-
-
-def _problem(own: Mapping[str, nn.Parameter], sent: Sent, name: str, tensor: Tensor) -> str | None:
-    """Why a tensor cannot follow those already sent; None if it can."""
-    if name not in own:
-        return f"{name}: unknown"
-    if tensor.shape != own[name].shape:
-        return f"{name}: shape {tuple(tensor.shape)}, expected {tuple(own[name].shape)}"
-    others = sent.get(id(own[name]), {})
-    if name in others:
-        return f"{name}: sent twice"
-    for first in list(others.values())[:1]:
-        same_kind = first.dtype == tensor.dtype and first.device == tensor.device
-        if first.data_ptr() != tensor.data_ptr() and not (same_kind and torch.equal(first, tensor)):
-            return f"{' and '.join([*others, name])}: one tensor here, different values sent"
-    return None
-
-
-def _missing(own: Mapping[str, nn.Parameter], sent: Sent) -> list[str]:
-    """Parameters that were not sent under any name, each by its first name."""
-    names: dict[int, str] = {}
+    names = dict[int, list[str]]()
     for name, parameter in own.items():
-        names.setdefault(id(parameter), name)
-    return [f"{name}: missing" for key, name in names.items() if key not in sent]
+        names.setdefault(id(parameter), []).append(name)
+    sent = dict[str, Tensor]()
+    for name, tensor in weights:
+        if name not in own:
+            raise ValueError(f"weights were rejected: {name}: unknown")
+        if tensor.shape != own[name].shape:
+            shapes = f"shape {tuple(tensor.shape)}, expected {tuple(own[name].shape)}"
+            raise ValueError(f"weights were rejected: {name}: {shapes}")
+        if name in sent:
+            raise ValueError(f"weights were rejected: {name}: sent twice")
+        of_tensor = names[id(own[name])]
+        for other in of_tensor:
+            if other in sent and not _is_same(sent[other], tensor):
+                both = f"{other} and {name}: one tensor here, different values sent"
+                raise ValueError(f"weights were rejected: {both}")
+        sent[name] = tensor if len(of_tensor) > 1 else tensor.new_empty(0)
+        yield name, tensor
+    missing = [each[0] for each in names.values() if sent.keys().isdisjoint(each)]
+    if missing:
+        raise ValueError(f"weights were rejected: {', '.join(missing[:8])}: missing")
+
+
+def _is_same(first: Tensor, second: Tensor) -> bool:
+    if first.data_ptr() == second.data_ptr():
+        return True
+    alike = first.dtype == second.dtype and first.device == second.device
+    return alike and torch.equal(first, second)
 
 
 def check_shared(module: nn.Module, weights: Iterable[tuple[str, Tensor]]) -> None:

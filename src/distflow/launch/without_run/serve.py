@@ -19,7 +19,8 @@ from distflow.launch.run_settings import sampling_params
 from distflow.launch.threads import make_process_ready
 from distflow.pipelines.serve_without_run import ServedPolicy, serve_policy
 from distflow.planning.plan import RankPlan
-from distflow.rollout.conformance import Bench, Finding, check_engine
+from distflow.rollout.conformance import Finding, check_engine
+from distflow.rollout.engine_bench import Bench
 from distflow.runtime.spec import Get
 
 LONGEST = 4096

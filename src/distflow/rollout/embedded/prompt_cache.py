@@ -1,33 +1,24 @@
 """A bounded cache of prefilled prompts."""
 
-from collections import OrderedDict
 from collections.abc import Callable
 
 from distflow.models.cached_decoder import PromptKV
 
 
 class PromptCache:
-    """Prefilled prompts by (weight version, tokens); when it is full, the oldest forwards are
-    dropped.
+    """Prefilled prompts by (weight version, tokens).
 
-    The unit is a whole forward, because its prompts share storage: dropping a single one would free
-    nothing.
+    When they would be more than `max_tokens`, all older ones are dropped. Requests come in order,
+    so only the last prompts are likely to be wanted again.
     """
 
     def __init__(self, max_tokens: int) -> None:
         self.max_tokens = max_tokens
         self._rows: dict[tuple[object, tuple[int, ...]], tuple[PromptKV, int]] = {}
-        self._forwards: OrderedDict[int, tuple[int, list[tuple[object, tuple[int, ...]]]]] = (
-            OrderedDict()
-        )
         self._num_tokens = 0
-
-    def __len__(self) -> int:
-        return len(self._rows)
 
     def clear(self) -> None:
         self._rows.clear()
-        self._forwards.clear()
         self._num_tokens = 0
 
     def rows(
@@ -37,23 +28,30 @@ class PromptCache:
         prefill: Callable[[list[tuple[int, ...]]], PromptKV],
     ) -> list[tuple[PromptKV, int]]:
         """The place of each context; missing ones are prefilled together and kept."""
-        found = {context: self._rows.get((version, context)) for context in contexts}
-        if missing := [context for context in contexts if found[context] is None]:
+        places = dict[tuple[int, ...], tuple[PromptKV, int]]()
+        missing = list[tuple[int, ...]]()
+        for context in contexts:
+            if (version, context) in self._rows:
+                places[context] = self._rows[version, context]
+            else:
+                missing.append(context)
+        if missing:
             forward = prefill(missing)
-            found |= {context: (forward, row) for row, context in enumerate(missing)}
-            self._keep(version, missing, forward)
-        return [place for context in contexts if (place := found[context])]
+            added = {context: (forward, row) for row, context in enumerate(missing)}
+            places |= added
+            self._keep(version, added, len(missing) * forward.keys.shape[-2])
+        return [places[context] for context in contexts]
 
-    def _keep(self, version: object, contexts: list[tuple[int, ...]], forward: PromptKV) -> None:
-        num_tokens = len(contexts) * forward.keys.shape[-2]
+    def _keep(
+        self,
+        version: object,
+        added: dict[tuple[int, ...], tuple[PromptKV, int]],
+        num_tokens: int,
+    ) -> None:
+        if self._num_tokens + num_tokens > self.max_tokens:
+            self.clear()
         if num_tokens > self.max_tokens:
             return
-        names: list[tuple[object, tuple[int, ...]]] = [(version, context) for context in contexts]
-        self._rows.update({name: (forward, row) for row, name in enumerate(names)})
-        self._forwards[id(forward)] = (num_tokens, names)
         self._num_tokens += num_tokens
-        while self._num_tokens > self.max_tokens:
-            _, (freed_tokens, old_names) = self._forwards.popitem(last=False)
-            self._num_tokens -= freed_tokens
-            for name in old_names:
-                del self._rows[name]
+        for context, place in added.items():
+            self._rows[version, context] = place
