@@ -112,14 +112,14 @@ BAD: dict[str, tuple[str, list[str], str, tuple[str, ...]]] = {
     ),
     "a band that is none": (
         "grpo",
-        ["data.skip_outside=[0.5,0.5]"],
-        "data.skip_outside",
+        ["algorithm.difficulty_mask=[0.5,0.5]"],
+        "algorithm.difficulty_mask",
         ("no range within 0..1",),
     ),
     "a band above 1": (
         "grpo",
-        ["data.skip_outside=[0,8]"],
-        "data.skip_outside",
+        ["algorithm.difficulty_mask=[0,8]"],
+        "algorithm.difficulty_mask",
         ("no range within 0..1",),
     ),
     "no model": (

@@ -9,12 +9,10 @@ from distflow.config import Config
 from distflow.config.derived_settings import (
     find_pipeline,
     is_rl,
-    own_setting,
     reads_pairs,
     validates,
 )
 from distflow.scheduling.data_plan import DataPlan, DomainPlan, Frequency, total_steps
-from distflow.scheduling.difficulty_filter import SkipPlan
 
 
 def data_plan(config: Config, rows: Mapping[str, int]) -> DataPlan:
@@ -51,17 +49,12 @@ def data_plan(config: Config, rows: Mapping[str, int]) -> DataPlan:
     if not is_rl(config):
         return plan
     filters = config.algorithm.filter_groups
-    outside = {}
-    for name in rows:
-        if band := own_setting(config, name, data, "skip_outside"):
-            outside[name] = band
     return replace(
         plan,
         max_staleness=min(config.async_.max_staleness, plan.total_steps),  # no sample can be staler
         max_num_gen_batches=filters.max_num_gen_batches,
         when_exhausted="continue" if filters.when_exhausted == "continue" else "error",
         oversampling=_oversampling(config),
-        skips=SkipPlan(outside, data.skip_epochs) if outside else None,
     )
 
 

@@ -9,7 +9,6 @@ from typing import Any, cast
 
 from distflow.scheduling.admission import Admission
 from distflow.scheduling.data_plan import DataPlan, NextGroups, Timetable
-from distflow.scheduling.difficulty_filter import Accuracy, Skips
 from distflow.scheduling.domain_quotas import Quotas
 from distflow.scheduling.group_states import (
     CountsError,
@@ -98,7 +97,6 @@ class Coordinator:
         self._foreseen: list[PromptGroup] = []
         """The groups of the next step, as far as they are known."""
         self._foreseen_version = -1
-        self._skips = Skips(plan.skips, start.get("skips"))
         self.queue = SampleQueue(
             plan.consumer_batch,
             max_staleness=plan.max_staleness,
@@ -170,14 +168,7 @@ class Coordinator:
             else self._admission.rollout_capacity(engine_version)
         )
         sources = self._admission.new(engine_version, num_open, self.prompt_groups.num_left)
-        if self._is_in_order:
-            prompt_groups += self._issue_in_order(sources, engine_version)
-        else:
-            for source in sources:
-                if (new := self._issue_next(source, engine_version)) is None:
-                    break
-                prompt_groups.append(new)
-                self._admission.issued(source, engine_version)
+        prompt_groups += self._issue(sources, engine_version)
         self._close_at_end()
         if self.plan.oversampling:
             self.queue.give_places([group.group_id for group in prompt_groups])
@@ -188,9 +179,10 @@ class Coordinator:
         that is not known. Nothing is issued."""
         plan = self.plan
         queue = self.queue
-        is_known = self._is_in_order and not (plan.max_staleness or plan.oversampling)
+        if plan.max_staleness or plan.oversampling or self.prompt_groups.offered:
+            return []
         is_whole = queue.num_complete == queue.num_live == plan.consumer_batch
-        if not (is_known and is_whole and self.step + 1 < plan.total_steps):
+        if not is_whole or self.step + 1 >= plan.total_steps:
             return []
         if self._foreseen_version != self.step + 1:
             self._foreseen_version = self.step + 1
@@ -218,7 +210,7 @@ class Coordinator:
 
     def complete_all(self, num_tokens: Mapping[int, int]) -> None:
         """`complete` for groups that were loaded together. num_tokens: of each, by its number."""
-        groups = self.queue.complete_all(num_tokens)
+        groups = [self.queue.complete(number, tokens) for number, tokens in num_tokens.items()]
         self._journal_all("complete", [_complete_fields(group) for group in groups])
 
     def weigh(self, number: int, num_bytes: int) -> None:
@@ -231,13 +223,6 @@ class Coordinator:
         group = self.queue.drop(number, reason)
         self._journal("dropped", group_id=number, reason=reason)
         self._counts[group.domain].drop(reason)
-
-    def record_accuracy(self, number: int, accuracy: Accuracy | None) -> None:
-        """Note the accuracy of a running group's responses (None if not scored) before it is
-        completed or dropped."""
-        if accuracy is not None:
-            group = self.queue.running_group(number, "be scored")
-            self._skips.record(group.domain, group.row, accuracy)
 
     def retry(self, number: int) -> bool:
         """Retry a group that was lost during the run with the engine or process that worked on it.
@@ -351,35 +336,15 @@ class Coordinator:
     def _close_at_end(self) -> None:
         self.queue.closed |= self.prompt_groups.data_open and self.prompt_groups.num_left == 0
 
-    @property
-    def _is_in_order(self) -> bool:
-        """Whether the next groups follow from how many were issued."""
-        return not (self.plan.skips or self.prompt_groups.offered)
-
-    def _issue_in_order(self, sources: Sequence[int], engine_version: int) -> list[PromptGroup]:
+    def _issue(self, sources: Sequence[int], engine_version: int) -> list[PromptGroup]:
+        """Issue a new group of each source; fewer if the data end."""
         groups = self.prompt_groups.next(sources, engine_version)
-        self.queue.issue_all(groups)
-        for group, source in zip(groups, sources, strict=False):  # the data may end first
+        for group, source in zip(groups, sources, strict=False):
+            self.queue.issue(group)
             self._admission.issued(source, engine_version)
             self._counts[group.domain].issued += 1
         self._journal_all("issued", [group.issued_fields() for group in groups])
         return groups
-
-    def _issue_next(self, source: int, engine_version: int) -> PromptGroup | None:
-        """The source's next group that is not skipped; None if the data end first. If all rows of
-        an epoch would be skipped, the row after them is taken, so that no source runs empty."""
-        num_left = self.plan.sources[source].num_rows
-        while self.prompt_groups.num_left != 0:
-            prompt_group = self.prompt_groups.make(source, engine_version)
-            self.queue.issue(prompt_group)
-            self._counts[prompt_group.domain].issued += 1
-            self._journal("issued", **prompt_group.issued_fields())
-            reason = self._skips.pass_over(prompt_group.row)
-            if reason is None or not num_left:
-                return prompt_group
-            num_left -= 1
-            self.drop(prompt_group.group_id, reason)
-        return None
 
     def _reissue(self, number: int, engine_version: int) -> PromptGroup:
         if self.queue.prompt_group(number).num_aborts:
@@ -427,8 +392,6 @@ class Coordinator:
             described["domains"] = domains
         if self.plan.saves.secs or self.plan.validates.secs:
             described["secs"] = {name: each.secs for name, each in self._timetables.items()}
-        if self.plan.skips:
-            described["skips"] = self._skips.saved_skips()
         return cast(Snapshot, described)
 
     def _journal_all(self, kind: str, fields: Sequence[Mapping[str, object]]) -> None:

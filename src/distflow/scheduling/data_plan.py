@@ -15,7 +15,6 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from distflow.scheduling.difficulty_filter import SkipPlan
 from distflow.scheduling.group_states import TRAIN, DomainCounts, PromptGroup
 
 EPOCHS = 0
@@ -188,7 +187,7 @@ class DataPlan:
     batches. oversampling: extra groups that run, as a fraction of those that the step lacks.
     max_held_bytes: of groups that wait for their step or are trained on, None for no bound.
     domains: in the order of their rows, empty for one source; each repeats separately, so that with
-    them `total_groups` is None. skips: which rows are skipped, None for none. saves, validates:
+    them `total_groups` is None. saves, validates:
     when the run saves a checkpoint and validates, besides at its end. stop_when: the metric's
     condition that ends it earlier. loads_rows: groups are only loaded, so that those that start or
     complete together have one record in the ledger.
@@ -208,7 +207,6 @@ class DataPlan:
     oversampling: Fraction = Fraction(0)
     max_held_bytes: int | None = None
     domains: tuple[DomainPlan, ...] = ()
-    skips: SkipPlan | None = None
     saves: Frequency = Frequency()
     validates: Frequency = Frequency()
     stop_when: str | None = None
@@ -237,7 +235,7 @@ class DataPlan:
 
 
 class NextGroups:
-    """Makes the next group, from an offered row, else from the data set.
+    """Makes the next groups, from offered rows, else from the data set.
 
     num_offered: groups of offered rows so far. offered: rows that wait for rollout capacity.
     data_open: whether the data set still has groups."""
@@ -245,7 +243,8 @@ class NextGroups:
     def __init__(
         self, plan: DataPlan, counts: defaultdict[str, DomainCounts], num_offered: int
     ) -> None:
-        """counts: of the run, by domain; the caller counts each group before making the next."""
+        """counts: of the run, by domain; the caller counts the groups that `next` made before it
+        calls it again."""
         self._plan = plan
         self._counts = counts
         self.num_offered = num_offered
@@ -272,56 +271,47 @@ class NextGroups:
             return len(self.offered)
         if self._plan.total_groups is None:
             return None
-        return len(self.offered) + max(0, self._plan.total_groups - self._num_drawn)
-
-    def make(self, source: int, engine_version: int) -> PromptGroup:
-        """The next new group of the source, with this version."""
-        number = self._num_issued
-        if self.offered:
-            self.num_offered += 1
-            row = self.offered.popleft()
-            return PromptGroup(number, 0, row, self._plan.group_size, engine_version)
-        return self._from_data(number, source, 0, engine_version)
+        return len(self.offered) + max(0, self._plan.total_groups - self._position(0))
 
     def next(self, sources: Sequence[int], engine_version: int) -> list[PromptGroup]:
-        """The groups that `make` will return for these sources in turn, without offered rows; fewer
-        if the data end."""
-        assert not self.offered
+        """The next new groups, one of each source in turn; fewer if the data end. Offered rows, in
+        their order, come before those of the data set."""
+        positions = [self._position(source) for source in range(len(self._plan.sources))]
         number = self._num_issued
-        num_before = [0] * len(self._plan.sources)
         groups = list[PromptGroup]()
         for source in sources[: self.num_left]:
-            group = self._from_data(
-                number + len(groups), source, num_before[source], engine_version
-            )
+            if self.offered:
+                row = self.offered.popleft()
+                self.num_offered += 1
+                group = PromptGroup(number, 0, row, self._plan.group_size, engine_version)
+            else:
+                group = self._from_data(number, source, positions[source], engine_version)
+                positions[source] += 1
             groups.append(group)
-            num_before[source] += 1
+            number += 1
         return groups
 
     def _from_data(
-        self, number: int, source: int, place_ahead: int, engine_version: int
+        self, number: int, source: int, position: int, engine_version: int
     ) -> PromptGroup:
-        """A group of the data set. place_ahead: how many of the source come before it."""
+        """A group of the data set. position: in the order of its source."""
         plan = self._plan
+        own = plan.sources[source]
+        epoch, row = place(position, own.num_rows, plan.seed, plan.shuffle, own.name)
         if not plan.domains:
-            drawn = self._num_drawn + place_ahead
-            epoch, row = place(drawn, plan.num_rows, plan.seed, plan.shuffle)
             return PromptGroup(number, epoch, row, plan.group_size, engine_version)
-        domain = plan.domains[source]
-        position = self._counts[domain.name].issued + place_ahead
-        epoch, row = place(position, domain.num_rows, plan.seed, plan.shuffle, domain.name)
         row += sum(other.num_rows for other in plan.domains[:source])
-        size = domain.group_size or plan.group_size
-        stream = f"{TRAIN}/{domain.name}"
+        size = own.group_size or plan.group_size
+        stream = f"{TRAIN}/{own.name}"
         return PromptGroup(
             number, epoch, row, size, engine_version, stream=stream, position=position
         )
 
+    def _position(self, source: int) -> int:
+        """Groups of the source made from rows of the data set."""
+        issued = self._counts[self._plan.sources[source].name].issued
+        return issued - self.num_offered  # there are no offered rows with domains
+
     @property
     def _num_issued(self) -> int:
         return sum(counts.issued for counts in self._counts.values())
-
-    @property
-    def _num_drawn(self) -> int:
-        """The number of groups made from rows of the data set."""
-        return self._num_issued - self.num_offered

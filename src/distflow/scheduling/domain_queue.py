@@ -2,7 +2,7 @@
 train on them."""
 
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
 from math import ceil
@@ -95,11 +95,6 @@ class DomainQueue:
         else:
             self._enter(number)
 
-    def add_running(self, numbers: Collection[int], first: PromptGroup) -> None:
-        """Add running groups with the due step of the first."""
-        self.num_live += len(numbers)
-        self._due.setdefault(first.due(self._max_staleness), _Due()).running.update(numbers)
-
     def wait(self, number: int) -> None:
         """Let a running or complete group wait to be issued again."""
         self._leave(number)
@@ -123,22 +118,6 @@ class DomainQueue:
         self._change(number, state=GroupState.QUEUED, num_tokens=num_tokens, lowest_version=lowest)
         self.num_complete += 1
         self._enter(number)
-
-    def complete_all(self, num_tokens: Mapping[int, int]) -> None:
-        """`complete` for running groups with the versions of their issues. num_tokens: of each, by
-        its id."""
-        for number, tokens in num_tokens.items():
-            group = self._groups[number]
-            members = self._due[group.due(self._max_staleness)]
-            members.running.remove(number)
-            members.complete.add(number)
-            self._change(
-                number,
-                state=GroupState.QUEUED,
-                num_tokens=tokens,
-                lowest_version=group.version,
-            )
-        self.num_complete += len(num_tokens)
 
     def drop(self, number: int, reason: str) -> None:
         self._leave(number).dropped[reason] += 1

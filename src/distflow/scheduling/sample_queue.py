@@ -135,20 +135,6 @@ class SampleQueue:
             )
         self.restore(prompt_group)
 
-    def issue_all(self, prompt_groups: Sequence[PromptGroup]) -> None:
-        """`issue` for new groups of one version."""
-        groups = {group.group_id: group for group in prompt_groups}
-        if repeated := self._groups.keys() & groups.keys():
-            raise CountsError(
-                f"group {min(repeated)} was issued twice: it is on the sample queue already"
-            )
-        self._groups |= groups
-        by_domain: dict[str, list[int]] = {}
-        for number, group in groups.items():
-            by_domain.setdefault(group.domain, []).append(number)
-        for domain, numbers in by_domain.items():
-            self.domain_queues[domain].add_running(numbers, groups[numbers[0]])
-
     def restore(self, group: PromptGroup) -> None:
         """Add a group of a snapshot. An incomplete one died with its process, and waits to be
         issued again."""
@@ -204,17 +190,6 @@ class SampleQueue:
         self.running_group(number, "complete")
         self.queue_of(number).complete(number, num_tokens, version)
         return self._groups[number]
-
-    def complete_all(self, num_tokens: Mapping[int, int]) -> list[PromptGroup]:
-        """`complete` for several groups, with the versions of their issues. num_tokens: of each, by
-        its id."""
-        by_domain: dict[str, dict[int, int]] = {}
-        for number, tokens in num_tokens.items():
-            group = self.running_group(number, "complete")
-            by_domain.setdefault(group.domain, {})[number] = tokens
-        for domain, own in by_domain.items():
-            self.domain_queues[domain].complete_all(own)
-        return [self._groups[number] for number in num_tokens]
 
     def drop(self, number: int, reason: str) -> PromptGroup:
         """Drop a group without training on it; its id is used up."""

@@ -5,7 +5,6 @@ from typing import Any, NotRequired, TypedDict
 
 from distflow.errors import UserError
 from distflow.scheduling.data_plan import DataPlan
-from distflow.scheduling.difficulty_filter import SavedSkips
 from distflow.scheduling.group_states import DomainCounts, GroupCounts, GroupState, PromptGroup
 
 _IDENTITY = ("group_id", "epoch", "row", "group_size", "version", "attempt", "stream", "position")
@@ -13,19 +12,20 @@ _identity = attrgetter(*_IDENTITY)
 
 
 class SavedGroup(TypedDict):
-    """A group in the queue at the snapshot: complete ones keep their batch, the others start again.
-
-    prompt_group: the fields that identify a `PromptGroup`. num_tokens: 0 until complete. failures:
-    how often it was lost and retried. version: the lowest of its tokens, None until complete.
-    aborts: how often it was aborted, missing for 0.
-    """
+    """A group in the queue at the snapshot: complete ones keep their batch, the others start
+    again."""
 
     prompt_group: dict[str, Any]
+    """The fields that identify a `PromptGroup`."""
     complete: bool
     num_tokens: int
+    """0 until complete."""
     failures: int
+    """How often it was lost and retried."""
     version: int | None
+    """The lowest of its tokens; None until complete."""
     aborts: NotRequired[int]
+    """How often it was aborted; missing for 0."""
 
 
 class SavedPlan(TypedDict):
@@ -39,27 +39,29 @@ class SavedPlan(TypedDict):
 
 
 class Snapshot(TypedDict):
-    """issued, consumed, dropped, aborted: as in `GroupCounts`. offered: issued for
-    rows that are not in the data set. live: groups in the queue, by group id. ledger: the fields of
-    its `Mark`, None without one. domains: by name, `saved_counts` of each and its lag, the slots by
-    which it is behind its share at the next step, as a fraction; missing without any. skips:
-    missing if no row is skipped. secs: since the last save and validation; missing if these do not
-    go by time. ended: which condition ended the run, and why; missing if none has."""
+    """The state at the last release."""
 
     plan: SavedPlan
     restart: int
     step: int
     issued: int
+    """As `consumed`, `dropped` and `aborted` in `GroupCounts`."""
     offered: NotRequired[int]
+    """Groups issued for rows that are not in the data set."""
     consumed: int
     dropped: dict[str, int]
     aborted: NotRequired[int]
     live: list[SavedGroup]
+    """Groups in the queue, by group id."""
     ledger: dict[str, Any] | None
+    """The fields of its `Mark`; None without one."""
     domains: NotRequired[dict[str, dict[str, Any]]]
-    skips: NotRequired[SavedSkips]
+    """`saved_counts` of each by name, and its lag: the slots by which it is behind its share at the
+    next step, as a fraction. Missing without domains."""
     secs: NotRequired[dict[str, float]]
+    """Since the last save and validation; missing if these do not go by time."""
     ended: NotRequired[dict[str, str]]
+    """Which condition ended the run, and why; missing if none has."""
 
 
 def at_start(plan: DataPlan) -> Snapshot:

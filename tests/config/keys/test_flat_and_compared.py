@@ -121,8 +121,6 @@ data:
   system_prompt: "Be brief: yes"
   enable_thinking: true
   apply_chat_template_kwargs: {date_string: today}
-  skip_outside: [0.1, 0.9]
-  skip_epochs: 2
   train_batch_size: 32
   max_prompt_length: 100
   max_response_length: 200

@@ -136,13 +136,18 @@ def look_up(values: Mapping[str, object], key: str) -> object:
     return found
 
 
+_BY_DIFFICULTY = (
+    "filter the file, or use algorithm.filter_groups or algorithm.difficulty_mask, which measure"
+)
 _GONE = {
     "trust.audit_freq": "use trust.check_freq: one of so many steps is checked whole (0: none), "
     "beside the first ones, powers of two and the last",
     "trainer.webhook": "trainer.logger=wandb raises an alert for each finding",
     "data.curriculum": "set the shares of domains by data.domains.NAME.weight",
-    "data.pass_rate": "filter the file, or use data.skip_outside, which measures",
-    "data.pass_rate_key": "filter the file, or use data.skip_outside, which measures",
+    "data.pass_rate": _BY_DIFFICULTY,
+    "data.pass_rate_key": _BY_DIFFICULTY,
+    "data.skip_outside": _BY_DIFFICULTY,
+    "data.skip_epochs": _BY_DIFFICULTY,
     "data.solution_key": "score the solutions with `distflow reward check --response-key COLUMN`",
     "reward.num_actors": "raise reward.num_workers: reward functions run beside each worker",
     "reward.actor_cpus": "raise reward.num_workers: reward functions run beside each worker",

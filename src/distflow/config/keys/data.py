@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from distflow.config.compose.typed_values import (
     Mismatch,
     parse_differing,
-    parse_share_band,
 )
 from distflow.config.keys.algorithm import DIFFERING, DIFFERING_LOSS
 from distflow.config.keys.declare import collect, key, plain_settings
@@ -63,9 +62,6 @@ class DomainConfig:
     system_prompt: str | None = key(None, "system message (chat); null is data.system_prompt")
     enable_thinking: bool | None = key(
         None, "passed to the chat template; null is data.enable_thinking"
-    )
-    skip_outside: tuple[float, float] | None = key(
-        None, "as data.skip_outside; null is its value, [0, 1] is off", parse=parse_share_band
     )
     train_max_samples: int = key(
         -1, "use only the first rows of train_files; -1 is all", minimum=-1
@@ -195,19 +191,6 @@ class DataConfig:
         False, "read each training row when its group starts, on its worker; not with tags"
     )
     bad_rows: str = key("error", "action for an unusable row", choices=("error", "skip"))
-    skip_outside: tuple[float, float] | None = key(
-        None,
-        "[low, high]: skip a row whose share of correct responses was outside",
-        parse=parse_share_band,
-        taken_by="rl",
-    )
-    skip_epochs: int = key(
-        1,
-        "epochs for which skip_outside skips a row before it is used again",
-        minimum=1,
-        taken_by="rl",
-        taken_if=lambda own: own.skip_outside or any(d.skip_outside for d in own.domains.values()),
-    )
     broken_tests: str = key(
         "skip",
         "action for a training row whose tests no response can pass (it is counted)",

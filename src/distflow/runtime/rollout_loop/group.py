@@ -9,11 +9,9 @@ from distflow.data.encoded_prompts import PromptRow
 from distflow.data.sample import Sample, Segment
 from distflow.graph.fields import ALIASES
 from distflow.observe.metrics import Measured
-from distflow.rewards.reward_results import is_right
 from distflow.rollout.engine import SamplingParams, Stream
 from distflow.runtime.run_errors import Failure
 from distflow.runtime.sample_queue.protocol import FinishedGroup
-from distflow.scheduling.difficulty_filter import Accuracy
 from distflow.scheduling.group_states import PromptGroup
 
 
@@ -157,14 +155,5 @@ def finished_group(
         int(batch.lengths("sequence").sum()),
         int(versions.min()) if len(versions) else None,
         measured,
-        accuracy=accuracy_of(batch),
         failure=failure,
     )
-
-
-def accuracy_of(batch: Batch) -> Accuracy | None:
-    """The accuracy of a group's responses; None if they were not scored."""
-    if "acc" not in batch:
-        return None
-    scored = batch["acc"][batch["valid"]].tolist()
-    return Accuracy(sum(map(is_right, scored)), len(scored))

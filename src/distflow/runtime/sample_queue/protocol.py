@@ -10,7 +10,6 @@ from distflow.data.batch import Batch
 from distflow.observe.metrics import Measured, combine
 from distflow.rewards.reward_results import RewardCounts
 from distflow.runtime.run_errors import Failure
-from distflow.scheduling.difficulty_filter import Accuracy
 from distflow.scheduling.group_states import GroupCounts, PromptGroup, Version
 from distflow.scheduling.scheduler_snapshot import Snapshot
 
@@ -33,7 +32,6 @@ class FinishedGroup(Generic[T]):
     """By its nodes."""
     num_bytes: int = 0
     """Of the data, if storage is bounded."""
-    accuracy: Accuracy | None = None
     """Of its responses; None if they were not scored."""
     failure: Failure | None = None
     """Set if none of them has a score although they should."""
@@ -101,7 +99,6 @@ class DroppedGroup:
     """Set if it failed."""
     lost: bool = False
     """Without its own fault; it is retried, three times in total."""
-    accuracy: Accuracy | None = None
     """As in `FinishedGroup`."""
 
 

@@ -171,7 +171,6 @@ class SharedSampleQueue(Generic[T]):
         if self._workers.is_passed_over(group_id, finished.prompt_group.attempt):
             return
         self._groups[group_id] = finished
-        self._coordinator.record_accuracy(group_id, finished.accuracy)
         self._coordinator.complete(group_id, finished.num_tokens, finished.version)
         self._coordinator.weigh(group_id, finished.num_bytes)
         self._workers.end(group_id, complete=True)
@@ -195,7 +194,6 @@ class SharedSampleQueue(Generic[T]):
         group_id = dropped.prompt_group.group_id
         if self._workers.is_passed_over(group_id, dropped.prompt_group.attempt):
             return
-        self._coordinator.record_accuracy(group_id, dropped.accuracy)
         if not (dropped.lost and self._coordinator.retry(group_id)):
             if not dropped.lost:
                 self._coordinator.drop(group_id, dropped.reason)
