@@ -22,6 +22,9 @@ from distflow.models.cpu_kernels import build as native
 from distflow.models.cpu_kernels.training_layer import attend
 from distflow.models.packed_layout import Packing, Spread
 
+MAX_HEAD_DIM = 256
+"""The widest head of `varlen_attn`, whose heads are multiples of 8."""
+
 
 def take_rows(values: Tensor, index: Tensor, repeats: bool = False) -> Tensor:
     """`values[index]` along dimension 0. repeats: whether `index` may contain a row many times."""
@@ -95,12 +98,50 @@ def packed_attention(
     dropout: float = kwargs.get("dropout", 0.0)
     scale: float = kwargs.get("scaling") or query.shape[-1] ** -0.5
     one_width = values.shape[2] == keys.shape[2]  # DeepSeek's values are narrower than its keys
-    is_ours = on_cpu and dtype == torch.float32 and dropout == 0.0 and one_width
+    is_plain = dropout == 0.0 and one_width
+    is_ours = on_cpu and dtype == torch.float32 and is_plain
     if is_ours and native.is_there():
         mixed = attend(queries, keys, values, packing.sequences, scale)
+    elif query.is_cuda and is_plain and _fits_one_call(queries):
+        mixed = attend_together(packing, queries, keys, values, scale)
     else:
         mixed = _attend_one_by_one(queries, keys, values, packing, scale, dropout)
     return mixed.to(query.dtype)[None], None
+
+
+def _fits_one_call(queries: Tensor) -> bool:
+    head_dim = queries.shape[-1]
+    is_16_bits = queries.dtype in (torch.bfloat16, torch.float16)
+    return is_16_bits and head_dim <= MAX_HEAD_DIM and head_dim % 8 == 0
+
+
+def attend_together(
+    packing: Packing, queries: Tensor, keys: Tensor, values: Tensor, scale: float
+) -> Tensor:
+    """Causal attention of all sequences in one call, on a GPU in 16 bits; rows that sequences share
+    are duplicated for each.
+
+    queries `(rows, heads, head_dim)`; keys and values have their own number of heads. Returns a
+    tensor like queries.
+    """
+    # Its import takes as long as that of torch, and only a GPU needs it.
+    from torch.nn.attention.varlen import varlen_attn
+
+    if packing.sharing is not None:
+        queries = spread_rows(queries, packing.spread)
+        keys = spread_rows(keys, packing.spread)
+        values = spread_rows(values, packing.spread)
+    options: dict[str, Any] = {"window_size": (-1, 0), "scale": scale}
+    # Newer versions of torch must be told that keys and values have fewer heads.
+    if "enable_gqa" in (varlen_attn.__kwdefaults__ or {}):
+        options["enable_gqa"] = True
+    bounds = packing.bounds
+    longest = packing.longest
+    mixed = varlen_attn(queries, keys, values, bounds, bounds, longest, longest, **options)
+    assert isinstance(mixed, Tensor)
+    if packing.sharing is None:
+        return mixed
+    return take_rows(mixed, packing.spread.first)
 
 
 def _attend_one_by_one(

@@ -49,7 +49,11 @@ from distflow.models.image_inputs import (
 from distflow.models.log_probs import token_log_probs
 from distflow.models.lora import unwrapped
 from distflow.models.number_head import NumberTargets
-from distflow.models.packed_attention import PACKED_ATTENTION, spread_rows, take_rows
+from distflow.models.packed_attention import (
+    PACKED_ATTENTION,
+    attend_together,
+    take_rows,
+)
 from distflow.models.packed_layout import Packing, Sharing, shared_prefixes
 
 LARGEST = 2**19
@@ -121,7 +125,7 @@ def packed_layers(decoder: Any, embedded: Tensor, position_ids: Tensor, packing:
     cos, sin = (each[0] for each in decoder.rotary_emb(hidden, position_ids[None]))
     with torch.autocast(weight.device.type, enabled=False):
         if weight.device.type == "cuda":
-            between = Between(gpu_layer(), partial(_on_gpu, packing), dtype)
+            between = Between(gpu_layer(), partial(attend_together, packing), dtype)
             hidden = _by_torchs_products(decoder.layers, hidden, cos, sin, between)
         elif dtype == torch.bfloat16 or config.hidden_size * config.intermediate_size > LARGEST:
             between = Between(cpu_layer, partial(_on_cpu, packing), dtype)
@@ -149,17 +153,6 @@ def _on_cpu(
     packing: Packing, queries: Tensor, keys: Tensor, values: Tensor, scale: float
 ) -> Tensor:
     return cpu_layer.attend(queries, keys, values, packing.sequences, scale)
-
-
-def _on_gpu(
-    packing: Packing, queries: Tensor, keys: Tensor, values: Tensor, scale: float
-) -> Tensor:
-    """Attention on a GPU; rows that sequences share are duplicated for each."""
-    if packing.sharing is None:
-        return gpu_layer().attend(queries, keys, values, packing.bounds, packing.longest, scale)
-    spread = (spread_rows(each, packing.spread) for each in (queries, keys, values))
-    mixed = gpu_layer().attend(*spread, packing.bounds, packing.longest, scale)
-    return take_rows(mixed, packing.spread.first)
 
 
 def _by_torchs_products(

@@ -14,7 +14,6 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
-from torch.nn.attention.varlen import varlen_attn
 
 from distflow.models.cpu_kernels.weight_layout import heads_and_norms
 from distflow.models.gpu_kernels.decode_step import GATE_BLOCK, add_norm_rows, num_warps, silu_mul
@@ -22,24 +21,6 @@ from distflow.models.gpu_kernels.decode_step import GATE_BLOCK, add_norm_rows, n
 INSTANCES = 512
 """Instances of a backward pass that sums over rows: each sums its own rows."""
 _TILE = 16  # rows of one head that are rotated together
-
-# Newer versions of torch must be told that keys and values have fewer heads.
-_CAUSAL: dict[str, Any] = {"window_size": (-1, 0)}
-if "enable_gqa" in (varlen_attn.__kwdefaults__ or {}):
-    _CAUSAL["enable_gqa"] = True
-
-
-def attend(
-    queries: Tensor, keys: Tensor, values: Tensor, bounds: Tensor, longest: int, scale: float
-) -> Tensor:
-    """Causal attention of each sequence to itself: bfloat16 `(tokens, heads, head_dim)`, keys and
-    values with their own number of heads. bounds: int32 `(sequences + 1,)`, their starts and the
-    last end. Returns a tensor like queries."""
-    mixed = varlen_attn(
-        queries, keys, values, bounds, bounds, longest, longest, scale=scale, **_CAUSAL
-    )
-    assert isinstance(mixed, Tensor)
-    return mixed
 
 
 def add_norm(
