@@ -1,4 +1,4 @@
-"""Peak memory of a process by phase."""
+"""Peak memory of a process, and use of its GPU, by phase."""
 
 import resource
 import sys
@@ -37,6 +37,8 @@ class MemoryPeaks:
         if (device := torch.accelerator.current_accelerator()) and device_module():
             self._seen(device.type, phase, float(torch.accelerator.max_memory_allocated()))
             torch.accelerator.reset_peak_memory_stats()
+        for name, value in read_gpu().items():
+            self._phases[f"gpu/{name}/{phase}"] = value
 
     def finish_step(self) -> dict[str, float]:
         """`memory/DEVICE/PHASE` of the phases since the last call, `memory/DEVICE/peak` of the
@@ -53,6 +55,18 @@ class MemoryPeaks:
         name = f"memory/{device}/{phase}"
         self._phases[name] = max(self._phases.get(name, 0.0), peak)
         self._whole[device] = max(self._whole.get(device, 0.0), peak)
+
+
+def read_gpu() -> dict[str, float]:
+    """Current utilization of this process's GPU, and all memory in use there; empty if torch uses
+    no GPU, or cannot query it (without the package nvidia-ml-py)."""
+    if not torch.cuda.is_initialized():
+        return {}
+    with suppress(ImportError, RuntimeError):
+        utilization = torch.cuda.utilization() / 100
+        free, total = torch.accelerator.get_memory_info()
+        return {"utilization": utilization, "memory_used": float(total - free)}
+    return {}
 
 
 def _peak_rss() -> int:
