@@ -55,7 +55,7 @@ def play(
     return asyncio.run(workflow(chat, row)), chat
 
 
-@pytest.mark.parametrize("ends_at", range(1, 10))
+@pytest.mark.parametrize("ends_at", [1, 3, 4, 5, 9])
 @pytest.mark.parametrize("success", [True, False])
 def test_masks_reach_up_to_the_action_that_ended_the_episode(
     tmp_path: Path, ends_at: int, success: bool
@@ -123,7 +123,7 @@ NUMBERS = {
 }
 
 
-@pytest.mark.parametrize("ends_at", range(1, 9))
+@pytest.mark.parametrize("ends_at", [1, 4, 5, 8])
 def test_numbers_are_recorded_as_drawn_and_executed_within_their_bounds(
     tmp_path: Path, ends_at: int
 ) -> None:
@@ -148,7 +148,7 @@ def test_numbers_are_recorded_as_drawn_and_executed_within_their_bounds(
 FLOW = {**NUMBERS, "head": "flow_sde", "denoising_steps": 2, "bins": 3}
 
 
-@pytest.mark.parametrize("ends_at", range(1, 9))
+@pytest.mark.parametrize("ends_at", [1, 4, 5, 8])
 def test_a_flow_executes_what_its_last_denoising_step_gives(tmp_path: Path, ends_at: int) -> None:
     """Of each action's noise and steps; masks reach up to the last step of the action that ended
     the episode."""

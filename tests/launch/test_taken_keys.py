@@ -74,19 +74,7 @@ def inert(folder: Path, preset: str, *overrides: str) -> list[str]:
 
 CASES = {
     "an option of the estimator": ("ppo", ["algorithm.lam=0.9"], []),
-    "of another estimator": ("grpo", ["algorithm.lam=0.9"], ["algorithm.lam"]),
     "an engine that is there": ("ppo", ["critic.optim.lr=1e-3"], []),
-    "an engine that is not": ("grpo", ["critic.optim.lr=1e-3"], ["critic.optim.lr"]),
-    "the key that switches it on": (
-        "grpo",
-        ["actor_rollout_ref.actor.optim.optimizer=sgd", "actor_rollout_ref.actor.optim.eps=1e-3"],
-        ["actor_rollout_ref.actor.optim.eps"],
-    ),
-    "a clip range that both ends set": (
-        "dapo",
-        ["actor_rollout_ref.actor.clip_ratio=0.1"],
-        ["actor_rollout_ref.actor.clip_ratio"],
-    ),
     "several processes": ("grpo", ["trainer.peers_timeout_s=5"], ["trainer.peers_timeout_s"]),
     "generation during updates": (
         "grpo",
@@ -94,7 +82,6 @@ CASES = {
         ["actor_rollout_ref.rollout.num_threads"],
     ),
     "the default": ("grpo", ["critic.optim.lr=1e-5"], []),
-    "a column of rows with responses": ("grpo", ["data.response_key=x"], ["data.response_key"]),
     "scores of responses": ("sft", ["reward.timeout_s=5"], ["reward.timeout_s"]),
 }
 

@@ -19,7 +19,7 @@ class ActionHead:
 
     Without `steps` (gaussian) its token is the first of them. With `steps` (flow SDE) an action has
     `1 + steps` times `dim` numbers: noise, and all numbers after each denoising step; the token is
-    that of the value's bin. noise: the standard deviation that the SDE adds from the time 0 to 1.
+    that of the value's bin.
     """
 
     first: int
@@ -27,6 +27,7 @@ class ActionHead:
     steps: int = 0
     bins: int = 2
     noise: float = 0.0
+    """The standard deviation that the SDE adds from the time 0 to 1."""
 
     def tokens_of(self, place: int, values: Tensor) -> Tensor:
         """The tokens `(n,)` of number `place` of several generations, which has these values."""

@@ -17,19 +17,19 @@ from distflow.untrusted_files import check_file
 
 @dataclass(frozen=True)
 class ActionTokens:
-    """Chunks of actions as token ids, step by step, each dimension in turn.
-
-    low, high: bounds of each dimension. bins: how many a dimension has; the number of a bin is its
-    middle. first: token id of bin 0, which those of the other bins follow. chunk: steps of a chunk.
-    clips: numbers beyond the bounds count as the nearest bin, as statistics of quantiles want it.
-    """
+    """Chunks of actions as token ids, step by step, each dimension in turn."""
 
     low: tuple[float, ...]
+    """The lower bound of each dimension."""
     high: tuple[float, ...]
     bins: int
+    """How many a dimension has; the number of a bin is its middle."""
     first: int
+    """Token id of bin 0, which those of the other bins follow."""
     chunk: int
+    """Steps of a chunk."""
     clips: bool = False
+    """Numbers beyond the bounds count as the nearest bin, as statistics of quantiles want it."""
 
     def __post_init__(self) -> None:
         """Raises UserError for bounds whose bins cannot be told apart."""
@@ -89,17 +89,17 @@ class ActionTokens:
 @dataclass(frozen=True)
 class ContinuousActions:
     """Chunks of actions as values, step by step, each dimension in turn: −1 is its lower bound, and
-    1 its upper one.
-
-    low, high: bounds of each dimension. first, steps, bins, noise: see `ActionHead`; with denoising
-    `steps`, the action is what the last one gives. chunk: steps of a chunk.
-    """
+    1 its upper one."""
 
     low: tuple[float, ...]
+    """The lower bound of each dimension."""
     high: tuple[float, ...]
     first: int
+    """See `ActionHead`, as for `steps`, `bins` and `noise`."""
     chunk: int
+    """Steps of a chunk."""
     steps: int = 0
+    """Denoising steps, of which the last one gives the action; 0 for none."""
     bins: int = 2
     noise: float = 0.0
 

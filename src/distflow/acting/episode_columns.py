@@ -85,13 +85,10 @@ def reward_steps(
     """Each env step's part of the score on the last token of its action, which has `dim` tokens, or
     of its chunk if `dim` is None. The rest of the score is on the policy's last token."""
     step_rewards = [extra.get("step_rewards", ()) for extra in reward_extra]
-    paid = []
-    for decisions in step_rewards:
-        paid.append([reward for decision in decisions for reward in decision])
-    unit = reward_unit(paid, scores.tolist())
+    unit = reward_unit([sum(own, []) for own in step_rewards], scores.tolist())
 
     def in_units(number: float) -> float:
-        return round(number / unit) * unit
+        return round(number / unit) * unit if unit else number
 
     placed = torch.zeros(turn_index.shape, dtype=torch.float64)
     drawn = torch.where(response_mask > 0, turn_index, -1)
@@ -101,8 +98,8 @@ def reward_steps(
             places = (turns == decision).nonzero()[:, 0].tolist()
             for step, reward in enumerate(rewards):
                 end = places[-1] if dim is None else places[dim * (step + 1) - 1]
-                placed[row, end] += in_units(reward) if unit else 0.0
+                placed[row, end] += in_units(reward)
         own = (turns >= 0).nonzero()
         last = int(own.max()) if len(own) else 0
-        placed[row, last] += (in_units(score) if unit else score) - placed[row].sum()
+        placed[row, last] += in_units(score) - placed[row].sum()
     return placed

@@ -68,13 +68,14 @@ class GymnasiumSimulator:
             self._env.close()
 
     def _seen(self, observation: Any) -> Observation:
-        named = (
-            dict(observation) if isinstance(observation, Mapping) else {"observation": observation}
-        )
-        if absent := [name for name in self._state if name not in named]:
-            raise ValueError(f"state: the observation has no '{absent[0]}', but {', '.join(named)}")
+        named = {"observation": observation}
+        if isinstance(observation, Mapping):
+            named = dict(observation)
+        for name in self._state:
+            if name not in named:
+                raise ValueError(f"state: the observation has no '{name}', but {', '.join(named)}")
         images = dict[str, Any]()
-        numbers = list[Any]()
+        numbers = [np.zeros(0, np.float32)]
         for name in sorted(named):
             value = np.asarray(named[name])
             if value.dtype == np.uint8 and value.ndim == 3 and value.shape[-1] == 3:
@@ -83,8 +84,4 @@ class GymnasiumSimulator:
                 numbers.append(value.astype(np.float32).reshape(-1))
         if self._render:
             images["render"] = np.asarray(self._env.render())
-        return Observation(
-            images,
-            np.concatenate(numbers) if numbers else np.zeros(0, np.float32),
-            self._instruction,
-        )
+        return Observation(images, np.concatenate(numbers), self._instruction)

@@ -15,27 +15,28 @@ Images = Mapping[str, NDArray[np.uint8]]
 
 @dataclass(frozen=True)
 class Observation:
-    """What a policy sees. images: `(H, W, 3)` by name. state: float32, one dimension. instruction:
-    what to do."""
+    """What a policy sees."""
 
     images: Images = field(default_factory=dict)
+    """`(H, W, 3)` by name."""
     state: NDArray[np.float32] = field(default_factory=lambda: np.zeros(0, np.float32))
+    """One dimension."""
     instruction: str = ""
+    """What to do."""
 
 
 class ChunkResult(NamedTuple):
     """One entry for each executed env step: as many as the chunk has, or fewer if the episode ended
-    before.
-
-    terminated: the task has ended. truncated: the time limit was reached. observation: after the
-    last step.
-    """
+    before."""
 
     rewards: list[float]
     terminated: list[bool]
+    """The task has ended."""
     truncated: list[bool]
+    """The time limit was reached."""
     success: list[bool]
     observation: Observation
+    """After the last step."""
 
 
 class Simulator(Protocol):

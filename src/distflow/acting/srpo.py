@@ -12,26 +12,30 @@ Vectors = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class SrpoSettings:
-    """eps, min_samples: of DBSCAN over the successes, each dimension scaled to variance 1. max: the
-    largest reward of a failure. steepness: of the sigmoid. reward_coef: on all rewards."""
-
     eps: float = 0.5
+    """Of DBSCAN over the successes, each dimension scaled to variance 1."""
     min_samples: int = 2
+    """Of DBSCAN."""
     max: float = 0.6
+    """The largest reward of a failure."""
     steepness: float = 10.0
+    """Of the sigmoid."""
     reward_coef: float = 1.0
+    """On all rewards."""
 
 
 @dataclass(frozen=True)
 class SrpoReward:
-    """Of an episode. distance: to the nearest centre, from 0 to 1 over the task's failures; -1 for
-    a success, and without a success. clusters: of the task's successes. fallback: no cluster was
-    found, so that their mean stands for all."""
+    """Of an episode."""
 
     reward: float
     distance: float
+    """To the nearest centre, from 0 to 1 over the task's failures; -1 for a success, and without a
+    success."""
     clusters: int
+    """Of the task's successes."""
     fallback: bool
+    """No cluster was found, so that their mean stands for all."""
 
 
 def srpo_rewards(
@@ -55,9 +59,8 @@ def srpo_rewards(
         number = 0 if is_fallback else len(centres)
         for place in won:
             found[place] = SrpoReward(settings.reward_coef, -1.0, number, is_fallback)
-        for place, distance in zip(
-            lost, _distances([embeddings[place] for place in lost], centres), strict=True
-        ):
+        distances = _distances([embeddings[place] for place in lost], centres)
+        for place, distance in zip(lost, distances, strict=True):
             shaped = settings.max / (1.0 + float(np.exp(settings.steepness * (distance - 0.5))))
             found[place] = SrpoReward(settings.reward_coef * shaped, distance, number, is_fallback)
     return found
@@ -67,15 +70,15 @@ def cluster_centres(vectors: Vectors, settings: SrpoSettings) -> tuple[Vectors, 
     """The mean of each cluster of successes `(n, dim)`, or of all if there is no cluster, and
     whether that is so."""
     deviation = vectors.std(axis=0)
-    scaled = (vectors - vectors.mean(axis=0)) / np.where(
-        deviation < 10 * np.finfo(np.float64).eps, 1.0, deviation
-    )
+    deviation[deviation < 10 * np.finfo(np.float64).eps] = 1.0
+    scaled = (vectors - vectors.mean(axis=0)) / deviation
     labels = dbscan(scaled, settings.eps, settings.min_samples)
     if not len(labels) or labels.max() < 0:
         return vectors.mean(axis=0, keepdims=True), True
-    return np.stack(
-        [vectors[labels == label].mean(axis=0) for label in range(int(labels.max()) + 1)]
-    ), False
+    centres = []
+    for label in range(int(labels.max()) + 1):
+        centres.append(vectors[labels == label].mean(axis=0))
+    return np.stack(centres), False
 
 
 def dbscan(vectors: Vectors, eps: float, min_samples: int) -> NDArray[np.int64]:
@@ -91,11 +94,11 @@ def dbscan(vectors: Vectors, eps: float, min_samples: int) -> NDArray[np.int64]:
         waiting = [start]
         while waiting:
             point = waiting.pop()
-            if labels[point] < 0:
-                labels[point] = label
-                waiting += (
-                    np.flatnonzero(near[point] & (labels < 0)).tolist() if is_core[point] else []
-                )
+            if labels[point] >= 0:
+                continue
+            labels[point] = label
+            if is_core[point]:
+                waiting += np.flatnonzero(near[point] & (labels < 0)).tolist()
         label += 1
     return labels
 

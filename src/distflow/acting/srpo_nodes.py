@@ -45,9 +45,9 @@ register_field(
 def embodied_sampling(config: Config) -> Callable[..., object]:
     """The filter of groups by `embodied_sampling`."""
     own = config.embodied_sampling
-    bounds = (
-        (own.accuracy_lower_bound, own.accuracy_upper_bound) if own.filter_accuracy else (0.0, 1.0)
-    )
+    bounds = (0.0, 1.0)
+    if own.filter_accuracy:
+        bounds = (own.accuracy_lower_bound, own.accuracy_upper_bound)
     return partial(keep_group, bounds=bounds, filter_truncated=own.filter_truncated)
 
 
@@ -58,9 +58,13 @@ def keep_group(
     replaced. Episodes with a reward error do not count."""
     valid = valid.bool()
     share = float(success[valid].double().mean()) if bool(valid.any()) else 0.0
-    if not bounds[0] <= share <= bounds[1]:
-        return Drop(TOO_HARD if share < bounds[0] else TOO_EASY)
-    return Drop(TRUNCATED) if filter_truncated and bool(truncated[valid].any()) else None
+    if share < bounds[0]:
+        return Drop(TOO_HARD)
+    if share > bounds[1]:
+        return Drop(TOO_EASY)
+    if filter_truncated and bool(truncated[valid].any()):
+        return Drop(TRUNCATED)
+    return None
 
 
 def pixels(frames: NDArray[np.uint8]) -> list[float]:
@@ -170,9 +174,13 @@ def shape_rewards(
     for part in reduce.gather(own):
         everyone += part
     everyone.sort()
-    names, tasks, successes, vectors = zip(*everyone, strict=True) if everyone else ([],) * 4
+    tasks = [task for _, task, _, _ in everyone]
+    successes = [won for _, _, won, _ in everyone]
+    vectors = [vector for *_, vector in everyone]
     shaped = srpo_rewards(tasks, successes, vectors, settings)
-    by_name = dict(zip(names, shaped, strict=True))
+    by_name = {}
+    for (name, *_), each in zip(everyone, shaped, strict=True):
+        by_name[name] = each
     found = [by_name.get(name, SrpoReward(0.0, -1.0, 0, False)) for name in uid]
     parts = []
     for told, each in zip(reward_parts, found, strict=True):
@@ -193,10 +201,11 @@ def task_of(domain: str, extra: Mapping[str, Any]) -> str:
 
 
 def _metrics(tasks: Sequence[str], shaped: Sequence[SrpoReward]) -> dict[str, float]:
-    lost = [each for each in shaped if each.distance >= 0]
+    lost = [each.reward for each in shaped if each.distance >= 0]
     by_task = dict(zip(tasks, shaped, strict=True)).values()
+    num_tasks = max(len(by_task), 1)
     return {
-        "srpo/reward_of_failures": sum(each.reward for each in lost) / max(len(lost), 1),
-        "srpo/clusters": sum(each.clusters for each in by_task) / max(len(by_task), 1),
-        "srpo/fallback_frac": sum(each.fallback for each in by_task) / max(len(by_task), 1),
+        "srpo/reward_of_failures": sum(lost) / max(len(lost), 1),
+        "srpo/clusters": sum(each.clusters for each in by_task) / num_tasks,
+        "srpo/fallback_frac": sum(each.fallback for each in by_task) / num_tasks,
     }

@@ -76,7 +76,7 @@ def copy_weights(weights: Mapping[str, Tensor], model: nn.Module) -> str:
 def builtin_models() -> Iterator[tuple[str, dict[str, Any], bool]]:
     """The path of each built-in model, its config, and whether it has weights."""
     for file in sorted(BUILTIN_FOLDER.glob("*/config.json")):
-        has_weights = any(path for pattern in WEIGHT_PATTERNS for path in file.parent.glob(pattern))
+        has_weights = any(any(file.parent.glob(pattern)) for pattern in WEIGHT_PATTERNS)
         yield f"{BUILTIN_PREFIX}{file.parent.name}", json.loads(file.read_text()), has_weights
 
 
@@ -104,14 +104,18 @@ def model_sizes(config: Config, engines: Collection[str]) -> dict[str, int]:
 
     Raises UserError naming the key.
     """
-    # rollout has the actor's weights
     said = config.dag.model_sizes
-    models = sorted(set(engines) - {"rollout"})
-    with blaming("dag.model_sizes"):
-        if unknown := [role for role in said if role not in models]:
-            raise UserError(f"the pipeline has no model '{unknown[0]}'{hint(unknown[0], models)}")
-        sizes = {role: parse_size(size) for role, size in said.items()}
-    for role in (role for role in models if role not in said):
+    models = sorted({*engines} - {"rollout"})  # which has the actor's weights
+    for role in said:
+        if role not in models:
+            near = hint(role, models)
+            raise UserError(f"dag.model_sizes: the pipeline has no model '{role}'{near}")
+    sizes = {}
+    for role in models:
+        if role in said:
+            with blaming("dag.model_sizes"):
+                sizes[role] = parse_size(said[role])
+            continue
         key, source = source_of(config, role)
         with blaming(key):
             sizes[role] = int(_without_weights(source).num_parameters())
@@ -137,36 +141,34 @@ def source_of(config: Config, role: str) -> tuple[str, Source]:
     """The model of a role, with the key that names it."""
     if role in scoring_models(config.reward_model):
         return scoring_source(config, role)
-    return model_of(config, role)[0], critic_source(config) if role == "critic" else policy_source(
-        config
-    )
+    key = model_of(config, role)[0]
+    return key, critic_source(config) if role == "critic" else policy_source(config)
 
 
 def prediction(config: Config, pipeline: BoundPipeline, plan: Plan, rows: int) -> dict[str, Any]:
     """What `distflow plan` predicts, with its `line`; empty for a device or a model type that it
     does not know, or if this process has no such device. rows: of the training data. Raises
     UserError for a run that cannot calibrate it."""
-    device = choose_device(config).type
-    measured = measured_run(named) if (named := config.trainer.plan_from) else None
-    if device not in ("cpu", accelerator()) or not pipeline.engines:
+    kind = choose_device(config).type
+    measured = measured_run(config.trainer.plan_from) if config.trainer.plan_from else None
+    if kind not in ("cpu", accelerator()) or not pipeline.engines:
         return {}
-    # backends may lack it
-    named_by = getattr(torch.get_device_module(), "get_device_name", str)
+    shapes = {}
     try:
-        known = find_device("cpu" if device == "cpu" else named_by())
-        sources = {role: ModelSource(**source_of(config, role)[1]) for role in pipeline.engines}
-        shapes = {
-            role: ModelShape.of(source.config().to_dict()) for role, source in sources.items()
-        }
+        # backends may lack it
+        named_by = getattr(torch.get_device_module(), "get_device_name", str)
+        device = find_device("cpu" if kind == "cpu" else named_by())
+        for role in pipeline.engines:
+            model = ModelSource(**source_of(config, role)[1]).config()
+            shapes[role] = ModelShape.of(model.to_dict())
     except UserError:
         return {}
-    given = RunFacts(RunLimits(rows))
+    known = RunFacts(RunLimits(rows))
     if measured is not None:
-        given = replace(
-            given, lengths=measured.lengths(config), rates=measured.rates(pipeline, known)
-        )
-    run = predict(config, pipeline, shapes, known, given, plan)
-    return {**as_predicted(run, known, shapes), "line": run.line()}
+        rates = measured.rates(pipeline, device)
+        known = replace(known, lengths=measured.lengths(config), rates=rates)
+    run = predict(config, pipeline, shapes, device, known, plan)
+    return {**as_predicted(run, device, shapes), "line": run.line()}
 
 
 def check_layouts(config: Config, layouts: Sequence[Layout]) -> None:
@@ -199,14 +201,15 @@ def critic_source(config: Config) -> Source:
 
 def scoring_source(config: Config, name: str) -> tuple[str, Source]:
     """The source of a reward model or a judge, with the key that names it."""
-    (key, path), judges = model_of(config, name), scoring_models(config.reward_model)[name].judge
+    key, path = model_of(config, name)
     own: SourceOptions = {
         "gguf_file": None,
         "revision": None,
         "init": "pretrained",
         "trust_remote_code": False,
+        "scores": not scoring_models(config.reward_model)[name].judge,
     }
-    return key, {**_source(config, path), **own, "scores": not judges}
+    return key, {**_source(config, path), **own}
 
 
 def check_engines(config: Config, engines: Collection[str]) -> None:
@@ -264,16 +267,18 @@ def load_adapted(
 
 def tokenizer_loader(config: Config) -> Callable[[], PreTrainedTokenizerBase]:
     """A loader of the policy's tokenizer, which raises UserError with the key if there is none."""
-    settings = config.actor_rollout_ref.model
+    path = config.actor_rollout_ref.model.tokenizer_path
     source = policy_source(config)
-    own = settings.tokenizer_path is None
+    load = partial(_load_tokenizer, trust_remote_code=source["trust_remote_code"])
+    if path is not None:
+        key = "actor_rollout_ref.model.tokenizer_path"
+        return partial(load, path, key=key, revision=None, gguf_file=None)
     return partial(
-        _load_tokenizer,
-        settings.tokenizer_path or source["path"],
-        key=f"actor_rollout_ref.model.{'path' if own else 'tokenizer_path'}",
-        revision=source["revision"] if own else None,
-        trust_remote_code=source["trust_remote_code"],
-        gguf_file=source["gguf_file"] if own else None,
+        load,
+        source["path"],
+        key="actor_rollout_ref.model.path",
+        revision=source["revision"],
+        gguf_file=source["gguf_file"],
     )
 
 

@@ -19,10 +19,9 @@ from distflow.config.derived_settings import (
     reads_pairs,
     reward_functions,
 )
-from distflow.config.keys.data import DataConfig
+from distflow.config.keys.data import DataConfig, DomainConfig
 from distflow.config.keys.reward import RewardPart, scoring_models
 from distflow.data.dataset_columns import (
-    DEFAULT_DOMAIN,
     BadRows,
     Columns,
     FileRow,
@@ -177,29 +176,30 @@ def _source(
 ) -> DataSource:
     """domain: "" for the files of `data` itself."""
     data = config.data
-    key = f"data.domains.{domain}" if domain else "data"
-    own = data.domains[domain] if domain else data
-    by_tags = chooses_by_tags(config, domain, f"{split}_files")
     parts: list[RewardPart] = []
     if scored:
         functions = reward_functions(config)
         for named in [functions.get(domain, ())] if domain else functions.values():
             parts += named
     columns = _columns(config, domain, parts)
-    columns = replace(columns, group=key, only_domain=domain or DEFAULT_DOMAIN)
+    key = "data"
+    own: DataConfig | DomainConfig = data
+    if domain:
+        key = f"data.domains.{domain}"
+        own = data.domains[domain]
+        columns = replace(columns, group=key, only_domain=domain, domain=None)
+    files_key = f"{key}.{split}_files"
+    files = getattr(own, f"{split}_files")
+    by_tags = chooses_by_tags(config, domain, f"{split}_files")
     if by_tags:
+        files_key = f"data.{split}_files"
+        files = getattr(data, f"{split}_files")
         columns = replace(columns, domain_of_tag=domain_of_tag(config))
     if by_tags or split == "val":
         columns = replace(columns, tag=data.tag_key)
-    return DataSource(
-        f"data.{split}_files" if by_tags else f"{key}.{split}_files",
-        getattr(data if by_tags else own, f"{split}_files"),
-        getattr(own, f"{split}_max_samples"),
-        columns,
-        data.bad_rows,
-        _options(config, domain, parts, scored),
-        domain,
-    )
+    most = getattr(own, f"{split}_max_samples")
+    options = _options(config, domain, parts, scored)
+    return DataSource(files_key, files, most, columns, data.bad_rows, options, domain)
 
 
 def _columns(config: Config, domain: str, parts: Sequence[RewardPart]) -> Columns:
@@ -211,7 +211,7 @@ def _columns(config: Config, domain: str, parts: Sequence[RewardPart]) -> Column
     return Columns(
         prompt=own("prompt_key"),
         answer=own("answer_key"),
-        domain=None if domain else data.domain_key,
+        domain=data.domain_key,
         response=own("response_key") if is_sft else None,
         answer_required=any(reward.needs_answer for reward in builtin),
         messages=own("messages_key") if is_sft else None,

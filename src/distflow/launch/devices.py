@@ -63,17 +63,16 @@ def choose_device(config: Config) -> torch.device:
     if config.trainer.launcher == "slurm":
         return torch.device("cpu" if wanted == "cpu" else "cuda")
     found = accelerator()
-    if wanted not in ("auto", "cpu", found) and (
-        wanted != "cuda" or config.trainer.launcher == "local"
-    ):
-        known = f"{found}, and " if found else ""
-        more = " (torch calls the GPUs of NVIDIA and AMD cuda)" if wanted == "gpu" else ""
-        raise UserError(
-            f"trainer.device={wanted}, but torch finds {known}no {wanted} device here: set "
-            "trainer.device=auto or "
-            f"{found or 'cpu'}{more}"
-        )
-    return torch.device(found or "cpu" if wanted == "auto" else wanted)
+    if wanted == "auto":
+        return torch.device(found or "cpu")
+    is_elsewhere = wanted == "cuda" and config.trainer.launcher != "local"
+    if wanted in ("cpu", found) or is_elsewhere:
+        return torch.device(wanted)
+    more = " (torch calls the GPUs of NVIDIA and AMD cuda)" if wanted == "gpu" else ""
+    raise UserError(
+        f"trainer.device={wanted}, but torch finds no {wanted} device here: set "
+        f"trainer.device=auto or {found or 'cpu'}{more}"
+    )
 
 
 def accelerator() -> str | None:

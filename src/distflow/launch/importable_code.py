@@ -56,17 +56,18 @@ def check_pickles(spec: Spec) -> None:
 
 def _users_functions(config: Config) -> Iterator[tuple[str, Callable[..., object]]]:
     """(key that names it, function) for all functions that are looked up by name."""
-    named = [("dag.pipeline", name) for name in functions_of_pipeline(config)] + named_algorithms(
-        config
-    )
+    loaded = [("dag.pipeline", name) for name in functions_of_pipeline(config)]
     workflow = config.actor_rollout_ref.rollout.workflow
-    named += [(WORKFLOW, workflow)] if workflow and ":" in workflow else []
-    for key, name in named:
-        if not is_pickled(name):  # pickled ones are sent unchanged
-            found: Any = (
-                load(name) if key in ("dag.pipeline", WORKFLOW) else _registry(key).find(name).fn
-            )
+    if workflow and ":" in workflow:
+        loaded.append((WORKFLOW, workflow))
+    # pickled ones are sent unchanged
+    for key, name in loaded:
+        if not is_pickled(name):
+            found: Any = load(name)
             yield key, found
+    for key, name in named_algorithms(config):
+        if not is_pickled(name):
+            yield key, _registry(key).find(name).fn
 
 
 def _registry(key: str) -> Registry[Any]:

@@ -2,9 +2,7 @@
 
 import copy
 from collections.abc import Callable
-from functools import partial
 from inspect import signature
-from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -147,19 +145,22 @@ def build_rollout(
 
 def _behind_servers(config: Config, dtype: torch.dtype, get: Get) -> RolloutEngine:
     """The weights are in the servers, not here."""
-    settings = config.actor_rollout_ref
+    rollout = config.actor_rollout_ref.rollout
     options = policy_engine_options(config)
     options["longest"] = config.data.max_prompt_length + config.data.max_response_length
-    make: Any = load(ROLLOUT_ENGINES[settings.rollout.name].target)
-    if ranks := get.rank.rollout_group:
+    make: Any = load(ROLLOUT_ENGINES[rollout.name].target)
+    ranks = get.rank.rollout_group
+    if ranks:
         place = ranks.index(get.rank.rank)
         meeting = config.trainer.run_dir / f".meeting-server-{ranks[0]}"
-        options["group"] = ServerGroup(Path(meeting), place, len(ranks))
-        make = follower_of(make) if place else make
+        options["group"] = ServerGroup(meeting, place, len(ranks))
+        if place:
+            make = follower_of(make)
     model = _empty_policy(config, dtype)
-    begin = partial(make, model, get("tokenizer"), version=Version(0, 0))
-    urls = options.get("url") or (None,) * settings.rollout.data_parallel_size
-    engines = [begin(**{**options, "url": url}) for url in urls]
+    engines = []
+    for url in options.get("url") or (None,) * rollout.data_parallel_size:
+        own = {**options, "url": url}
+        engines.append(make(model, get("tokenizer"), version=Version(0, 0), **own))
     return Fleet(engines)
 
 

@@ -31,11 +31,11 @@ def done_before(spec: Spec, start: Start, say: Callable[[str], None]) -> Outcome
         return None
     say(done_message(start.checkpoint, spec, start.resumes))
     notes = check_same_facts(start.checkpoint, spec, spec.facts) if start.resumes else []
-    if other := [
-        note.partition(" ")[0].removeprefix("code_of_")
-        for note in notes
-        if note.startswith("code_of_")
-    ]:
+    other = []
+    for note in notes:
+        if note.startswith("code_of_"):
+            other.append(note.partition(" ")[0].removeprefix("code_of_"))
+    if other:
         say(
             f"It was trained with different code than the call gives now ({', '.join(other)}), "
             "which is not used."

@@ -34,9 +34,9 @@ PROMPT_FORMAT = "prompt_format"
 
 def facts(config: Config, data: Data) -> dict[str, object]:
     """What a resumed run must share with its checkpoint to be the same run, and to be bit-equal."""
-    rollout_threads = threads_of(config)[1]
+    device = choose_device(config).type
     vocabulary = json.dumps(sorted(data.tokenizer.get_vocab().items()), ensure_ascii=True)
-    return {
+    found: dict[str, object] = {
         "data_fingerprint": data.train.fingerprint(),
         VALIDATION_ROWS: _validation_rows(data),
         "tokenizer_fingerprint": hashlib.sha256(vocabulary.encode()).hexdigest(),
@@ -45,33 +45,36 @@ def facts(config: Config, data: Data) -> dict[str, object]:
         "threads": torch.get_num_threads(),
         "cpu": cpu_name(),
         "cores": os.cpu_count(),
-        "device": choose_device(config).type,
+        "device": device,
         **_users_facts(config),
-        # If generation and training run at once, generation has its own threads.
-        **({} if rollout_threads is None else {"rollout_threads": rollout_threads}),
-        # The native code replaces torch's operations on a CPU.
-        **({"native_code": native.name()} if choose_device(config).type == "cpu" else {}),
     }
+    # If generation and training run at once, generation has its own threads.
+    rollout_threads = threads_of(config)[1]
+    if rollout_threads is not None:
+        found["rollout_threads"] = rollout_threads
+    if device == "cpu":  # the native code replaces torch's operations there
+        found["native_code"] = native.name()
+    return found
 
 
 def _prompt_format(config: Config, data: Data) -> str:
     """How the model reads what it is asked: "chat" by its template, else "text"."""
-    formats = {
-        config.data.prompt_format,
-        *(domain.prompt_format for domain in config.data.domains.values()),
-    }
+    formats: set[str | None] = {config.data.prompt_format}
+    for domain in config.data.domains.values():
+        formats.add(domain.prompt_format)
+    if "chat" in formats or data.looked_at.has_messages:
+        return "chat"
     sends_messages = config.actor_rollout_ref.rollout.workflow in ("agent", "verifiers")
     has_template = bool(getattr(data.tokenizer, "chat_template", None))
-    is_chat = "chat" in formats or data.looked_at.has_messages or (sends_messages and has_template)
-    return "chat" if is_chat else "text"
+    return "chat" if sends_messages and has_template else "text"
 
 
 def _validation_rows(data: Data) -> str:
     """A short hash of the rows of all validation sets; empty without any."""
+    if not data.validation:
+        return ""
     sets = {name: found.fingerprint() for name, found in data.validation.items()}
-    return (
-        hashlib.sha256(json.dumps(sets, sort_keys=True).encode()).hexdigest()[:12] if sets else ""
-    )
+    return hashlib.sha256(json.dumps(sets, sort_keys=True).encode()).hexdigest()[:12]
 
 
 def _users_facts(config: Config) -> dict[str, object]:

@@ -93,23 +93,21 @@ def bind_graph(graph: TaskGraph, config: Config) -> BoundPipeline:
     which names the standard node that would write a missing column."""
     try:
         pipeline = graph.bind(config, PROMPT_FIELDS)
-        using = [node.node_id for node in pipeline.nodes if "actor" in node.engines]
-        if config.dag.policies and all(graph.nodes[name].only_forward_compute for name in using):
-            raise PipelineError(
-                f"no node of the pipeline '{graph.graph_id}' trains the policy "
-                f"'{policy_of(config)}'"
-            )
-        return _unscored(graph, pipeline, config) if may_derive_old(config) else pipeline
     except MissingColumn as err:
         if config.dag.policies:
-            raise MissingColumn(
-                f"{err} on the path of the policy '{policy_of(config)}'", err.column
-            ) from err
+            where = f"on the path of the policy '{policy_of(config)}'"
+            raise MissingColumn(f"{err} {where}", err.column) from err
         if err.column not in _WRITERS:
             raise
         raise PipelineError(
             f"{err}. A node with distflow.pipelines.nodes:{_WRITERS[err.column]}"
         ) from err
+    using = [graph.nodes[node.node_id] for node in pipeline.nodes if "actor" in node.engines]
+    if config.dag.policies and all(node.only_forward_compute for node in using):
+        raise PipelineError(
+            f"no node of the pipeline '{graph.graph_id}' trains the policy '{policy_of(config)}'"
+        )
+    return _unscored(graph, pipeline, config) if may_derive_old(config) else pipeline
 
 
 def keys_of_nodes(config: Config) -> Iterator[NamedKey]:

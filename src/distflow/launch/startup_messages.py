@@ -78,8 +78,8 @@ def _lines_on_template(config: Config, data: Data) -> Iterator[str]:
 def _lines_on_advantages(config: Config, reading: Reading) -> Iterator[str]:
     nodes = [node for node in reading.pipeline.nodes if node.node_role is NodeRole.ADVANTAGE]
     for domain, algorithm in algorithms(config):
-        of = "" if domain is None else f" of '{domain}'"
         options = options_of(nodes[0], domain) if nodes else {}
+        of = f" of '{domain}'" if domain else ""
         yield f"advantages{of}: {describe_estimator(algorithm.adv_estimator, options)}"
 
 
@@ -189,6 +189,8 @@ def _notes_on_answers(loaded: Loaded, data: Data) -> Iterator[str]:
         return
     absent = f"no row has the column '{key}' (data.answer_key)"
     if not loaded.origin("data.answer_key").startswith(("default", "presets/")):
-        columns = {name for row in rows[:_NUM_ROWS_CHECKED] for name in row.extra_info or ()}
+        columns = set[str]()
+        for row in rows[:_NUM_ROWS_CHECKED]:
+            columns |= {*(row.extra_info or ())}
         raise UserError(f"{absent}{hint(key, columns - {PROMPT_CHAT})}")
     yield f"note: {absent}: the reward is called with ground_truth=None"

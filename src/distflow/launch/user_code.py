@@ -164,8 +164,12 @@ def _files(line: str) -> Iterator[Path]:
     of a command."""
     for word in line.partition(": ")[2].split():
         place = split_name(word)[0] if ":" in word else word
-        is_file = place.endswith(".py") or is_pickled(word)
-        stem = place.replace(".", "/")
-        modules = [Path(f"{stem}.py"), Path(stem, "__init__.py"), *module_files(place)]
-        named = [Path(place).expanduser()] if is_file or "/" in place else modules
-        yield from [file for file in named if file.is_file()][:1]
+        if place.endswith(".py") or is_pickled(word) or "/" in place:
+            named = [Path(place).expanduser()]
+        else:
+            stem = place.replace(".", "/")
+            named = [Path(f"{stem}.py"), Path(stem, "__init__.py"), *module_files(place)]
+        for file in named:
+            if file.is_file():
+                yield file
+                break

@@ -179,10 +179,16 @@ def _spread_mappings(theirs: ForeignSettings, table: tables.Table, draft: Conver
 
 def _defaults(theirs: ForeignSettings, table: tables.Table) -> dict[str, object]:
     """The system's own, with those of the switches and groups that the file sets."""
-    on = {key if value is True else key.rpartition(".")[0] for key, value in theirs.values.items()}
-    switches = [key for key in table.defaults if key in on]
+    switches = []
+    for key, value in theirs.values.items():
+        switch = key if value is True else key.rpartition(".")[0]
+        if switch in table.defaults and switch not in switches:
+            switches.append(switch)
     found = entries_for(table.defaults, theirs.method, *switches)
-    return {key: None if value == "null" else value for key, value in found.items()}
+    for key, value in found.items():
+        if value == "null":
+            found[key] = None
+    return found
 
 
 def _order(key: str) -> int:

@@ -186,6 +186,8 @@ def _is_apart(
 ) -> bool:
     """Whether a key that a formula reads is a setting besides: no formula computes what it is
     here."""
+    if is_known(key):
+        return key not in formulas
     name = table.find(key, method)
-    text = f"{key}=" if is_known(key) else name.overrides(value) if name else ""
+    text = name.overrides(value) if name else ""
     return bool(text) and formulas.keys().isdisjoint(tables.split_overrides(text))

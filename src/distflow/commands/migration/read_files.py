@@ -51,20 +51,19 @@ def read_foreign(path: Path) -> ForeignSettings:
     """Raises UserError that names the file, and what is wrong."""
     try:
         return _read(path)
-    except UnicodeDecodeError as error:
-        raise UserError(f"{path} cannot be migrated: it is not a text file") from error
-    except yaml.YAMLError as error:
-        raise UserError(f"{path} cannot be migrated: it is not valid YAML: {error}") from error
-    except tomllib.TOMLDecodeError as error:
-        raise UserError(f"{path} cannot be migrated: it is not valid TOML: {error}") from error
-    except RecursionError as error:
-        raise UserError(f"{path} cannot be migrated: its brackets are nested too deeply") from error
     except FileNotFoundError as error:
         raise UserError(f"{path}: {'; '.join(missing_path(path))}") from error
     except OSError as error:
         raise UserError(f"{path} cannot be read: {error.strerror}") from error
     except UserError as error:
-        raise UserError(f"{path} cannot be migrated: {error}") from error
+        why = str(error)
+    except UnicodeDecodeError:
+        why = "it is not a text file"
+    except RecursionError:
+        why = "its brackets are nested too deeply"
+    except (yaml.YAMLError, tomllib.TOMLDecodeError) as error:
+        why = f"it is not valid {path.suffix[1:].upper()}: {error}"
+    raise UserError(f"{path} cannot be migrated: {why}")
 
 
 def _read(path: Path) -> ForeignSettings:
@@ -97,73 +96,112 @@ def _is_ours(values: Mapping[str, object]) -> bool:
 
 def _read_commands(text: str, folder: Path) -> ForeignSettings:
     commands = split_commands(text)
-    found = [each for words in commands if (each := _read_command(words, folder))]
-    if not found:
-        words = [word for command in commands for word in command]
-        values = {key: value for key, value in read_options(words) if key}
-        if not values:
-            raise UserError(
-                "no command in it trains with TRL, OpenRLHF, verl, ROLL or AReaL, and no line is "
-                "key=value"
-            )
-        found = [_identify_lines(values)]
-    settings = found[-1]
-    if len(found) > 1:
-        settings.remarks.append(f"{len(found)} of its commands train; the last one is read")
-    return settings
+    found = []
+    for words in commands:
+        if settings := _read_command(words, folder):
+            found.append(settings)
+    if found:
+        if len(found) > 1:
+            found[-1].remarks.append(f"{len(found)} of its commands train; the last one is read")
+        return found[-1]
+    values: dict[str, object] = {}
+    for words in commands:
+        for key, value in read_options(words):
+            if key:
+                values[key] = value
+    if not values:
+        raise UserError(
+            "no command in it trains with TRL, OpenRLHF, verl, ROLL or AReaL, and no line is "
+            "key=value"
+        )
+    return _identify_lines(values)
 
 
 def _identify_lines(values: Mapping[str, object]) -> ForeignSettings:
     """The settings of `key=value`, whose keys may have dots."""
     unread = {key: value for key, value in values.items() if isinstance(value, Unread)}
+    given = {key: value for key, value in values.items() if key not in unread}
     try:
-        return identify(
-            nested({key: value for key, value in values.items() if key not in unread}) | unread
-        )
+        return identify(nested(given) | unread)
     except (AttributeError, TypeError) as error:
         raise UserError("one of its keys is a value and a group of others") from error
 
 
 def _read_command(words: list[str], folder: Path) -> ForeignSettings | None:
     """What a command trains; None for one of another tool."""
-    place, trainer = next(
-        ((place, match) for place, word in enumerate(words) if (match := _TRAINER.fullmatch(word))),
-        (0, None),
-    )
-    if trainer is None:
+    found = [(place, match) for place, match in enumerate(map(_TRAINER.fullmatch, words)) if match]
+    if not found:
         return None
+    place, trainer = found[0]
     own = [*trainer[0].split(".scripts.")[1:], *words[place + 1 :]]
     if trainer["TRL"] and place and (not own or own[0] not in _METHODS):  # pip install trl
         return None
     system = "siiRL" if trainer["siirl"] else str(trainer.lastgroup)
     values, remarks = _read_options(own, system)
-    named = {"TRL": own[0] if own else "", "script": "script"}.get(system, "")
-    if system in ("verl", "siiRL"):
-        named = "ppo_ray" if "main" in trainer[0] else "sft"
-    elif system == "OpenRLHF":
-        named = trainer["OpenRLHF"]
-    if system != "script" and named not in _METHODS:
-        raise UserError(f"'{trainer[0]}' uses an unsupported method, or does not train")
-    config = values.pop("config", None) or values.pop("config_name", None)
-    is_of_verl = system in ("verl", "siiRL")
-    if config is not None and (not is_of_verl or _find(str(config), folder) is not None):
-        settings = _read(_beside(str(config), folder))
-        settings.values |= values
-        settings.method = _METHODS.get(named, "") or settings.method
-    elif system == "script":
-        if not any(all_tables()["TRL"].find(key) for key in values):
-            return None
-        settings = _of_script(trainer[0], values)
+    if system == "script":
+        settings = _of_script(trainer[0], values, folder)
     else:
-        settings = ForeignSettings(system, _METHODS[named] or method_of(system, values), values)
-        # of the presets
-        is_default = re.fullmatch(r"(?:ppo|ppo_megatron|sft)_trainer(?:\.yaml)?", str(config))
-        if config is not None and not is_default:
-            remarks.append(f"the settings of {config}, which is not in the same folder")
+        named = _trains(trainer, own)
+        if named not in _METHODS:
+            raise UserError(f"'{trainer[0]}' uses an unsupported method, or does not train")
+        settings = _of_trainer(system, _METHODS[named], values, folder)
+    if settings is None:
+        return None
     settings.remarks += remarks
     for key, value in read_options(words[:place]):  # of accelerate or torchrun
         if key in _NUMBERS_OF_PROCESSES and isinstance(value, int):
             settings.devices = value
+    return settings
+
+
+def _trains(trainer: re.Match[str], own: list[str]) -> str:
+    """What the trainer is called, as in `_METHODS`. own: the words after it."""
+    if trainer["TRL"]:
+        return own[0] if own else ""
+    if trainer["OpenRLHF"]:
+        return trainer["OpenRLHF"]
+    return "ppo_ray" if "main" in trainer[0] else "sft"
+
+
+def _of_trainer(
+    system: str, method: str, values: dict[str, object], folder: Path
+) -> ForeignSettings:
+    """The options of a trainer, on the config that they name. method: empty if settings say it."""
+    config = values.pop("config", None) or values.pop("config_name", None)
+    has_presets = system in ("verl", "siiRL")
+    if config is not None and not (has_presets and _find(str(config), folder) is None):
+        return _on_config(str(config), values, method, folder)
+    settings = ForeignSettings(system, method or method_of(system, values), values)
+    is_preset = re.fullmatch(r"(?:ppo|ppo_megatron|sft)_trainer(?:\.yaml)?", str(config))
+    if config is not None and not is_preset:
+        settings.remarks.append(f"the settings of {config}, which is not in the same folder")
+    return settings
+
+
+def _of_script(name: str, values: dict[str, object], folder: Path) -> ForeignSettings | None:
+    """The options of a command that runs a script of the user's own; None if none is TRL's."""
+    config = values.pop("config", None) or values.pop("config_name", None)
+    if config is not None:
+        return _on_config(str(config), values, "", folder)
+    if not any(all_tables()["TRL"].find(key) for key in values):
+        return None
+    stem = Path(name).stem.lower().replace("gspo", "grpo")
+    method = method_of("TRL", values)
+    for word, meant in _METHODS.items():
+        if meant and word in stem:
+            method = meant
+            break
+    remarks = [f"{name} is not read: only the options of the command are"]
+    return ForeignSettings("TRL", method, values, remarks)
+
+
+def _on_config(
+    config: str, values: dict[str, object], method: str, folder: Path
+) -> ForeignSettings:
+    """The settings of a config beside the file, and those that the command changes."""
+    settings = _read(_beside(config, folder))
+    settings.values |= values
+    settings.method = method or settings.method
     return settings
 
 
@@ -204,11 +242,3 @@ def _beside(name: str, folder: Path) -> Path:
             f"its settings are in {name}, which is no {kinds} in the same folder: migrate that file"
         )
     return found
-
-
-def _of_script(name: str, values: dict[str, object]) -> ForeignSettings:
-    """The options of a command that runs a script of the user's own."""
-    stem = Path(name).stem.lower().replace("gspo", "grpo")
-    method = next((method for word, method in _METHODS.items() if method and word in stem), None)
-    remarks = [f"{name} is not read: only the options of the command are"]
-    return ForeignSettings("TRL", method or method_of("TRL", values), values, remarks=remarks)

@@ -1,7 +1,9 @@
 """Settings of another system as its file has them: keys, each with a value or with why it has
 none."""
 
+import json
 import re
+from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 
@@ -75,40 +77,49 @@ def scalar(text: str) -> object:
 def identify(values: dict[str, object]) -> ForeignSettings:
     """The settings of a file that has only keys and values, told by the keys. Raises UserError for
     no system's."""
-    unread = {name: value for name, value in values.items() if isinstance(value, Unread)}
-    plain = {str(name): _plain(value) for name, value in values.items() if name not in unread}
+    read: dict[str, object] = {}
+    given: dict[str, object] = {}
+    for name, value in values.items():
+        if isinstance(value, Unread):
+            read[str(name)] = value
+        else:
+            given[str(name)] = value
     try:
+        # OmegaConf has no dates, bytes and sets, which YAML has
+        plain = json.loads(json.dumps(given, default=str))
         check_interpolations(plain)
         tree = OmegaConf.create(plain)
-    except (ValueError, OmegaConfBaseException) as error:
+    except (TypeError, ValueError, OmegaConfBaseException) as error:
         raise UserError(first_line(error)) from error
-    leaves = [leaf for name, value in plain.items() for leaf in _leaves(name, value, tree)]
-    if len(leaves) > _MAX_KEYS:
-        raise UserError(f"it has {len(leaves):,} keys; at most {_MAX_KEYS:,} are read")
-    if any(len(key) > MAX_KEY_LENGTH for key in [*unread, *dict(leaves)]):
+    remarks = []
+    for name, value in plain.items():
+        for key, leaf in _leaves(name, value, tree):
+            if re.match(r"(?:defaults|hydra)\b", key):
+                remarks.append(f"{key}: Hydra's own key is not read, nor are files that it names")
+            else:
+                read[key] = leaf
+    if len(read) > _MAX_KEYS:
+        raise UserError(f"it has {len(read):,} keys; at most {_MAX_KEYS:,} are read")
+    if any(len(key) > MAX_KEY_LENGTH for key in read):
         raise UserError(f"a key has more than {MAX_KEY_LENGTH} characters")
-    of_hydra = [key for key, _ in leaves if re.match(r"(?:defaults|hydra)\b", key)]
-    read = {key: value for key, value in leaves if key not in of_hydra} | unread
     # AReaL's fine-tuning
-    if not any(key.startswith("actor.") for key in read) and "model.optimizer.lr" in read:
+    if "model.optimizer.lr" in read and not any(key.startswith("actor.") for key in read):
         read = {re.sub(r"^model\.", "actor.", key): value for key, value in read.items()}
     system = _system_of(read)
-    found = ForeignSettings(system, method_of(system, read), read)
-    found.remarks += [
-        f"{key}: Hydra's own key is not read, nor are files that it names" for key in of_hydra
-    ]
-    return found
+    return ForeignSettings(system, method_of(system, read), read, remarks)
 
 
 def _system_of(keys: Collection[str]) -> str:
+    """The system that most keys are of; verl's are siiRL's too, which has some besides."""
+    known = Counter[str]()
+    beside_verl = 0
     tables = all_tables()
-    known = {name: sum(tables[name].find(key) is not None for key in keys) for name in tables}
-    known["verl"] += sum(tables["verl"].find(key) is None and is_known(key) for key in keys)
-    beside_verl = sum(
-        key.startswith(_OF_SIIRL) or tables["siiRL"].find(key) is not None
-        for key in keys
-        if tables["verl"].find(key) is None
-    )
+    for key in keys:
+        for name, table in tables.items():
+            known[name] += table.find(key) is not None
+        if tables["verl"].find(key) is None:
+            known["verl"] += is_known(key)
+            beside_verl += key.startswith(_OF_SIIRL) or tables["siiRL"].find(key) is not None
     known["siiRL"] = known["verl"] + beside_verl if beside_verl else 0
     system = max(known, key=lambda name: known[name])
     if known[system] < _LEAST_KNOWN * len(keys) or not keys:
@@ -118,15 +129,6 @@ def _system_of(keys: Collection[str]) -> str:
             "version"
         )
     return system
-
-
-def _plain(value: object) -> object:
-    """As OmegaConf can have it: YAML has dates, bytes and sets besides."""
-    if isinstance(value, dict):
-        return {str(name): _plain(each) for name, each in value.items()}
-    if isinstance(value, list | set):
-        return [_plain(each) for each in value]
-    return value if value is None or isinstance(value, str | bool | int | float) else str(value)
 
 
 def _leaves(key: str, value: object, tree: DictConfig) -> Iterator[tuple[str, object]]:

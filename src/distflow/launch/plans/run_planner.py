@@ -118,8 +118,12 @@ class RunPlanner:
 
     @cached_property
     def _rates(self) -> Rates:
-        rates = self.measured.rates(self.pipeline, self.device) if self.measured else Rates()
-        return replace(rates, score=self.reward_seconds) if self.reward_seconds else rates
+        rates = Rates()
+        if self.measured:
+            rates = self.measured.rates(self.pipeline, self.device)
+        if self.reward_seconds:
+            rates = replace(rates, score=self.reward_seconds)
+        return rates
 
     # A searched allocation, and changes
 

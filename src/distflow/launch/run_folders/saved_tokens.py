@@ -1,7 +1,6 @@
 """The tokens that `trainer.save_groups` saved of a run."""
 
 from contextlib import suppress
-from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -66,18 +65,16 @@ def _tokens_of(sample: "Batch", texts: list[str]) -> list[dict[str, Any]]:
 
 def _owners(sample: "Batch") -> list[str]:
     """Of each token; behind the name of its conversation, or of its agent, if it has one."""
-    own = []
-    for owner, number in sample["owners"][0]:
-        own += [owner] * number
-    forks = sample["forks"][0]
-    agent = sample["agent"][0]
-    first = "" if agent == "policy" else agent
+    forks = dict(sample["forks"][0])
+    name = "" if sample["agent"][0] == "policy" else sample["agent"][0]
     for turn in sample["conversation"][0] if "conversation" in sample else ():
-        if "agent" in turn and turn["agent"] not in dict(forks):
-            first = turn["agent"]
+        if "agent" in turn and turn["agent"] not in forks:
+            name = turn["agent"]
             break
-    starts = [(0, first), *((start, name) for name, start in forks), (len(own), "")]
-    found = []
-    for (start, name), (end, _) in pairwise(starts):
-        found += [f"{name}: {owner}" if name else owner for owner in own[start:end]]
+    begins = {start: fork for fork, start in forks.items()}
+    found = list[str]()
+    for owner, number in sample["owners"][0]:
+        for _ in range(number):
+            name = begins.get(len(found), name)
+            found.append(f"{name}: {owner}" if name else owner)
     return found

@@ -112,22 +112,24 @@ def load_chat(
     folder: an empty one, for the exported policy. note: called with the chosen checkpoint. Raises
     UserError if there is no such model, or the options do not fit it.
     """
-    if (given := options.temperature) is not None and not 0 <= given < inf:
+    given = options.temperature
+    if given is not None and not 0 <= given < inf:
         raise UserError(f"--temperature {given:g}: it must be 0 (greedy) or more")
     config = load_config_of(path, overrides, folder, note, options.trust_code)
-    is_run = is_of_a_run(path)
     tokenizer = tokenizer_loader(config)()
-    context = policy_limits(config).context
     data = config.data
-    has_template = data.prompt_format == "chat" if is_run else _reads_messages(path, tokenizer)
-    max_tokens = options.max_tokens or min(MAX_TOKENS, (context or 2 * MAX_TOKENS) // 2)
-    if context is not None and context <= max_tokens:
+    has_template = _reads_messages(path, tokenizer)
+    if is_of_a_run(path):
+        has_template = data.prompt_format == "chat"
+    context = policy_limits(config).context or sys.maxsize
+    max_tokens = options.max_tokens or min(MAX_TOKENS, context // 2)
+    if context <= max_tokens:
         raise UserError(
             f"--max-tokens {max_tokens}: the model's context has {context} tokens, including the "
             "prompt"
         )
     prompts = PromptOptions(
-        max_prompt_length=sys.maxsize if context is None else context - max_tokens,
+        max_prompt_length=context - max_tokens,
         max_response_length=max_tokens,
         prompt_format="chat" if has_template and not options.plain else "text",
         prompt_template=data.prompt_template,
@@ -138,8 +140,9 @@ def load_chat(
         num_workers=0,
         has_own_replies=True,
     )
-    temperature = config.actor_rollout_ref.rollout.temperature if given is None else given
-    return Chat(load_policy(config, choose_device(config)), tokenizer, prompts, config, temperature)
+    if given is None:
+        given = config.actor_rollout_ref.rollout.temperature
+    return Chat(load_policy(config, choose_device(config)), tokenizer, prompts, config, given)
 
 
 def _reads_messages(path: str, tokenizer: Any) -> bool:
