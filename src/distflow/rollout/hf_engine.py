@@ -3,7 +3,8 @@
 import asyncio
 import queue
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
@@ -30,7 +31,7 @@ from distflow.scheduling.group_states import Version
 T = TypeVar("T")
 
 _MOST_ROWS = 512
-"""Of one call of `generate` for several prompts."""
+"""About so many are in one call of `generate` for several prompts."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -135,23 +136,20 @@ class HFEngine(AbstractAsyncContextManager["HFEngine"]):
 
     def _start(self) -> None:
         """Queue the waiting requests, those that can share a call together."""
-        asked = self._asked
+        asked = sorted(
+            self._asked, key=lambda each: (str(each.request.stream), each.request.samples)
+        )
         self._asked = []
-        parts = dict[object, list[list[_Asked]]]()
-        for each in sorted(
-            asked, key=lambda each: (str(each.request.stream), each.request.samples)
-        ):
+        calls = dict[object, list[_Asked]]()
+        num_rows = Counter[object]()
+        for each in asked:
             own = each.request
-            is_shared = own.images or own.params.head
-            alike = (len(own.prompt_ids), len(own.images), own.params) if is_shared else each
-            calls = parts.setdefault(alike, [[]])
-            if (
-                sum(len(other.request.samples) for other in calls[-1]) + len(own.samples)
-                > _MOST_ROWS
-            ):
-                calls.append([])
-            calls[-1].append(each)
-        for call in (call for calls in parts.values() for call in calls if call):
+            alike: object = each
+            if own.images or own.params.head:
+                alike = (len(own.prompt_ids), len(own.images), own.params)
+            num_rows[alike] += len(own.samples)
+            calls.setdefault((alike, num_rows[alike] // _MOST_ROWS), []).append(each)
+        for call in calls.values():
             made = asyncio.get_running_loop().run_in_executor(self._worker, self._generate, call)
             made.add_done_callback(partial(_answer, call))
 
@@ -167,47 +165,39 @@ class HFEngine(AbstractAsyncContextManager["HFEngine"]):
         self._model.eval()
         rows = [(each.request, sample) for each in asked for sample in each.request.samples]
         params = rows[0][0].params
-        images = [own.images for own, _ in rows]
         prompt = torch.tensor([own.prompt_ids for own, _ in rows], device=self._model.device)
         keys = [sample_key(own.stream, sample) for own, sample in rows]
-        drawn = [own.num_drawn for own, _ in rows]
-        draw = _Draw(self, keys, drawn, params)
-        length = prompt.shape[1]
-        stop = _Stop(self, length, params, cancelled)
+        draw = _Draw(self, keys, [own.num_drawn for own, _ in rows], params)
+        stop = _Stop(self, prompt.shape[1], params, cancelled)
+        ids = self._run(prompt, [own.images for own, _ in rows], draw, stop)
+        segments = iter(_segments([sample for _, sample in rows], ids, draw, stop))
+        return [tuple(islice(segments, len(each.request.samples))) for each in asked]
+
+    def _run(
+        self, prompt: Tensor, images: list[tuple[str, ...]], draw: "_Draw", stop: "_Stop"
+    ) -> Tensor:
+        """transformers' `generate`; prompts with responses, `(rows, tokens)`."""
+        own = own_inputs(self._model, prompt, images) if images[0] else {}
         causal = unwrapped(self._model)
         defaults = causal.generation_config
         causal.generation_config = transformers.GenerationConfig()
         try:
-            ids = self._model.generate(
+            ids: Tensor = self._model.generate(
                 input_ids=prompt,
                 attention_mask=torch.ones_like(prompt),
                 do_sample=False,  # the processors leave exactly one token to choose
-                max_new_tokens=params.max_tokens,
+                max_new_tokens=draw.params.max_tokens,
                 pad_token_id=0,
                 logits_processor=transformers.LogitsProcessorList(
-                    [draw.see, *_warpers(params), draw]
+                    [draw.see, *_warpers(draw.params), draw]
                 ),
                 stopping_criteria=transformers.StoppingCriteriaList([stop]),
-                **(own_inputs(self._model, prompt, images) if images[0] else {}),
+                **own,
             )
         # the defaults that come with a model may forbid tokens; they are saved with it again
         finally:
             causal.generation_config = defaults
-        segments: list[Segment] = []
-        for row, (_, sample) in enumerate(rows):
-            number, reason = stop.ends.get(row, (0, "abort"))  # of a cancelled request
-            segment = Segment.drawn(
-                sample,
-                ids[row, length : length + number].tolist(),
-                [step[row] for step in draw.rollout_log_probs[:number]],
-                [step[row] for step in draw.sampling_log_probs[:number]],
-                draw.versions[:number],
-                reason,
-                values=[step[row] for step in draw.values[:number]],
-            )
-            segments.append(segment)
-        left = iter(segments)
-        return [tuple(islice(left, len(each.request.samples))) for each in asked]
+        return ids
 
     def _load_weights(
         self, version: Version, weights: Iterable[tuple[str, Tensor]] | None
@@ -253,6 +243,24 @@ def _answer(asked: Sequence[_Asked], made: "asyncio.Future[list[tuple[Segment, .
             each.result.set_exception(error)
         else:
             each.result.set_result(made.result()[number])
+
+
+def _segments(
+    samples: Sequence[int], ids: Tensor, draw: "_Draw", stop: "_Stop"
+) -> Iterator[Segment]:
+    """What was drawn for each row, up to its end."""
+    start = stop.prompt_length
+    for row, sample in enumerate(samples):
+        number, reason = stop.ends.get(row, (0, "abort"))  # of a cancelled request
+        yield Segment.drawn(
+            sample,
+            ids[row, start : start + number].tolist(),
+            [step[row] for step in draw.rollout_log_probs[:number]],
+            [step[row] for step in draw.sampling_log_probs[:number]],
+            draw.versions[:number],
+            reason,
+            values=[step[row] for step in draw.values[:number]],
+        )
 
 
 def _warpers(params: SamplingParams) -> list[transformers.LogitsProcessor]:
@@ -338,21 +346,23 @@ class _Draw(transformers.LogitsProcessor):
 
 @dataclass
 class _Stop(transformers.StoppingCriteria):
-    """Ends each row at its own stop, and counts the engine's tokens. ends: number of response
-    tokens and finish reason of each finished row (which continues as padding)."""
+    """Ends each row at its own stop, and counts the engine's tokens."""
 
     engine: HFEngine
     prompt_length: int
     params: SamplingParams
     cancelled: list[threading.Event]
     ends: dict[int, tuple[int, FinishReason]] = field(default_factory=dict)
+    """Number of response tokens and finish reason of each finished row, which continues as
+    padding."""
 
     def __call__(self, input_ids: Tensor, scores: Tensor, **_: object) -> Tensor:
         self.engine.num_generated_tokens += len(input_ids) - len(self.ends)
         for row, response in enumerate(input_ids[:, self.prompt_length :].tolist()):
-            if row not in self.ends and (
-                reason := finish_reason(response, self.params, self.engine.tokenizer)
-            ):
+            if row in self.ends:
+                continue
+            reason = finish_reason(response, self.params, self.engine.tokenizer)
+            if reason is not None:
                 self.ends[row] = len(response), reason
         self.engine.between_tokens.wait(self.cancelled)
         done = [self.cancelled[row].is_set() or row in self.ends for row in range(len(input_ids))]

@@ -1,7 +1,7 @@
 """Several policies in one run, for the agents of its episodes: each has its own model and train
 engine, which computes its agents' conversations and takes its own optimizer steps."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -58,37 +58,51 @@ class PolicyScorer(TorchScorer):
         """The policy's conversations as samples, and where their response tokens are in the flat
         columns of `batch`. Except in an episode's first conversation, the first token, which is
         given, serves as the prompt."""
-        prompts = (
-            batch.flat("prompt_ids").split(batch.lengths("prompt").tolist()) if len(batch) else ()
-        )
         response = batch.flat("response_ids")
-        first_policy = next(iter(self._policies.values()))
-        begin = 0
-        heads = list[Tensor]()
-        places = list[Tensor]()
-        for row, (prompt, length) in enumerate(
-            zip(prompts, batch.lengths("response").tolist(), strict=True)
-        ):
-            forks = batch["forks"][row] if "forks" in batch else []
-            starts = [("", 0), *((name, start) for name, start in forks), ("", length)]
-            for number, ((name, start), (_, end)) in enumerate(
-                zip(starts, starts[1:], strict=False)
-            ):
-                is_own = self._policies.get(name.partition(".")[0], first_policy) == self.policy
-                if is_own and end > start:
-                    heads.append(response[begin + start : begin + start + 1] if number else prompt)
-                    places.append(torch.arange(begin + start + bool(number), begin + end))
+        num_prompt_tokens = batch.lengths("prompt").tolist()
+        begin = 0  # of the sample's response
+        prompt_end = 0
+        prompts = [response[:0]]
+        places = [torch.zeros(0, dtype=torch.int64)]
+        for row, length in enumerate(batch.lengths("response").tolist()):
+            prompt_start = prompt_end
+            prompt_end += num_prompt_tokens[row]
+            for number, (name, start, end) in enumerate(_conversations(batch, row, length)):
+                if start == end or not self._is_own(name):
+                    continue
+                first = begin + start
+                if number == 0:
+                    prompts.append(batch.flat("prompt_ids")[prompt_start:prompt_end])
+                    places.append(torch.arange(first, begin + end))
+                else:
+                    prompts.append(response[first : first + 1])
+                    places.append(torch.arange(first + 1, begin + end))
             begin += length
-        cut = Batch(
-            *(
-                torch.tensor([len(part) for part in parts], dtype=torch.int64)
-                for parts in (heads, places)
-            )
-        )
-        cut["prompt_ids"] = torch.cat([*heads, response[:0]])
-        place = torch.cat([*places, torch.zeros(0, dtype=torch.int64)])
+        cut = Batch(_lengths(prompts[1:]), _lengths(places[1:]))
+        cut["prompt_ids"] = torch.cat(prompts)
+        place = torch.cat(places)
         cut["response_ids"] = response[place.to(response.device)]
         return cut, place
+
+    def _is_own(self, name: str) -> bool:
+        """Whether the policy speaks in conversations of this name."""
+        first_policy = next(iter(self._policies.values()))
+        return self._policies.get(name.partition(".")[0], first_policy) == self.policy
+
+
+def _conversations(batch: Batch, row: int, length: int) -> Iterator[tuple[str, int, int]]:
+    """The name, start and end of each conversation in a response of so many tokens."""
+    name = ""
+    start = 0
+    for next_name, next_start in batch["forks"][row] if "forks" in batch else ():
+        yield name, start, next_start
+        name = next_name
+        start = next_start
+    yield name, start, length
+
+
+def _lengths(parts: Sequence[Tensor]) -> Tensor:
+    return torch.tensor([len(part) for part in parts], dtype=torch.int64)
 
 
 class PolicyTrainer(PolicyScorer, TorchTrainEngine):

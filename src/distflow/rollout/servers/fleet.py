@@ -5,7 +5,6 @@ weights."""
 import asyncio
 import logging
 import time
-from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from dataclasses import dataclass, replace
@@ -69,7 +68,7 @@ class Fleet(AbstractAsyncContextManager["Fleet"]):
         self.version = engines[0].version
         self._files: WeightFiles | None = None  # for all servers
         self._paused = False
-        self._homes = OrderedDict[Stream, _Server]()
+        self._homes = dict[Stream, _Server]()
         self._activity = RequestLog()
 
     async def __aenter__(self) -> "Fleet":
@@ -159,10 +158,9 @@ class Fleet(AbstractAsyncContextManager["Fleet"]):
         chosen = self._homes.get(request.stream)
         if chosen is None or chosen not in able:
             chosen = min(able, key=lambda each: each.outstanding)
-        self._homes[request.stream] = chosen
-        self._homes.move_to_end(request.stream)
         if len(self._homes) > _MOST_HOMES:
-            self._homes.popitem(last=False)
+            self._homes.clear()  # of groups that have mostly ended
+        self._homes[request.stream] = chosen
         return chosen
 
     # Servers.
