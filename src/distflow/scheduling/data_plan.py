@@ -120,13 +120,14 @@ def minibatches(
 
 @dataclass(frozen=True)
 class DomainPlan:
-    """A domain to draw from. weight: relative to the others', above 0, read as an exact decimal.
-    group_size: samples per prompt, None for the run's."""
+    """A domain to draw from."""
 
     name: str
     num_rows: int
     weight: float = 1.0
+    """Relative to the others', above 0, read as an exact decimal."""
     group_size: int | None = None
+    """Samples per prompt; None for the run's."""
 
 
 @dataclass(frozen=True)
@@ -179,38 +180,40 @@ class Timetable:
 @dataclass(frozen=True)
 class DataPlan:
     """What a run draws from its data, and when it ends: after `total_groups` or `total_steps`,
-    whichever comes first. Without `total_groups` the data are repeated as often as the steps need.
-
-    group_size: samples per prompt. consumer_batch: prompt groups per step. max_staleness: largest
-    age of a token's weights in steps when it is trained on. max_concurrent: groups that may run at
-    once, None for as many as staleness allows. max_num_gen_batches: generation budget of a step, in
-    batches. oversampling: extra groups that run, as a fraction of those that the step lacks.
-    max_held_bytes: of groups that wait for their step or are trained on, None for no bound.
-    domains: in the order of their rows, empty for one source; each repeats separately, so that with
-    them `total_groups` is None. saves, validates:
-    when the run saves a checkpoint and validates, besides at its end. stop_when: the metric's
-    condition that ends it earlier. loads_rows: groups are only loaded, so that those that start or
-    complete together have one record in the ledger.
-    """
+    whichever comes first."""
 
     num_rows: int
     consumer_batch: int
+    """Prompt groups per step."""
     group_size: int
+    """Samples per prompt."""
     total_groups: int | None
+    """None: the data are repeated as often as the steps need."""
     total_steps: int
     seed: int = 1
     shuffle: bool = True
     max_staleness: int = 0
+    """Largest age of a token's weights, in steps, when it is trained on."""
     max_concurrent: int | None = None
+    """Groups that may run at once; None for as many as staleness allows."""
     max_num_gen_batches: int | None = None
+    """Generation budget of a step, in batches."""
     when_exhausted: Literal["error", "continue"] = "error"
     oversampling: Fraction = Fraction(0)
+    """Extra groups that run, as a fraction of those that the step lacks."""
     max_held_bytes: int | None = None
+    """Of groups that wait for their step or are trained on; None for no bound."""
     domains: tuple[DomainPlan, ...] = ()
+    """In the order of their rows, empty for one source. Each repeats separately, so that with them
+    `total_groups` is None."""
     saves: Frequency = Frequency()
+    """When the run saves a checkpoint, besides at its end."""
     validates: Frequency = Frequency()
     stop_when: str | None = None
+    """The metric's condition that ends it earlier."""
     loads_rows: bool = False
+    """Groups are only loaded, so that those that start or complete together have one record in the
+    ledger."""
 
     def __post_init__(self) -> None:
         if self.domains:

@@ -23,17 +23,18 @@ class Version:
 
 
 class GroupState(StrEnum):
-    """waiting: to be issued again, after it was lost or aborted. generating: with a rollout worker,
-    until it is scored and filtered. queued: complete. training: taken by the step that trains now.
-    The others have left the queue.
-
-    In the ledger a training group is queued until the step is consumed."""
+    """The state of a group. In the ledger a training group is queued until the step is consumed."""
 
     WAITING = "waiting"
+    """To be issued again, after it was lost or aborted."""
     GENERATING = "generating"
+    """With a rollout worker, until it is scored and filtered."""
     QUEUED = "queued"
+    """Complete."""
     TRAINING = "training"
+    """Taken by the step that trains now."""
     TRAINED = "trained"
+    """It has left the queue, as if it was dropped."""
     DROPPED = "dropped"
 
 
@@ -41,34 +42,37 @@ class GroupState(StrEnum):
 class PromptGroup:
     """One prompt group, numbered globally, independent of the number of workers.
 
-    The first fields identify it: two records of one issue are equal. The others are the scheduler's
-    knowledge of it, from its issue to the step that trains on it; the scheduler replaces the record
-    when one changes, and a rollout worker has the record from the issue.
-
-    group_id: position in the run's data order, from 0. epoch, row: the row of the data set, and the
-    pass over it. group_size: samples of the prompt. version: of the engine's weights when the group
-    was issued. attempt: raised each time that the group restarts, after a crash or an abort.
-    stream: "train", "train/<domain>", or "val/<set>". position: in the order of its domain, from 0;
-    always 0 in a run without domains. num_tokens: of all its samples, prompts included; 0 until it
-    is complete. failures, num_aborts: how often it was lost during the run, and aborted. counts:
-    whether its worker may complete one more group of its domain for it, with oversampling.
-    lowest_version: of its tokens, None until it is complete.
+    The first fields identify it: two records of one issue are equal. Those from `state` on are the
+    scheduler's knowledge of it, from its issue to the step that trains on it; the scheduler
+    replaces the record when one changes, and a rollout worker has the record from the issue.
     """
 
     group_id: int
+    """Position in the run's data order, from 0."""
     epoch: int
+    """The pass over the data set."""
     row: int
+    """Of the data set."""
     group_size: int
+    """Samples of the prompt."""
     version: int
+    """Of the engine's weights when the group was issued."""
     attempt: int = 0
+    """Raised each time that the group restarts, after a crash or an abort."""
     stream: str = TRAIN
+    """"train", "train/<domain>", or "val/<set>"."""
     position: int = 0
+    """In the order of its domain, from 0; always 0 in a run without domains."""
     state: GroupState = field(default=GroupState.GENERATING, compare=False)
     num_tokens: int = field(default=0, compare=False)
+    """Of all its samples, prompts included; 0 until it is complete."""
     failures: int = field(default=0, compare=False)
+    """How often it was lost during the run."""
     lowest_version: int | None = field(default=None, compare=False)
+    """Of its tokens; None until it is complete."""
     num_aborts: int = field(default=0, compare=False)
     counts: bool = field(default=False, compare=False)
+    """Whether its worker may complete one more group of its domain for it, with oversampling."""
 
     @property
     def domain(self) -> str:
@@ -172,18 +176,22 @@ def counts_by_domain(saved: Mapping[str, Any]) -> defaultdict[str, DomainCounts]
 
 @dataclass(frozen=True)
 class GroupCounts:
-    """Numbers of groups by state. running: waiting or generating. complete: queued or training.
-    consumed: trained. dropped: counts by reason. aborted: how often a group was aborted because its
-    step was full, so that it waits to be issued again. domains: counts of each with an issued
-    group; empty without domains."""
+    """Numbers of groups by state."""
 
     issued: int = 0
     running: int = 0
+    """Waiting or generating."""
     complete: int = 0
+    """Queued or training."""
     consumed: int = 0
+    """Trained."""
     dropped: Mapping[str, int] = field(default_factory=dict)
+    """Counts by reason."""
     aborted: int = 0
+    """How often a group was aborted because its step was full, so that it waits to be issued
+    again."""
     domains: Mapping[str, DomainCounts] = field(default_factory=dict)
+    """Counts of each with an issued group; empty without domains."""
 
     @staticmethod
     def of(domains: Mapping[str, DomainCounts], running: int, complete: int) -> "GroupCounts":

@@ -9,20 +9,23 @@ from distflow.scheduling.group_states import PromptGroup
 
 @dataclass
 class RolloutWorker:
-    """number: its place. engine_version: the lowest weight version of its engine, as last reported.
-    assigned: ids of groups that it has not fetched yet. running: ids of all its groups, including
-    those, with the attempt of each. stored: ids of complete groups stored with it. takes: False for
-    a later worker before its first request, and for a lost one."""
+    """A rollout worker, and the groups that it has."""
 
     name: str
     number: int
+    """Its place."""
     engine_version: int | None
+    """The lowest weight version of its engine, as last reported."""
     assigned: list[int] = field(default_factory=list)
+    """Ids of groups that it has not fetched yet."""
     running: dict[int, int] = field(default_factory=dict)
+    """Ids of all its groups, including those assigned, with the attempt of each."""
     stored: set[int] = field(default_factory=set)
+    """Ids of complete groups stored with it."""
     foresaw: int = -1
     """The last step during which it was told the groups of the next one."""
     takes: bool = True
+    """False for a later worker before its first request, and for a lost one."""
     gone: bool = False
 
 

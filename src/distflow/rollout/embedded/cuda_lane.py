@@ -18,11 +18,12 @@ from distflow.rollout.embedded.scheduler import Move, Prefill, Scheduler, Sequen
 
 @dataclass(frozen=True, eq=False)
 class _LaunchedStep:
-    """A launched step. copied: `(4, rows)` on the host, valid after `done`."""
+    """A launched step."""
 
     sequences: list[Sequence]
     leases: list[Lease]
     copied: Tensor
+    """`(4, rows)` on the host, valid after `done`."""
     done: torch.Event | None
 
 

@@ -28,14 +28,16 @@ is the trainer's."""
 
 @dataclass(frozen=True)
 class DeviceOptions:
-    """lag: decode steps that run while the host reads earlier tokens. page_tokens: per page of keys
-    and values. num_pages: None for as many as memory holds. graphs: use CUDA graphs on a CUDA
-    device."""
+    """How decode steps run on a device."""
 
     lag: int = 1
+    """Decode steps that run while the host reads earlier tokens."""
     page_tokens: int = 64
+    """Per page of keys and values."""
     num_pages: int | None = None
+    """None for as many as memory holds."""
     graphs: bool = True
+    """Use CUDA graphs on a CUDA device."""
 
 
 class AsyncSteps:
