@@ -142,7 +142,7 @@ _BY_DIFFICULTY = (
 _GONE = {
     "trust.audit_freq": "use trust.check_freq: one of so many steps is checked whole (0: none), "
     "beside the first ones, powers of two and the last",
-    "trainer.webhook": "trainer.logger=wandb raises an alert for each finding",
+    "trainer.webhook": "each finding is printed, and is a line of events.jsonl in the run's folder",
     "data.curriculum": "set the shares of domains by data.domains.NAME.weight",
     "data.pass_rate": _BY_DIFFICULTY,
     "data.pass_rate_key": _BY_DIFFICULTY,
