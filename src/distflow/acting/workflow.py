@@ -90,27 +90,26 @@ class SimulatorWorkflow(MadeByOptions):
         _check_known("actions", actions, _ACTIONS)
         _check_known("state_tokens", state_tokens or {}, _STATE)
         _check_head(actions)
-        if score not in ("success", "return"):
-            raise UserError(f"score={score}: set it to success or return")
+        _check_choice("score", score, ("success", "return"))
+        if gl is not None:
+            _check_choice("gl", gl, ("egl", "osmesa", "none"))
+        if num_workers < 1:
+            raise UserError(f"num_workers={num_workers}: set it to at least 1")
         self._actions = dict(actions)
         self._bounds = action_bounds(actions)
-        self._state_bounds = action_bounds(state_tokens) if state_tokens is not None else None
-        self._state_tokens = dict(state_tokens or {})
-        self._codec: ActionTokens | ContinuousActions | None = None
-        self._state_codec: ActionTokens | None = None
-        self._prompt = prompt
-        self._score = score
-        self._ids = dict[object, tuple[int, ...]]()
         self._chunk = int(actions.get("action_chunks_len", 8))
         self._execute = int(actions.get("execute", self._chunk))
         if not 1 <= self._execute <= self._chunk:
             raise UserError(
                 f"actions.execute={self._execute}: set it to 1 to {self._chunk} steps of each chunk"
             )
-        if num_workers < 1:
-            raise UserError(f"num_workers={num_workers}: set it to at least 1")
-        if gl not in (None, "egl", "osmesa", "none"):
-            raise UserError(f"gl={gl}: set it to egl, osmesa or none")
+        self._state_tokens = dict(state_tokens or {})
+        self._state_bounds = action_bounds(state_tokens) if state_tokens is not None else None
+        self._codec: ActionTokens | ContinuousActions | None = None
+        self._state_codec: ActionTokens | None = None
+        self._prompt = prompt
+        self._score = score
+        self._ids = dict[object, tuple[int, ...]]()
         self._pool = SimulatorPool(env, dict(env_kwargs or {}), num_workers, step_timeout, gl)
         weakref.finalize(self, self._pool.close)
 
@@ -251,11 +250,16 @@ def _check_known(where: str, options: Mapping[str, Any], known: Sequence[str]) -
             raise UserError(f"{where}.{name}: no such option{hint(name, known)}")
 
 
+def _check_choice(name: str, value: str, choices: Sequence[str]) -> None:
+    """Raises UserError for a value that is none of these."""
+    if value not in choices:
+        raise UserError(f"{name}={value}: set it to {' or '.join(choices)}")
+
+
 def _check_head(actions: Mapping[str, Any]) -> None:
     """Raises UserError for an unknown head, and for options that it does not have."""
     head = actions.get("head", "action_tokens")
-    if head not in HEADS:
-        raise UserError(f"actions.head={head}: set it to {' or '.join(HEADS)}")
+    _check_choice("actions.head", head, HEADS)
     if head == "gaussian" and actions.get("bins") is not None:
         raise UserError(f"actions.bins: head={head} draws numbers, without bins: set it to null")
     if head != "flow_sde":

@@ -2,7 +2,7 @@
 wrong."""
 
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -48,17 +48,66 @@ def replay_bundle(bundle: Path, *, trust_code: bool = False) -> Iterator[str]:
             f"{bundle} is not a bundle: it has no {FACTS}; bundles are in the folder bundles/ of a "
             "run"
         )
+    read = _read(bundle)
+    config = read.config
+    code = [*algorithm_code(config), *model_code(config)]
+    notes = list[str]()
+    only_if_trusted(code, trust_code, notes.append)
+    yield from notes
+    if code:
+        load_modules(config.trainer.imports)  # they register losses and config groups
+        config = config_from_dict(read.keys, judge=False)
+    else:
+        config = without_model_code(config)
+    batch = read.batch
+    yield f"update of the {read.role} in step {read.step + 1}: {count_of(len(batch), 'sample')}"
+    yield from _non_finite_columns(batch)
+    for name, tensor in read.weights.items():
+        wrong = int((~tensor.isfinite()).sum())
+        if wrong:
+            yield f"weight {name}: {wrong} entries are not finite"
+    engine = _engine(config, read.role)
+    _load_weights(engine.model, read.weights)
+    objective = _objective(config, read.role, batch)
+    replayed = engine.train_step(batch, objective)
+    saved = ", ".join(f"{name} {read.metrics.get(name)}" for name in ("loss", "grad_norm"))
+    yield (
+        f"loss {replayed['loss']:g}, gradient norm {replayed['grad_norm']:g} (in the run: {saved})"
+    )
+    yield from _samples_alone(engine, objective, batch, read.weights)
+
+
+@dataclass(frozen=True)
+class _Bundle:
+    """What the files of a bundle hold."""
+
+    keys: Any
+    """Of the run's config."""
+    config: Config
+    role: str
+    step: int
+    """Counted from 0."""
+    metrics: dict[str, Any]
+    """Of the update in the run."""
+    batch: Batch
+    weights: dict[str, Tensor]
+
+
+def _read(bundle: Path) -> _Bundle:
     try:
         keys: Any = load_yaml(read_file(bundle / CONFIG, bundle, MAX_YAML_BYTES))
-        config = config_of_run(keys)
         facts: Any = read_object(bundle / FACTS, bundle)
-        role = str(facts["role"])
-        step = int(facts["step"])
-        metrics = dict(facts["metrics"])
-        if role not in ROLES:
-            raise ValueError(f"{FACTS} names the role {role!r}")
-        batch = Batch.load(bundle / BATCH)
-        weights = load_file(check_tensors(bundle / WEIGHTS, bundle))
+        if facts["role"] not in ROLES:
+            raise ValueError(f"{FACTS} names the role {facts['role']!r}")
+        return _Bundle(
+            keys,
+            config_of_run(keys),
+            facts["role"],
+            int(facts["step"]),
+            dict(facts["metrics"]),
+            Batch.load(bundle / BATCH),
+            load_file(check_tensors(bundle / WEIGHTS, bundle)),
+        )
     except UserError:
         raise
     except Exception as error:  # whatever a damaged or foreign file raises
@@ -66,29 +115,6 @@ def replay_bundle(bundle: Path, *, trust_code: bool = False) -> Iterator[str]:
             f"{bundle} is damaged, or from another version of distflow: {type(error).__name__}: "
             f"{error}"
         ) from error
-    code = [*algorithm_code(config), *model_code(config)]
-    notes = list[str]()
-    only_if_trusted(code, trust_code, notes.append)
-    yield from notes
-    if code:
-        load_modules(config.trainer.imports)  # they register losses and config groups
-        config = config_from_dict(keys, judge=False)
-    else:
-        config = without_model_code(config)
-    yield f"update of the {role} in step {step + 1}: {count_of(len(batch), 'sample')}"
-    yield from _non_finite_columns(batch)
-    for name, tensor in weights.items():
-        if wrong := int((~tensor.isfinite()).sum()):
-            yield f"weight {name}: {wrong} entries are not finite"
-    engine = _engine(config, role)
-    _load_weights(engine.model, weights)
-    objective = _objective(config, role, batch)
-    replayed = engine.train_step(batch, objective)
-    saved = ", ".join(f"{name} {metrics.get(name)}" for name in ("loss", "grad_norm"))
-    yield (
-        f"loss {replayed['loss']:g}, gradient norm {replayed['grad_norm']:g} (in the run: {saved})"
-    )
-    yield from _samples_alone(engine, objective, batch, weights)
 
 
 def _samples_alone(
