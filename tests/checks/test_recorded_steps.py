@@ -187,6 +187,17 @@ def test_a_group_of_a_worker_that_takes_no_step_is_handed_on_and_not_kept() -> N
     assert len(records.take_validated()) == 1
 
 
+def test_a_role_that_takes_no_update_at_all_is_found() -> None:
+    critic = writer("")
+    critic.contract.writes = ()
+    critic.engines = ("critic",)
+    step = recorded(sampled_batch(), "actor_rollout_ref.actor.ppo_mini_batch_size=2")
+    step.run.training_steps = (SimpleNamespace(node=critic),)
+    step.updates += [update(step)]
+    with pytest.raises(Wrong, match="the critic took 0 optimizer steps"):
+        check_mini_batches.run(step)
+
+
 @pytest.mark.parametrize("column", ["selected_tokens", "advantages"])
 def test_a_column_may_not_change_between_mini_batches(column: str) -> None:
     batch = sampled_batch()

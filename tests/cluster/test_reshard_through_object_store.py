@@ -12,7 +12,7 @@ import torch
 from ray.actor import ActorHandle
 from ray.exceptions import RayActorError
 
-from distflow.cluster.reshard_through_object_store import ReshardActor
+from distflow.cluster.shared_reshard import SharedReshard
 from distflow.data.batch import Batch
 from distflow.scheduling.reshard_writers_to_readers import Key, ReshardError
 from tests.cluster.exchange_worker import Peer, made
@@ -35,7 +35,7 @@ def start(peers: list[ActorHandle]) -> Iterator[Start]:
     started: list[ActorHandle] = []
 
     def start() -> ActorHandle:
-        started.append(ReshardActor.remote())
+        started.append(ray.remote(SharedReshard).options(num_cpus=0, max_concurrency=8).remote())
         ray.get([peer.join.remote(started[0]) for peer in peers])
         return started[0]
 
@@ -115,5 +115,5 @@ def test_an_exchange_that_was_killed_is_named(start: Start, peers: list[ActorHan
     share = peers[0].pick.remote(STEP, 0, 1, [])
     wait_until_it_waits(peers[0], "step 3")
     ray.kill(exchange)
-    with pytest.raises(ReshardError, match="the exchange has ended"):
+    with pytest.raises(ReshardError, match="the coordinator has ended"):
         ray.get(share)

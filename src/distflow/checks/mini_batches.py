@@ -13,6 +13,7 @@ from distflow.checks.update_records import UpdateRecord
 from distflow.config import Config
 from distflow.config.derived_settings import is_rl, trained_policies
 from distflow.data.batch import Batch
+from distflow.graph.bind_to_config import BoundNode
 
 COLUMNS = (
     "response_ids",
@@ -39,7 +40,8 @@ def check_mini_batches(recorded: RecordedStep) -> str | None:
             return "no update was recorded"
         _same_columns(recorded)
         return "a user's node chooses the mini-batches"
-    for role in sorted({update.role for update in recorded.updates}):
+    roles = {update.role for update in recorded.updates} | _roles_to_update(recorded)
+    for role in sorted(roles):
         _each_once(recorded, role, recorded.updates_of(role))
     for update in recorded.updates:
         _check_micro_batches(update)
@@ -48,8 +50,23 @@ def check_mini_batches(recorded: RecordedStep) -> str | None:
 
 
 def updates_are_ours(recorded: RecordedStep) -> bool:
-    nodes = [step.node for step in recorded.run.training_steps if not step.node.contract.writes]
-    return all(is_builtin(node.fn) for node in nodes)
+    return all(is_builtin(node.fn) for node in _update_nodes(recorded))
+
+
+def _update_nodes(recorded: RecordedStep) -> list[BoundNode]:
+    return [step.node for step in recorded.run.training_steps if not step.node.contract.writes]
+
+
+def _roles_to_update(recorded: RecordedStep) -> set[str]:
+    """Roles that take optimizer steps in this step, whatever its samples are."""
+    config = recorded.config
+    roles = {role for node in _update_nodes(recorded) for role in node.engines}
+    has_warmup = is_rl(config) and recorded.step < config.trainer.critic_warmup
+    if has_warmup or trained_policies(config):  # the latter have names of their own
+        roles.discard("actor")
+    if config.algorithm.domains:
+        roles.discard("critic")
+    return roles & {"actor", "critic"}
 
 
 def plan_of(config: Config, role: str) -> tuple[int, int]:

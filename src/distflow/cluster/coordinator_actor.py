@@ -8,6 +8,7 @@ from typing import Any
 
 from distflow.cluster.remote_sample_queue import GroupRef, RowsOfGroup, to_group
 from distflow.cluster.reports_to_driver import Message, MessageQueue
+from distflow.cluster.shared_reshard import SharedReshard
 from distflow.data.encoded_prompts import PromptRow
 from distflow.launch.run_start import Start, begin_ledger
 from distflow.observe.writing.timing import Waits
@@ -51,6 +52,7 @@ class CoordinatorActor(SharedSampleQueue[GroupRef]):
         """own_loop: a user's own loop in the driver takes the steps, for all ranks."""
         start.join(spec)
         self._messages = MessageQueue()
+        self._reshard = SharedReshard()
         coordinator, self._ledger = begin_ledger(spec, start)
         queued: dict[int, FinishedGroup[GroupRef]] = {}
         for number, group in (load_queued(start.checkpoint) if start.checkpoint else {}).items():
@@ -89,6 +91,20 @@ class CoordinatorActor(SharedSampleQueue[GroupRef]):
             super().end_groups(ended)
         except Exception as err:  # nobody waits for the reply: the run ends with it
             super().fail(err)
+
+    def fail(self, failure: BaseException) -> None:
+        super().fail(failure)
+        self._reshard.fail(failure)
+
+    def put_share(self, *share: Any) -> None:
+        """See `SharedReshard`, as of the next two."""
+        self._reshard.put_share(*share)
+
+    def pick_share(self, *share: Any) -> Any:
+        return self._reshard.pick_share(*share)
+
+    def release_share(self, *share: Any) -> None:
+        self._reshard.release_share(*share)
 
     def submitted_row(self, number: int) -> PromptRow:
         return self.submissions.row(number)

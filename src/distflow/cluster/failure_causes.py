@@ -13,13 +13,11 @@ from distflow.cluster.coordinator_actor import Progress
 from distflow.cluster.heartbeat import hanging
 from distflow.cluster.ray_cluster import failed_process
 from distflow.cluster.remote_calls import (
-    COORDINATOR,
     STARVED_S,
     PeersLate,
     WorkerDied,
     WorkerFailed,
     future_of,
-    name_of,
 )
 from distflow.errors import UserError
 from distflow.launch.run_end import resume_hint
@@ -46,14 +44,14 @@ class Blame:
         spec: Spec,
         workers: Sequence[Any],
         trainers: Sequence[int],
-        services: Mapping[int, Any],
+        coordinator: Any,
     ) -> None:
-        """workers: by rank; the caller replaces lost ones. trainers: ranks of the training workers.
-        services: the actors that are not workers, by the number in place of a rank."""
+        """workers: by rank; the caller replaces lost ones. trainers: ranks of the training
+        workers."""
         self._spec = spec
         self._workers = workers
         self._training_ranks = trainers
-        self._services = services
+        self._coordinator = coordinator
 
     def outcome(self, ref: Any, rank: int, timeout_s: float | None = None) -> int | BaseException:
         """The result of the worker's `run`, or the error that ended it: what it raised, WorkerDied
@@ -72,32 +70,37 @@ class Blame:
         return error
 
     def cause_of(self, error: BaseException, running: Mapping[Any, int]) -> WorkerDied | None:
-        """The failure of another worker that caused a worker's error, if there is one. Ray reports
-        a death a moment later. Errors of user code usually have no such cause."""
+        """The failure of another worker that caused a worker's error, if there is one."""
         training = {ref: rank for ref, rank in running.items() if rank in self._training_ranks}
         if isinstance(error, PeersLate):
             calls = {rank: future_of(ref) for ref, rank in training.items()}
             workers = {rank: self._workers[rank] for rank in running.values()}
-            return hanging(
-                calls,
-                workers,
-                self._spec.run_dir / STACKS,
-                self._spec.config.trainer.peers_timeout_s,
-            )
-        for number, actor in self._services.items():
-            try:
-                ray.get(actor.alive.remote(), timeout=_DEATH_IS_REPORTED_WITHIN_S)
-            except RayActorError as err:
-                return WorkerDied(f"{name_of(number)} has died ({_process_of(err)}): {_CAUSES}")
-            except GetTimeoutError:  # its heartbeat reports it if it is not just slow
-                continue
+            limit_s = self._spec.config.trainer.peers_timeout_s
+            return hanging(calls, workers, self._spec.run_dir / STACKS, limit_s)
+        return self._death_of_coordinator() or self._death_of_trainer(error, training)
+
+    def _death_of_coordinator(self) -> WorkerDied | None:
+        try:
+            ray.get(self._coordinator.alive.remote(), timeout=_DEATH_IS_REPORTED_WITHIN_S)
+        except RayActorError as err:
+            return WorkerDied(f"the coordinator has died ({_process_of(err)}): {_CAUSES}")
+        except GetTimeoutError:  # its heartbeat reports it if it is not just slow
+            return None
+        return None
+
+    def _death_of_trainer(
+        self, error: BaseException, training: dict[Any, int]
+    ) -> WorkerDied | None:
+        """Ray reports a death a moment later. Errors of user code usually have no such cause.
+        Errors of others have the same cause as that of the first."""
         within_s = _DEATH_IS_REPORTED_WITHIN_S if isinstance(error, UserError) else STARVED_S
         until = time.monotonic() + within_s
         while training and time.monotonic() < until:
             done, _ = ray.wait(list(training), timeout=max(until - time.monotonic(), 0.0))
-            outcomes = [self.outcome(ref, training.pop(ref)) for ref in done]
-            if died := [outcome for outcome in outcomes if isinstance(outcome, WorkerDied)]:
-                return died[0]  # errors of others have the same cause
+            for ref in done:
+                outcome = self.outcome(ref, training.pop(ref))
+                if isinstance(outcome, WorkerDied):
+                    return outcome
         return None
 
     def died(
@@ -107,19 +110,17 @@ class Blame:
         if err.actor_init_failed:  # ended by an exception, which is all that Ray reports
             said = str(err).strip().splitlines()[-1]
             message = f"{self._who(rank, err)} could not be started: {said}"
-            return (
-                UserError(f"{message}\n{_SAME}")
-                if said.startswith(_OF_IMPORTS)
-                else WorkerFailed(message)
-            )
+            if said.startswith(_OF_IMPORTS):
+                return UserError(f"{message}\n{_SAME}")
+            return WorkerFailed(message)
         plan = self._spec.plan.ranks[rank]
-        does = " and ".join(
-            name
-            for name, nodes in (("generates", plan.rollout_nodes), ("trains", plan.training_nodes))
-            if nodes
-        )
+        does = []
+        if plan.rollout_nodes:
+            does.append("generates")
+        if plan.training_nodes:
+            does.append("trains")
         return WorkerDied(
-            f"worker {rank} of {len(self._workers)}, which {does}, has died {when} "
+            f"worker {rank} of {len(self._workers)}, which {' and '.join(does)}, has died {when} "
             f"({_process_of(err)}): {_CAUSES}"
         )
 
@@ -137,7 +138,7 @@ class Blame:
 
     def _in_step(self) -> str:
         try:
-            asked = self._services[COORDINATOR].progress.remote()
+            asked = self._coordinator.progress.remote()
             progress: Progress = ray.get(asked, timeout=_DEATH_IS_REPORTED_WITHIN_S)
         except (RayActorError, GetTimeoutError):  # which is reported separately
             return ""
@@ -151,10 +152,10 @@ class Blame:
 
 
 def _process_of(err: RayActorError) -> str:
-    return next(
-        (line.strip() for line in str(err).splitlines() if line.strip().startswith("pid:")),
-        "pid: unknown",
-    )
+    for line in str(err).splitlines():
+        if line.strip().startswith("pid:"):
+            return line.strip()
+    return "pid: unknown"
 
 
 @contextmanager

@@ -2,7 +2,7 @@
 and each training rank executes its calls on the rank's rows (`own_loop_worker.py`)."""
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from types import SimpleNamespace
@@ -57,11 +57,11 @@ class RemoteIntake:
         return partial(self._ask, name)
 
     def _ask(self, name: str, *arguments: Any) -> Any:
-        stored = [
-            (ray.put(each),) if isinstance(each, OfGroup) and any(each) else each
-            for each in arguments
-        ]
-        return _reply(self._run, getattr(self._run.coordinator, name).remote(*stored))
+        sent = []
+        for each in arguments:
+            is_code = isinstance(each, OfGroup) and any(each)
+            sent.append((ray.put(each),) if is_code else each)
+        return _reply(self._run, getattr(self._run.coordinator, name).remote(*sent))
 
 
 class TrainingRanks:
@@ -104,9 +104,10 @@ class TrainingRanks:
     def reward_metrics(self) -> dict[str, float]:
         counts = self._reward_counts
         self._reward_counts = RewardCounts()
-        leader, *others = self._run.training_ranks
-        replies = self._run.call("reward_metrics", {leader: (counts,), **dict.fromkeys(others, ())})
-        return cast(dict[str, float], replies[leader][1])
+        calls: dict[int, Sequence[Any]] = dict.fromkeys(self._run.training_ranks, ())
+        leader = self._run.training_ranks[0]
+        calls[leader] = (counts,)
+        return cast(dict[str, float], self._run.call("reward_metrics", calls)[leader][1])
 
     def forward(self, role: str, batch: Batch, outputs: tuple[str, ...]) -> Batch:
         return cast(Batch, self._call("forward", self._having(role), role, batch, outputs)[0])
@@ -125,44 +126,48 @@ class TrainingRanks:
 
     def finish(self, batch: Batch, metrics: Mapping[str, float]) -> dict[str, float]:
         _, recorded = self._call("finish", self._dp_groups, batch, metrics)
-        self.step = self.step + 1
+        self.step += 1
         self._has_trained = False
         return cast(dict[str, float], recorded)
 
-    def generate(self, request: Any, gone: frozenset[int] = frozenset()) -> Any:
-        """Generate with the workers' engines in turn. gone: the ranks of workers that died with the
-        request."""
-        return self._generated(request, *self._ask(request, gone), gone)
+    def generate(self, request: Any) -> Any:
+        """Generate with the workers' engines in turn; one that dies passes the request on."""
+        gone = set[int]()
+        while True:
+            rank = self._generating_rank(request, gone)
+            ref = self._run.generate(rank, request)
+            try:
+                return self._run.replies({ref: rank})[0]
+            except WorkerDied:
+                if rank in self._run.training_ranks:
+                    raise
+                gone.add(rank)
 
     async def agenerate(self, request: Any) -> Any:
         """`generate` in the caller's event loop."""
-        rank, ref = self._ask(request, frozenset())
+        rank = self._generating_rank(request, ())
+        ref = self._run.generate(rank, request)
         await self._run.done(ref)
-        return self._generated(request, rank, ref, frozenset())
-
-    def _ask(self, request: Any, gone: frozenset[int]) -> tuple[int, Any]:
-        """The rank of a worker with the newest weights, and a reference to its result. Raises
-        WorkerDied."""
-        training = {
-            rank
-            for rank in self._run.training_ranks
-            if "rollout" in self._spec.plan.ranks[rank].engines
-        }
-        ready = sorted({*training, *self._run.with_newest_weights()} - gone)
-        if not ready:
-            raise WorkerDied(
-                "no rollout worker has the newest weights: a new one gets them with the next batch."
-            )
-        rank = ready[request.stream.row % len(ready)]
-        return rank, self._run.generate(rank, request)
-
-    def _generated(self, request: Any, rank: int, ref: Any, gone: frozenset[int]) -> Any:
         try:
             return self._run.replies({ref: rank})[0]
         except WorkerDied:
             if rank in self._run.training_ranks:
                 raise
-            return self.generate(request, gone | {rank})
+            return self.generate(request)
+
+    def _generating_rank(self, request: Any, gone: Collection[int]) -> int:
+        """A worker with the newest weights. gone: ranks that have died with the request. Raises
+        WorkerDied if there is none."""
+        ready = {*self._run.with_newest_weights()}
+        for rank in self._run.training_ranks:
+            if "rollout" in self._spec.plan.ranks[rank].engines:
+                ready.add(rank)
+        left = sorted(ready.difference(gone))
+        if not left:
+            raise WorkerDied(
+                "no rollout worker has the newest weights: a new one gets them with the next batch."
+            )
+        return left[request.stream.row % len(left)]
 
     def _having(self, role: str) -> list[tuple[int, ...]]:
         """The dp groups that have the role's engine."""
@@ -178,25 +183,24 @@ class TrainingRanks:
         dp_group = self._dp_groups[0]
         sizes = Batch(torch.zeros(len(taken.own)), torch.tensor(taken.loads))
         sizes["group_index"] = torch.tensor(taken.own)
-        divided = self._divided(sizes, dp_group, by_mini_batches=False)
         holders = with_samples(self._spec.plan, dp_group)
         calls = {}
-        for rank, own in zip(dp_group, divided, strict=True):
+        for rank, own in self._rows_of_ranks(sizes, dp_group).items():
             if rank in holders and own:
                 calls[rank] = ([taken.own[i] for i in own], [groups[i] for i in own])
         parts = []
         lost = []
-        rows = defaultdict[int, list[int]](list)
+        rows_of_group = defaultdict[int, list[int]](list)
         num_rows = 0
         for part, group_of_rows, missing in self._run.call("hold", calls).values():
             parts.append(part)
             lost += missing
             for number in group_of_rows:
-                rows[number].append(num_rows)
+                rows_of_group[number].append(num_rows)
                 num_rows += 1
         if lost:
             return None, lost
-        order = [row for number in taken.own for row in rows[number]]
+        order = [row for number in taken.own for row in rows_of_group[number]]
         return Batch.concat(parts).select(order), []
 
     def _call(
@@ -206,48 +210,50 @@ class TrainingRanks:
         among the arguments. Returns the columns that it wrote, which stay with the ranks, and the
         rest of the first one's result."""
         (batch,) = (each for each in arguments if isinstance(each, Batch))
-        self._has_trained |= name in ("learn", "train_step")
+        if name in ("learn", "train_step"):
+            self._has_trained = True
         rows = dict[int, list[int]]()
         for dp_group in dp_groups:
-            divided = self._divided(batch, dp_group, by_mini_batches=name == "learn")
-            rows |= zip(dp_group, divided, strict=True)
+            rows |= self._rows_of_ranks(batch, dp_group, by_mini_batches=name == "learn")
         there = stored(batch)
         parts = {rank: there.select(own) for rank, own in rows.items()}
         calls = {}
         for rank, part in parts.items():
             calls[rank] = [part if each is batch else each for each in arguments]
         replies = self._run.call(name, calls)
-        found, rest = replies[dp_groups[0][0]]
-        if found is None:
+        columns, rest = replies[dp_groups[0][0]]
+        if columns is None:
             return None, rest
         written = batch.only([])
         for dp_group in dp_groups:
             holders = with_samples(self._spec.plan, dp_group)
             ranks = [rank for rank in holders if rows[rank]] or holders[:1]
-            place_of = dict[int, int]()
             replied = []
             for rank in ranks:
-                for row in rows[rank]:
-                    place_of[row] = len(place_of)
                 lengths = (parts[rank].lengths("prompt"), parts[rank].lengths("response"))
                 replied.append(Batch.from_columns(*lengths, replies[rank][0]))
-            order = [place_of[row] for row in range(len(batch))]
-            written = written.merge(Batch.concat(replied).select(order))
+            taken = [row for rank in ranks for row in rows[rank]]
+            in_order = sorted(range(len(taken)), key=taken.__getitem__)
+            written = written.merge(Batch.concat(replied).select(in_order))
         return written, rest
 
-    def _divided(
-        self, batch: Batch, dp_group: tuple[int, ...], by_mini_batches: bool
-    ) -> list[list[int]]:
+    def _rows_of_ranks(
+        self, batch: Batch, dp_group: tuple[int, ...], by_mini_batches: bool = False
+    ) -> dict[int, list[int]]:
         """The rows of each rank. by_mini_batches: divide each mini-batch of the training nodes, not
         the batch."""
         shares = queue_dp_group(self._spec, dp_group)
-        rows = rows_by_group(batch)
-        numbers = sorted(rows)
+        if not by_mini_batches:
+            shares = DpGroupShares(shares.shares)
+        rows_of_group = rows_by_group(batch)
+        numbers = sorted(rows_of_group)
         lengths = batch.lengths("sequence").tolist()
-        loads = [sum(lengths[row] for row in rows[number]) for number in numbers]
-        shares = shares if by_mini_batches else DpGroupShares(shares.shares)
+        loads = [sum(lengths[row] for row in rows_of_group[number]) for number in numbers]
+        found = {}
         divided = divide_among_ranks(shares, loads, numbers, self.step)
-        return [[row for index in own for row in rows[numbers[index]]] for own in divided]
+        for rank, places in zip(dp_group, divided, strict=True):
+            found[rank] = [row for place in places for row in rows_of_group[numbers[place]]]
+        return found
 
 
 @dataclass(frozen=True)

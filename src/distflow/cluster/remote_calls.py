@@ -11,8 +11,7 @@ ENDS_WITHIN_S = 20.0
 STARVED_S = 10.0
 """How long a busy machine may take to report a death, or that others are late too."""
 COORDINATOR = -1
-EXCHANGE = -2
-"""Numbers in place of a rank."""
+"""In place of a rank."""
 
 
 class WorkerDied(RuntimeError):
@@ -36,9 +35,8 @@ class WorkerFailed(RuntimeError):
 
 
 def name_of(number: int) -> str:
-    """The process's name in messages. number: a rank, or a number in place of one."""
-    services = {COORDINATOR: "the coordinator", EXCHANGE: "the exchange"}
-    return services.get(number, f"worker {number}")
+    """The process's name in messages. number: a rank, or COORDINATOR."""
+    return "the coordinator" if number == COORDINATOR else f"worker {number}"
 
 
 def future_of(ref: Any) -> "Future[Any]":
@@ -60,8 +58,8 @@ def reply(ref: Any) -> Any:
 
 
 def reply_of(ref: Any, number: int) -> Any:
-    """The reply of the Ray actor of a rank or service. Raises WorkerDied if it is gone or
-    unresponsive."""
+    """The reply of the Ray actor of a rank, or of the coordinator. Raises WorkerDied if it is gone
+    or unresponsive."""
     import ray
     from ray.exceptions import GetTimeoutError, RayActorError
 

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import replace
-from typing import Any, cast
+from typing import Any
 
 import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
@@ -26,7 +26,6 @@ from distflow.cluster.ray_cluster import (
 )
 from distflow.cluster.remote_calls import WorkerDied
 from distflow.cluster.reports_to_driver import DriverOutput, shown
-from distflow.cluster.reshard_through_object_store import ReshardActor
 from distflow.cluster.worker_actor import BuildReport, WorkerActor, check_reports
 from distflow.cluster.worker_replacements import Replacements
 from distflow.errors import UserError, count_of
@@ -77,22 +76,18 @@ class RayRun(AbstractContextManager["RayRun"]):
         self.coordinator = coordinator.options(num_cpus=0, max_concurrency=calls).remote(
             spec, start, own_loop
         )
-        exchanges = any(channel.kind == "exchange" for channel in spec.plan.channels)
-        self._exchange = cast(Any, ReshardActor).remote() if exchanges else None
         self._workers: list[Any] = [self._start_worker(place) for place in places]
         self.training_ranks = places[0].trainers
         self._leader = self.training_ranks[0]
-        self._services = {remote_calls.COORDINATOR: self.coordinator}
-        if self._exchange is not None:
-            self._services[remote_calls.EXCHANGE] = self._exchange
-        self._blame = Blame(self._spec, self._workers, self.training_ranks, self._services)
+        self._blame = Blame(self._spec, self._workers, self.training_ranks, self.coordinator)
         others = {
             rank: places[rank] for rank in places[0].generators if rank not in self.training_ranks
         }
         self._others = Replacements(
             others, self._start_worker, self.coordinator, self._workers[self._leader]
         )
-        self._heartbeat = Heartbeat({**dict(enumerate(self._workers)), **self._services})
+        workers = dict(enumerate(self._workers))
+        self._heartbeat = Heartbeat({**workers, remote_calls.COORDINATOR: self.coordinator})
         self.finished = False
         self._steps = 0
         self.stop = StopRequest(lambda name: None)
@@ -100,7 +95,7 @@ class RayRun(AbstractContextManager["RayRun"]):
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         """End all processes of the run, and wait until none writes to its folder."""
         starting = [starting.worker for starting in self._others.starting.values()]
-        for actor in [*starting, *self._workers, *self._services.values()]:
+        for actor in [*starting, *self._workers, self.coordinator]:
             remote_calls.kill(actor)
         with suppress(OSError, RunFolderError):  # the next start tries again
             wait_for_joined(self._spec.run_dir)
@@ -210,12 +205,11 @@ class RayRun(AbstractContextManager["RayRun"]):
 
     async def done(self, ref: Any) -> None:
         """Wait for an actor in the caller's event loop, while supervising the run."""
-        done, loop = asyncio.Event(), asyncio.get_running_loop()
-        remote_calls.future_of(ref).add_done_callback(lambda _: loop.call_soon_threadsafe(done.set))
-        while not done.is_set():
-            with suppress(TimeoutError):
-                await asyncio.wait_for(done.wait(), _LOOKS_EVERY_S)
+        waiting = asyncio.wrap_future(remote_calls.future_of(ref))
+        while not waiting.done():
+            await asyncio.wait([waiting], timeout=_LOOKS_EVERY_S)
             next(self._supervision, None)
+        waiting.exception()  # read here, since the caller asks for the reply itself
 
     def _rounds(self, differences: list[str], output: DriverOutput) -> Iterator[None]:
         """Supervise to the end of the run, pausing after each round."""
@@ -227,19 +221,8 @@ class RayRun(AbstractContextManager["RayRun"]):
             done, _ = ray.wait(list(running), num_returns=len(running), timeout=0)
             for ref in done:
                 rank = running.pop(ref)
-                outcome = self._blame.outcome(ref, rank)
-                if isinstance(outcome, int):
-                    self._steps = max(self._steps, outcome)
-                elif not isinstance(outcome, WorkerDied):
-                    if cause := self._blame.cause_of(outcome, running):
-                        raise cause from outcome
-                    raise outcome
-                elif rank not in self._others.places:
-                    raise outcome
-                else:
-                    self._heartbeat.forget(rank)
-                    self._others.begin(rank, str(outcome))
                 still_training.discard(rank)
+                self._take(rank, self._blame.outcome(ref, rank), running)
             for rank, worker in self._others.ready().items():
                 self._workers[rank] = worker
                 self._heartbeat.follow(rank, worker)
@@ -249,6 +232,22 @@ class RayRun(AbstractContextManager["RayRun"]):
         self._end(running)
         output.show(self.coordinator, last=True)
 
+    def _take(self, rank: int, outcome: int | BaseException, running: Mapping[Any, int]) -> None:
+        """Take the end of a worker: replace it if it died and can be replaced. Raises what ends the
+        run."""
+        if isinstance(outcome, int):
+            self._steps = max(self._steps, outcome)
+            return
+        if not isinstance(outcome, WorkerDied):
+            cause = self._blame.cause_of(outcome, running)
+            if cause is not None:
+                raise cause from outcome
+            raise outcome
+        if rank not in self._others.places:
+            raise outcome
+        self._heartbeat.forget(rank)
+        self._others.begin(rank, str(outcome))
+
     def _progress(self) -> Progress:
         progress: Progress = remote_calls.reply_of(
             self.coordinator.progress.remote(), remote_calls.COORDINATOR
@@ -256,37 +255,23 @@ class RayRun(AbstractContextManager["RayRun"]):
         return progress
 
     def _start_worker(self, place: Place) -> Any:
-        spec = self._spec
-        start = self._start
-        rank = spec.plan.ranks[place.rank]
-        needs = spec.needs.of(rank)
-        return (
-            cast(Any, ray.remote)(
-                concurrency_groups={_GENERATE: _NUM_REQUESTS if self._own_loop else 1}
-            )(WorkerActor)
-            .options(
-                num_cpus=needs.cpus,
-                num_gpus=int(rank.device.startswith("cuda")),
-                scheduling_strategy=self._bundles[rank.node],
-                max_concurrency=_NUM_CALLS,
-                runtime_env={"env_vars": dict(needs.env)} if needs.env else None,
-            )
-            .remote(
-                spec,
-                start,
-                place,
-                self.coordinator,
-                self._meeting,
-                self._exchange,
-            )
+        rank = self._spec.plan.ranks[place.rank]
+        needs = self._spec.needs.of(rank)
+        remote: Any = ray.remote  # Ray's handles have no types
+        num_requests = _NUM_REQUESTS if self._own_loop else 1
+        actor = remote(concurrency_groups={_GENERATE: num_requests})(WorkerActor).options(
+            num_cpus=needs.cpus,
+            num_gpus=int(rank.device.startswith("cuda")),
+            scheduling_strategy=self._bundles[rank.node],
+            max_concurrency=_NUM_CALLS,
+            runtime_env={"env_vars": dict(needs.env)} if needs.env else None,
         )
+        return actor.remote(self._spec, self._start, place, self.coordinator, self._meeting)
 
     def _run(self, rank: int, differences: list[str]) -> Any:
-        others = (
-            {each: self._workers[each] for each in self._others.places}
-            if rank == self._leader
-            else {}
-        )
+        others = {}
+        if rank == self._leader:
+            others = {each: self._workers[each] for each in self._others.places}
         return self._workers[rank].run.remote(differences, others, self._own_loop)
 
     def _end(self, running: Mapping[Any, int]) -> None:

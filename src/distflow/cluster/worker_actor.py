@@ -76,10 +76,9 @@ class WorkerActor:
         place: Place,
         coordinator: Any,
         meeting: Path,
-        exchange: Any = None,
     ) -> None:
-        """coordinator, exchange: handles of the actors. There is no exchange if dp groups send each
-        other nothing. meeting: a file through which training workers find each other."""
+        """coordinator: the actor's handle. meeting: a file through which training workers find each
+        other."""
         start.join(spec)
         place.home.enter()
         fault_injection.arm(place.rank)
@@ -89,7 +88,7 @@ class WorkerActor:
         self._coordinator = coordinator
         self._meeting = meeting
         self._rollout_workers = WeightReceivers(partial(self.note, "warning"))
-        self._ports = WorkerPorts(spec, place, coordinator, exchange)
+        self._ports = WorkerPorts(spec, place, coordinator)
         self._recorder: Future[Recorder] = Future()
         self._worker: Future[Worker] = Future()
         self._calls = RankCalls()

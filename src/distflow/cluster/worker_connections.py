@@ -27,13 +27,11 @@ _OTHERS_ARE_LATE = "Timed out waiting"  # from gloo's message
 
 
 class WorkerPorts:
-    def __init__(self, spec: Spec, place: Place, coordinator: Any, exchange: Any) -> None:
-        """coordinator, exchange: handles of the actors. exchange: None if dp groups send each other
-        nothing."""
+    def __init__(self, spec: Spec, place: Place, coordinator: Any) -> None:
+        """coordinator: the actor's handle."""
         self._spec = spec
         self._place = place
         self._coordinator = coordinator
-        self._exchange = exchange
         self.stop = Stop()
         self.incoming_weights = IncomingWeights()
 
@@ -51,10 +49,10 @@ class WorkerPorts:
             local = LocalWeights(waits) if among.mesh is None else StreamedWeights(waits)
             engine = local
             weights = local
-            if self._exchange is not None:
+            if any(channel.kind == "exchange" for channel in self._spec.plan.channels):
                 from distflow.cluster.reshard_through_object_store import RayReshard
 
-                reshard = RayReshard(self._exchange, waits)
+                reshard = RayReshard(self._coordinator, waits)
         elif "rollout" in self._spec.plan.ranks[place.rank].engines:
             ready = self.incoming_weights.ready
         if rollout_workers is not None:
@@ -109,5 +107,3 @@ class WorkerPorts:
 
     def _fail(self, error: BaseException) -> None:
         self._coordinator.fail.remote(error)
-        if self._exchange is not None:
-            self._exchange.fail.remote(error)
