@@ -66,41 +66,47 @@ def rollouts(
         named = load_config(*preset_and_lines(preset_or_config, overrides), complete=False).config
         has_data = any(data_files(named, "train_files").values())
         if not has_data:
-            # The config check needs some rows; they are never used.
-            domain = next(iter(named.reward.functions), "default")
-            row: dict[str, object] = {
-                named.data.prompt_key: "0",
-                named.data.answer_key: "0",
-                named.data.domain_key: domain,
-            }
-            inputs = replace(inputs, data=[row] * named.data.train_batch_size)
+            inputs = replace(inputs, data=_unused_rows(named))
     loaded = read(preset_or_config, overrides, inputs, resume)
-    if not is_rl(loaded.config):
+    _check_own_loop(loaded)
+    _check_should_accept(should_accept)
+    check_keys(allow_change)
+    return Rollouts(loaded, inputs, should_accept, tuple(allow_change), has_data=has_data)
+
+
+def _unused_rows(config: Config) -> list[dict[str, object]]:
+    """Rows for the config check, which needs some, of a loop without data."""
+    row: dict[str, object] = {
+        config.data.prompt_key: "0",
+        config.data.answer_key: "0",
+        config.data.domain_key: next(iter(config.reward.functions), "default"),
+    }
+    return [row] * config.data.train_batch_size
+
+
+def _check_own_loop(loaded: Loaded) -> None:
+    """Raises UserError for what only `distflow.train` can do."""
+    config = loaded.config
+    trainer = config.trainer
+    if not is_rl(config):
         raise UserError(
-            f"the pipeline {pipeline_name(loaded.config)} does not generate: run it with "
-            "distflow.train"
+            f"the pipeline {pipeline_name(config)} does not generate: run it with distflow.train"
         )
-    trainer = loaded.config.trainer
-    frees = loaded.origin("actor_rollout_ref.rollout.free_cache_engine")
     if trainer.launcher == "slurm" or trainer.max_restarts:
         raise UserError(
             "your own loop is started by your script: remove trainer.max_restarts and "
             "trainer.launcher=slurm"
         )
-    if loaded.config.profiler.enable:
+    if config.profiler.enable:
         raise UserError(
             "profiler.enable records steps of distflow train: use torch.profiler in your own loop"
         )
-    if trainer.launcher == "local" and not is_one_process(loaded.config):
+    if trainer.launcher == "local" and not is_one_process(config):
         raise UserError("your own loop needs Ray for several processes: set trainer.launcher=ray")
-    if loaded.config.actor_rollout_ref.rollout.free_cache_engine and not is_verls(frees):
-        raise UserError(
-            f"actor_rollout_ref.rollout.free_cache_engine=true ({frees}): only distflow.train can "
-            "free it"
-        )
-    _check_should_accept(should_accept)
-    check_keys(allow_change)
-    return Rollouts(loaded, inputs, should_accept, tuple(allow_change), has_data=has_data)
+    key = "actor_rollout_ref.rollout.free_cache_engine"
+    origin = loaded.origin(key)
+    if config.actor_rollout_ref.rollout.free_cache_engine and not is_verls(origin):
+        raise UserError(f"{key}=true ({origin}): only distflow.train can free it")
 
 
 @dataclass(frozen=True)
@@ -327,34 +333,17 @@ class Rollouts:
         from distflow.data.batch import Batch
         from distflow.runtime.sample_queue.protocol import metrics_of_parts
 
-        running = self._entered
-        owed = running.intake.standing().num_owed
-        if not self._parts:
-            raise UserError(
-                "publish ends a step, but no batch was taken since the last: prepare_batch or wait "
-                "first"
-            )
-        if owed:
-            plan = self._spec_entered.data
-            raise UserError(
-                f"publish: {owed} more prompt groups must be taken first, or they would be trained "
-                "on with a "
-                f"staleness above {plan.max_staleness} (async.max_staleness). A version consumes "
-                "data.train_batch_size="
-                f"{plan.consumer_batch} groups: set it to the number that you train on, or "
-                f"wait({owed})"
-            )
+        worker = self._entered.worker
+        self._refuse_early_publish()
         if not self._updates:
             say(
                 "warning: publish ends a step in which nothing was trained: call train or "
                 "actor.train_step before it"
             )
-        worker = running.worker
-        names = set.intersection(*(set(part.batch.names) for part in self._parts))
-        batches = [
-            part.batch.only(name for name in part.batch.names if name in names)
-            for part in self._parts
-        ]
+        common = set.intersection(*(set(part.batch.names) for part in self._parts))
+        batches = []
+        for part in self._parts:
+            batches.append(part.batch.only(name for name in part.batch.names if name in common))
         measured = metrics_of_parts(self._parts)
         measured |= {**_over_updates(self._updates), **(metrics or {}), **worker.reward_metrics()}
         recorded = worker.finish(Batch.concat(batches), measured)
@@ -452,6 +441,23 @@ class Rollouts:
         return replace(
             spec, plan=make_plan(spec.config, for_own_loop(spec, Submissions()).pipeline())
         )
+
+    def _refuse_early_publish(self) -> None:
+        """Raises UserError if a batch must be taken first."""
+        if not self._parts:
+            raise UserError(
+                "publish ends a step, but no batch was taken since the last: prepare_batch or wait "
+                "first"
+            )
+        owed = self._entered.intake.standing().num_owed
+        if owed:
+            plan = self._spec_entered.data
+            raise UserError(
+                f"publish: {owed} more prompt groups must be taken first, or they would be trained "
+                f"on with a staleness above {plan.max_staleness} (async.max_staleness). A version "
+                f"consumes data.train_batch_size={plan.consumer_batch} groups: set it to the "
+                f"number that you train on, or wait({owed})"
+            )
 
     def _refuse_domains(self, method: str) -> None:
         if self.config.data.domains:
@@ -570,12 +576,14 @@ def _over_updates(updates: list[dict[str, float]]) -> dict[str, float]:
     from distflow.pipelines.nodes.updates import COUNTED
 
     found = dict[str, float]()
-    for name in dict.fromkeys(name for update in updates for name in update):
+    names = dict.fromkeys(name for update in updates for name in update)
+    for name in names:
+        role, _, metric = name.partition("/")
         having = [update for update in updates if name in update]
-        stepped = [
-            update for update in having if not update.get(f"{name.partition('/')[0]}/empty")
-        ] or having
-        is_count = name.rpartition("/")[2] in COUNTED
-        values = [update[name] for update in (having if is_count else stepped)]
-        found[name] = sum(values) / (1 if is_count else len(values))
+        if metric.rpartition("/")[2] in COUNTED:
+            found[name] = sum(update[name] for update in having)
+            continue
+        stepped = [update for update in having if not update.get(f"{role}/empty")]
+        values = [update[name] for update in stepped or having]
+        found[name] = sum(values) / len(values)
     return found

@@ -99,9 +99,8 @@ def preset_and_lines(
     if named is None:
         texts = {key_of(line): line.partition("=")[2].strip("'\"") for line in lines}
         named = base_preset({key: text for key, text in texts.items() if text != "null"})
-    presets = [
-        name for name in (named if isinstance(named, list | tuple) else [named]) if name != "_self_"
-    ]
+    several = named if isinstance(named, list | tuple) else [named]
+    presets = [name for name in several if name != "_self_"]
     if len(presets) != 1 or not isinstance(presets[0], str):
         raise UserError(f"defaults is {named!r}: name the single preset that the config builds on")
     return presets[0], lines
