@@ -1,5 +1,6 @@
 """Copies of tensors between host and device."""
 
+from collections import defaultdict
 from collections.abc import Sequence
 
 import torch
@@ -29,20 +30,19 @@ def to_host(tensors: Sequence[Tensor]) -> list[Tensor]:
 
 
 def read_numbers(values: Sequence[Tensor | float]) -> list[float]:
-    """Scalars of any devices and types as numbers, in their order: one transfer per device."""
+    """Scalars of any devices and types as numbers, in their order: one transfer per device and
+    type."""
     numbers = [0.0] * len(values)
-    alike = dict[torch.device, dict[torch.dtype, dict[int, Tensor]]]()
+    alike = defaultdict[tuple[torch.device, torch.dtype], dict[int, Tensor]](dict)
     for place, value in enumerate(values):
         if isinstance(value, Tensor):
-            alike.setdefault(value.device, {}).setdefault(value.dtype, {})[place] = value
+            alike[value.device, value.dtype][place] = value.detach()
         else:
             numbers[place] = float(value)
-    for by_type in alike.values():
-        with torch.no_grad():
-            stacked = [torch.stack([*same.values()]).double() for same in by_type.values()]
-        places = [place for same in by_type.values() for place in same]
-        for place, number in zip(places, torch.cat(stacked).tolist(), strict=True):
-            numbers[place] = number
+    for tensors in alike.values():
+        read = torch.stack([*tensors.values()]).tolist()
+        for place, number in zip(tensors, read, strict=True):
+            numbers[place] = float(number)
     return numbers
 
 

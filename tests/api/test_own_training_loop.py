@@ -229,7 +229,7 @@ def test_a_loop_that_forgets_to_publish_is_told_so(tmp_path: Path, staleness: in
         for _ in range(staleness + 1):
             assert len(rollouts.prepare_batch()) == 4
         with pytest.raises(
-            NothingToWaitFor, match=r"weight version 0 .*further groups start after publish\(\)"
+            NothingToWaitFor, match=r"weight version 0.*further groups start after publish\(\)"
         ):
             rollouts.prepare_batch()
         metrics = rollouts.publish()

@@ -88,21 +88,20 @@ class RunProcesses(AbstractContextManager["RunProcesses"]):
                 with suppress(Empty):
                     self._options.say(self._lines.get(timeout=_LOOKS_EVERY_S))
         statuses = {name: process.wait() or 0 for name, process in self._processes.items()}
+        failed = {}
         for name, status in statuses.items():
-            how = (
-                "ended, as asked"
-                if status in _ASKED
-                else f"FAILED (status {status}), its last lines say why"
-            )
-            self._options.say(
-                f"{name}: {f'{how}; the same command resumes it' if status else 'done'}"
-            )
-        failed = {
-            name: max(status, 1)
-            for name, status in statuses.items()
-            if status and status not in _ASKED
-        }
-        asked = exit_status(stop.signal or SIGTERM) if stop.signal or any(statuses.values()) else 0
+            how = "done"
+            if status in _ASKED:
+                how = "ended, as asked; the same command resumes it"
+            elif status:
+                failed[name] = max(status, 1)
+                how = (
+                    f"FAILED (status {status}), its last lines say why; the same command resumes it"
+                )
+            self._options.say(f"{name}: {how}")
+        asked = 0
+        if stop.signal or any(statuses.values()):
+            asked = exit_status(stop.signal or SIGTERM)
         return Ended(next(iter(failed.values()), asked), tuple(failed))
 
     def _read(self, name: str, output: int) -> None:

@@ -4,7 +4,6 @@ submits."""
 
 from collections.abc import Sequence
 from concurrent.futures import Future
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from queue import SimpleQueue
@@ -107,27 +106,19 @@ class RankCalls:
         consumed in total."""
         while True:
             name, arguments, result = worker.wait_for_call(self._calls.get)
+            found: object
             if name == "leave":
                 result.set_result(None)
                 return worker.step
-            with _Errors(result):
+            try:
                 if name == "hold":
-                    result.set_result(_hold(*arguments))
+                    found = _hold(*arguments)
                 else:
-                    result.set_result(_carry_out(worker, name, arguments))
-
-
-class _Errors(AbstractContextManager[None]):
-    """Errors inside belong to the call: the driver raises them in the user's loop, which may
-    continue."""
-
-    def __init__(self, result: Future[Any]) -> None:
-        self._result = result
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> bool:
-        if isinstance(error, Exception):
-            self._result.set_exception(error)
-        return isinstance(error, Exception)
+                    found = _carry_out(worker, name, arguments)
+            except Exception as error:  # raised in the user's loop, which may continue
+                result.set_exception(error)
+            else:
+                result.set_result(found)
 
 
 def _carry_out(
@@ -143,10 +134,12 @@ def _carry_out(
             before |= {key: argument.flat(key) for key in argument.names}
         given.append(argument)
     found = getattr(worker, name)(*given)
-    batch, rest = found if isinstance(found, tuple) else (found, None)
-    if not isinstance(batch, Batch):
-        return None, batch
-    written = batch.only(key for key in batch.names if batch.flat(key) is not before.get(key))
+    rest = None
+    if isinstance(found, tuple):
+        found, rest = found
+    if not isinstance(found, Batch):
+        return None, found
+    written = found.only(key for key in found.names if found.flat(key) is not before.get(key))
     return [*stored(written).columns()], rest
 
 

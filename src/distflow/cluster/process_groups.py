@@ -76,23 +76,17 @@ class ProcessGroups:
     def mesh(self, dp_group: tuple[int, ...], layout: Layout, rank: int, device: str) -> DeviceMesh:
         """The mesh over which the models of a dp group are sharded: the data parallel dimension
         (two with replicas), and the tensor parallel one if layers are divided."""
-        data = layout.sizes.data
-        tensor = layout.sizes.tensor
-        dimensions: dict[str, tuple[Axis, int]] = {DATA: ("data", data)}
+        axes: dict[str, Axis] = {DATA: "data"}
         if layout.shard is not None:
-            dimensions = {
-                REPLICA: ("replica", data // layout.shard),
-                SHARD: ("shard", layout.shard),
-            }
-        if tensor > 1:
-            dimensions[TENSOR] = ("tensor", tensor)
-        if len(dimensions) == 1:
+            axes = {REPLICA: "replica", SHARD: "shard"}
+        if layout.sizes.tensor > 1:
+            axes[TENSOR] = "tensor"
+        if len(axes) == 1:
             return DeviceMesh.from_group(self.of(dp_group), device)
-        lines = [self.of(layout.line(axis, rank)) for axis, _ in dimensions.values()]
-        places = torch.tensor(self._places(dp_group)).view(
-            [size for _, size in dimensions.values()]
-        )
-        return DeviceMesh.from_group(lines, device, mesh=places, mesh_dim_names=tuple(dimensions))
+        lines = [layout.line(axis, rank) for axis in axes.values()]
+        groups = [self.of(line) for line in lines]
+        places = torch.tensor(self._places(dp_group)).view([len(line) for line in lines])
+        return DeviceMesh.from_group(groups, device, mesh=places, mesh_dim_names=tuple(axes))
 
     def _places(self, ranks: Sequence[int]) -> list[int]:
         return [self._training_ranks.index(rank) for rank in ranks]

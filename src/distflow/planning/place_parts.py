@@ -23,28 +23,31 @@ def place(
     if cohesion:
         order.sort(key=lambda part: (shares[part] > size, -shares[part]))
     for part in order:
-        nodes = nodes_of[part]
-        while len(nodes) < shares[part]:
-            wanted = shares[part] - len(nodes)
+        wanted = shares[part]
+        while wanted:
             node = _next_node(wanted, holes, cohesion, load)
             count = min(wanted, holes[node]) if cohesion else 1
-            nodes += [node] * count
+            nodes_of[part] += [node] * count
             holes[node] -= count
+            wanted -= count
     next_rank = [node * size for node in range(num_nodes)]
-    ranks = []
+    ranks_of = []
     for nodes in nodes_of:
-        own = []
+        ranks = []
         for node in sorted(nodes):
-            own.append(next_rank[node])
+            ranks.append(next_rank[node])
             next_rank[node] += 1
-        ranks.append(tuple(own))
-    return ranks
+        ranks_of.append(tuple(ranks))
+    return ranks_of
 
 
 def _next_node(wanted: int, holes: Sequence[int], cohesion: bool, load: bool) -> int:
     """The machine of a part's next devices. holes: free devices of each machine."""
     fits = [node for node, hole in enumerate(holes) if hole >= wanted]
-    if cohesion and not fits:
+    if not cohesion:
+        fits = [node for node, hole in enumerate(holes) if hole]
+    elif not fits:
         return holes.index(max(holes))
-    nodes = fits if cohesion else [node for node, hole in enumerate(holes) if hole]
-    return max(nodes, key=lambda node: holes[node]) if load else nodes[0]
+    if load:
+        return max(fits, key=holes.__getitem__)
+    return fits[0]
