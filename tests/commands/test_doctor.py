@@ -8,7 +8,6 @@ import torch
 from distflow.cli import main
 from distflow.commands.selftest import device
 from distflow.data import chat_template
-from distflow.observe.writing.run_folder import RunFolder
 from distflow.sandbox import fork_server_client
 from distflow.sandbox.interface import INSTALL
 from distflow.sandbox.local_sandbox import probe
@@ -48,17 +47,6 @@ def test_what_would_hold_programs(
     assert line().startswith("floor; no namespaces: bubblewrap is not installed")
     monkeypatch.setattr(fork_server_client.sys, "executable", "/no/such/python")
     assert line().startswith("none; no namespaces: ") and line().endswith(INSTALL)
-
-
-def test_what_held_the_programs_of_a_run(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with RunFolder(tmp_path / "run", 0) as run:
-        (run.path / "ledger.jsonl").touch()
-        run.write_json("run.json", {"sandbox": "floor\x1b[2J"})
-    assert sections(capsys, str(tmp_path / "run"))[f"sandbox of {tmp_path}/run"] == [
-        "floor\\x1b[2J"
-    ]
 
 
 def checks_of_device(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str]:

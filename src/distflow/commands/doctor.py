@@ -1,4 +1,4 @@
-"""`distflow doctor`: what this machine has, what extras would add, and faults.
+"""`distflow doctor`: what this machine has, and faults.
 
 With `--device` it tells whether the accelerator matches the CPU and can run a config, with
 `--template` what a chat template does in episodes, and with a run's folder what is wrong with the
@@ -7,14 +7,12 @@ run.
 
 import argparse
 import importlib.metadata
-import importlib.util
 import json
 import os
 import platform
 import shutil
 import tempfile
 import time
-import tomllib
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
@@ -26,7 +24,7 @@ from distflow.commands.find_run import find_run
 from distflow.commands.quick_start import importing
 from distflow.errors import count_of
 from distflow.import_target import load_modules
-from distflow.observe.crash_safe_files import JSON, read_object, to_json
+from distflow.observe.crash_safe_files import JSON, to_json
 from distflow.observe.sanitized_output import escape_control
 from distflow.observe.writing.run_folder import writer_of
 
@@ -34,7 +32,6 @@ if TYPE_CHECKING:
     from distflow.observe.findings.finding import Finding
 
 
-EXTRAS = tomllib.loads(Path(__file__).with_name("extras.toml").read_text("utf-8"))
 NEEDED = (
     "torch",
     "transformers",
@@ -93,9 +90,6 @@ def run_doctor(arguments: argparse.Namespace) -> int:
     ]
     lines += [
         "",
-        "extras",
-        *_indent(_extras()),
-        "",
         "wrong",
         *_indent(faults or ["nothing found"]),
     ]
@@ -121,19 +115,18 @@ def _examine(run_dir: Path, as_json: bool, trusted: bool) -> int:
         }
         print(json.dumps(to_json(content), indent=1))
     else:
-        counts = " and ".join(
-            count_of(numbers[level], level) for level in ("error", "warning") if numbers[level]
-        )
+        counts = []
+        for level in ("error", "warning"):
+            if numbers[level]:
+                counts.append(count_of(numbers[level], level))
         num_steps = sum(step > 0 for step in run.steps)  # step 0 is a validation
-        lines = [f"{count_of(num_steps, 'step')} of {run_dir}: {counts or 'no problem found'}"]
-        lines += [line for found in problems for line in _described(found)]
+        outcome = " and ".join(counts) or "no problem found"
+        lines = [f"{count_of(num_steps, 'step')} of {run_dir}: {outcome}"]
+        for found in problems:
+            lines += _described(found)
         lines += [f"no data: {count_of(len(examined.lacking), 'rule')}"]
         lines += _indent([f"{name} {why}" for name, why in examined.lacking.items()] + own)
-        print(
-            "\n".join(
-                [*(escape_control(line, one_line=True) for line in lines), *_sandbox_of(run_dir)]
-            )
-        )
+        print("\n".join(escape_control(line, one_line=True) for line in lines))
     return 2 if numbers["error"] else 1 if numbers["warning"] else 0
 
 
@@ -150,23 +143,22 @@ def _own_rules(config: "Mapping[str, JSON]", trusted: bool) -> list[str]:
 
 
 def _described(found: "Finding") -> list[str]:
-    until = f" to {found.last}" if found.last and found.last != found.first else ""
-    since = (
-        f", step {found.first}{until}{', over' if found.is_over else ''}"
-        if found.first is not None
-        else ""
-    )
-    numbers = ", ".join(f"{name} {value:.4g}" for name, value in found.numbers.items())
-    parts = {
-        "": " ".join(filter(None, (found.text, found.advice))),
-        "try ": found.action,
-        "numbers ": numbers,
-        "samples ": ", ".join(found.uids),
-    }
-    return [
-        f"{found.level} {found.rule}{since}",
-        *_indent([name + text for name, text in parts.items() if text]),
-    ]
+    title = f"{found.level} {found.rule}"
+    if found.first is not None:
+        title += f", step {found.first}"
+        if found.last and found.last != found.first:
+            title += f" to {found.last}"
+        if found.is_over:
+            title += ", over"
+    lines = [f"{found.text} {found.advice}".strip()]
+    if found.action:
+        lines.append(f"try {found.action}")
+    if found.numbers:
+        numbers = [f"{name} {value:.4g}" for name, value in found.numbers.items()]
+        lines.append(f"numbers {', '.join(numbers)}")
+    if found.uids:
+        lines.append(f"samples {', '.join(found.uids)}")
+    return [title, *_indent(lines)]
 
 
 def _check_device(words: list[str], trusted: bool) -> int:
@@ -208,24 +200,6 @@ def _machine() -> list[str]:
         f"sandbox for code under test: {escape_control(str(probe()), one_line=True)}",
         f"{shutil.disk_usage(Path.cwd()).free / 1024**3:.0f} GiB free on the disk of {Path.cwd()}",
     ]
-
-
-def _extras() -> list[str]:
-    lines = []
-    for name, (modules, adds) in EXTRAS.items():
-        missing = [module for module in modules if importlib.util.find_spec(module) is None]
-        state = f"pip install 'distflow[{name}]'" if missing else "installed"
-        lines.append(f"{name}: {adds} — {state}")
-    return lines
-
-
-def _sandbox_of(run_dir: Path) -> list[str]:
-    """How code that the run's reward functions ran was isolated."""
-    level = read_object(run_dir / "run.json").get("sandbox")
-    if not isinstance(level, str):
-        return []
-    name = escape_control(str(run_dir), one_line=True)
-    return ["", f"sandbox of {name}", f"  {escape_control(level, 80, one_line=True)}"]
 
 
 def _disk_faults() -> list[str]:

@@ -17,7 +17,7 @@ from distflow.observe.findings.learning_rules import accuracy_counts_nothing
 from distflow.observe.findings.summary import Accuracy, EventGroup
 from distflow.observe.metrics import find_metric
 from distflow.observe.report import chart_data as charts
-from distflow.observe.report import domains, samples
+from distflow.observe.report import samples
 from distflow.observe.report.page import PAGE_BYTES, page
 from distflow.observe.report.step_times import times_json
 from distflow.observe.report.validations import (
@@ -121,7 +121,6 @@ class RunPages(RunRecords):
             "written": time.strftime("%Y-%m-%d %H:%M"),
             "tiles": tiles(self.accuracy, self.steps),
             "problems": self.problems,
-            "domains": domains.domain_table(self.steps),
         }
 
     def judged(self) -> dict[str, Any]:

@@ -21,7 +21,7 @@ _PARTS = (
         "summary_and_problems",
         "curves",
     ),
-    *("step_times", "domains", "response_remarks", "samples", "config_and_events"),
+    *("step_times", "response_remarks", "samples", "config_and_events"),
 )
 SCRIPTS = (*_PARTS, "report")
 POLICY_OF_SERVED_PAGES = (

@@ -206,34 +206,24 @@ def _by_step(
 
 
 def times_json(times: StepTimes) -> dict[str, Any]:
-    """For a page, and for `--json`. bars: a run of steps each, with the seconds of the first
-    training loop by place in `parts`."""
-    steps = list(times.windows)
-    size = -(-len(steps) // _MAX_BARS) or 1
-    bars = []
-    bar_of: dict[int, defaultdict[int, float]] = {}
-    for start in range(0, len(steps), size):
-        group = steps[start : start + size]
-        name = f"{group[0]}-{group[-1]}" if size > 1 else str(group[0])
-        seconds = defaultdict[int, float](float)
-        bars.append({"steps": name, "seconds": seconds})
-        bar_of |= dict.fromkeys(group, seconds)
+    """For a page. bars: the last steps, each with the seconds of the first training loop by place
+    in `parts`."""
     first_loop = min((part.actor for part in times.parts if part.phase), default="training")
+    bars: dict[int, dict[int, float]] = {step: {} for step in list(times.windows)[-_MAX_BARS:]}
     places: dict[tuple[str, str], int] = {}
     for part in times.parts:
-        if part.actor == first_loop:
+        if part.actor == first_loop and part.step in bars:
             place = places.setdefault((part.phase, part.waits_for), len(places))
-            bar_of[part.step][place] += part.seconds
-    waits = [
-        {"who": who, "waits for": on, "seconds": round(seconds, 3)}
-        for (who, on), seconds in times.waits().items()
-    ]
+            bars[part.step][place] = bars[part.step].get(place, 0.0) + part.seconds
+    waits = []
+    for (who, on), seconds in list(times.waits().items())[:_MAX_ROWS]:
+        waits.append({"who": who, "waits for": on, "seconds": round(seconds, 3)})
     return {
         "parts": [{"phase": phase, "waits_for": waits_for} for phase, waits_for in places],
-        "bars": bars,
-        "waits": waits[:_MAX_ROWS],
+        "bars": [{"steps": str(step), "seconds": seconds} for step, seconds in bars.items()],
+        "waits": waits,
         "workers": times.workers,
-        "seconds": times.seconds(steps),
+        "seconds": times.seconds(times.windows),
         "idle": sum(times.idle.values()),
     }
 

@@ -3,7 +3,7 @@
 const EVERY_MS = 1000;
 const own = el("section", { id: "own" }); // what a page has besides the sections of a report
 const one = data.runs.length === 1;
-Object.assign(data, { domains: [], problems: [], docs: {}, trials: {}, units: {}, others: [] });
+Object.assign(data, { problems: [], docs: {}, trials: {}, units: {}, others: [] });
 
 const address = (page, params = {}) =>
   `/${page === "runs" ? "" : page}?${inAddress({ run: page === "runs" ? [] : data.runs, theme: state("theme"), ...params })}`;
@@ -126,7 +126,7 @@ function showOverview() {
     await read("judged", showSentences);
     await Promise.all([read("learned", showCompare), read("setup", showLog, showSetup), read("time", showStepTimes)]);
   });
-  const refresh = () => Promise.all([read("top", showTop, showProblems, showDomains), readCurves()]).then(() => void judge());
+  const refresh = () => Promise.all([read("top", showTop, showProblems), readCurves()]).then(() => void judge());
   refresh();
   return refresh;
 }
@@ -218,7 +218,7 @@ function showComparison() {
 // The sections of a report that a page has, and what draws it; that gives what to do when the run has gone on.
 const DRAWN = {
   runs: [[], showRuns],
-  overview: [["summary", "problems", "compare", "domains", "curves", "step", "setup"], showOverview],
+  overview: [["summary", "problems", "compare", "curves", "step", "setup"], showOverview],
   step: [[], showStepPage],
   samples: [["samples"], showSamples],
   sample: [[], showSample],

@@ -5,7 +5,6 @@ showTop();
 showFailure();
 showProblems();
 showCompare();
-showDomains();
 showCharts();
 new Samples();
 showStepTimes();

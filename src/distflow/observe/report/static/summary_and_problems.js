@@ -6,7 +6,7 @@ function setTheme(theme) {
 }
 
 // The parts of the page that this run has.
-const CONTENTS = [["problems", "problems"], ["compare", "before and after"], ["domains", "domains"], ["curves", "curves"], ["samples", "responses"], ["step", "time"], ["setup", "configuration"]];
+const CONTENTS = [["problems", "problems"], ["compare", "before and after"], ["curves", "curves"], ["samples", "responses"], ["step", "time"], ["setup", "configuration"]];
 
 function showContents() {
   const there = CONTENTS.filter(([id]) => !byId(id).hidden);
