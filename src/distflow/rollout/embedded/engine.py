@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterable
 from dataclasses import KW_ONLY, dataclass, replace
 from functools import partial
+from typing import Final
 
 import torch
 from torch import Tensor, nn
@@ -34,6 +35,9 @@ from distflow.rollout.stops import check_request, finish_reason
 from distflow.scheduling.group_states import TRAIN, Version
 
 Lane = RequestLane | CudaRequestLane
+
+_PROMPT_CACHE_TOKENS: Final = 16384
+"""Prefilled prompt tokens that a lane keeps while there is work."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -82,8 +86,6 @@ class EmbeddedEngine:
     depend on its own request alone: the rounding of a matrix product depends on its shape."""
     max_prefill_tokens: int = 8192
     """See `Scheduler`."""
-    prompt_cache_tokens: int = 16384
-    """Prefilled prompt tokens that a lane keeps while there is work."""
     enforce_eager: bool = False
     """No CUDA graphs, and no native code."""
     compute_dtype: torch.dtype | None = None
@@ -125,7 +127,7 @@ class EmbeddedEngine:
     def _make_lane(self, name: str) -> Lane:
         num_fitting = None if self._steps is None else self._steps.num_fitting
         scheduler = Scheduler(self._num_slots, self.max_prefill_tokens, num_fitting)
-        parts = (name, scheduler, PromptCache(self.prompt_cache_tokens), self._decoder)
+        parts = (name, scheduler, PromptCache(_PROMPT_CACHE_TOKENS), self._decoder)
         if self._steps is not None:
             return CudaRequestLane(*parts, self._steps)
         return RequestLane(*parts)
@@ -225,9 +227,8 @@ class EmbeddedEngine:
         version = self.version.step
         for sequence, token, rollout, sampling in zip(*step_tokens, strict=True):
             sequence.append(token, rollout, sampling, version)
-            if (
-                reason := finish_reason(sequence.token_ids, sequence.params, self.tokenizer)
-            ) is not None:
+            reason = finish_reason(sequence.token_ids, sequence.params, self.tokenizer)
+            if reason is not None:
                 sequence.finish_reason = reason
                 finished.append(sequence)
         lane.keep(finished)

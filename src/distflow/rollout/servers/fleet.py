@@ -120,35 +120,45 @@ class Fleet(AbstractAsyncContextManager["Fleet"]):
         is available."""
         refused = set[_Server]()
         why = ""
-        cost = len(request.prompt_ids) + len(request.samples) * request.params.max_tokens
         with self._activity.busy():
             for _ in range(MOST_TRIES + len(self._servers) - 1):
                 server = await self._choose(request, refused)
-                number = server.engine.number_of_server
-                server.outstanding += cost
-                began = time.monotonic()
                 try:
-                    result = await server.engine.generate(request)
+                    result = await self._ask(server, request)
                 except ServerFailed as err:
-                    why = str(err)
                     refused.add(server)
                     if len(refused) == len(self._servers) and not isinstance(err, ServerLost):
                         raise
-                    self._homes.pop(request.stream, None)
-                    server.moved += 1
-                    _log.warning("a request leaves server %d of the fleet: %s", server.number, why)
-                    self._note_failure(server, number, err)
-                else:
-                    self._activity.responded(request, result)
-                    longest = max(len(each.token_ids) for each in result)
-                    speed = longest / (time.monotonic() - began)
-                    server.tokens_per_s += 0.2 * (speed - server.tokens_per_s)
-                    return result
-                finally:
-                    server.outstanding -= cost
+                    why = str(err)
+                    continue
+                self._activity.responded(request, result)
+                return result
         raise ServerFailed(
             f"{len(refused)} servers of the fleet have failed on one request. The last: {why}"
         )
+
+    async def _ask(self, server: _Server, request: GenerateRequest) -> tuple[Segment, ...]:
+        """The server's responses. A server that is lost meanwhile is restarted. Raises
+        ServerFailed."""
+        cost = len(request.prompt_ids) + len(request.samples) * request.params.max_tokens
+        number = server.engine.number_of_server
+        began = time.monotonic()
+        server.outstanding += cost
+        try:
+            result = await server.engine.generate(request)
+        except ServerFailed as err:
+            self._homes.pop(request.stream, None)
+            server.moved += 1
+            _log.warning("a request leaves server %d of the fleet: %s", server.number, err)
+            if isinstance(err, ServerLost) and number == server.engine.number_of_server:
+                self._lose(server, str(err))  # unless it has been restarted since
+            raise
+        finally:
+            server.outstanding -= cost
+        longest = max(len(each.token_ids) for each in result)
+        speed = longest / (time.monotonic() - began)
+        server.tokens_per_s += 0.2 * (speed - server.tokens_per_s)
+        return result
 
     async def _choose(self, request: GenerateRequest, refused: set[_Server]) -> _Server:
         """The server that had its group or earlier turns, if healthy, else the one with the fewest
@@ -181,12 +191,6 @@ class Fleet(AbstractAsyncContextManager["Fleet"]):
         """Wake whoever waits for a change of the servers."""
         self._changed.set()
         self._changed = asyncio.Event()
-
-    def _note_failure(self, server: _Server, number: int, error: ServerFailed) -> None:
-        """Restart a server that is lost, unless it was another one, before. number: of the server
-        that failed."""
-        if isinstance(error, ServerLost) and number == server.engine.number_of_server:
-            self._lose(server, str(error))
 
     def _lose(self, server: _Server, why: str) -> None:
         """Move the server's requests elsewhere, and restart it."""
