@@ -5,7 +5,7 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -25,11 +25,19 @@ from distflow.untrusted_files import load_image
 
 PIXELS = "pixels"
 _SIDE = 8
-_Scored = tuple[str, str, bool, list[float]]
-"""Of an episode with a vector: its id, its task, whether it succeeded, the vector."""
 TOO_EASY = "success_above_bound"
 TOO_HARD = "success_below_bound"
 TRUNCATED = "truncated"
+
+
+class _Scored(NamedTuple):
+    """An episode with a vector. They are sorted by their ids."""
+
+    uid: str
+    task: str
+    success: bool
+    embedding: list[float]
+
 
 register_field("embeddings", "object", "object", "an episode's vector, for SRPO; empty without one")
 register_field(
@@ -169,18 +177,21 @@ def shape_rewards(
     for row, name in enumerate(uid):
         if valid[row]:
             task = task_of(domain[row], reward_extra[row])
-            own.append((name, task, bool(success[row]), embeddings[row]))
+            own.append(_Scored(name, task, bool(success[row]), embeddings[row]))
     everyone = list[_Scored]()
     for part in reduce.gather(own):
         everyone += part
     everyone.sort()
-    tasks = [task for _, task, _, _ in everyone]
-    successes = [won for _, _, won, _ in everyone]
-    vectors = [vector for *_, vector in everyone]
-    shaped = srpo_rewards(tasks, successes, vectors, settings)
+    tasks = [each.task for each in everyone]
+    shaped = srpo_rewards(
+        tasks,
+        [each.success for each in everyone],
+        [each.embedding for each in everyone],
+        settings,
+    )
     by_name = {}
-    for (name, *_), each in zip(everyone, shaped, strict=True):
-        by_name[name] = each
+    for episode, reward in zip(everyone, shaped, strict=True):
+        by_name[episode.uid] = reward
     found = [by_name.get(name, SrpoReward(0.0, -1.0, 0, False)) for name in uid]
     parts = []
     for told, each in zip(reward_parts, found, strict=True):

@@ -69,6 +69,11 @@ class Computed:
     idle: set[str] = field(default_factory=set)
     """Their keys that formulas read, and that change nothing."""
 
+    def write(self, ours: str, result: object, sources: set[str]) -> None:
+        """Set a key of ours. sources: their keys that the result comes from."""
+        self.used |= sources
+        self.overrides[ours] = "null" if result == "null" else tables.as_override(result)
+
 
 class Uncomputed(Unread):
     """In place of a value that a formula cannot give: why."""
@@ -108,8 +113,7 @@ def compute(
             found.used |= same  # in another unit
             # what the file does not say is reported where its own key is converted
             if same or (is_known(ours) and isinstance(result, Uncomputed)):
-                of_keys = f" (from {', '.join(sorted(same))})" if same - {ours} else ""
-                missing.append(f"{ours}: {result.why}{of_keys}")
+                missing.append(_why_unread(ours, result, same))
             continue
         sources[ours] = set()
         for key in own:
@@ -119,8 +123,7 @@ def compute(
             continue
         read |= sources[ours]
         if is_known(ours):
-            found.used |= sources[ours]
-            found.overrides[ours] = "null" if result == "null" else tables.as_override(result)
+            found.write(ours, result, sources[ours])
             if not sources[ours].isdisjoint(theirs.values):
                 found.given.add(ours)
     apart = set()
@@ -150,6 +153,13 @@ def _evaluate(formula: str, own: Mapping[str, object], max_steps: object) -> obj
         lacking = ", ".join(key for key, value in own.items() if value is None)
         which = f", which has no {lacking}" if lacking else ""
         return Uncomputed(f"it cannot be computed from the file{which}")
+
+
+def _why_unread(ours: str, result: Unread, same: set[str]) -> str:
+    """same: the keys that are the setting `ours`, in another unit."""
+    if same - {ours}:
+        return f"{ours}: {result.why} (from {', '.join(sorted(same))})"
+    return f"{ours}: {result.why}"
 
 
 def _is_same(key: str, ours: str, theirs: ForeignSettings, table: tables.Table) -> bool:

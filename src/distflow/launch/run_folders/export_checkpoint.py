@@ -99,23 +99,31 @@ def export_checkpoint(
     _allow_code(code, saved["config"], trust_code, say)
     if not code:
         config = without_model_code(config)
-    tokenizer = tokenizer_loader(config)()
     policies = trained_policies(config)
-    if not policies:
-        model = _trained_model(config, trained, source)
-        export_model(model, tokenizer, target, note=(NOTE, note), adapter=adapter)
-        say(f"exported to {target}")
+    if policies:
+        _export_policies(config, trained, source, target)
+        (target / NOTE).write_text(json.dumps(note, indent=2) + "\n", "utf-8")
+        say(f"exported the policies {', '.join(policies)} to folders in {target}")
         return target
-    for name in policies:
+    model = _trained_model(config, trained, source)
+    tokenizer = tokenizer_loader(config)()
+    export_model(model, tokenizer, target, note=(NOTE, note), adapter=adapter)
+    say(f"exported to {target}")
+    return target
+
+
+def _export_policies(
+    config: Config, trained: Mapping[str, Tensor], source: Path, target: Path
+) -> None:
+    """Each to a folder with its name. The names of its weights begin with it."""
+    tokenizer = tokenizer_loader(config)()
+    for name in trained_policies(config):
         own = {}
         for weight, tensor in trained.items():
             if weight.startswith(f"{name}."):
                 own[weight.removeprefix(f"{name}.")] = tensor
         model = _trained_model(config_of_policy(config, name), own, source)
         export_model(model, tokenizer, target / name)
-    (target / NOTE).write_text(json.dumps(note, indent=2) + "\n", "utf-8")
-    say(f"exported the policies {', '.join(policies)} to folders in {target}")
-    return target
 
 
 def _trained_model(config: Config, trained: Mapping[str, Tensor], source: Path) -> nn.Module:
