@@ -9,7 +9,7 @@ from distflow.rewards.pool.pool import RewardPool
 from distflow.rewards.router import RewardRouter
 
 PATIENCE = ("timeout_s", "num_workers", "retries", "backoff_s", "give_up_after")
-SETTINGS = ("domains", "custom", "memory_bytes")
+SETTINGS = ("domains", "custom")
 
 
 def make_router(functions: Mapping[str, Sequence[tuple]], **arguments: Any) -> RewardRouter:

@@ -364,6 +364,8 @@ def test_instructions_come_with_the_answer_or_with_the_row():
         (row("keywords:existence", {"keywords": "cat"}), "a list of strings"),
         (row("keywords:existence", {"keywords": []}), "a list of strings"),
         (row("keywords:existence", {"keywords": ["("]}), "cannot be used"),
+        (row("keywords:existence", {"keywords": ["b", "("]}), "cannot be used"),
+        (row("keywords:forbidden_words", {"forbidden_words": ["a", "["]}), "cannot be used"),
         (
             row("keywords:frequency", at_least("frequency", 1, keyword="*c")),
             "cannot be used",

@@ -176,6 +176,7 @@ def test_what_is_sent_and_what_comes_back(runner, server, tmp_path):
             (200, {"content-encoding": "gzip"}, b"no gzip"),
             "did not reply: APIConnectionError",
         ),
+        (reward_result(1, "x" * 2**20), "more than 1,048,576 bytes"),
         (completion('{"score": 1' + "0" * 400 + ', "reason": "x"}'), "not between 0 and 1"),
         ((200, {}, f"you are {SECRET}".encode()), r"not a chat completion: 'you are \*\*\*'"),
         (completion(f"you are {SECRET}"), r"not JSON: 'you are \*\*\*'"),
@@ -304,22 +305,14 @@ def test_of_a_long_response_both_ends_are_sent(runner, server):
 @pytest.mark.parametrize("status", [400, 422])
 def test_an_endpoint_without_schemas_is_asked_without_one(runner, server, status):
     def reply(content: str, number: int) -> Reply:
-        refuses = "response_format" in server.asked[-1]
-        return (
-            (status, {}, b'{"error": {"message": "no response_format"}}')
-            if refuses
-            else reward_result(0.5)
-        )
+        if "response_format" in server.asked[-1]:
+            return status, {}, b'{"error": {"message": "no response_format"}}'
+        return reward_result(0.5)
 
     server.reply = reply
-    for _ in range(2):
-        assert ask(runner, server)["score"] == 0.5
-    assert ["response_format" in asked for asked in server.asked] == [True, False, False], (
-        "it is remembered"
-    )
-    server.reply = lambda content, number: (status, {}, b'{"error": {"message": "too long"}}')
-    with pytest.raises(ValueError, match="too long"):
+    with pytest.raises(ValueError, match="no response_format.*structured: false"):
         ask(runner, server)
+    assert ask(runner, server, structured=False)["score"] == 0.5
 
 
 INJECTIONS = [

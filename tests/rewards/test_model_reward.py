@@ -180,7 +180,7 @@ def test_one_process_judges_for_all_domains_as_one_part_of_the_score(tmp_path: P
         assert (
             pools.of("sums", "model") is pools.of("chat", "model") is not pools.of("other", "model")
         )
-        assert pools.of("sums", "exact_match") is pools.of("sums") is not pools.of("plain")
+        assert pools.of("sums", "exact_match") is not pools.of("plain", "exact_match")
         assert len(pids_of(pools)) == 2 + 2, (
             "a process for each model, and for each domain that has other functions"
         )

@@ -203,7 +203,10 @@ def _converted(name: str, value: object) -> object:
     if name in ("keywords", "forbidden_words"):
         if not isinstance(value, list | tuple) or not value or "" in value:
             raise ValueError(f"'{name}' must be a list of strings")
-        return [str(each) for each in value]
+        words = [str(each) for each in value]
+        for word in words:  # each is a regular expression; a trial may not reach the last
+            re.compile(word)
+        return words
     if name in _TEXTS:
         if not isinstance(value, str) or not value.strip():
             raise ValueError(f"'{name}' must be a text")

@@ -7,8 +7,8 @@ JSON, a score that is not between 0 and 1, an HTTP status and silence are all re
 import functools
 import json
 import os
-from collections.abc import Mapping
-from typing import Any, cast
+from collections.abc import AsyncIterator, Mapping
+from typing import Any
 
 from distflow.rewards.judge_prompt import (
     RESPONSE_CHARACTERS,
@@ -26,10 +26,9 @@ except ImportError as error:
         "the reward 'judge' needs OpenAI's client: pip install 'distflow[judge]'"
     ) from error
 
-_FORMAT = "response_format"
 _SHORTEST_SECRET = 8
-# (URL, model) that rejected the schema and answered without it
-_WITHOUT_SCHEMA: set[tuple[str, str]] = set()
+_REJECTED = (openai.BadRequestError, openai.UnprocessableEntityError)
+_MAX_REPLY_BYTES = 2**20
 
 
 async def compute_score(
@@ -52,7 +51,7 @@ async def compute_score(
     model, base_url: of the endpoint; without a URL OpenAI's. key_variable: environment variable
     with the API key. template: a text, or the path of a file with it, with placeholders {prompt},
     {response}, {ground_truth} and names of the row's other columns, and {nonce}, for tags that no
-    response can close. structured: with the JSON schema, unless the server rejects it.
+    response can close. structured: with the JSON schema, which some servers reject.
     response_characters: a longer response loses its middle. retries: of OpenAI's client, after a
     408, 409, 429 or 5xx, a broken connection or a time-out. Raises ValueError if there is no score.
     """
@@ -76,11 +75,12 @@ async def compute_score(
     }
     if structured:
         schema = {"name": "score", "strict": True, "schema": SCHEMA}
-        asked[_FORMAT] = {"type": "json_schema", "json_schema": schema}
+        asked["response_format"] = {"type": "json_schema", "json_schema": schema}
     secret = _secret(key_variable, base_url)
     client = _client(base_url, secret).with_options(max_retries=retries)
     try:
-        answer = _content(await _ask(asked, client))
+        create: Any = client.chat.completions.create
+        answer = _content(await create(**asked))
         result = read_score(_without(secret, answer) if isinstance(answer, str) else answer)
     except openai.OpenAIError as error:
         why = f"the judge did not reply: {type(error).__name__}: {error}"
@@ -89,6 +89,8 @@ async def compute_score(
             why += f" (status {error.status_code})"
         if error.__cause__ is not None:
             why += f" ({error.__cause__})"
+        if structured and isinstance(error, _REJECTED):
+            why += "; if the server takes no JSON schemas, set the option structured: false"
         if isinstance(error, openai.AuthenticationError):
             why += (
                 f"; the environment variable {key_variable} "
@@ -118,23 +120,6 @@ def _secret(key_variable: str, base_url: str) -> str:
     return secret
 
 
-async def _ask(asked: Mapping[str, object], client: openai.AsyncOpenAI) -> object:
-    """The endpoint's answer; to a request without the schema if it rejects that. Raises
-    openai.OpenAIError, ValueError for a body that is no JSON."""
-    create: Any = client.chat.completions.create
-    endpoint = (str(client.base_url), str(asked["model"]))
-    if endpoint not in _WITHOUT_SCHEMA:
-        try:
-            return cast(object, await create(**asked))
-        except (openai.BadRequestError, openai.UnprocessableEntityError):
-            if _FORMAT not in asked:
-                raise
-    plain = {name: value for name, value in asked.items() if name != _FORMAT}
-    answer = await create(**plain)
-    _WITHOUT_SCHEMA.add(endpoint)
-    return cast(object, answer)
-
-
 def _content(answer: Any) -> object:
     try:
         return answer.choices[0].message.content
@@ -153,4 +138,30 @@ def _without(secret: str, text: str) -> str:
 @functools.cache
 def _client(base_url: str, secret: str) -> openai.AsyncOpenAI:
     """One client for all calls of this process, which share its connections."""
-    return openai.AsyncOpenAI(api_key=secret or "none", base_url=base_url or None)
+    bounded = openai.DefaultAsyncHttpxClient(event_hooks={"response": [_bound_reply]})
+    return openai.AsyncOpenAI(
+        api_key=secret or "none", base_url=base_url or None, http_client=bounded
+    )
+
+
+async def _bound_reply(response: Any) -> None:
+    """Have the reply break off where it is too long."""
+    stream = response.stream
+    kind: Any = type(stream)  # of one of the HTTP clients that versions of openai use
+
+    class BoundedStream(kind):
+        def __init__(self) -> None:
+            pass
+
+        async def __aiter__(self) -> AsyncIterator[bytes]:
+            num_bytes = 0
+            async for part in stream:
+                num_bytes += len(part)
+                if num_bytes > _MAX_REPLY_BYTES:
+                    raise ValueError(f"the judge's reply has more than {_MAX_REPLY_BYTES:,} bytes")
+                yield part
+
+        async def aclose(self) -> None:
+            await stream.aclose()
+
+    response.stream = BoundedStream()

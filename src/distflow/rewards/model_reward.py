@@ -74,13 +74,14 @@ def prepare(**options: Any) -> None:
 
 @dataclass(frozen=True)
 class _RewardModel:
-    """max_length: in tokens; None if neither config nor tokenizer has a limit. is_encoder: it
-    attends to the whole text, and was trained with prompt and response as a pair."""
+    """A loaded reward model."""
 
     model: PreTrainedModel
     tokenizer: PreTrainedTokenizerBase
     max_length: int | None
+    """In tokens; None if neither config nor tokenizer has a limit."""
     is_encoder: bool
+    """It attends to the whole text, and was trained with prompt and response as a pair."""
 
 
 @cache

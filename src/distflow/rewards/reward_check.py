@@ -71,10 +71,12 @@ WRONG = "I do not know."
 
 
 class Response(NamedTuple):
-    """kind: how the answer was changed. form: name of the form in which it is written, or ''."""
+    """A response to a row, of which it is known whether it is right."""
 
     kind: str
+    """How the answer was changed."""
     form: str
+    """The name of the form in which it is written, or ''."""
     text: str
     is_right: bool = False
 
@@ -203,33 +205,37 @@ _MOST_HANGS = 4
 
 
 class Row(NamedTuple):
-    """response: the data set's, known to be right; or None."""
+    """A row of a data set."""
 
     origin: str
+    """Its file and line."""
     domain: str
     ground_truth: object
     extra_info: Mapping[str, object]
     response: str | None = None
+    """The data set's own, which is right."""
     prompt: str = ""
 
 
 class Fault(NamedTuple):
-    """origin: file and line of the row. said: the score or reward error."""
+    """A response that did not get its score."""
 
     origin: str
+    """File and line of the row."""
     ground_truth: object
     response: str
     said: str
+    """The score or reward error."""
 
 
 @dataclass
 class Kind:
-    """Results for the responses of one kind. wrong: wrong ones scored as right, or the other way
-    round."""
+    """Results for the responses of one kind."""
 
     is_right: bool
     asked: int = 0
     wrong: list[Fault] = field(default_factory=list)
+    """Wrong ones scored as right, or the other way round."""
     errors: list[Fault] = field(default_factory=list)
     timeouts: list[Fault] = field(default_factory=list)
 
@@ -240,17 +246,18 @@ class Kind:
 
 @dataclass
 class CheckResult:
-    """answers: rows with an answer that can be written. read: how many of them were found, by form.
-
-    kinds: by name. seconds: of each call. num_hangs: calls that timed out; `_MOST_HANGS` of them
-    end the check if they are half of all.
-    """
+    """What a reward function does with right and wrong responses."""
 
     answers: int = 0
+    """Rows with an answer that can be written."""
     read: Counter[str] = field(default_factory=Counter)
+    """How many of them were found, by form."""
     kinds: dict[str, Kind] = field(default_factory=dict)
+    """By name."""
     seconds: list[float] = field(default_factory=list)
+    """Of each call."""
     num_hangs: int = 0
+    """Calls that timed out; `_MOST_HANGS` of them end the check if they are half of all."""
 
     @property
     def hangs(self) -> bool:
@@ -339,53 +346,44 @@ def arguments_of(row: Row, response: str) -> dict[str, object]:
 
 def call_first(settings: RewardSettings, rows: Iterable[Row]) -> list[str]:
     """Call each of the user's functions on the first row of its domain, with the row's ground truth
-    as the response, then with a wrong response (a batched function: with both), and if the row's
-    own answer does not count as right, on a few more. Returns notes on scores that are odd. Raises
-    UserError where the first row gives no score within the function's deadline."""
+    as the response and with a wrong response, and if the row's own answer does not count as right,
+    on a few more. Returns notes on scores that are odd. Raises UserError where the first row gives
+    no score within the function's deadline."""
     notes = list[str]()
     by_domain: dict[str, list[Row]] = {}
     for row in rows:
         by_domain.setdefault(row.domain, []).append(row)
-    for domain, own in by_domain.items():
+    for domain, own_rows in by_domain.items():
+        names = [part.name for part in functions_of(settings.functions, domain)]
+        users = [name for name in names if is_own(name)]
+        if not users:
+            continue
         key = domain if domain in settings.patience_by_domain() else DEFAULT_DOMAIN
-        for part in filter(
-            lambda part: is_own(part.name), functions_of(settings.functions, domain)
-        ):
-            target = target_of(part.name, settings.custom)
-            with (
-                borrowed(pool_settings(settings)[key], part.name) as pool,
-                ThreadPoolExecutor(1) as thread,
-            ):
+        with borrowed(pool_settings(settings)[key]) as pool, ThreadPoolExecutor(1) as thread:
+            for name in users:
+                calls = _first_calls(pool, name, own_rows, target_of(name, settings.custom))
                 # On a thread, since the caller's may run an event loop, as a notebook's does.
-                notes += thread.submit(
-                    asyncio.run, _first_calls(pool, part.name, own, target)
-                ).result()
+                notes += thread.submit(asyncio.run, calls).result()
     return notes
 
 
 async def _first_calls(pool: RewardPool, name: str, rows: Sequence[Row], target: str) -> list[str]:
     row = rows[0]
-
-    async def ask(row: Row, *responses: str) -> list[Score]:
-        results = await pool.score_group(
-            name, [arguments_of(row, response) for response in responses]
-        )
-        if failed := [result for result in results if not isinstance(result, Score)]:
-            raise UserError(_no_score(target, row, responses[-1], failed[0]))
-        return [result for result in results if isinstance(result, Score)]
+    answer = reply_of(row.ground_truth)
+    responses = [answer or str(row.ground_truth), WRONG]
+    asked = [arguments_of(row, response) for response in responses]
+    parts = [asked] if name in pool.takes_batches else [[each] for each in asked]
+    scores = list[Score]()
+    for part in parts:
+        for result in await pool.score_group(name, part):
+            if not isinstance(result, Score):
+                raise UserError(_no_score(target, row, responses[len(scores)], result))
+            scores.append(result)
+    right, wrong = scores
 
     async def score(row: Row, response: str) -> RewardResult:
-        (result,) = await pool.score_group(name, [arguments_of(row, response)])
-        return result
+        return await pool.call(name, arguments_of(row, response))
 
-    answer = reply_of(row.ground_truth)
-    truth = answer or str(row.ground_truth)
-    (right,) = await ask(row, truth)
-    wrong = (
-        (await ask(row, truth, WRONG))[1]
-        if name in pool.takes_batches
-        else (await ask(row, WRONG))[0]
-    )
     who = f"the reward function {split_name(target)[1]}"
     notes = list[str]()
     if not scored_right(right) or right.value <= wrong.value:
@@ -393,11 +391,10 @@ async def _first_calls(pool: RewardPool, name: str, rows: Sequence[Row], target:
         if fault and reads_ground_truth(target):
             notes.append(f"{WARNING}{who} {fault}")
     if scored_right(wrong) and answer is not None:
-        advice = 'return {"score": ..., "acc": 0 or 1}'
         kind = "an acc" if ACC in wrong.extra else "a score"
         notes.append(
             f"note: {who} gives {kind} of {why(wrong)} for {WRONG!r}: {kind} of 1 or more counts "
-            f"as correct; {advice}"
+            'as correct; return {"score": ..., "acc": 0 or 1}'
         )
     return notes
 

@@ -52,18 +52,20 @@ function's name."""
 
 @dataclass(frozen=True)
 class Score:
-    """A finite score; `extra` holds further values to show; it is not part of the score."""
+    """A finite score."""
 
     value: float
     extra: dict[str, JSON] = field(default_factory=dict, compare=False)
+    """Further values to show, which are no part of the score."""
 
 
 @dataclass(frozen=True)
 class Timeout:
-    """The reward function was killed at its deadline. part: its name, if a reward has several."""
+    """The reward function was killed at its deadline."""
 
     after_s: float
     part: str = field(default="", compare=False)
+    """Its name, if a reward has several."""
 
     def __str__(self) -> str:
         return f"{TIMED_OUT} {self.after_s:g} s" + (f" from {self.part}" if self.part else "")
@@ -196,14 +198,16 @@ def validating() -> Iterator[None]:
 
 
 class RewardCounts(NamedTuple):
-    """asked, failed: numbers of samples. first: the first reward error. counts: metrics of the
-    reward functions. as_text: types as in `texts_of`, by PART/KEY."""
+    """How many samples were scored, and how many of them have no score."""
 
     asked: int = 0
     failed: int = 0
     first: str = ""
+    """The first reward error."""
     counts: Mapping[str, float] = {}
+    """Metrics of the reward functions."""
     as_text: Mapping[str, JSON] = {}
+    """Types as in `texts_of`, by PART/KEY."""
 
     @property
     def share(self) -> float:

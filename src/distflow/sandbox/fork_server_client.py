@@ -165,12 +165,14 @@ def _bubblewrap() -> list[str]:
 _CHUNK_BYTES = 65536
 _KILL_TIMEOUT_S = 30.0
 _TOKEN_BYTES = 8
+_SHORTEST_S = 0.001
 
 
 class End(NamedTuple):
-    """exit_code: as in `subprocess`, negative for a signal. cpu_s: CPU seconds."""
+    """How a process ended."""
 
     exit_code: int
+    """Negative for a signal, as in `subprocess`."""
     cpu_s: float
 
 
@@ -267,15 +269,15 @@ class Program:
     def question(self, body: bytes) -> bytes:
         """Send a call and return the body of its result. Raises Broken, ServerGone."""
         self._token = secrets.token_bytes(_TOKEN_BYTES)
-        rest = memoryview(HEADER.pack(self._token, len(body)) + body)
         deadline = time.monotonic() + self._left_s
-        while rest and self.end is None:
-            try:
-                rest = rest[self._answers.send(rest, socket.MSG_DONTWAIT) :]
-            except BlockingIOError:
-                self._poll_once(deadline, writing=True)
-            except OSError:  # the other end is closed
-                break
+        self._answers.settimeout(max(self._left_s, _SHORTEST_S))
+        try:
+            self._answers.sendall(HEADER.pack(self._token, len(body)) + body)
+        except TimeoutError:
+            self.kill("time")
+        except OSError:  # the other end is closed, which reading reports
+            pass
+        self._answers.settimeout(None)
         self._left_s = deadline - time.monotonic()
         return self.answer()
 
@@ -380,23 +382,13 @@ class Program:
         del self._inbox[: HEADER.size + size]
         return body
 
-    def _poll_once(self, deadline: float, writing: bool = False) -> None:
+    def _poll_once(self, deadline: float) -> None:
         """Wait for data until the deadline and read it; kill the program if it exceeded a limit.
         Data that has arrived counts even after the deadline: this process may have been stopped or
         starved."""
         left_s = deadline - time.monotonic()
-        answers = self._answers.fileno()
-        if writing:
-            self._poll.modify(answers, select.POLLIN | select.POLLOUT)
-        events = self._poll.poll(max(left_s * 1000 + 1, 0))
-        if writing:
-            self._poll.modify(answers, select.POLLIN)
-        for descriptor, event in events:
-            if (
-                event & ~select.POLLOUT
-                and not self._readers[descriptor]()
-                and event & select.POLLHUP
-            ):
+        for descriptor, event in self._poll.poll(max(left_s * 1000 + 1, 0)):
+            if not self._readers[descriptor]() and event & select.POLLHUP:
                 self._poll.unregister(descriptor)
         if max(self.out.num_bytes, self.err.num_bytes) > self.limits.printed_bytes:
             self.kill("output")

@@ -41,31 +41,32 @@ class SandboxFault(RuntimeError):
 
 
 class Limits(NamedTuple):
-    """Limits of one program.
-
-    cpu_s: CPU time, rounded up to whole seconds. wall_s: time spent waiting for it, all calls
-    together. memory_bytes: address space. open_files: descriptors. printed_bytes: to standard
-    output and error, each; a program that prints more is killed. output_bytes: how much of each is
-    returned.
-    """
+    """Limits of one program."""
 
     cpu_s: float = 3.0
+    """CPU time, rounded up to whole seconds."""
     wall_s: float = 6.0
+    """Time spent waiting for it, all calls together."""
     memory_bytes: int = 2**30
+    """Address space."""
     open_files: int = 64
+    """Descriptors."""
     printed_bytes: int = 16 * 2**20
+    """To standard output and error, each; a program that prints more is killed."""
     output_bytes: int = 64 * 1024
+    """How much of each is returned."""
 
 
 DEFAULT_LIMITS = Limits()
 
 
 class Level(NamedTuple):
-    """How strongly programs are isolated. name: "namespaces", "floor" or "none". missing: why each
-    stronger level is unavailable."""
+    """How strongly programs are isolated."""
 
     name: str
+    """ "namespaces", "floor" or "none"."""
     missing: dict[str, str]
+    """Why each stronger level is unavailable."""
 
     def __str__(self) -> str:
         lacks = [f"no {name}: {reason}" for name, reason in self.missing.items()]
@@ -73,16 +74,17 @@ class Level(NamedTuple):
 
 
 class RunResult(NamedTuple):
-    """How a program ended.
-
-    status: "ok" for exit status 0. exit_code: negative for a signal, as in `subprocess`. stdout,
-    stderr: the first `Limits.output_bytes` of each; cut: whether there was more. seconds:
-    wall-clock time.
-    """
+    """How a program ended."""
 
     status: Status
+    """ "ok" for exit status 0."""
     exit_code: int
+    """Negative for a signal, as in `subprocess`."""
     stdout: str
+    """The first `Limits.output_bytes`."""
     stderr: str
+    """Likewise."""
     cut: bool
+    """Whether there was more."""
     seconds: float
+    """Wall-clock time."""

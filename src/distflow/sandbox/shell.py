@@ -44,10 +44,12 @@ _SYSTEM = (
 
 
 class Ran(NamedTuple):
-    """exit_code: None if the deadline ended the command. output: of both streams, cut."""
+    """How a command ended."""
 
     exit_code: int | None
+    """None if the deadline ended it."""
     output: str
+    """Of both streams, cut."""
 
 
 class Shell:

@@ -93,8 +93,9 @@ MAIN = "def f(x):\n    return helper(x)"
         (["import math", "def helper(x):\n    return math.sqrt(x)", MAIN], ["f"], [0, 1, 2]),
         (["from math import sqrt as helper", MAIN], ["f"], [0, 1]),
         (["@cache\ndef helper(x):\n    return 2 * x\n", MAIN], ["f"], [0, 1]),
-        (['"""Helpers."""\nclass helper:\n    pass', MAIN], ["f"], [0, 1]),
+        (["class helper:\n    pass", MAIN], ["f"], [0, 1]),
         (["CACHE: dict = {}\ndef helper(x):\n    return CACHE", MAIN], ["f"], [0, 1]),
+        (["sys.setrecursionlimit(9)", "def helper(x): return 2 * x", MAIN], ["f"], [1, 2]),
         # the last one
         (["def helper(x): return 1", "def helper(x): return 2 * x", MAIN], ["f"], [1, 2]),
         (["def f(x): return 2", "def g(x): return f(x)"], ["f", "g"], [0, 1]),
@@ -115,14 +116,15 @@ MAIN = "def f(x):\n    return helper(x)"
             ["f"],
             [1],
         ),
-        (["def f(x): return helper(x)\ndef helper(x): return 2", MAIN], ["f"], [0, 1]),
+        (["def f(x): return helper(x)", "def helper(x): return 2", MAIN], ["f"], [1, 2]),
         (["def f(x): return 3", "class Solution:\n    def f(self, x): return 2"], ["f"], [1]),
         (["def helper(x): return 2", "def f(x):\n    return x.helper"], ["f"], [1]),
     ],
 )
 def test_helpers_in_blocks_of_their_own_belong_to_the_program(blocks, names, program):
     answer = "\n\nthen\n\n".join(f"```python\n{block}\n```" for block in blocks)
-    assert find_program(answer, names) == "\n".join(blocks[i] for i in program)
+    found = find_program(answer, names)
+    assert found == "\n".join(blocks[i].strip("\n") for i in program)
 
 
 @pytest.mark.parametrize(

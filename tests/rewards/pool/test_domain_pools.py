@@ -59,9 +59,12 @@ def test_domains_that_neither_functions_nor_settings_name_share_the_places_of_th
 ):
     with router_of("default", "sums", domains={"slow": Patience(7.0, 1)}) as router:
         pools = router.pools
-        assert pools.of("sums") is not pools.of("default") is pools.of("elsewhere")
-        assert pools.of("slow") not in (pools.of("default"), pools.of("sums"))
-        assert (pools.of("slow").timeout_s, pools.of("sums").timeout_s) == (7.0, DEADLINE_S)
+        default, sums, slow, elsewhere = (
+            pools.of(domain, "custom") for domain in ("default", "sums", "slow", "elsewhere")
+        )
+        assert sums is not default is elsewhere
+        assert slow not in (default, sums)
+        assert (slow.timeout_s, sums.timeout_s) == (7.0, DEADLINE_S)
         assert len(pids_of(pools)) == 3
         assert judge(router, [sample("elsewhere", "echo", value=2)])[0].reward_result == Score(2.0)
 

@@ -44,7 +44,7 @@ def pools(monkeypatch: pytest.MonkeyPatch) -> list[RewardPool]:
 def test_the_router_of_the_same_settings_takes_it_over_once(pools: list[RewardPool]) -> None:
     with started_early(SETTINGS):
         with make_router(FORMAT, timeout_s=5.0, num_workers=1, max_response_length=9) as router:
-            assert pools == [router.pools.of("default")]
+            assert pools == [router.pools.of("default", "format")]
             pids = pids_of(router.pools)
             take_pool(SETTINGS).close()
             assert len(pools) == 2

@@ -31,7 +31,8 @@ def test_leaving_cancels_work_before_it_closes_what_the_work_needs(ground: Playg
             await asyncio.Event().wait()
         finally:
             assert resources.reward_fn is not None
-            seen.append("closed" if resources.reward_fn.pools.of("default").closed else "open")
+            (pool,) = resources.reward_fn.pools._pools.values()
+            seen.append("closed" if pool.closed else "open")
 
     with pytest.raises(KeyError, match="the first"), RolloutServices(resources, None) as session:
         future = session.start(works())

@@ -12,7 +12,7 @@ import random
 import re
 import time
 from collections import deque
-from collections.abc import Collection, ItemsView, Iterator, KeysView, Mapping, Sequence, ValuesView
+from collections.abc import ItemsView, Iterator, KeysView, Mapping, Sequence, ValuesView
 from contextlib import closing, contextmanager
 from fractions import Fraction
 from typing import Any, NamedTuple
@@ -86,22 +86,14 @@ def _as_json(value: Any) -> Any:
     return value
 
 
-_WITHOUT = (str, bytes, bytearray, range)
-
-
 def _is_special(value: Any) -> bool:
     """Whether it is or contains NaN, an infinity or a complex number."""
-    if isinstance(value, float | complex):
-        return isinstance(value, complex) or not math.isfinite(value)
-    if isinstance(value, dict):
-        return any(map(_is_special, (*value, *value.values())))
-    if isinstance(value, Values):
-        return any(map(_is_special, value.items))
-    return (
-        isinstance(value, Collection)
-        and not isinstance(value, _WITHOUT)
-        and any(map(_is_special, value))
-    )
+    leaves = list[Any]()
+    rebuilt(value, leaves.append)
+    for leaf in leaves:
+        if isinstance(leaf, complex) or (isinstance(leaf, float) and not math.isfinite(leaf)):
+            return True
+    return False
 
 
 SHUFFLED_FROM = 8
@@ -114,11 +106,13 @@ _NOT_PLAIN = "the test passes a value to the program that is not plain"
 
 
 class Outcome(NamedTuple):
-    """why: the reason of a failure, empty if the program passed. printed: the end of its output."""
+    """What became of a test case."""
 
     case: str
     why: str
+    """The reason of a failure; empty if the program passed."""
     printed: str
+    """The end of its output."""
 
 
 class Stopped(Exception):

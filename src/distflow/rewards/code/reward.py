@@ -4,6 +4,7 @@
 Finding the program takes linear time, since the policy writes the response.
 """
 
+import ast
 import atexit
 import re
 import textwrap
@@ -55,27 +56,17 @@ if "{0}" not in globals() and "Solution" in globals():
         return Solution().{0}(*args, **kwargs)
 """
 
-_FENCE = re.compile(r"([ \t]*)(`{3,}|~{3,})[ \t]*([^\s`{]*)[^`\n]*")
+_FENCE = re.compile(r"[ \t]*(`{3,}|~{3,})[ \t]*([^\s`{]*)[^`\n]*")
 _PYTHON = ("python", "python3", "py", "py3")
 _MARKDOWN = ("markdown", "md")
-_TRIPLE = ('"""', "'''")
-_QUOTES = re.compile(r"#.*|\\.|\"{3}|'{3}|\"(?:\\.|[^\"\\])*\"|'(?:\\.|[^'\\])*'")
-_IN_QUOTES = re.compile(r"\\.|\"{3}|'{3}")
-_FUNCTION = re.compile(r"^(?:(?:async[ \t]+)?def|class)[ \t]+(\w+)", re.M)
-_ASSIGNMENT = re.compile(r"^(\w+)[ \t]*(?::[^=\n]*)?=(?!=)", re.M)
-_IMPORT = re.compile(r"^(?:from[ \t]+\S+[ \t]+)?import[ \t]+(.+)", re.M)
-_IMPORTED = re.compile(r"(?<![\w.])(\w+)(?:\.[\w.]+)?[ \t]*(?:,|#|;|$)")
-_STATEMENT = re.compile(
-    rf"{_ASSIGNMENT.pattern}.*\b(?:input|stdin)\b"
-    rf"|^(?!{_ASSIGNMENT.pattern[1:]}|(?:def|class|async|import|from)\b|[@#)\]}}\s]|\"{{3}}|'{{3}}|$)",
-    re.M,
-)
-"""A line at the top level that is more than a definition."""
-_CONTINUED = ("", *" \t)]}#")
-"""How a line begins that belongs to the statement before it."""
-_BINDING = re.compile(r"(?<=def )\w+[ \t]*\([^)]*|(?<=class )\w+|(?<=for )\w+|\b\w+[ \t]*=(?!=)")
-_FIRST_WORD = re.compile(r"(?:^|[(,])\s*\*{0,2}(\w+)")
-_USED = re.compile(r"(?<![\w.])[A-Za-z_]\w*")
+_MOST_ENDS = 4
+"""Fences tried as the end of a block."""
+_CAREFUL_BLOCKS = 8
+"""The first blocks, which may have fences in their docstrings. All bounds are for linear time."""
+_MOST_HELPERS = 100
+"""The last blocks, which may define what the program uses."""
+_TRIPLE = re.compile(r"\"{3}|'{3}")
+_READS_INPUT = re.compile(r"\b(?:input|stdin)\b")
 _THOUGHT_END = "</think>"
 
 
@@ -106,56 +97,78 @@ def find_program(response: str, names: Sequence[str] = ()) -> str | None:
 
 
 def _helpers(blocks: list[str], program: str, names: Sequence[str]) -> list[str]:
-    """The definitions, in other blocks, of what the program uses and does not define itself; no
-    drafts and examples."""
-    if "__future__" in program:  # such an import must come first
+    """The definitions, in other blocks, of what the program uses and does not define itself; none
+    of blocks that use the program, which are examples."""
+    if not blocks or "__future__" in program:  # such an import must come first
         return []
-    definitions = [_definitions(block) for block in blocks]
-    functions = set(_FUNCTION.findall(program))
-    owners: dict[str, int] = {}
-    for i, block in enumerate(blocks):
-        defined = _defined(definitions[i])
-        is_example = not functions.isdisjoint({*_USED.findall(block)} - defined)
-        if not is_example:
-            owners |= dict.fromkeys(defined, i)
-    wanted = [name for name in names if not defines(program, name)]
-    wanted += {*_USED.findall(program)} - _bound(program)
-    found: set[int] = set()
+    tree = _parsed(program)
+    if tree is None:
+        return []
+    functions = {name for statement in tree.body for name in _defined(statement, "")}
+    definitions: dict[str, ast.stmt] = {}
+    sources: dict[ast.stmt, str] = {}
+    for block in blocks[-_MOST_HELPERS:]:
+        module = _parsed(block)
+        if module is None or functions & _used(module) - _bound(module):
+            continue
+        lines = block.split("\n")
+        for statement in module.body:
+            decorators = getattr(statement, "decorator_list", [])
+            start = min(each.lineno for each in (statement, *decorators))
+            sources[statement] = "\n".join(lines[start - 1 : statement.end_lineno])
+            for name in _defined(statement, sources[statement]):
+                definitions[name] = statement
+    known = functions | _bound(tree)
+    wanted = [*names, *_used(tree)]
+    found = set[ast.stmt]()
     while wanted:
-        i = owners.get(wanted.pop(), -1)
-        if i >= 0 and i not in found:
-            found.add(i)
-            wanted += {*_USED.findall(definitions[i])}
-    return [definitions[i] for i in sorted(found)]
+        name = wanted.pop()
+        if name in definitions and name not in known:
+            known.add(name)
+            found.add(definitions[name])
+            wanted += _used(definitions[name])
+    return [source for statement, source in sources.items() if statement in found]
 
 
-def _definitions(block: str) -> str:
-    """The block without other statements at its top level, such as examples and what reads
-    input."""
-    lines = list[str]()
-    is_kept = True
-    for line in block.split("\n"):
-        if line[:1] not in _CONTINUED:
-            is_kept = _STATEMENT.match(line) is None
-        if is_kept:
-            lines.append(line)
-    return "\n".join(lines)
+def _parsed(code: str) -> ast.Module | None:
+    """None if it is not Python."""
+    try:
+        return ast.parse(code)
+    except (SyntaxError, ValueError, RecursionError, MemoryError):  # the latter if nested deeply
+        return None
 
 
-def _defined(program: str) -> set[str]:
-    """Names that it defines at its top level."""
-    names = {match[1] for match in _ASSIGNMENT.finditer(program)} | set(_FUNCTION.findall(program))
-    for match in _IMPORT.finditer(program):
-        names.update(_IMPORTED.findall(match[1]))
+def _defined(statement: ast.stmt, source: str) -> list[str]:
+    """The names that a definition at the top level defines; none for other statements, such as
+    examples and what reads input."""
+    match statement:
+        case ast.FunctionDef(name) | ast.AsyncFunctionDef(name) | ast.ClassDef(name):
+            return [name]
+        case ast.Import(names) | ast.ImportFrom(_, names):
+            return [each.asname or each.name.partition(".")[0] for each in names]
+        case ast.Assign() | ast.AnnAssign():
+            return [] if _READS_INPUT.search(source) else [*_bound(statement)]
+    return []
+
+
+def _used(tree: ast.AST) -> set[str]:
+    """Names that it reads."""
+    names = set[str]()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load):
+            names.add(node.id)
     return names
 
 
-def _bound(program: str) -> set[str]:
-    """Names that it defines at its top level, or anywhere as a function, a parameter or a
-    variable."""
-    names = _defined(program)
-    for match in _BINDING.finditer(program):
-        names.update(_FIRST_WORD.findall(match[0]))
+def _bound(tree: ast.AST) -> set[str]:
+    """Names of its functions, parameters and variables."""
+    names = set[str]()
+    for node in ast.walk(tree):
+        match node:
+            case ast.Name(name, ast.Store()) | ast.arg(name):
+                names.add(name)
+            case ast.FunctionDef(name) | ast.AsyncFunctionDef(name) | ast.ClassDef(name):
+                names.add(name)
     return names
 
 
@@ -164,53 +177,40 @@ def _fenced(text: str) -> list[tuple[str, str]]:
     blocks: list[tuple[str, str]] = []
     lines = text.split("\n")
     position = 0
-    num_searches = 4
     while position < len(lines):
         opening = _FENCE.fullmatch(lines[position].rstrip())
         position += 1
         if opening:
-            end, is_certain = _block_end(lines, position, opening, is_careful=num_searches > 0)
-            num_searches -= not is_certain
-            blocks.append((opening[3].lower(), textwrap.dedent("\n".join(lines[position:end]))))
+            is_careful = len(blocks) < _CAREFUL_BLOCKS
+            end = _block_end(lines, position, opening[1], is_careful)
+            blocks.append((opening[2].lower(), _code(lines[position:end])))
             position = end + 1
     return blocks
 
 
-def _block_end(
-    lines: list[str], start: int, opening: re.Match[str], is_careful: bool
-) -> tuple[int, bool]:
-    """The line of the fence that ends the block, else the number of lines; and whether no search to
-    the end was needed.
+def _block_end(lines: list[str], start: int, fence: str, is_careful: bool) -> int:
+    """The line of the fence that ends the block, else the number of lines.
 
-    is_careful: a fence in a string of the program, or indented by four more spaces than the first
-    (CommonMark), ends it only if there is no other. This search to the end is made for the first
-    blocks only, so that it takes linear time."""
-    quotes = ""
-    quoted = indented = len(lines)
+    is_careful: a fence in a docstring does not end it, so the first fence before which the code is
+    valid Python does, or the end of the response; if there is none, the first of all."""
+    ends = list[int]()
     for i in range(start, len(lines)):
-        fence = _FENCE.fullmatch(lines[i].rstrip())
-        if fence and fence[2].startswith(opening[2]) and not fence[3]:
-            is_indented = len(fence[1]) > len(opening[1]) + 3
-            if not is_careful or not (quotes or is_indented):
-                return i, True
-            if quotes:
-                quoted = min(quoted, i)
-            else:
-                indented = min(indented, i)
-        quotes = _quotes_after(lines[i], quotes)
-    return min(indented, quoted if quotes else len(lines)), False
+        found = _FENCE.fullmatch(lines[i].rstrip())
+        if found is None or found[2] or not found[1].startswith(fence):
+            continue
+        ends.append(i)
+        code = _code(lines[start:i])
+        if not is_careful or not _TRIPLE.search(code) or _parsed(code) is not None:
+            return i
+        if len(ends) == _MOST_ENDS:
+            break
+    if not ends or _parsed(_code(lines[start:])) is not None:
+        return len(lines)
+    return ends[0]
 
 
-def _quotes_after(line: str, quotes: str) -> str:
-    """The triple quotes that are open at the end of a line, if these are open at its start."""
-    position = 0
-    while token := (_IN_QUOTES if quotes else _QUOTES).search(line, position):
-        position = token.end()
-        if quotes == token[0]:
-            quotes = ""
-        elif not quotes and token[0] in _TRIPLE:
-            quotes = token[0]
-    return quotes
+def _code(lines: list[str]) -> str:
+    return textwrap.dedent("\n".join(lines))
 
 
 def defines(program: str, name: str) -> bool:

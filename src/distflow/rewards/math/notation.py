@@ -213,14 +213,15 @@ _NEVER_VARIABLES = frozenset(("cm", "km", "mm", "kg", "ft", "hz", "kw"))  # of u
 
 @dataclass(frozen=True)
 class Unit:
-    """Powers of dimensions by name, and the size in base units, except for the factor 180/π of a
-    radian. is_plain: it is known or a plural word, so a number with it may be compared with a bare
-    number."""
+    """What a number counts."""
 
     dimensions: tuple[tuple[str, int], ...]
+    """Powers of dimensions, by name."""
     size: Fraction
+    """In base units, except for the factor 180/π of a radian."""
     is_radian: bool = False
     is_plain: bool = True
+    """It is known or a plural word, so a number with it may be compared with a bare number."""
 
 
 NUMBER = Unit((), Fraction(1))

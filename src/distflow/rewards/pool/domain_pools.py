@@ -21,7 +21,7 @@ from distflow.rewards.function_loading import (
     with_answer_key,
     with_options,
 )
-from distflow.rewards.pool.pool import MEMORY_BYTES, OnResult, PoolSettings, RewardPool
+from distflow.rewards.pool.pool import OnResult, PoolSettings, RewardPool
 from distflow.rewards.reward_results import RewardResult
 
 DEFAULT_DOMAIN = "default"
@@ -33,18 +33,18 @@ Functions = Mapping[str, Sequence[RewardPart]]
 
 
 class Patience(NamedTuple):
-    """Time, workers and retries of a domain's reward functions.
-
-    timeout_s: of one call. num_workers: processes. retries: of a failed call; backoff_s: the wait
-    before the first retry, doubled before each further one. give_up_after: see
-    `RewardPool.score_group`.
-    """
+    """Time, workers and retries of a domain's reward functions."""
 
     timeout_s: float
+    """Of one call."""
     num_workers: int
+    """Processes."""
     retries: int = 0
+    """Of a failed call."""
     backoff_s: float = 1.0
+    """The wait before the first retry, doubled before each further one."""
     give_up_after: int = 0
+    """See `RewardPool.score_group`."""
 
 
 def functions_of(functions: Functions, domain: str) -> Sequence[RewardPart]:
@@ -60,16 +60,17 @@ def functions_of(functions: Functions, domain: str) -> Sequence[RewardPart]:
 
 
 class RewardSettings(NamedTuple):
-    """Reward functions of a run; those of the domain "default" are for domains that are not listed.
-    patience: of domains without another in `domains`. custom: (path, name) of the user's function.
-    memory_bytes: of one process. answer_keys: columns of the ground truth, by domain."""
+    """Reward functions of a run, and how patiently they are called."""
 
     functions: Functions
+    """Those of the domain "default" are for domains that are not listed."""
     patience: Patience
+    """Of domains without another in `domains`."""
     domains: Mapping[str, Patience] = {}
     custom: tuple[str, str] | None = None
-    memory_bytes: int = MEMORY_BYTES
+    """Path and name of the user's function."""
     answer_keys: Mapping[str, str] = {}
+    """Columns of the ground truth, by domain."""
 
     @staticmethod
     def of(config: Config) -> "RewardSettings":
@@ -119,9 +120,7 @@ def pool_settings(settings: RewardSettings) -> dict[str, PoolSettings]:
             target = targets.pop(name)
             pools[target] = alone(name, target, settings.patience.timeout_s)
         if set(targets) > {FAILS}:
-            pools[domain] = PoolSettings(
-                targets, patience.num_workers, patience.timeout_s, settings.memory_bytes
-            )
+            pools[domain] = PoolSettings(targets, patience.num_workers, patience.timeout_s)
     return pools
 
 
@@ -136,14 +135,14 @@ def alone(name: str, target: str, timeout_s: float) -> PoolSettings:
 
 
 @contextmanager
-def borrowed(settings: PoolSettings, name: str) -> Iterator[RewardPool]:
-    """The pool with these settings that was started early, which stays for the run; else one with
-    only that function, inside the context. Raises UserError if a function cannot be loaded."""
+def borrowed(settings: PoolSettings) -> Iterator[RewardPool]:
+    """The pool with these settings that was started early, which stays for the run; else one of a
+    single process, inside the context. Raises UserError if a function cannot be loaded."""
     for started, pool in _started:
         if started == settings:
             yield pool.result()
             return
-    own = RewardPool(settings._replace(functions={name: settings.functions[name]}, num_workers=1))
+    own = RewardPool(settings._replace(num_workers=1))
     try:
         yield own
     finally:
@@ -197,28 +196,17 @@ class Pools:
         """Waits for the first process of each pool. Raises UserError if a function is unknown or
         cannot be loaded."""
         self._patience = settings.patience_by_domain()
-        pools = pool_settings(settings)
-        self._targets = {
-            (domain, name): target
-            for domain in self._patience
-            for name, target in settings.targets(domain).items()
-            if is_large(name)
-        }
-        self._functions = {name: frozenset(each.functions) for name, each in pools.items()}
-        # All at once, since each waits for a process that loads its functions.
-        with ThreadPoolExecutor(len(pools), thread_name_prefix="distflow-pools") as threads:
-            starting = {name: threads.submit(take_pool, each) for name, each in pools.items()}
-        self._pools = {
-            name: each.result() for name, each in starting.items() if each.exception() is None
-        }
-        failure = next((error for each in starting.values() if (error := each.exception())), None)
-        if failure is not None:
-            self.close()
-            raise failure
+        self._pools = _start_all(pool_settings(settings))
+        self._by_function: dict[tuple[str, str], RewardPool] = {}
+        for domain in self._patience:
+            for name, target in settings.targets(domain).items():
+                key = target if is_large(name) else domain
+                if key in self._pools:
+                    self._by_function[domain, name] = self._pools[key]
 
-    def of(self, domain: str, name: str = "") -> RewardPool:
+    def of(self, domain: str, name: str) -> RewardPool:
         """The pool of the domain's function of that name. Raises KeyError if there is none."""
-        return self._pools[self._key(domain, name)]
+        return self._by_function[self._place(domain), name]
 
     def patience(self, domain: str) -> Patience:
         return self._patience[self._place(domain)]
@@ -226,10 +214,11 @@ class Pools:
     async def call(self, name: str, arguments: Mapping[str, object]) -> RewardResult:
         """Call function `name` once, in the pool of the domain `data_source`, or, if that has no
         such function, in any other pool that has it."""
-        key = self._key(str(arguments["data_source"]), name)
-        if name not in self._functions.get(key, ()):
-            key = next(other for other, names in self._functions.items() if name in names)
-        return await self._pools[key].call(name, arguments)
+        domain = self._place(str(arguments["data_source"]))
+        pool = self._by_function.get((domain, name))
+        if pool is None:
+            pool = next(each for each in self._pools.values() if name in each.functions)
+        return await pool.call(name, arguments)
 
     def set_on_result(self, on_result: OnResult) -> None:
         for pool in self._pools.values():
@@ -246,15 +235,25 @@ class Pools:
         return frozenset[str]().union(*(pool.takes_conversations for pool in self._pools.values()))
 
     def close(self) -> None:
-        with ThreadPoolExecutor(
-            max(len(self._pools), 1), thread_name_prefix="distflow-pools"
-        ) as threads:
-            list(threads.map(lambda pool: pool.close(), self._pools.values()))
+        for pool in self._pools.values():
+            pool.close()
 
     def _place(self, domain: str) -> str:
         return domain if domain in self._patience else DEFAULT_DOMAIN
 
-    def _key(self, domain: str, name: str) -> str:
-        """Key of a pool, see `pool_settings`."""
-        place = self._place(domain)
-        return self._targets.get((place, name), place)
+
+def _start_all(wanted: Mapping[str, PoolSettings]) -> dict[str, RewardPool]:
+    """At once, since each waits for a process that loads its functions. Raises UserError."""
+    with ThreadPoolExecutor(len(wanted), thread_name_prefix="distflow-pools") as threads:
+        starting = {key: threads.submit(take_pool, each) for key, each in wanted.items()}
+    started = dict[str, RewardPool]()
+    failure: BaseException | None = None
+    for key, pool in starting.items():
+        failure = failure or pool.exception()
+        if pool.exception() is None:
+            started[key] = pool.result()
+    if failure is not None:
+        for each in started.values():
+            each.close()
+        raise failure
+    return started

@@ -3,18 +3,14 @@ from its arguments."""
 
 import hashlib
 import json
-import re
 
 ECHO = "(echo)"
 
 
 def fail(solution_str: str, ground_truth: object = None, extra_info: object = None) -> object:
-    """Raise an error, or hang if the response is "hang". With `ECHO` in it, return `echo`."""
+    """Raise an error, or with `ECHO` in the response return `echo`."""
     if ECHO in solution_str:
         return echo(solution_str, ground_truth, extra_info)
-    if solution_str == "hang":
-        # practically forever, in the C code of `re`, which holds the interpreter lock
-        return re.match(r"(a|aa)+$", "a" * 200 + "b")
     raise ValueError("as it should")
 
 

@@ -31,13 +31,16 @@ class GivenUp(UserError):
 
 
 class PoolSettings(NamedTuple):
-    """functions: name → "module:function" or "file.py:function". num_workers: processes.
-    memory_bytes: of each process, 0 for no limit."""
+    """What a pool is made of."""
 
     functions: Mapping[str, str]
+    """Name → "module:function" or "file.py:function"."""
     num_workers: int
+    """Processes."""
     timeout_s: float
+    """Of one call."""
     memory_bytes: int = MEMORY_BYTES
+    """Of each process; 0 for no limit."""
     start_timeout_s: float = START_TIMEOUT_S
 
 
@@ -55,6 +58,7 @@ class RewardPool:
         """Waits for the first process. Raises UserError if a function cannot be loaded."""
         assert settings.num_workers > 0 and settings.timeout_s > 0 and settings.functions
         self.timeout_s = settings.timeout_s
+        self.functions = settings.functions
         self.takes_groups = frozenset[str]()
         """Functions that score several responses in one call: batched and async ones."""
         self.takes_batches = frozenset[str]()
@@ -211,7 +215,7 @@ class RewardPool:
             self._retire(process)
 
     def _why_given_up(self, name: str, first: Mapping[str, object], timeout_s: float) -> str:
-        target = without_options(self._settings.functions[name])
+        target = without_options(self.functions[name])
         return (
             f"the reward function '{name}' ({target}) hangs, or is slow: none of its first "
             f"{self._num_hung[name]} calls returned within {timeout_s:g} s (reward.timeout_s), "
@@ -225,7 +229,7 @@ class RewardPool:
         try:
             self._idle.append(self._start())
         except StartFailed as error:
-            functions = self._settings.functions.items()
+            functions = self.functions.items()
             loaded = [
                 without_options(target) for name, target in functions if not name.startswith("(")
             ]
@@ -244,7 +248,7 @@ class RewardPool:
             if self.closed:  # checked once `close` knows the process: one of the two kills it
                 raise StartFailed(_CLOSING)
             self.takes_groups, self.takes_batches, self.takes_conversations = process.load(
-                self._settings.functions, self._settings.start_timeout_s
+                self.functions, self._settings.start_timeout_s
             )
         except StartFailed:
             self._retire(process)

@@ -57,7 +57,8 @@ class RewardProcess:
         if "error" in answer:
             raise StartFailed(str(answer["error"]))
         return tuple(
-            frozenset(cast(list[str], answer[name])) for name in ("ready", "batched", "told")
+            frozenset(cast(list[str], answer[name]))
+            for name in ("groups", "batches", "conversations")
         )
 
     def answer(self, frame: bytes, num_asked: int, timeout_s: float) -> list[RewardResult]:

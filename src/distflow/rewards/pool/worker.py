@@ -92,25 +92,18 @@ async def _score_concurrently(
     is killed."""
     import asyncio
 
-    deadlines = [asyncio.timeout(timeout_s) for _ in asked]
-
-    async def score_one(arguments: Arguments, deadline: "asyncio.Timeout") -> Answer:
-        async with deadline:
-            with due_within(timeout_s):
-                return _answer(await cast(Awaitable[object], call(function, arguments)))
+    async def score_one(arguments: Arguments) -> Answer:
+        deadline = asyncio.timeout(timeout_s)
+        try:
+            async with deadline:
+                with due_within(timeout_s):
+                    return _answer(await cast(Awaitable[object], call(function, arguments)))
+        except Exception as error:  # the user's code may raise anything
+            is_late = deadline.expired() and not isinstance(error, MemoryError)
+            return {"timeout": True} if is_late else _failure(error)
 
     global_random_states.seed(name, [sorted(arguments.items()) for arguments in asked])
-    ended = await asyncio.gather(*map(score_one, asked, deadlines), return_exceptions=True)
-    answers: list[Answer] = []
-    for answer, deadline in zip(ended, deadlines, strict=True):
-        if not isinstance(answer, BaseException):
-            answers.append(answer)
-        elif not isinstance(answer, Exception):
-            raise answer
-        else:
-            timed_out = deadline.expired() and not isinstance(answer, MemoryError)
-            answers.append({"timeout": True} if timed_out else _failure(answer))
-    return answers
+    return await asyncio.gather(*map(score_one, asked))
 
 
 @cache
@@ -175,10 +168,10 @@ def serve(channel: Channel) -> None:
     except UserError as error:
         channel.send(encode({"error": str(error)}))
         return
-    ready = [name for name, function in functions.items() if takes_groups(function)]
-    batched = [name for name in ready if is_batched(functions[name])]
-    told = [name for name, function in functions.items() if takes_conversation(function)]
-    channel.send(encode({"ready": ready, "batched": batched, "told": told}))
+    groups = [name for name, function in functions.items() if takes_groups(function)]
+    batches = [name for name in groups if is_batched(functions[name])]
+    conversations = [name for name, function in functions.items() if takes_conversation(function)]
+    channel.send(encode({"groups": groups, "batches": batches, "conversations": conversations}))
     while True:
         request = channel.receive()
         name = str(request["name"])

@@ -63,13 +63,12 @@ def prepare() -> None:
 
 
 class Request(NamedTuple):
-    """A request to the fork server. token: of the frame that reports the isolation.
-
-    It is sent with descriptors for the code, standard input, output, error, and results.
-    """
+    """A request to the fork server, which is sent with descriptors for the code, standard input,
+    output, error, and results."""
 
     is_main: bool
     token: bytes
+    """Of the frame that reports the isolation."""
     cpu_s: int
     memory_bytes: int
     open_files: int

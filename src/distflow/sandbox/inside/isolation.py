@@ -167,12 +167,13 @@ _LIMITS = (resource.RLIMIT_CPU, resource.RLIMIT_AS, resource.RLIMIT_NOFILE, reso
 
 
 class Isolation(NamedTuple):
-    """Prepared once and applied by each program: the system call filter and the descriptor of the
-    Landlock rules."""
+    """Prepared once and applied by each program."""
 
     machine: str
     filter_: bytes
+    """Of system calls."""
     ruleset: int
+    """The descriptor of the Landlock rules."""
 
 
 class _Ruleset(ctypes.Structure):
