@@ -299,17 +299,6 @@ def test_what_cannot_be_is_refused_before_the_start(
     assert said in str(refused.value)
 
 
-def test_two_agents_of_one_name_are_refused(playground: Playground, tmp_path: Path) -> None:
-    file = tmp_path / "twice.yaml"
-    agents = "{solver: {}, solver: {policy: second}}"
-    file.write_text(
-        f"defaults: [grpo, _self_]\nactor_rollout_ref: {{rollout: {{agents: {agents}}}}}\n"
-    )
-    with pytest.raises(ConfigError) as refused:
-        load_config(str(file), playground.overrides("twice"))
-    assert "solver" in str(refused.value) and "twice" in str(refused.value)
-
-
 def test_a_policy_with_another_tokenizer_is_refused(playground: Playground, tmp_path: Path) -> None:
     write_tiny_model(tmp_path / "other", seed=3)
     file = tmp_path / "other" / "tokenizer.json"

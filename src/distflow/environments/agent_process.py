@@ -63,11 +63,13 @@ class Agent:
         # listens here.
         os.environ.update(client_variables("http://127.0.0.1:9", "of-the-episode"))
         os.environ.pop("ANTHROPIC_AUTH_TOKEN", None)
-        self._function = (
-            _loaded("function", function, GIVEN, kwargs) if function is not None else None
-        )
         self._command = command
-        self._reward = _loaded("reward", reward, (*GIVEN, *JUDGED)) if reward is not None else None
+        self._function: Callable[..., object] | None = None
+        if function is not None:
+            self._function = _loaded("function", function, GIVEN, kwargs)
+        self._reward: Callable[..., object] | None = None
+        if reward is not None:
+            self._reward = _loaded("reward", reward, (*GIVEN, *JUDGED))
         # import here once, instead of in each episode
         for package in _IMPORTED_LATE.keys() & sys.modules.keys():
             for name in _IMPORTED_LATE[package]:
@@ -81,11 +83,9 @@ class Agent:
             os.environ.pop(name, None)
             if value is not None:
                 os.environ[name] = value
-        return (
-            _called(self._function, given)
-            if self._function is not None
-            else self._printed(given["row"])
-        )
+        if self._function is not None:
+            return _called(self._function, given)
+        return self._printed(given["row"])
 
     def reward(self, given: dict[str, Any]) -> object:
         assert self._reward is not None
@@ -131,7 +131,9 @@ def _loaded(
 def _called(function: Callable[..., object], given: Mapping[str, object]) -> object:
     parameters = inspect.signature(function).parameters
     returned = function(**{name: value for name, value in given.items() if name in parameters})
-    return asyncio.run(awaited(returned)) if inspect.isawaitable(returned) else returned
+    if inspect.isawaitable(returned):
+        return asyncio.run(awaited(returned))
+    return returned
 
 
 def _end(file: Any, most: int) -> str:

@@ -25,7 +25,12 @@ from distflow.environments.endpoint_calls import (
     RequestError,
 )
 from distflow.environments.parse_tool_calls import check_format
-from distflow.environments.user_code_process import MadeByOptions, ProcessServer, options_of
+from distflow.environments.user_code_process import (
+    MadeByOptions,
+    ProcessServer,
+    UserProcess,
+    options_of,
+)
 from distflow.environments.workflows import REWARD, RewardFn, Row
 from distflow.errors import UserError
 from distflow.import_target import check_server_packages
@@ -88,11 +93,11 @@ class AgentWorkflow(MadeByOptions):
             self._endpoint = Endpoint()
             weakref.finalize(self, self._endpoint.close)
         conversations = Conversations(chat, self._format, self._max_calls)
-        calls = _Calls(conversations)
         seed = random.getrandbits(64)
         with chat.clock_stopped():
             process = await self._server.fork(seed)
         try:
+            calls = _Calls(conversations)
             with self._endpoint.session(calls.submit) as session:
                 given = {**self._kwargs, **_arguments(row, session)}
                 running = process.call("run", None, environment=_environment(session), given=given)
@@ -102,29 +107,29 @@ class AgentWorkflow(MadeByOptions):
                     chat.counts["agent/refused_calls"] += len(session.refused)
                     if conversations.templated_twice is not None:  # whatever the agent made of it
                         raise conversations.templated_twice
-            talks = conversations.messages
-            if not talks and session.refused:
-                raise UserError(
-                    f"every call of the agent was refused; the last: {session.refused[-1]}"
-                )
-            if not talks:
-                raise UserError(
-                    "the agent ended without calling its endpoint: create its client inside the "
-                    "function, with the "
-                    "address in OPENAI_BASE_URL"
-                )
+            _check_has_called(conversations, session)
             if reward_fn is not None:
-                return await reward_fn(
-                    returned if isinstance(returned, str) and returned else conversations.last
-                )
-            if self._reward is None and returned is None:
-                raise UserError(f"the agent returned no score: return one, or set {KEY}.reward")
-            if self._reward is None:
-                return returned
-            given |= {"result": returned, "conversations": talks, "messages": talks[-1]}
-            return await process.call("reward", None, given=given)
+                is_text = isinstance(returned, str) and returned
+                return await reward_fn(returned if is_text else conversations.last)
+            return await self._score(process, conversations, given, returned)
         finally:
             process.close()
+
+    async def _score(
+        self,
+        process: UserProcess,
+        conversations: Conversations,
+        given: dict[str, Any],
+        returned: object,
+    ) -> object:
+        """What the agent returned, or its `reward` function. given: the agent's arguments."""
+        if self._reward is not None:
+            talks = conversations.messages
+            trace = {"result": returned, "conversations": talks, "messages": talks[-1]}
+            return await process.call("reward", None, given={**given, **trace})
+        if returned is None:
+            raise UserError(f"the agent returned no score: return one, or set {KEY}.reward")
+        return returned
 
 
 class VerifiersWorkflow(AgentWorkflow):
@@ -199,6 +204,18 @@ class _Calls:
             self._answering.discard(task)
 
 
+def _check_has_called(conversations: Conversations, session: Session) -> None:
+    """Raises UserError for an agent of which no call was answered."""
+    if conversations.messages:
+        return
+    if session.refused:
+        raise UserError(f"every call of the agent was refused; the last: {session.refused[-1]}")
+    raise UserError(
+        "the agent ended without calling its endpoint: create its client inside the function, with "
+        "the address in OPENAI_BASE_URL"
+    )
+
+
 def _command(command: str | Sequence[str] | None) -> Sequence[str]:
     """The command as a list; a str is a shell command. Raises UserError."""
     if isinstance(command, str):
@@ -239,9 +256,11 @@ def _arguments(row: Row, session: Session) -> dict[str, Any]:
 def _environment(session: Session) -> dict[str, str | None]:
     """Variables for the process: no proxy in between, and a command finds its modules as without
     us."""
-    kept = {name: os.environ.get(name) for name in ("PYTHONPATH", "OMP_NUM_THREADS")}
-    around = {
-        name: ",".join(filter(None, (os.environ.get(name), _LOOPBACK)))
-        for name in ("NO_PROXY", "no_proxy")
-    }
-    return {**agent_process.client_variables(session.base_url, session.key), **kept, **around}
+    variables: dict[str, str | None] = {}
+    variables |= agent_process.client_variables(session.base_url, session.key)
+    for name in ("PYTHONPATH", "OMP_NUM_THREADS"):
+        variables[name] = os.environ.get(name)
+    for name in ("NO_PROXY", "no_proxy"):
+        own = os.environ.get(name)
+        variables[name] = f"{own},{_LOOPBACK}" if own else _LOOPBACK
+    return variables

@@ -95,9 +95,8 @@ class Search:
             for number, times in places:
                 scores[number] += rarity * times * (self._K1 + 1) / (times + self._weights[number])  # type: ignore[assignment]
         best = sorted(scores, key=lambda number: (-scores[number], number))[: self._count]
-        return (
-            "\n\n".join(self._texts[number] for number in best) or "no text has any of these words"
-        )
+        found = "\n\n".join(self._texts[number] for number in best)
+        return found or "no text has any of these words"
 
 
 def _words(text: str) -> list[str]:
@@ -108,11 +107,7 @@ def _read_texts(file: Path) -> list[str]:
     try:
         lines = [line for line in file.read_text(encoding="utf-8").split("\n") if line.strip()]
         if file.suffix == ".jsonl":
-            rows = [json.loads(line) for line in lines]
-            lines = [
-                "\n".join(str(row[key]) for key in ("title", "text") if row.get(key))
-                for row in rows
-            ]
+            lines = [_text_of_row(json.loads(line)) for line in lines]
     except (OSError, ValueError, AttributeError) as error:
         raise UserError(
             f"the texts of the tool search cannot be read from '{file}': {error}"
@@ -123,6 +118,10 @@ def _read_texts(file: Path) -> list[str]:
             ".jsonl"
         )
     return lines
+
+
+def _text_of_row(row: dict[str, object]) -> str:
+    return "\n".join(str(row[key]) for key in ("title", "text") if row.get(key))
 
 
 def python(code: str) -> str:

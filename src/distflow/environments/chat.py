@@ -191,21 +191,11 @@ class Chat:
             raise ChatError(f"ask: max_tokens={max_tokens}: pass at least 1")
         said = content if isinstance(content, str) else deepcopy(content)  # its owner may change it
         given, messages = self._encoded(content, tools)
-        begins = not self.segments
-        if begins and len(given) >= self.limits.context:
-            raise ChatError(
-                f"the context is full before the first token: the first prompt has {len(given)} "
-                f"tokens, and the context {self.limits.context} "
-                "(data.max_prompt_length and data.max_response_length)"
-            )
+        room, limit = self._room_after(given)
         self.turns += 1
-        response_room = self.response_left
-        if not begins:
-            response_room -= len(given)
-        room = min(response_room, self.context_left - len(given))
         if room < 1:
             await asyncio.sleep(0)  # so that a workflow that asks forever reaches its deadline
-            return self._replied(Reply("", (), "length" if response_room < 1 else "context"))
+            return self._replied(Reply("", (), limit))
         most = min(room, max_tokens or room, self.max_tokens or room)
         turn = self._next_turn()
         drawn = await self._drawn(given, most, stop, images)
@@ -234,6 +224,21 @@ class Chat:
             return await self.generate(prompt, most, (*self.stop, *stop), self.num_drawn, **seen)
         finally:
             self.waiting = False
+
+    def _room_after(self, given: Sequence[int]) -> tuple[int, str]:
+        """How many tokens of a reply to these fit, and the finish reason of one that does not.
+        Raises ChatError for a first prompt that fills the context."""
+        response_room = self.response_left
+        if self.segments:
+            response_room -= len(given)
+        elif len(given) >= self.limits.context:
+            raise ChatError(
+                f"the context is full before the first token: the first prompt has {len(given)} "
+                f"tokens, and the context {self.limits.context} "
+                "(data.max_prompt_length and data.max_response_length)"
+            )
+        limit = "length" if response_room < 1 else "context"
+        return min(response_room, self.context_left - len(given)), limit
 
     def _next_turn(self) -> int:
         """The number of the next reply, counted from 1 over all conversations of the episode."""

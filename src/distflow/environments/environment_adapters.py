@@ -13,7 +13,7 @@ import re
 from collections.abc import Callable, Mapping
 from functools import partial
 from http.client import HTTPException
-from typing import Any, cast
+from typing import Any
 from urllib.request import urlopen
 
 from distflow.environments.tools_in_user_code_process import bounded, without_control
@@ -27,6 +27,8 @@ _NUMBER = re.compile(r"-?\d+")
 _TIMEOUT_S = 30
 _NOT_OBSERVED = ("done", "reward", "metadata")
 _INVALID = "VALIDATION_ERROR"
+_REWARD = "step returned the reward"
+"""How the error of a reward that is no finite number begins."""
 
 
 class TextEnv:
@@ -36,23 +38,16 @@ class TextEnv:
     def __init__(self, env: str, options: Mapping[str, Any]) -> None:
         """env: module:Class, file.py:function or a gymnasium id. Raises UserError if it cannot be
         loaded."""
-        self._make = (
-            find_registered(env) if is_registered(env) else cast(Callable[..., Any], load(env))
-        )
+        self._make: Any = find_registered(env) if is_registered(env) else load(env)
         if not callable(self._make):
             raise UserError(
                 f"'{env}' cannot be called: name a class, or a function that makes the environment"
             )
-        missing = [
-            name
-            for name in ("reset", "step")
-            if isinstance(self._make, type) and not hasattr(self._make, name)
-        ]
-        if missing:
-            raise UserError(
-                f"'{env}' has no {' and no '.join(missing)}: an environment has gymnasium's reset "
-                "and step"
-            )
+        for name in ("reset", "step"):
+            if isinstance(self._make, type) and not hasattr(self._make, name):
+                raise UserError(
+                    f"'{env}' has no {name}: an environment has gymnasium's reset and step"
+                )
         self._options = dict(options)
         self._env: Any = None
 
@@ -76,16 +71,11 @@ class TextEnv:
         action: object = text
         if hasattr(space, "n"):
             first = int(getattr(space, "start", 0))
+            last = first + int(space.n) - 1
             found = _NUMBER.findall(text[-_READ:])
-            if not found or not space.contains(action := int(found[-1])):
-                return [
-                    (
-                        f"That is no action. Write a number from {first} to "
-                        f"{first + int(space.n) - 1}."
-                    ),
-                    0.0,
-                    False,
-                ]
+            if not found or not space.contains(int(found[-1])):
+                return [f"That is no action. Write a number from {first} to {last}.", 0.0, False]
+            action = int(found[-1])
         returned = self._env.step(action)
         if not isinstance(returned, tuple) or len(returned) != 5:
             raise TypeError(
@@ -93,7 +83,8 @@ class TextEnv:
                 "info)"
             )
         observation, reward, terminated, truncated, _ = returned
-        return [self._text(observation), finite_reward(reward), bool(terminated) or bool(truncated)]
+        has_ended = bool(terminated) or bool(truncated)
+        return [self._text(observation), finite_number(reward, _REWARD), has_ended]
 
     def close(self) -> None:
         if hasattr(self._env, "close"):
@@ -113,11 +104,6 @@ def shown(observation: str) -> str:
     """The observation as shown to the model: without control characters, at most 20,000
     characters."""
     return bounded(without_control(observation), MAX_CHARACTERS).text
-
-
-def finite_reward(reward: Any) -> float:
-    """The reward as a float. Raises ValueError for what `finite_number` refuses."""
-    return finite_number(reward, "step returned the reward")
 
 
 def _plain(value: Any) -> object:
@@ -169,42 +155,32 @@ class OpenEnv:
         """env: the server's address. options: further arguments of its `reset`. Raises
         UserError."""
         try:
-            self._client: Any = importlib.import_module(
-                "openenv.core.generic_client"
-            ).GenericEnvClient
+            client = importlib.import_module("openenv.core.generic_client")
         except ImportError as error:
             raise UserError(
                 f"'{env}' is an address of OpenEnv, whose client is not installed ({error}): "
                 "pip install 'distflow[openenv]'"
             ) from None
+        self._client: Any = client.GenericEnvClient
         self._url = env.rstrip("/")
         self._options = dict(options)
         self._session: Any = None
         schema = self._schema()
-        fields = {
-            name: field
-            for name, field in schema.get("properties", {}).items()
-            if name != "metadata"
-        }
-        required = [
-            name
-            for name in schema.get("required", ())
-            if fields.get(name, {}).get("type") == "string"
-        ]
-        self._text_field = (
-            required[0] if required == schema.get("required") and len(required) == 1 else None
-        )
-        self._form = ", ".join(
-            f"{name} ({field.get('type', 'any')})" for name, field in fields.items()
-        )
+        fields = dict(schema.get("properties", {}))
+        fields.pop("metadata", None)
+        required = schema.get("required", [])
+        self._text_field = None
+        if len(required) == 1 and fields.get(required[0], {}).get("type") == "string":
+            self._text_field = required[0]
+        described = [f"{name} ({field.get('type', 'any')})" for name, field in fields.items()]
+        self._form = ", ".join(described)
 
     def reset(self, seed: int, options: dict[str, Any] | None) -> str:
         """The first observation. options: columns of the row, of which the server takes those that
         are parameters of its `reset`. Raises what the client raises."""
         self._session = self._client(self._url).sync()
-        return self._read(
-            self._session.reset(**{**(options or {}), **self._options, "seed": seed})
-        )[0]
+        given = {**(options or {}), **self._options, "seed": seed}
+        return str(self._read(self._session.reset(**given))[0])
 
     def step(self, text: str) -> list[Any]:
         """The observation, the reward, and whether the episode has ended. A text that is not an
@@ -223,13 +199,16 @@ class OpenEnv:
             self._session.close()
 
     def _read(self, result: Any) -> list[Any]:
-        reward = 0.0 if result.reward is None else finite_reward(result.reward)
-        seen = {
-            name: value for name, value in result.observation.items() if name not in _NOT_OBSERVED
-        }
+        reward = 0.0
+        if result.reward is not None:
+            reward = finite_number(result.reward, _REWARD)
+        seen = dict(result.observation)
+        for name in _NOT_OBSERVED:
+            seen.pop(name, None)
         said = [value for value in seen.values() if value is not None]
-        is_text = len(said) == 1 and isinstance(said[0], str)
-        text = said[0] if is_text else json.dumps(seen, ensure_ascii=False)
+        text = json.dumps(seen, ensure_ascii=False)
+        if len(said) == 1 and isinstance(said[0], str):
+            text = said[0]
         return [shown(text), reward, bool(result.done)]
 
     def _schema(self) -> dict[str, Any]:

@@ -83,9 +83,6 @@ def seed_of(row: Row) -> int:
     if isinstance(found, int):
         return found
     text = repr((str(row.prompt), row.ground_truth, sorted(row.extra_info.items(), key=str)))
-    return (
-        int.from_bytes(
-            hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=4).digest(), "little"
-        )
-        >> 1
-    )
+    encoded = text.encode("utf-8", "surrogatepass")
+    digest = hashlib.blake2b(encoded, digest_size=4).digest()
+    return int.from_bytes(digest, "little") >> 1

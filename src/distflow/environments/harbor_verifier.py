@@ -28,25 +28,24 @@ _SHOWN = 500
 _KILLED = 128
 """Exit statuses above it are those of a shell that a signal ended."""
 
-_LOADED_BY_TOOLS = frozenset(
-    (
-        "conftest.py",
-        "sitecustomize.py",
-        "usercustomize.py",
-        "pytest.ini",
-        ".pytest.ini",
-        "pytest.toml",
-        ".pytest.toml",
-        ".coveragerc",
-        ".bashrc",
-    )
-)
+_LOADED_BY_TOOLS = {
+    "conftest.py",
+    "sitecustomize.py",
+    "usercustomize.py",
+    "pytest.ini",
+    ".pytest.ini",
+    "pytest.toml",
+    ".pytest.toml",
+    ".coveragerc",
+    ".bashrc",
+}
 """Files that a tool of the tests loads where it finds them."""
 
 _PYTEST_SECTIONS = {"pyproject.toml": "tool", "setup.cfg": "tool:pytest", "tox.ini": "pytest"}
 """Files of a package, and where in them pytest finds options, such as plugins to load."""
 
 _MOST_BYTES_OF_OPTIONS = 2**20
+_PROGRAMS = ("/usr", "/bin", "/sbin", "/lib", "/lib64", sys.prefix, sys.base_prefix)
 
 _SITE = """
 import os, sys
@@ -81,21 +80,22 @@ if not is_of_the_model(sys.argv[0]):
 """
 
 _ENVIRONMENT = {
-    **{
-        "HOME": "/verifier/home",
-        "TMPDIR": "/verifier/tmp",
-        "XDG_CONFIG_HOME": "/verifier/home/.config",
-    },
-    **{"PYTHONPATH": "/verifier/site", "PYTHONNOUSERSITE": "1", "PYTHONDONTWRITEBYTECODE": "1"},
+    "HOME": "/verifier/home",
+    "TMPDIR": "/verifier/tmp",
+    "XDG_CONFIG_HOME": "/verifier/home/.config",
+    "PYTHONPATH": "/verifier/site",
+    "PYTHONNOUSERSITE": "1",
+    "PYTHONDONTWRITEBYTECODE": "1",
     # compiled code that lies beside a module need not be of that module
     "PYTHONPYCACHEPREFIX": "/verifier/home/.pycache",
-    **{"GIT_CONFIG_NOSYSTEM": "1", "GIT_CONFIG_COUNT": "3", "GIT_CONFIG_KEY_0": "core.hooksPath"},
-    **{
-        "GIT_CONFIG_VALUE_0": "/dev/null",
-        "GIT_CONFIG_KEY_1": "core.fsmonitor",
-        "GIT_CONFIG_VALUE_1": "false",
-    },
-    **{"GIT_CONFIG_KEY_2": "core.pager", "GIT_CONFIG_VALUE_2": "cat"},
+    "GIT_CONFIG_NOSYSTEM": "1",
+    "GIT_CONFIG_COUNT": "3",
+    "GIT_CONFIG_KEY_0": "core.hooksPath",
+    "GIT_CONFIG_VALUE_0": "/dev/null",
+    "GIT_CONFIG_KEY_1": "core.fsmonitor",
+    "GIT_CONFIG_VALUE_1": "false",
+    "GIT_CONFIG_KEY_2": "core.pager",
+    "GIT_CONFIG_VALUE_2": "cat",
 }
 
 
@@ -221,18 +221,7 @@ def _stays_inside(target: str, place: PurePosixPath, workdir: str) -> bool:
     if list(parts[len(parts) - len(names) :]) != names:
         return False
     path = PurePosixPath(os.path.normpath(place / target))
-    inside = (
-        workdir,
-        "/tmp",
-        "/usr",
-        "/bin",
-        "/sbin",
-        "/lib",
-        "/lib64",
-        sys.prefix,
-        sys.base_prefix,
-    )
-    return any(path.is_relative_to(root) for root in inside)
+    return any(path.is_relative_to(root) for root in (workdir, "/tmp", *_PROGRAMS))
 
 
 def _remove(folder: Path) -> None:

@@ -37,10 +37,8 @@ class McpTool:
 
         if self._server not in self._connections:
             connected = asyncio.get_running_loop().create_future()
-            self._connections[self._server] = (
-                connected,
-                asyncio.create_task(_hold(self._server, connected)),
-            )
+            holding = asyncio.create_task(_hold(self._server, connected))
+            self._connections[self._server] = (connected, holding)
         connected, holding = self._connections[self._server]
         await asyncio.wait((connected, holding), return_when=asyncio.FIRST_COMPLETED)
         if holding.done():
@@ -80,13 +78,14 @@ def mcp_schemas(server: str) -> list[dict[str, Any]]:
     what = f"workflow_kwargs.mcp: '{server}' does not name its tools:"
     # the caller may have an event loop
     with users_code(what, passes=UserError), ThreadPoolExecutor(1) as thread:
-        tools = thread.submit(
-            lambda: asyncio.run(asyncio.wait_for(ask(), START_TIMEOUT_S))
-        ).result()
-    functions = [{"name": tool.name, "description": tool.description or ""} for tool in tools]
-    for function, tool in zip(functions, tools, strict=True):
-        function["parameters"] = {"type": "object", "properties": {}, **tool.input_schema}
-    return [{"type": "function", "function": function} for function in functions]
+        asking = thread.submit(lambda: asyncio.run(asyncio.wait_for(ask(), START_TIMEOUT_S)))
+        tools = asking.result()
+    schemas = list[dict[str, Any]]()
+    for tool in tools:
+        parameters = {"type": "object", "properties": {}, **tool.input_schema}
+        function = {"name": tool.name, "description": tool.description or ""}
+        schemas.append({"type": "function", "function": {**function, "parameters": parameters}})
+    return schemas
 
 
 def _client(server: str) -> Any:

@@ -38,9 +38,8 @@ class Toolbox:
         for name, (target, options) in targets.items():
             found = cast(Callable[..., Any], load(target))
             with users_code(f"the tool '{name}' cannot be made:", passes=UserError):
-                self._functions[name] = (
-                    found(**options) if isinstance(found, type) else partial(found, **options)
-                )
+                is_class = isinstance(found, type)
+                self._functions[name] = found(**options) if is_class else partial(found, **options)
 
     def call(self, name: str, arguments: dict[str, Any], max_characters: int) -> list[Any]:
         """Call a tool; returns the fields of a `ToolAnswer`. Raises what the tool raises."""
@@ -51,12 +50,11 @@ class Toolbox:
         if isinstance(returned, str):
             return list(bounded(returned, max_characters))
         try:
-            return list(
-                bounded(json.dumps(returned, ensure_ascii=False, allow_nan=False), max_characters)
-            )
+            text = json.dumps(returned, ensure_ascii=False, allow_nan=False)
         except (TypeError, ValueError):
             kind = type(returned).__name__
             return [f"error: {name} returned {kind}, which is neither text nor a JSON value", True]
+        return list(bounded(text, max_characters))
 
     @cached_property
     def _loop(self) -> asyncio.Runner:

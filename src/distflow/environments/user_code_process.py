@@ -90,7 +90,7 @@ class ProcessServer:
     """Forks processes that each have the object `target(**options)`, which is created once, in the
     server. A server that was killed is started anew.
 
-    pid: of the server. num_deaths: of servers that were killed.
+    pid: of the server.
     """
 
     def __init__(self, target: str, options: Mapping[str, Any]) -> None:
@@ -99,7 +99,6 @@ class ProcessServer:
         self._starting = threading.Lock()
         self._is_closed = False
         self._deaths_in_a_row = 0
-        self.num_deaths = 0
         self._start()
 
     async def fork(self, *identity: object) -> "UserProcess":
@@ -172,7 +171,6 @@ class ProcessServer:
                 raise ServerLost("the run was closing the processes of episodes")
             if self._child is not ended:
                 return
-            self.num_deaths += 1
             self._deaths_in_a_row += 1
             if self._deaths_in_a_row > _MOST_DEATHS:
                 raise ServerGivenUp(
@@ -190,10 +188,8 @@ class ProcessServer:
 
 _ADVICE = (
     "If memory ran out (dmesg shows it), run fewer episodes at once "
-    "(async.max_concurrent_rollouts, "
-    "data.train_batch_size) or let each use less; an agent, tool or environment must not signal "
-    "processes that it did "
-    "not start"
+    "(async.max_concurrent_rollouts, data.train_batch_size) or let each use less; an agent, tool "
+    "or environment must not signal processes that it did not start"
 )
 
 
@@ -204,7 +200,7 @@ class UserProcess:
         self,
         reader: asyncio.StreamReader,
         writer: asyncio.StreamWriter,
-        server: ProcessServer | None = None,
+        server: ProcessServer,
     ) -> None:
         self._reader = reader
         self._writer = writer
@@ -212,37 +208,23 @@ class UserProcess:
 
     async def call(self, method: str, timeout_s: float | None, **arguments: Any) -> Any:
         """The result of the object's method. Raises CallFailed, ProcessEnded, ServerLost."""
-        self.send(method, arguments)
-        return await self.answer(method, arguments, timeout_s)
-
-    def send(self, method: str, arguments: Mapping[str, Any]) -> None:
-        """Begin a call. It is executed after those before, whose answers come first."""
         self._writer.write(encode([method, arguments]))
-
-    async def answer(
-        self, method: str, arguments: Mapping[str, Any], timeout_s: float | None
-    ) -> Any:
-        """The result of the first call without one. Raises as `call`."""
         # notices an answer that arrives while our task has to wait
         reading = asyncio.ensure_future(self._answer())
         try:
             await asyncio.wait((reading,), timeout=timeout_s)
-            answer = (
-                reading.result()
-                if reading.done()
-                else {"died": f"no answer within {timeout_s:g} s"}
-            )
+            if reading.done():
+                answer = reading.result()
+            else:
+                answer = {"died": f"no answer within {timeout_s:g} s"}
         except ValueError as error:
             answer = {"died": f"its answer cannot be read: {error}"}
         except PeerGone:
             self.close()
-            if self._server is None:
-                raise ServerLost("the process that started it ended") from None
             raise await self._server.lost() from None
         finally:
             reading.cancel()  # no effect if it is done
-        if self._server is not None:
-            self._server.answered()
+        self._server.answered()
         if "died" in answer:
             self.close()
             raise ProcessEnded(str(answer["died"]))
@@ -306,28 +288,28 @@ def _serve(
         ready = {descriptor for descriptor, _ in poll.poll()}
         if keeper in ready:
             return
-        for pid in [
-            pid for pid, (channel, handle) in running.items() if {channel.fileno(), handle} & ready
-        ]:
-            _end(pid, *running.pop(pid))
-            end_children({*running, *own})
-        seed, descriptors, *_ = (
-            socket.recv_fds(control, 2**10, 1) if control.fileno() in ready else (b"", [])
-        )
-        if control.fileno() in ready and not descriptors:
+        for pid, (channel, handle) in list(running.items()):
+            if channel.fileno() in ready or handle in ready:
+                del running[pid]
+                _end(pid, channel, handle)
+                end_children({*running, *own})
+        if control.fileno() not in ready:
+            continue
+        seed, descriptors, *_ = socket.recv_fds(control, 2**10, 1)
+        if not descriptors:
             return
-        if descriptors:
-            channel = socket.socket(fileno=descriptors[0])
-            server = os.pidfd_open(os.getpid())
-            if (pid := os.fork()) == 0:
-                for other, handle in running.values():  # else nobody would see that they are closed
-                    other.close()
-                    os.close(handle)
-                control.close()
-                os.close(keeper)
-                mind(server, channel, seed)
-            os.close(server)
-            running[pid] = channel, os.pidfd_open(pid)
+        channel = socket.socket(fileno=descriptors[0])
+        server = os.pidfd_open(os.getpid())
+        pid = os.fork()
+        if pid == 0:
+            for other, handle in running.values():  # else nobody would see that they are closed
+                other.close()
+                os.close(handle)
+            control.close()
+            os.close(keeper)
+            mind(server, channel, seed)
+        os.close(server)
+        running[pid] = (channel, os.pidfd_open(pid))
 
 
 def _end(minder: int, channel: socket.socket, handle: int) -> None:

@@ -54,18 +54,9 @@ class ChatHarness(vf.Harness[vf.HarnessConfig]):
         tool_interception_url: str | None = None,
     ) -> vf.ProgramResult:
         """Ask until a reply calls no tool."""
-        system, prompt = self.resolve_prompt(data)
-        messages: list[Any] = [{"role": "system", "content": system}] if system else []
-        said = (
-            [{"role": "user", "content": prompt}]
-            if isinstance(prompt, str)
-            else map(message_to_wire, prompt or ())
-        )
-        messages.extend(said)
-        servers = {
-            name: {"url": url, "timeout": self.config.tool_timeout}
-            for name, url in mcp_urls.items()
-        }
+        messages = self._begin(data)
+        timeout = self.config.tool_timeout
+        servers = {name: {"url": url, "timeout": timeout} for name, url in mcp_urls.items()}
         http = DefaultAsyncHttpxClient(verify=_CERTIFICATES)
         async with (
             AsyncExitStack() as stack,
@@ -85,6 +76,18 @@ class ChatHarness(vf.Harness[vf.HarnessConfig]):
                 for call in reply.tool_calls:
                     content = await _result(call.function, names, connections)
                     messages.append({"role": "tool", "tool_call_id": call.id, "content": content})
+
+    def _begin(self, data: Any) -> list[Any]:
+        """The messages of the task."""
+        system, prompt = self.resolve_prompt(data)
+        messages = list[Any]()
+        if system:
+            messages.append({"role": "system", "content": system})
+        if isinstance(prompt, str):
+            messages.append({"role": "user", "content": prompt})
+        else:
+            messages += map(message_to_wire, prompt or ())
+        return messages
 
 
 async def _result(function: Any, names: Mapping[str, Any], connections: Any) -> object:
@@ -122,17 +125,19 @@ async def play(
     async with environment.serving():
         episode = await environment.run_episode(task, vf.ModelContext(model=model, client=client))
     if not episode.ok:
-        errors = [*episode.errors, *(error for trace in episode.traces for error in trace.errors)]
-        raise RuntimeError(
-            f"{errors[-1].type}: {errors[-1].message}" if errors else "the episode is not ok"
-        )
+        errors = list(episode.errors)
+        for trace in episode.traces:
+            errors += trace.errors
+        if not errors:
+            raise RuntimeError("the episode is not ok")
+        raise RuntimeError(f"{errors[-1].type}: {errors[-1].message}")
     (trace,) = episode.traces
-    if unknown := [reward for reward, value in trace.rewards.items() if value is None]:
-        raise RuntimeError(f"the environment's reward '{unknown[0]}' returned None")
-    return {
-        "score": trace.reward,
-        **{reward: value.score for reward, value in trace.rewards.items()},
-    }
+    scores = {"score": trace.reward}
+    for name, reward in trace.rewards.items():
+        if reward is None:
+            raise RuntimeError(f"the environment's reward '{name}' returned None")
+        scores[name] = reward.score
+    return scores
 
 
 def _environment(name: str, settings: Mapping[str, Any], options: Mapping[str, Any]) -> Any:

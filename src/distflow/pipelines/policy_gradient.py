@@ -65,18 +65,31 @@ def prepare_training_data(pipeline: Pipeline, config: Config) -> None:
     if config.algorithm.filter_groups.should_accept is not None:
         before.append("group_filter")
     nodes.score_by_models(pipeline, config, before)  # group filters know only the functions' scores
+    _score_tokens(pipeline, config)
+    _correct_rollouts(pipeline, config)
+    _shape_rewards(pipeline, config)
+
+
+def _penalises_kl(config: Config) -> bool:
+    return any(each.use_kl_in_reward for _, each in algorithms(config))
+
+
+def _score_tokens(pipeline: Pipeline, config: Config) -> None:
+    """Old log-probs, and those of the reference: without a KL term it is not even built."""
     pipeline.add_node(
         "actor_old_log_prob",
         nodes.compute_old_log_prob,
         plane="training",
         only_forward_compute=True,
     )
-    # Without a KL term the reference model is not even built.
-    kl_in_reward = any(each.use_kl_in_reward for _, each in algorithms(config))
-    if kl_in_reward or config.actor_rollout_ref.actor.use_kl_loss:
+    if _penalises_kl(config) or config.actor_rollout_ref.actor.use_kl_loss:
         pipeline.add_node(
             "reference_log_prob", nodes.compute_ref_log_prob, only_forward_compute=True
         )
+
+
+def _correct_rollouts(pipeline: Pipeline, config: Config) -> None:
+    """Weights and rejections by the mismatch of rollout engine and trainer, and masked samples."""
     correction = config.algorithm.rollout_correction
     if correction.rollout_is and not interpolates_prox(config):  # it is known only within the loss
         pipeline.add_node("mismatch_weights", nodes.correct_mismatch, phase="mismatch_weights")
@@ -86,21 +99,24 @@ def prepare_training_data(pipeline: Pipeline, config: Config) -> None:
         pipeline.add_node(
             "mismatch_rejection", nodes.reject_mismatch, after, phase="mismatch_rejection"
         )
-    each = [algorithm for _, algorithm in algorithms(config)]
-    if any(map(masks_samples, each)):
+    if any(masks_samples(algorithm) for _, algorithm in algorithms(config)):
         after = ["mismatch_rejection"] if correction.rollout_rs else []
         pipeline.add_node("sample_mask", nodes.mask_samples, after, plane="training")
+
+
+def _shape_rewards(pipeline: Pipeline, config: Config) -> None:
+    """Normalise, clip, subtract the KL, whiten: of one column, in this order."""
+    each = [algorithm for _, algorithm in algorithms(config)]
     if any(map(changes_rewards, each)):
         pipeline.add_node("reward_norm", nodes.normalize_rewards)
-    clips = any(algorithm.reward_clip is not None for algorithm in each)
-    if clips:
+    after: list[str] = []
+    if any(algorithm.reward_clip is not None for algorithm in each):
         pipeline.add_node("reward_clip", nodes.clip_rewards, plane="training")
-    after = ["reward_clip"] if clips else []
-    if kl_in_reward:
+        after = ["reward_clip"]
+    if _penalises_kl(config):
         pipeline.add_node("kl_penalty", nodes.apply_kl_penalty, after, validates=False)
+        after = ["kl_penalty"]
     if any(algorithm.whiten_rewards for algorithm in each):
-        if kl_in_reward:
-            after = ["kl_penalty"]
         pipeline.add_node("reward_whitening", nodes.whiten_rewards, after, plane="training")
 
 

@@ -33,16 +33,13 @@ from distflow.config import Config
 from distflow.config.derived_settings import reward_functions
 from distflow.config.keys.algorithm import AlgorithmConfig, is_on
 from distflow.config.keys.reward import scoring_models
-from distflow.data.batch import Batch
-from distflow.graph import BoundNode, Node, NodeOutput, NodeRole, node, node_factory
-from distflow.graph.bind_to_config import bind_alone
+from distflow.graph import NodeOutput, NodeRole, node, node_factory
+from distflow.pipelines.nodes.agent_advantages import by_agent
 from distflow.pipelines.nodes.reward_samples import num_needed
 from distflow.pipelines.nodes.settings_by_domain import (
     algorithm_node,
     by_domain,
-    columns_of,
     masks_samples,
-    run_part,
 )
 from distflow.rewards.reward_results import RIGHT
 from distflow.runtime.node_context import NodeContext
@@ -86,17 +83,14 @@ def mask_samples(
     """
     valid = valid.bool()
     cut = truncated.bool() & mask_truncated
-    out_of_turns = (
-        torch.tensor([reason == "max_turns" for reason in finish_reason], dtype=torch.bool)
-        & mask_max_turns
-    )
+    reached_max_turns = [reason == "max_turns" for reason in finish_reason]
+    out_of_turns = torch.tensor(reached_max_turns, dtype=torch.bool) & mask_max_turns
     lengths = (response_mask > 0).sum(dim=-1)
     longest = torch.inf if mask_long_errors is None else mask_long_errors
     long_errors = (acc < RIGHT) & (lengths >= longest)
-    share = share_right(acc, group_index, valid)
-    uneven = (
-        is_within(share, difficulty_mask) if difficulty_mask is not None else torch.ones_like(valid)
-    )
+    uneven = torch.ones_like(valid)
+    if difficulty_mask is not None:
+        uneven = is_within(share_right(acc, group_index, valid), difficulty_mask)
     measured = {
         "truncated": cut,
         "max_turns": out_of_turns,
@@ -107,11 +101,8 @@ def mask_samples(
     in_baselines = valid
     if mask_type == "all":
         num_left = Groups(group_index, valid & keep).size
-        alone = (
-            keep
-            & (num_left < num_needed(adv_estimator))
-            & (num_left < Groups(group_index, valid).size)
-        )
+        lost_some = num_left < Groups(group_index, valid).size
+        alone = keep & lost_some & (num_left < num_needed(adv_estimator))
         keep = keep & ~alone
         measured["alone"] = alone
         in_baselines = valid & keep
@@ -247,16 +238,23 @@ def compute_advantage(config: Config) -> Callable[..., object]:
     check_options(what, kwargs, free)
     derived: dict[str, object] = {}
     if "reward_weights" in estimator.options:
-        models = {name: model.weight for name, model in scoring_models(config.reward_model).items()}
-        functions = reward_functions(config).items()
-        derived["reward_weights"] = {
-            name: {part.name: part.weight for part in own} | models for name, own in functions
-        }
+        derived["reward_weights"] = _reward_weights(config)
     if "whiten" in estimator.options and is_on(settings.adv_norm):
         derived["whiten"] = False
     options = {**derived, **converted(what, kwargs, estimator.fn)}
     fn = partial(estimator.fn, **options) if options else estimator.fn
     return by_agent(fn, config)
+
+
+def _reward_weights(config: Config) -> dict[str, dict[str, float]]:
+    """By domain, the weight of each reward function and scoring model."""
+    models = scoring_models(config.reward_model)
+    weights = dict[str, dict[str, float]]()
+    for domain, functions in reward_functions(config).items():
+        weights[domain] = {part.name: part.weight for part in functions}
+        for name, model in models.items():
+            weights[domain][name] = model.weight
+    return weights
 
 
 @algorithm_node(lambda algorithm: is_on(algorithm.adv_norm))
@@ -331,59 +329,3 @@ def select_tokens(config: Config) -> Callable[..., object]:
 
 def _share(hit: Tensor, counted: Tensor) -> float:
     return int((hit & counted).sum()) / max(int(counted.sum()), 1)
-
-
-def by_agent(estimator: Callable[..., object], config: Config) -> Callable[..., object]:
-    """The estimator if agents have their own rewards (`algorithm.agent_rewards`): it gets a row for
-    each agent of an episode, with that agent's tokens, grouped with the same agent's rows of the
-    group's other episodes."""
-    agents = config.actor_rollout_ref.rollout.agents
-    rewards = config.algorithm.agent_rewards
-    if rewards == "shared":
-        return estimator
-    part = bind_alone(Node("compute_advantage", estimator), config)
-    reads = dict.fromkeys(
-        (*part.contract.reads, "token_level_rewards", "response_mask", "group_index", "valid")
-    )
-    optional = dict.fromkeys(
-        name for name in (*part.contract.optional, "forks") if name not in reads
-    )
-    run = partial(of_agents, part=part, agents=[*agents], is_margin=rewards == "margin")
-    return node(reads=(*reads, *(f"?{name}" for name in optional)), writes=part.contract.writes)(
-        run
-    )
-
-
-def of_agents(
-    batch: Batch,
-    ctx: NodeContext,
-    reduce: Collective,
-    *,
-    part: BoundNode,
-    agents: Sequence[str],
-    is_margin: bool,
-) -> NodeOutput:
-    """is_margin: an agent's reward is its own minus the mean of the others that spoke in the
-    episode."""
-    mask = batch["response_mask"] > 0
-    rewards = batch["token_level_rewards"].double()
-    speakers = batch.pad(batch.speakers(agents), "response")
-    num = len(agents)
-    is_own = torch.stack([mask & (speakers == agent) for agent in range(num)])
-    own = torch.where(is_own, rewards, 0.0)
-    has_spoken = is_own.any(dim=-1)
-    if is_margin:
-        totals = own.sum(dim=-1)
-        others = (totals.sum(dim=0) - totals) / (has_spoken.sum(dim=0) - 1).clamp(min=1)
-        own = own - on_last_token(others.flatten(), is_own.flatten(0, 1)).view_as(own)
-    rows = batch.select(torch.arange(len(batch)).repeat(num))
-    rows["response_mask"] = is_own.flatten(0, 1)
-    rows["token_level_rewards"] = own.flatten(0, 1)
-    rows["valid"] = (has_spoken & batch["valid"].bool()).flatten()
-    rows["group_index"] = torch.cat([batch["group_index"] * num + agent for agent in range(num)])
-    output = run_part(part, rows, ctx, reduce)
-    columns = {}
-    for name, value in columns_of(output.batch, part.contract.writes).items():
-        rows[name] = value
-        columns[name] = torch.where(is_own, rows[name].view_as(is_own), 0.0).sum(dim=0)
-    return NodeOutput(columns, output.metrics, output.weight)

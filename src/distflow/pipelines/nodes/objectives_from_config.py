@@ -71,16 +71,14 @@ def _by_domain(config: Config, derives_old: bool) -> dict[str, PolicyObjective]:
         if len({is_decoupled(loss.name) for loss in pair}) == 2:
             raise ValueError(
                 f"{key}: a decoupled loss needs log-probs of a proximal policy, which are computed "
-                "for all rows, so "
-                f"either all domains have such a loss or none; the run's is {run.name}"
+                f"for all rows, so either all domains have such a loss or none; the run's is "
+                f"{run.name}"
             )
-        if run.name != each.policy_loss.name and (
-            selects := [loss.name for loss in pair if loss.selects]
-        ):
+        selecting = [loss.name for loss in pair if loss.selects]
+        if run.name != each.policy_loss.name and selecting:
             raise ValueError(
-                f"{key}: {selects[0]} selects its tokens over the whole step, not over the rows of "
-                "a domain; use "
-                "another loss, or one loss for all domains"
+                f"{key}: {selecting[0]} selects its tokens over the whole step, not over the rows "
+                "of a domain; use another loss, or one loss for all domains"
             )
     return found
 
@@ -103,20 +101,13 @@ def may_derive_old(config: Config) -> bool:
     """Whether every optimizer step updates the sampling policy: a step is one mini-batch, of
     samples of this version. The loss's own log-probs are then the old ones."""
     actor = config.actor_rollout_ref.actor
-    if (
-        not is_rl(config)
-        or is_decoupled(actor.policy_loss)
-        or config.algorithm.recompute_old_log_probs != "auto"
-    ):
+    if not is_rl(config) or is_decoupled(actor.policy_loss) or trained_policies(config):
         return False
-    if trained_policies(config):
+    if config.algorithm.recompute_old_log_probs != "auto":
         return False
     waits = config.async_.max_staleness == 0 and actor.model_update_frequency == 1
-    return (
-        waits
-        and actor.ppo_epochs == 1
-        and actor.ppo_mini_batch_size >= config.data.train_batch_size
-    )
+    is_one_batch = actor.ppo_mini_batch_size >= config.data.train_batch_size
+    return waits and actor.ppo_epochs == 1 and is_one_batch
 
 
 def is_anchored(config: Config) -> bool:
@@ -135,11 +126,11 @@ def correction(config: Config) -> Correction:
 def loss_terms(config: Config) -> tuple[str, ...]:
     """Metrics of the actor that show what each term of its loss contributed."""
     actor = config.actor_rollout_ref.actor
-    names = [
-        "pg",
-        *(["entropy"] if actor.entropy_coef else []),
-        *(["kl"] if actor.use_kl_loss else []),
-    ]
+    names = ["pg"]
+    if actor.entropy_coef:
+        names.append("entropy")
+    if actor.use_kl_loss:
+        names.append("kl")
     return tuple(f"actor/loss_term/{name}" for name in names)
 
 

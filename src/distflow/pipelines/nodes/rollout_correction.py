@@ -38,11 +38,9 @@ def _comparing(
 ) -> Callable[..., object]:
     """The node function that compares the engine's log-probs with the column `trainer`: those of
     the trainer before the update, which are the proximal policy's for decoupled PPO."""
-    trainer = (
-        "prox_log_probs"
-        if is_decoupled(config.actor_rollout_ref.actor.policy_loss)
-        else "old_log_probs"
-    )
+    trainer = "old_log_probs"
+    if is_decoupled(config.actor_rollout_ref.actor.policy_loss):
+        trainer = "prox_log_probs"
     declared = node(writes=writes, reads=(trainer, "rollout_log_probs", "loss_mask"))
     return declared(
         partial(compare, trainer=trainer, writes=writes, metrics=metrics, compute=compute)

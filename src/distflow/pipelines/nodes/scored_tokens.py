@@ -25,9 +25,9 @@ def compute_old_log_prob(config: Config) -> Callable[..., object]:
         return place_proximal
     if takes_rollouts(config):
         return take_rollouts
-    return (
-        score_proximal if is_decoupled(config.actor_rollout_ref.actor.policy_loss) else score_policy
-    )
+    if is_decoupled(config.actor_rollout_ref.actor.policy_loss):
+        return score_proximal
+    return score_policy
 
 
 @node(

@@ -31,26 +31,27 @@ _Waiting = dict[int, asyncio.Future[Segment]]
 @dataclass(eq=False)
 class EpisodeRequests:
     """Sends the requests of a group's episodes to the engine; equal prompts share one, and so their
-    prefill.
-
-    in_rounds: requests of a round are sent together, when every episode has asked or ended, so
-    decode batches do not depend on timing. A forked episode has asked when one of its conversations
-    has, none waits for a reply, and no reward function scores it. take_turn: returns after what
-    user code was about to do. may_continue: whether an episode may have several turns. policy_of,
-    params_of: policy and sampling of a conversation, by its name. failure: what
-    the engine raised.
-    """
+    prefill."""
 
     group: Group
     rollout: RolloutEngine
     in_rounds: bool
+    """Whether requests are sent together, when every episode has asked or ended, so that decode
+    batches do not depend on timing. A forked episode has asked when one of its conversations has,
+    none waits for a reply, and no reward function scores it."""
     take_turn: Callable[[], Awaitable[None]]
+    """Returns after what user code was about to do."""
     may_continue: bool
+    """Whether an episode may have several turns."""
     policy_of: Callable[[str], str]
+    """The policy of a conversation, by its name."""
     params_of: Callable[[str], SamplingParams]
+    """The sampling of a conversation, by its name."""
     num_prompt_tokens: int = 0
+    """Of all requests whose engine reports its cache."""
     num_cached_tokens: int = 0
     failure: Exception | None = None
+    """What the engine raised."""
     _scoring: Counter[int] = field(default_factory=Counter)
     _asked: dict[_Asked, _Waiting] = field(default_factory=dict)
     _sent: dict[asyncio.Task[None], _Waiting] = field(default_factory=dict)

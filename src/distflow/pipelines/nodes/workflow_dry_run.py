@@ -90,19 +90,16 @@ class WorkflowTrial:
             self._channel.close()
 
     def _wait(self) -> str:
+        within_s = _LOADS_WITHIN_S
         try:
-            outcome = self._channel.receive(_LOADS_WITHIN_S)
-        except TimeoutError:
-            return f"note it was not loaded in another process within {_LOADS_WITHIN_S:g} s"
-        except PeerGone:
-            return "note its episode ended the process"
-        if outcome is not None:
+            outcome = self._channel.receive(within_s)
+            if outcome is None:  # the code is loaded
+                within_s = _WITHIN_S
+                outcome = self._channel.receive(within_s)
             return str(outcome)
-        try:
-            return str(self._channel.receive(_WITHIN_S))
         except TimeoutError:
             return (
-                f"note its episode did not end within {_WITHIN_S:g} s: it is slow, or asks forever"
+                f"note its episode did not end within {within_s:g} s: it is slow, or asks forever"
             )
         except PeerGone:
             return "note its episode ended the process"
@@ -141,10 +138,11 @@ def main() -> None:
 
 
 def _workflow_of(spec: Spec) -> Workflow | None:
-    found = (
-        getattr(node.fn, "keywords", {}).get("workflow") for node in spec.pipeline().rollout_nodes
-    )
-    return next((each for each in found if isinstance(each, Workflow)), None)
+    for node in spec.pipeline().rollout_nodes:
+        found = getattr(node.fn, "keywords", {}).get("workflow")
+        if isinstance(found, Workflow):
+            return found
+    return None
 
 
 def _outcome(spec: Spec, workflow: Workflow, row: PromptRow, tokenizer: Any) -> str:
