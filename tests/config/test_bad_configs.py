@@ -817,7 +817,6 @@ BAD: dict[str, tuple[str, list[str], str, tuple[str, ...]]] = {
                 (),
             ),
             ("has 'template' of 'a', which is a reward model", "a: {path: x, template: t}", ()),
-            ("has 'sharded' of 'a', which is a reward model", "a: {path: x, sharded: true}", ()),
             (
                 "'math' is a reward function too",
                 "math: {path: builtin:tiny}",

@@ -44,9 +44,8 @@ async def in_a_task(responses):
 
 
 @node(writes="scores", role=NodeRole.REWARD)
-async def behind_the_judge(samples, reward_fn, ctx):
+async def behind_the_judge(samples, reward_fn):
     await reward_fn(samples)
-    await ctx.reward_fn(samples)
     await asyncio.Event().wait()
 
 

@@ -29,8 +29,8 @@ def compute_custom_reward(batch, config, **kwargs):
 
 
 @node(writes="scores", role=NodeRole.REWARD)
-async def ask(samples, ctx):
-    outcomes = await ctx.reward_fn(samples)
+async def ask(samples, reward_fn):
+    outcomes = await reward_fn(samples)
     return NodeOutput({"scores": [o.reward_result.value / 2 for o in outcomes]}, {"own/asked": float(len(outcomes))})
 
 

@@ -12,7 +12,6 @@ import pytest
 from distflow.config import Config
 from distflow.data.batch import Batch
 from distflow.data.encoded_prompts import PromptRow
-from distflow.data.sample import Sample
 from distflow.errors import UserError
 from distflow.runtime.checks_protocol import Updates
 from distflow.runtime.node_context import Contexts, NodeContext
@@ -22,11 +21,6 @@ from distflow.scheduling.group_states import PromptGroup
 from tests.runtime.groups import PARAMS, context, group, waiting_group
 
 GROUP_IDS = (3, 4, 6, 7, 9)
-
-
-class Router:
-    async def __call__(self, samples: Sequence[Sample]) -> list[str]:
-        return [sample.uid for sample in samples]
 
 
 def parts(owned: Sequence[int], step: int = 0, epoch: int = 0) -> list[list[int]]:
@@ -50,7 +44,7 @@ def test_a_node_has_one_state_of_its_own_and_its_updates_are_told_by_role() -> N
     state: dict[str, dict[str, Any]] = {}
     actor = object()
     critic = object()
-    parts = Resources(None, (), {}, 0, actor=actor, critic=critic, reward_fn=Router())  # type: ignore[arg-type]
+    parts = Resources(None, (), {}, 0, actor=actor, critic=critic)  # type: ignore[arg-type]
     noted: Any = SimpleNamespace(
         before_update=lambda *update: update[-1],
         after_update=lambda *update: told.append(update),
@@ -73,12 +67,7 @@ def test_a_node_has_one_state_of_its_own_and_its_updates_are_told_by_role() -> N
     answered = Group(PromptGroup(5, 0, 5, 2, 3), PromptRow(5, (1,), "p"), PARAMS, seed=1)
     ctx = contexts.for_rollout(answered, "c")
     ctx.state["n"] = 3
-    assert (ctx.step, ctx.group, ctx.validating, ctx.router) == (
-        3,
-        answered,
-        False,
-        parts.reward_fn,
-    )
+    assert (ctx.step, ctx.group, ctx.validating) == (3, answered, False)
     assert contexts.for_rollout(answered, "a", validating=True).validating
     assert state == {"a": {"n": 1}, "b": {"n": 2}, "c": {"n": 3}}
     assert contexts.for_training(5, (), "a").state == {"n": 1}

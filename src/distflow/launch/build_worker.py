@@ -85,7 +85,6 @@ def build_worker(inputs: WorkerInputs) -> Worker:
         ports.everyone,
         recorder.checkpoint_saved,
         waits=recorder.waits,
-        warn=warn,
         after_commit=partial(_after_commit, spec, warn),
     )
     return Worker(

@@ -22,14 +22,12 @@ class TooManyErrors(UserError):
 @dataclass
 class ErrorShare:
     """Checks the share of reward errors in each step. Warns once, and again whenever the share has
-    doubled; and once of each key whose values cannot be stored.
-
-    show: called with a reward error, in every step that has one.
-    """
+    doubled; and once of each key whose values cannot be stored."""
 
     max_share: float
     warn: Callable[[str], None]
     show: Callable[[str], None] = lambda reason: None
+    """Called with a reward error, in every step that has one."""
     _warned_share: float = field(default=0.0, init=False)
     _as_text: set[str] = field(default_factory=set, init=False)
 
@@ -46,22 +44,20 @@ class ErrorShare:
                 "a text: return numbers below 2^63, bools, texts, None, or lists or mappings of "
                 "them"
             )
+        what = f"{described(calls)} at step {step}"
         if calls.share > self.max_share:
             raise TooManyErrors(
-                f"{described(calls)} at step {step}, more than "
-                f"reward.max_error_rate={self.max_share:g} allows: "
-                f"the remaining samples are not representative. {_first(calls)}\n"
-                f"{repair_advice(calls.first)}; reward.max_error_rate=1 never stops"
+                f"{what}, more than reward.max_error_rate={self.max_share:g} allows: the remaining "
+                f"samples are not representative. {_first(calls)}; reward.max_error_rate=1 never "
+                "stops"
             )
         if calls.share <= WARN_ABOVE:
             self._warned_share = 0.0
         elif calls.share >= 2 * self._warned_share:
             self._warned_share = calls.share
             self.warn(
-                f"{described(calls)} at step {step}; such responses are excluded from training. "
-                f"{_first(calls)}\n"
-                f"{repair_advice(calls.first)}. Above reward.max_error_rate={self.max_share:g} the "
-                "run stops"
+                f"{what}; such responses are excluded from training. {_first(calls)}. Above "
+                f"reward.max_error_rate={self.max_share:g} the run stops"
             )
         if not calls.asked:
             return {}
@@ -71,10 +67,7 @@ class ErrorShare:
 def warn_of_errors(calls: RewardCounts, warn: Callable[[str], None]) -> None:
     """Warn after a validation, in which responses with reward errors count as wrong."""
     if calls.share > WARN_ABOVE:
-        warn(
-            f"{described(calls)} in a validation, and count as wrong. {_first(calls)}\n"
-            f"{repair_advice(calls.first)}"
-        )
+        warn(f"{described(calls)} in a validation, and count as wrong. {_first(calls)}")
 
 
 def described(calls: RewardCounts) -> str:
@@ -82,7 +75,9 @@ def described(calls: RewardCounts) -> str:
 
 
 def _first(calls: RewardCounts) -> str:
-    return f"The first error was: {escape_control(calls.first, _SHOWN_CHARACTERS, one_line=True)}"
+    """The first error, and what to do about it."""
+    first = escape_control(calls.first, _SHOWN_CHARACTERS, one_line=True)
+    return f"The first error was: {first}\n{repair_advice(calls.first)}"
 
 
 @dataclass

@@ -10,13 +10,10 @@ from transformers import PreTrainedTokenizerBase
 
 from distflow.config import Config
 from distflow.data.batch import Batch
-from distflow.data.sample import Sample
 from distflow.errors import UserError
-from distflow.rewards.router import RewardOutcome, RewardRouter
 from distflow.runtime.checks_protocol import Updates
 from distflow.runtime.resources import Resources
 from distflow.runtime.rollout_loop.group import Group, rows_by_group
-from distflow.runtime.rollout_loop.user_calls import deadline_paused
 from distflow.scheduling.data_plan import minibatches
 from distflow.training.engine import LossFn, TrainEngine
 
@@ -58,9 +55,6 @@ class NodeContext:
     """Only in the rollout loop."""
     validating: bool = False
     """The group is of a validation set."""
-    router: RewardRouter | None = None
-    """The reward functions of `reward_fn`; None in the training loop, and if the pipeline starts
-    none."""
     call_user: Callable[..., Awaitable[Any]] = _no_user_calls
     """Awaits a user's async function with a deadline in seconds and separate random generators
     (`run_async`); further arguments identify the call."""
@@ -86,21 +80,6 @@ class NodeContext:
             for place in places:
                 own += rows.get(self.group_ids[place], ())
             yield batch.select(sorted(own))
-
-    async def reward_fn(self, samples: Sequence[Sample] | Batch) -> list[RewardOutcome]:
-        """Scores of the reward functions on samples; a batch of the group stands for all of its
-        samples.
-
-        Raises UserError if the pipeline starts no reward functions.
-        """
-        if self.router is None or self.group is None:
-            raise UserError(
-                "ctx.reward_fn has no reward functions: they run with the rollout loop of "
-                "pipelines in which a node has a parameter `reward_fn`. Add it to your function, "
-                "and call `await reward_fn(samples)`"
-            )
-        with deadline_paused():  # reward functions have their own deadlines
-            return await self.router(self.group.samples if isinstance(samples, Batch) else samples)
 
 
 @dataclass(frozen=True)
@@ -141,7 +120,6 @@ class Contexts:
             state,
             group=group,
             validating=validating,
-            router=self.resources.reward_fn,
         )
 
 

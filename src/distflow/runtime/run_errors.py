@@ -98,7 +98,8 @@ class UserNoProgress(NoProgress, UserError):
 
 @dataclass(frozen=True)
 class Failure:
-    """Why a group failed. users: whether the user has to fix it."""
+    """Why a group failed."""
 
     message: str
     users: bool
+    """Whether the user has to fix it."""

@@ -42,15 +42,15 @@ _SHORT_S = 1e-3
 
 @dataclass(frozen=True)
 class ReportingProcess:
-    """The reporting role of one of the run's processes.
-
-    part: its number; 0 leads, and reports for all. speaks: False if another process notes the same
-    events. share: which share of a step's samples is here, and of how many; None if another process
-    has the same samples and writes them."""
+    """The reporting role of one of the run's processes."""
 
     part: int = 0
+    """Its number; 0 leads, and reports for all."""
     speaks: bool = True
+    """False if another process notes the same events."""
     share: tuple[int, int] | None = (0, 1)
+    """Which share of a step's samples is here, and of how many; None if another process has the
+    same samples and writes them."""
 
     @property
     def leads(self) -> bool:

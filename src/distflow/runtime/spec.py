@@ -48,35 +48,38 @@ module's function over plain values and further partials."""
 
 @dataclass(frozen=True)
 class ValidationSet:
-    """Validation prompts, and the parameters of greedy responses (None for none) and of
-    `num_samples` sampled ones."""
+    """Validation prompts, and how their responses are drawn."""
 
     name: str
     rows: Sequence[PromptRow]
     greedy: SamplingParams | None
+    """None for no greedy response."""
     sampled: SamplingParams | None = None
     num_samples: int = 0
+    """Of sampled responses to each prompt."""
 
 
 @dataclass(frozen=True)
 class WorkerNeeds:
-    """Resources of each worker's process, and its environment variables. memory_mb: None for what a
-    worker without a model needs. roles: overrides for workers that only generate (`rollout`), for
-    all others (`training`), and for workers with an engine, by its name."""
+    """Resources of each worker's process."""
 
     cpus: int = 1
     memory_mb: int | None = None
+    """None for what a worker without a model needs."""
     env: Mapping[str, str] = field(default_factory=dict)
+    """Environment variables."""
     roles: Mapping[str, "WorkerNeeds"] = field(default_factory=dict)
+    """Overrides for workers that only generate (`rollout`), for all others (`training`), and for
+    workers that train or score with an engine, by its name."""
 
     def of(self, rank: RankPlan) -> "WorkerNeeds":
-        names = [*rank.engines, "training"] if rank.training_nodes else ["rollout"]
-        own = [
-            self.roles[name]
-            for name in names
-            if name in self.roles and (name != "rollout" or len(names) == 1)
-        ]
-        return own[0] if own else self
+        names = ["rollout"]
+        if rank.training_nodes:
+            names = [*(name for name in rank.engines if name != "rollout"), "training"]
+        for name in names:
+            if name in self.roles:
+                return self.roles[name]
+        return self
 
 
 @dataclass(frozen=True)
@@ -89,24 +92,26 @@ class Offloads:
 
 @dataclass(frozen=True)
 class Outcome:
-    """steps: consumed in total. signal: the number of the signal that asked the run to end, or
-    None. stopped: whether it stopped early. report: the run's report. judgements: its first ones.
-    saved: the newest checkpoint.
-
-    accuracy_before, accuracy_after: on validation problems, before the first step and at the end,
-    if measured.
-    """
+    """How a run ended."""
 
     steps: int
+    """Consumed in total."""
     signal: int | None
+    """The number of the signal that asked the run to end."""
     stopped: bool
+    """Whether it ended early."""
     report: Path
     accuracy_before: float | None
+    """On validation problems before the first step, if measured."""
     accuracy_after: float | None
+    """The same at the end."""
     judgements: tuple[str, ...] = ()
+    """The first ones of the report."""
     saved: Path | None = None
+    """The newest checkpoint."""
 
     def lines(self) -> list[str]:
+        """What a person is told at the end."""
         lines = [*self.judgements, f"saved: {self.saved or 'no checkpoint (trainer.save_freq)'}"]
         before = self.accuracy_before
         after = self.accuracy_after
@@ -219,14 +224,16 @@ class Spec:
 
 @dataclass(frozen=True)
 class LaunchOptions:
-    """How a run is launched. allow_change: config keys that may differ from the checkpoint's. say:
-    called with one-line progress messages. embedded: in a process that continues afterwards, e.g. a
-    notebook's, where a second signal raises KeyboardInterrupt instead of ending it."""
+    """How a run is launched."""
 
     allow_change: tuple[str, ...] = ()
+    """Config keys that may differ from the checkpoint's."""
     say: Callable[[str], None] = lambda line: None
+    """Called with one-line progress messages."""
     callbacks: Callbacks = Callbacks()
     embedded: bool = False
+    """In a process that continues afterwards, e.g. a notebook's, where a second signal raises
+    KeyboardInterrupt instead of ending it."""
 
 
 LAUNCH_DEFAULTS = LaunchOptions()

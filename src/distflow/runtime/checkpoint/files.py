@@ -72,23 +72,24 @@ class FileEntry:
 
 @dataclass(frozen=True)
 class Manifest:
-    """The content of a checkpoint folder. serial: orders checkpoints by creation, which steps do
-    not after a rollback. metric: the value that `keep_best` compares, higher is better. files: by
-    name; see `part_of`."""
+    """The content of a checkpoint folder."""
 
     step: int
     serial: int
+    """Orders checkpoints by creation, which steps do not after a rollback."""
     metric: float | None
+    """What `keep_best` compares, higher is better."""
     files: Mapping[str, FileEntry]
+    """By name; see `part_of`."""
 
 
 @dataclass(frozen=True)
 class Shards:
-    """One rank's shards of a part's tensors. offsets: of each shard's first element in the whole
-    tensor."""
+    """One rank's shards of a part's tensors."""
 
     tensors: Mapping[str, Tensor]
     offsets: Mapping[str, Sequence[int]]
+    """Of each shard's first element in the whole tensor."""
 
     @property
     def file_metadata(self) -> dict[str, str]:

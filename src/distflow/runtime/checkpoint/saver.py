@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Collection, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_for
-from contextlib import AbstractContextManager, suppress
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from threading import Event
@@ -62,21 +62,16 @@ class Saver(AbstractContextManager["Saver"]):
         store: CheckpointStore,
         ranks: Collective,
         on_saved: Callable[[int, Path], None] = lambda step, path: None,
-        deadline_s: float = DEADLINE_S,
         waits: Waits | None = None,
-        warn: Callable[[str], None] = lambda message: None,
         after_commit: Callable[[], None] = lambda: None,
     ) -> None:
         """on_saved: called for each complete checkpoint, on the training thread of the committing
-        rank. deadline_s: see `DEADLINE_S`. waits: logs this rank's waits. warn: called with the
-        reason if the save in progress failed while another error ends the run. after_commit: called
-        on the writing thread of the committing rank."""
+        rank. waits: logs this rank's waits. after_commit: called on the writing thread of the
+        committing rank."""
         self._waits = waits or Waits()
         self._store = store
         self._ranks = ranks
         self._on_saved = on_saved
-        self._deadline_s = deadline_s
-        self._warn = warn
         self._after_commit = after_commit
         self._thread = ThreadPoolExecutor(1, "checkpoint")
         self._let_go = Event()
@@ -89,7 +84,6 @@ class Saver(AbstractContextManager["Saver"]):
         finally:
             self._let_go.set()
             self._thread.shutdown()  # nothing may write to the folder after the run has left it
-            self._report_alone()
 
     def save(
         self,
@@ -141,19 +135,6 @@ class Saver(AbstractContextManager["Saver"]):
         if path is not None:
             self._on_saved(save.step, path)
 
-    def _report_alone(self) -> None:
-        """Report the outcome of the save in progress on this rank, without waiting for others."""
-        save = self._under_way
-        self._under_way = None
-        if save is None:
-            return
-        error = save.path.exception()
-        with suppress(OSError):  # the error that ends the run is the one to report
-            if error is None and (path := save.path.result()) is not None:
-                self._on_saved(save.step, path)
-            elif error is not None:
-                self._warn(str(error))
-
     def _begin(self, step: int) -> Writing:
         self._together(
             step, _settled(lambda: self._store.begin(step) if self._ranks.rank == 0 else None)
@@ -171,7 +152,7 @@ class Saver(AbstractContextManager["Saver"]):
             names.append(name)
         if self._ranks.rank != 0:
             return None
-        deadline = time.monotonic() + self._deadline_s
+        deadline = time.monotonic() + DEADLINE_S
         path = writing.commit(
             [*names, *awaited],
             metric,

@@ -88,22 +88,23 @@ class EarlyStop:
     async def run(self) -> None:
         """Returns when all groups have passed, or the step is full. Raises what a group's task
         raises."""
-        surplus: list[GroupTask] = []
-        for _ in () if self._places.is_full else self._groups:
+        surplus = list[GroupTask]()
+        for _ in self._groups:
+            if self._places.is_full:
+                return
             task = await self._order.get()
             turn = self._turns[task]
             await asyncio.wait((task, turn.accepted), return_when=asyncio.FIRST_COMPLETED)
             accepted = turn.accepted.done() and turn.accepted.result()
-            if accepted and not self._places.has_place(self._groups[task]):
+            if accepted and not self._has_place(task):
                 surplus.append(task)
                 continue
             await self._pass(task, accepted)
-            for waiting in [each for each in surplus if self._places.has_place(self._groups[each])]:
-                surplus.remove(waiting)  # its place was reserved for a group that was then dropped
+            # a place may have been reserved for a group that was then dropped
+            waiting = next(filter(self._has_place, surplus), None)
+            if waiting is not None:
+                surplus.remove(waiting)
                 await self._pass(waiting, accepted=True)
-                break
-            if self._places.is_full:
-                return
 
     async def abort(self, calls: PlainCalls) -> list[PromptGroup]:
         """End the groups that have not passed, and everything that they wait for; returns them. No
@@ -117,6 +118,9 @@ class EarlyStop:
             if error is not None and not isinstance(error, asyncio.CancelledError):
                 raise error
         return [self._groups[task] for task in left]
+
+    def _has_place(self, task: GroupTask) -> bool:
+        return self._places.has_place(self._groups[task])
 
     async def _pass(self, task: GroupTask, accepted: bool) -> None:
         self._places.end(self._groups[task], accepted)
