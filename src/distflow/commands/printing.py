@@ -14,14 +14,14 @@ def as_json(value: object) -> str:
 def aligned(rows: Sequence[Sequence[str]], right: set[int]) -> list[str]:
     """right: the columns of numbers."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    padded = (
-        [
-            cell.rjust(widths[i]) if i in right else cell.ljust(widths[i])
-            for i, cell in enumerate(row)
-        ]
-        for row in rows
-    )
-    return ["  ".join(cells).rstrip() for cells in padded]
+    lines = []
+    for row in rows:
+        cells = []
+        for column, cell in enumerate(row):
+            width = widths[column]
+            cells.append(cell.rjust(width) if column in right else cell.ljust(width))
+        lines.append("  ".join(cells).rstrip())
+    return lines
 
 
 def print_rows(found: Iterable[tuple[str, str]]) -> None:

@@ -1,6 +1,6 @@
 """One sample of a run, with its group, scores and texts: `distflow why RUN --sample UID`."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -17,31 +17,36 @@ from distflow.observe.sanitized_output import escape_control
 
 
 class FoundSample(NamedTuple):
-    """group: in the ledger, if it is there. rows: all samples of the group in this step."""
-
     step: int
     split: str
     row: dict[str, JSON]
+
     group: Group | None
+    """In the ledger, if it is there."""
+
     rows: list[dict[str, JSON]]
+    """All samples of the group in this step."""
 
 
 def find_sample(run_dir: Path, uid: str, step: int | None) -> FoundSample:
     """step: the only one to look at; None if it is not known. Raises UserError if there is no such
     sample."""
     name = uid.partition("-")[0]
-    known = read_timeline(run_dir)
-    group = ledger_groups(run_dir / LEDGER).get(
-        int(name) if name.isdecimal() and len(name) < 19 else -1
-    )
+    number = int(name) if name.isdecimal() and len(name) < 19 else -1
+    group = ledger_groups(run_dir / LEDGER).get(number)
+    timeline = read_timeline(run_dir)
     for split in (*sample_splits(run_dir), DROPPED):
-        steps = sorted(sample_steps(run_dir, split), reverse=True)
-        wanted = step if step is not None else group.step if group and split == "train" else None
-        for found in steps if wanted is None else [wanted] * (wanted in steps):
-            all_rows = read_samples(run_dir, found, split, known, None)
-            rows = [row for row in all_rows if str(row.get("uid")).partition("-")[0] == name]
-            if (row := next((row for row in rows if row.get("uid") == uid), None)) is not None:
-                return FoundSample(found, split, row, group, rows)
+        wanted = step
+        if step is None and group is not None and split == "train":
+            wanted = group.step
+        for found in sorted(sample_steps(run_dir, split), reverse=True):
+            if wanted not in (None, found):
+                continue
+            samples = read_samples(run_dir, found, split, timeline, None)
+            rows = [row for row in samples if str(row.get("uid")).partition("-")[0] == name]
+            for row in rows:
+                if row.get("uid") == uid:
+                    return FoundSample(found, split, row, group, rows)
     where = "" if step is None else f" in step {step}"
     raise UserError(
         f"{run_dir} has no sample {uid}{where}: `distflow why RUN STEP` lists groups, and samples/ "
@@ -50,42 +55,46 @@ def find_sample(run_dir: Path, uid: str, step: int | None) -> FoundSample:
 
 
 def print_sample(run_dir: Path, uid: str, known_step: int | None, is_json: bool) -> None:
-    step, split, row, group, rows = find_sample(run_dir, uid, known_step)
+    found = find_sample(run_dir, uid, known_step)
+    group = found.group
     if is_json:
         known = None if group is None else dict(zip(GROUP_COLUMNS, group.values(), strict=True))
-        print(
-            as_json(
-                {"run": str(run_dir), "step": step, "split": split, "sample": row, "group": known}
-            )
-        )
+        about = {"run": str(run_dir), "step": found.step, "split": found.split}
+        print(as_json({**about, "sample": found.row, "group": known}))
         return
-    lines = [f"sample {uid} of {run_dir}: step {step}, {split}"]
+    lines = [f"sample {uid} of {run_dir}: step {found.step}, {found.split}"]
     if group is not None:
         reason = f" ({group.reason})" if group.reason else ""
         attempts = count_of(group.attempts, "attempt")
         row_of = f"row {group.row} of epoch {group.epoch}"
         lines.append(f"group     {row_of}, {attempts}, {group.state}{reason}")
-    lengths = f"prompt {row.get('prompt_length')}, response {row.get('response_length')}"
-    versions = f"versions {row.get('versions')}"
-    lines.append(f"tokens    {lengths}, {row.get('finish_reason')}, {versions}")
-    parts = row.get("reward_parts") or ""
-    lines.append(f"score     {row.get('score')} {parts}, advantage {row.get('advantage')}")
-    scores = ", ".join(str(each.get("score")) for each in rows)
-    lines.append(f"group has {count_of(len(rows), 'sample')}: scores {scores}")
-    for part, said in remarks(row).items():
-        lines.append(f"reports   {part}: {said}")
-    if errors := row.get("errors"):
-        lines.append(f"errors    {errors}")
-    texts = {name: row.get(name, "") for name in ("prompt", "response", "ground_truth")}
-    turns = row.get("conversation")
-    for turn in turns if isinstance(turns, list) else ():
-        if isinstance(turn, Mapping):
-            drawn = "drawn" if turn.get("owner") == "policy" else "given"
-            fork = turn.get("fork") or ""
-            lines += ["", f"{turn.get('agent') or ''} {turn.get('owner')} {fork} ({drawn})".strip()]
-            lines += [f"  {line}" for line in str(turn.get("text")).splitlines()]
-            texts["response"] = ""
-    for name, text in texts.items():
-        if text:
-            lines += ["", name, *(f"  {line}" for line in str(text).splitlines())]
+    scores = ", ".join(str(each.get("score")) for each in found.rows)
+    lines += _facts(found.row)
+    lines.append(f"group has {count_of(len(found.rows), 'sample')}: scores {scores}")
+    for title, text in _texts(found.row):
+        lines += ["", title, *(f"  {line}" for line in text.splitlines())]
     print("\n".join(escape_control(line, one_line=True) for line in lines))
+
+
+def _facts(row: Mapping[str, JSON]) -> Iterator[str]:
+    lengths = f"prompt {row.get('prompt_length')}, response {row.get('response_length')}"
+    yield f"tokens    {lengths}, {row.get('finish_reason')}, versions {row.get('versions')}"
+    parts = row.get("reward_parts") or ""
+    yield f"score     {row.get('score')} {parts}, advantage {row.get('advantage')}"
+    for part, said in remarks(row).items():
+        yield f"reports   {part}: {said}"
+    if row.get("errors"):
+        yield f"errors    {row['errors']}"
+
+
+def _texts(row: Mapping[str, JSON]) -> Iterator[tuple[str, str]]:
+    """Each with a title: the turns of an episode, else its response, and what it answers."""
+    listed = row.get("conversation")
+    turns = [turn for turn in listed if isinstance(turn, dict)] if isinstance(listed, list) else []
+    for turn in turns:
+        drawn = "drawn" if turn.get("owner") == "policy" else "given"
+        words = f"{turn.get('agent') or ''} {turn.get('owner')} {turn.get('fork') or ''} ({drawn})"
+        yield words.strip(), str(turn.get("text"))
+    for name in ("prompt", "response", "ground_truth"):
+        if row.get(name) and not (turns and name == "response"):
+            yield name, str(row[name])
