@@ -1,7 +1,6 @@
 """Forwards reports of workers to the driver's terminal and to the user's callbacks: the workers'
 side, the queue in the coordinator, and the driver's side."""
 
-import pickle
 import threading
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -24,8 +23,6 @@ Message = tuple[str, tuple[Any, ...]]
 _CALLBACKS = tuple(field.name for field in fields(Callbacks))
 _LOOKS_EVERY_S = 0.5
 _MAX_MESSAGES = 10_000
-_MAX_BYTES = 32_768
-"""Most bytes of messages in one reply."""
 
 
 class MessageSender:
@@ -85,16 +82,12 @@ class MessageQueue:
             self._changed.notify_all()
 
     def fetch(self, timeout_s: float) -> list[Message]:
-        """The messages since the last call (if many, the first of them); waits up to `timeout_s`
-        for one."""
+        """The messages since the last call; waits up to `timeout_s` for one."""
         with self._changed:
             if not self._messages:
                 self._changed.wait(timeout_s)
-            found: list[Message] = []
-            num_bytes = 0
-            while self._messages and num_bytes < _MAX_BYTES:
-                found.append(self._messages.popleft())
-                num_bytes += len(pickle.dumps(found[-1]))
+            found = list(self._messages)
+            self._messages.clear()
             return found
 
 
@@ -134,9 +127,8 @@ class DriverOutput:
                 return  # its heartbeat reports whether it responds at all
             asked = self._asked
             self._asked = None
-            messages = reply_of(asked, COORDINATOR)
-            self.pass_on(messages)
-            if not last or (is_new and not messages):
+            self.pass_on(reply_of(asked, COORDINATOR))
+            if is_new or not last:
                 return
 
     def note_stop(self, name: str) -> None:
