@@ -155,7 +155,15 @@ class Left:
     def metrics(self) -> dict[tuple[int, str], dict[str, float]]:
         """By step and kind, those that do not depend on time, memory or how far the rollout loop
         has got."""
-        varying = ("timing_s/", "perf/", "throughput/", "memory/", "gpu/", "async/")
+        varying = (
+            "timing_s/",
+            "perf/",
+            "throughput/",
+            "memory/",
+            "gpu/",
+            "async/",
+            "rollout_server/",
+        )
         records = read_metrics(self.folder)
         assert len({(r.step, r.kind) for r in records}) == len(records), "a step was recorded twice"
         return {

@@ -195,6 +195,7 @@ class Fleet(AbstractAsyncContextManager["Fleet"]):
     def _lose(self, server: _Server, why: str) -> None:
         """Move the server's requests elsewhere, and restart it."""
         if server.task is None:
+            _log.warning("server %d of the fleet is restarted: %s", server.number, why)
             server.why = why
             server.engine.abandon()
             server.task = asyncio.create_task(self._bring_back(server))
