@@ -342,14 +342,6 @@ class TestRowsOfAFunction:
         ]
         assert (tmp_path / "data" / "train_files-0.rows").is_file()
 
-    def test_one_named_in_the_config(self, tmp_path):
-        assert (
-            load(
-                function_of(tmp_path, "yield {'prompt': 'a', 'answer': '1'}"), run_folder=tmp_path
-            )[0].prompt
-            == "a"
-        )
-
     def test_endless_ones_are_refused_unless_a_number_is_asked_for(self, tmp_path, monkeypatch):
         monkeypatch.setattr(sources, "MAX_ROWS", 1000)
         endless = function_of(
@@ -361,13 +353,6 @@ class TestRowsOfAFunction:
         text = message(endless, run_folder=tmp_path)
         assert "more than 1,000 rows" in text and "data.train_max_samples" in text
         assert len(load(endless, run_folder=tmp_path, max_samples=7)) == 7
-
-    def test_a_damaged_copy_is_noticed(self, tmp_path):
-        rows = function_of(tmp_path, "return [{'prompt': 'abcdefgh', 'answer': 1}]")
-        load(rows, run_folder=tmp_path)
-        kept = tmp_path / "data" / "train_files-0.rows"
-        kept.write_bytes(kept.read_bytes().replace(b"abcdefgh", b"abcdefgX"))
-        assert "is damaged: delete it" in message(rows, run_folder=tmp_path)
 
     @pytest.mark.parametrize(
         ("body", "said"),

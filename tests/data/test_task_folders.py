@@ -56,12 +56,12 @@ def test_what_a_task_says_of_itself(tmp_path: Path) -> None:
     [
         (
             '[environment]\ndocker_image = "ubuntu"',
-            "environment.docker_image is a container image, and containers are",
+            "environment.docker_image is not supported",
         ),
-        ("[environment]\ngpus = 1", "wants a GPU"),
-        ("[environment]\nallow_internet = true", "wants a network"),
-        ('[environment]\nnetwork_mode = "public"', "wants a network"),
-        ('[environment]\nos = "windows"', "another system than Linux"),
+        ("[environment]\ngpus = 1", "environment.gpus is not supported"),
+        ("[environment]\nallow_internet = true", "environment.allow_internet is not supported"),
+        ('[environment]\nnetwork_mode = "public"', "environment.network_mode must be 'no-network'"),
+        ('[environment]\nos = "windows"', "environment.os must be 'linux'"),
         (
             '[environment]\nworkdir = "/usr/x"',
             "workdir='/usr/x': write an absolute path outside /usr",
@@ -72,7 +72,7 @@ def test_what_a_task_says_of_itself(tmp_path: Path) -> None:
             "environment.env.KEY wants a variable of this machine",
         ),
         ("[environment]\nmemory_mb = 0", "memory_mb=0"),
-        ('[[steps]]\nname = "one"', "has several steps"),
+        ('[[steps]]\nname = "one"', "steps is not supported"),
         ("[verifier]\ntimeout_sec = nan", "timeout_sec=nan"),
         ('environment = "x"', "environment is no table"),
         ("[environment", "Expected ']'"),
@@ -100,7 +100,13 @@ def test_files_that_are_missing_or_want_a_container_are_named(tmp_path: Path) ->
     reasons = [line for line in str(raised.value).splitlines() if line.startswith(f"  {tmp_path}")]
     for reason, said in zip(
         reasons,
-        ("Dockerfile is a container", "test.sh is missing", "is empty", "No such file", "utf-8"),
+        (
+            "environment/Dockerfile is not supported",
+            "test.sh is missing",
+            "is empty",
+            "No such file",
+            "utf-8",
+        ),
         strict=True,
     ):
         assert said in reason

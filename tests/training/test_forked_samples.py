@@ -15,6 +15,7 @@ from distflow.algorithms.advantages.critic_free import (
 from distflow.algorithms.objectives import PolicyObjective
 from distflow.config import Config
 from distflow.data.batch import Batch
+from distflow.data.decisions import by_decision
 from distflow.data.sample import Sample, Segment
 from distflow.models.loading import load_model
 from distflow.pipelines.nodes.updates import update
@@ -158,7 +159,7 @@ def test_each_decision_is_a_sample_with_what_the_episode_has() -> None:
     wanted = forked_batch(split=True)
     batch["turn_index"] = TURNS
     batch["images"] = [[], [["a"], [], ["b", "c"]], []]
-    found, places = batch.by_decision()
+    found, places = by_decision(batch)
     assert found["uid"] == ["0-0", "0-1", "0-1", "0-1", "0-2"] and found["decision"].tolist() == [
         0,
         0,
@@ -180,7 +181,7 @@ def test_each_decision_is_a_sample_with_what_the_episode_has() -> None:
     assert drawn["response_ids"].tolist() == [8, 9, 6, 7, 11, 13, 14, 22, 15, 16, 17]
     assert drawn["turn_index"].tolist() == [0, 0, 0, 0, 1, 2, 2, 3, 0, 0, 0]
     assert torch.equal(batch.flat("response_ids")[places], found.flat("response_ids"))
-    assert batch.select([]).by_decision()[0].row_names == []
+    assert by_decision(batch.select([]))[0].row_names == []
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ from torch import Tensor
 from distflow.acting.action_head import ActionHead
 from distflow.algorithms.objectives import PolicyObjective
 from distflow.data.batch import Batch
+from distflow.data.decisions import by_decision
 from distflow.data.sample import Sample, Segment
 from distflow.models.loading import load_model
 from distflow.rollout.hf_engine import HFEngine
@@ -150,8 +151,8 @@ def test_engine_trainer_and_plain_forward_agree(
     for found in (scored.flat("log_probs"), batch.flat("rollout_log_probs")):
         torch.testing.assert_close(found[drawn].double(), wanted[drawn], rtol=0, atol=1e-4)
     assert head.steps or wanted[drawn].max() > 0, "a density above 1, which no probability is"
-    apart = TorchScorer(model).forward(batch.by_decision()[0], ("log_probs",))
-    places = batch.by_decision()[1]
+    apart = TorchScorer(model).forward(by_decision(batch)[0], ("log_probs",))
+    places = by_decision(batch)[1]
     torch.testing.assert_close(
         apart.flat("log_probs")[drawn[places]].double(),
         wanted[places][drawn[places]],

@@ -116,9 +116,15 @@ def _joined(turns: list[tuple[str, Turn]]) -> list[Rendered]:
     rendered: list[Rendered] = []
     while turns:
         text, _ = turns[-1]
-        same = [text.startswith(own[:end]) for own, (_, _, end) in turns]
-        rendered.append((text, [turn for (_, turn), fits in zip(turns, same, strict=True) if fits]))
-        turns = [turn for turn, fits in zip(turns, same, strict=True) if not fits]
+        together: list[Turn] = []
+        others: list[tuple[str, Turn]] = []
+        for own, turn in turns:
+            if text.startswith(own[: turn[2]]):
+                together.append(turn)
+            else:
+                others.append((own, turn))
+        rendered.append((text, together))
+        turns = others
     return rendered[::-1]
 
 
@@ -178,6 +184,6 @@ def _end(text: str, start: int, stop: int, number: int, ends: Sequence[str]) -> 
 
 def _next_end(text: str, start: int, ends: Sequence[str]) -> tuple[int, int] | None:
     """Start and end of the first token that ends a turn."""
-    return min(
-        ((at, at + len(end)) for end in ends if (at := text.find(end, start)) >= 0), default=None
-    )
+    found = [(text.find(end, start), len(end)) for end in ends]
+    places = [(at, at + length) for at, length in found if at >= 0]
+    return min(places, default=None)

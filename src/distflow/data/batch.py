@@ -22,12 +22,12 @@ from torch import Tensor
 from distflow.data.sample import Sample
 from distflow.device_transfer import send
 from distflow.graph.fields import (
-    ALIASES,
     DERIVED,
     STANDARD_FIELDS,
     TOKEN_AXES,
     Axis,
     Field,
+    canonical,
     find_field,
 )
 from distflow.untrusted_files import check_tensors
@@ -37,6 +37,25 @@ Written = Tensor | NDArray[np.generic] | Sequence[object]
 Shapes = Mapping[Axis, tuple[tuple[int, ...], ...]]
 
 _SAVED = {"format": "distflow batch"}
+_OF_SAMPLES = {
+    "uid": "uid",
+    "prompts": "prompt",
+    "responses": "response",
+    "domain": "domain",
+    "agent": "agent",
+    "ground_truth": "ground_truth",
+    "extra_info": "extra_info",
+    "finish_reason": "finish_reason",
+    "group_index": "group_index",
+    "episode_index": "episode",
+    "valid": "valid",
+    "truncated": "truncated",
+    "prompt_ids": "prompt_ids",
+}
+"""Columns that are attributes of samples."""
+_OF_DRAWN_TOKENS = {"versions": -1, "rollout_log_probs": 0.0, "sampling_log_probs": 0.0}
+"""Columns that are attributes of segments, with the value on tokens that the policy did not
+draw."""
 _DERIVED = {name: sources for name, sources in DERIVED.items() if name not in ("scores", "acc")}
 """Columns that are derived here from others unless written."""
 
@@ -66,84 +85,64 @@ class Batch:
 
     def __init__(self, prompt_lengths: Tensor, response_lengths: Tensor) -> None:
         """prompt_lengths, response_lengths: int64 `(bs,)`, in tokens."""
-        self._lengths = {Axis.PROMPT: prompt_lengths.long(), Axis.RESPONSE: response_lengths.long()}
-        self._lengths[Axis.SEQUENCE] = self._lengths[Axis.PROMPT] + self._lengths[Axis.RESPONSE]
-        self._columns: dict[str, Column | RemoteColumn] = {}
-        self._fields: dict[str, Field] = {}
+        prompts = prompt_lengths.long()
+        responses = response_lengths.long()
+        self._lengths = {
+            Axis.PROMPT: prompts,
+            Axis.RESPONSE: responses,
+            Axis.SEQUENCE: prompts + responses,
+        }
+        self._columns: dict[str, tuple[Field, Column | RemoteColumn]] = {}
         self._places: dict[tuple[Axis, torch.device], Tensor] = {}
 
     @staticmethod
     def from_samples(samples: Sequence[Sample]) -> "Batch":
         """The standard columns of finished trajectories."""
-        prompts = torch.tensor([len(s.prompt_ids) for s in samples], dtype=torch.int64)
-        responses = torch.tensor(
-            [sum(len(seg.token_ids) for seg in s.response_segments) for s in samples],
-            dtype=torch.int64,
-        )
-        batch = Batch(prompts, responses)
         segments = [segment for s in samples for segment in s.response_segments]
-        objects: dict[str, list[Any]] = {
-            "uid": [s.uid for s in samples],
-            "prompts": [s.prompt for s in samples],
-            "responses": [s.response for s in samples],
-            "domain": [s.domain for s in samples],
-            "agent": [s.agent for s in samples],
-            "ground_truth": [s.ground_truth for s in samples],
-            "extra_info": [s.extra_info for s in samples],
-            "finish_reason": [s.finish_reason for s in samples],
-            "forks": [[list(fork) for fork in s.forks] for s in samples],
-            "owners": [
-                [[part.owner, len(part.token_ids)] for part in s.response_segments] for s in samples
-            ],
-            "conversation": [[dict(turn) for turn in s.conversation] for s in samples],
-            "images": [_images(s) for s in samples],
-        }
-        batch._columns.update(objects)
-        batch._fields.update((name, STANDARD_FIELDS[name]) for name in objects)
-        # Segments have checked their lengths: these columns fit, and are stored as they are.
-        of_samples: dict[str, list[Any]] = {
-            "group_index": [s.group_index for s in samples],
-            "episode_index": [s.episode for s in samples],
-            "valid": [s.valid for s in samples],
-            "truncated": [s.truncated for s in samples],
-        }
-        of_tokens: dict[str, list[Sequence[float]]] = {
-            "prompt_ids": [s.prompt_ids for s in samples],
-            "response_ids": [seg.token_ids for seg in segments],
-            "response_mask": [
-                [float(seg.owner == "policy")] * len(seg.token_ids) for seg in segments
-            ],
-            "versions": [seg.versions or [-1] * len(seg.token_ids) for seg in segments],
-            "rollout_log_probs": [
-                seg.rollout_log_probs or [0.0] * len(seg.token_ids) for seg in segments
-            ],
-            "sampling_log_probs": [
-                seg.sampling_log_probs or [0.0] * len(seg.token_ids) for seg in segments
-            ],
-        }
-        for name, values in of_samples.items():
-            field = STANDARD_FIELDS[name]
-            batch._columns[name] = torch.from_numpy(np.array(values, field.dtype))
-            batch._fields[name] = field
-        for name, parts in of_tokens.items():
-            field = STANDARD_FIELDS[name]
-            batch._columns[name] = _flat_tensor(parts, np.dtype(field.dtype))
-            batch._fields[name] = field
+        responses = [sum(len(seg.token_ids) for seg in s.response_segments) for s in samples]
+        batch = Batch(
+            torch.tensor([len(s.prompt_ids) for s in samples], dtype=torch.int64),
+            torch.tensor(responses, dtype=torch.int64),
+        )
+        for name, attribute in _OF_SAMPLES.items():
+            batch._put(name, [getattr(s, attribute) for s in samples])
+        batch._put("forks", [[list(fork) for fork in s.forks] for s in samples])
+        batch._put("conversation", [[dict(turn) for turn in s.conversation] for s in samples])
+        batch._put("images", [_images(s) for s in samples])
+        owners: list[object] = []
+        for s in samples:
+            owners.append([[part.owner, len(part.token_ids)] for part in s.response_segments])
+        batch._put("owners", owners)
+        batch._put("response_ids", [seg.token_ids for seg in segments])
+        is_drawn = [[float(seg.owner == "policy")] * len(seg.token_ids) for seg in segments]
+        batch._put("response_mask", is_drawn)
+        for name, missing in _OF_DRAWN_TOKENS.items():
+            found = [getattr(seg, name) or [missing] * len(seg.token_ids) for seg in segments]
+            batch._put(name, found)
         if any(s.head for s in samples):
             batch["number_head"] = [s.head and dict(s.head) for s in samples]
-            batch["action_values"] = _flat_tensor(
-                [seg.values or [0.0] * len(seg.token_ids) for seg in segments], np.float32
-            )
+            values = [seg.values or [0.0] * len(seg.token_ids) for seg in segments]
+            batch["action_values"] = _flat_tensor(values, np.float32)
         return batch
+
+    def _put(self, name: str, values: list[Any]) -> None:
+        """Store a standard column whose length is right: segments have checked theirs."""
+        field = STANDARD_FIELDS[name]
+        column: Column = values
+        if field.axis is Axis.SAMPLE:
+            column = torch.from_numpy(np.array(values, field.dtype))
+        elif field.axis in TOKEN_AXES:
+            column = _flat_tensor(values, np.dtype(field.dtype))
+        self._columns[name] = field, column
 
     def __len__(self) -> int:
         return int(self._lengths[Axis.PROMPT].numel())
 
     def __contains__(self, name: object) -> bool:
-        name = ALIASES.get(str(name), str(name))
-        return name in self._columns or (
-            name in _DERIVED and all(other in self for other in _DERIVED[name])
-        )
+        name = canonical(str(name))
+        if name in self._columns:
+            return True
+        return name in _DERIVED and all(other in self for other in _DERIVED[name])
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -156,26 +155,25 @@ class Batch:
 
     def field(self, name: str) -> Field:
         """The column's field. Raises KeyError if there is no such column."""
-        name = ALIASES.get(name, name)
-        if name in self._fields:
-            return self._fields[name]
+        name = canonical(name)
+        if name in self._columns:
+            return self._columns[name][0]
         known = find_field(name)
         if known is None or name not in self:
             raise KeyError(f"the batch has no column '{name}'; it has {', '.join(self._columns)}")
         return known
 
     def __getitem__(self, name: str) -> Any:
-        field = self.field(name)
-        return (
-            self.pad(self.flat(name), field.axis) if field.axis in TOKEN_AXES else self.flat(name)
-        )
+        axis = self.field(name).axis
+        values = self.flat(name)
+        return self.pad(values, axis) if axis in TOKEN_AXES else values
 
     def flat(self, name: str) -> Any:
         """The column as stored: all tokens of all samples in one `(tokens,)` tensor, `(bs,)` for
         samples, or a list."""
-        name = ALIASES.get(name, name)
+        name = canonical(name)
         if name in self._columns:
-            return _read(self._columns[name])
+            return _read(self._columns[name][1])
         self.field(name)
         if name == "input_ids":
             return self._interleave(self.flat("prompt_ids"), self.flat("response_ids"))
@@ -192,12 +190,11 @@ class Batch:
     def pad(self, values: Tensor, axis: Axis | str) -> Tensor:
         """Spread flat `(tokens,)` values over `(bs, longest)`, with 0 elsewhere; keeps the
         gradient."""
+        places = self._padded_places(Axis(axis), values.device)
         lengths = self._lengths[Axis(axis)]
         longest = int(lengths.max()) if len(self) else 0
         padded = torch.zeros(len(self) * longest, dtype=values.dtype, device=values.device)
-        return padded.index_copy_(0, self._padded_places(Axis(axis), values.device), values).view(
-            len(self), longest
-        )
+        return padded.index_copy_(0, places, values).view(len(self), longest)
 
     def mask(self, axis: Axis | str) -> Tensor:
         """bool `(bs, longest)`: where a padded token column has a token."""
@@ -211,43 +208,37 @@ class Batch:
         Raises ValueError if the shape does not fit. The axis of an unregistered name is inferred
         from the shape if that fits exactly one.
         """
-        name = ALIASES.get(name, name)
-        field = (
-            find_field(name) or self._fields.get(name) or _guess_field(name, value, self._shapes())
-        )
-        self._columns[name] = self._stored(field, value)
-        self._fields[name] = field
+        name = canonical(name)
+        field = find_field(name)
+        if field is None and name in self._columns:
+            field = self._columns[name][0]
+        if field is None:
+            field = _guess_field(name, value, self._shapes())
+        self._columns[name] = field, self._stored(field, value)
 
     def keep_derived(self, *names: str) -> None:
         """Store these columns if they can be derived, so that they are derived only once."""
         for name in names:
             if name in self:
-                field = self.field(name)
-                self._columns[name] = self.flat(name)
-                self._fields[name] = field
+                self._columns[name] = self.field(name), self.flat(name)
 
     def select(self, indices: Tensor | Sequence[int]) -> "Batch":
         """The samples at `indices`, in that order."""
         index = torch.as_tensor(indices, dtype=torch.int64).reshape(-1)
         out = Batch(self._lengths[Axis.PROMPT][index], self._lengths[Axis.RESPONSE][index])
         rows = index.tolist()
-        tokens = {
-            axis: _ranges((of.cumsum(0) - of)[index], of[index])
-            for axis, of in self._lengths.items()
-        }
-        for name, column in self._columns.items():
-            field = self._fields[name]
+        tokens: dict[Axis, Tensor] = {}
+        for axis, lengths in self._lengths.items():
+            tokens[axis] = ranges((lengths.cumsum(0) - lengths)[index], lengths[index])
+        for name, (field, column) in self._columns.items():
             picked: Column | RemoteColumn
             if isinstance(column, list):
                 picked = [column[i] for i in rows]
             elif not isinstance(column, Tensor):
                 picked = column.select(rows)
-            elif field.axis in TOKEN_AXES:
-                picked = column[tokens[field.axis]]
             else:
-                picked = column[index]
-            out._columns[name] = picked
-            out._fields[name] = field
+                picked = column[tokens.get(field.axis, index)]
+            out._columns[name] = field, picked
         return out
 
     def to(self, device: torch.device | str) -> "Batch":
@@ -255,18 +246,15 @@ class Batch:
         used."""
         out = self.copy()
         where = torch.device(device)
-        for name, stored in self._columns.items():
+        for name, (field, stored) in self._columns.items():
             column = _read(stored)
-            out._columns[name] = column if isinstance(column, list) else send(column, where)
+            out._columns[name] = field, column if isinstance(column, list) else send(column, where)
         return out
 
     def chunk(self, num_chunks: int) -> list["Batch"]:
         """At most `num_chunks` runs of neighbouring samples, as even as possible."""
-        return [
-            self.select(part)
-            for part in torch.arange(len(self)).tensor_split(num_chunks)
-            if part.numel()
-        ]
+        parts = torch.arange(len(self)).tensor_split(num_chunks)
+        return [self.select(part) for part in parts if part.numel()]
 
     def copy(self) -> "Batch":
         """A batch with the same columns, which may get others."""
@@ -275,18 +263,19 @@ class Batch:
         out._lengths = self._lengths
         out._places = self._places
         out._columns = {**self._columns}
-        out._fields = {**self._fields}
         return out
 
     def only(self, names: Iterable[str]) -> "Batch":
         """A batch with just these stored columns."""
         out = Batch(self._lengths[Axis.PROMPT], self._lengths[Axis.RESPONSE])
-        for name in names:
-            name = ALIASES.get(name, name)
-            is_stored = name in self._columns
-            out._columns[name] = self._columns[name] if is_stored else self.flat(name)
-            out._fields[name] = self._fields[name] if is_stored else self.field(name)
+        for name in map(canonical, names):
+            stored = self._columns.get(name)
+            out._columns[name] = stored or (self.field(name), self.flat(name))
         return out
+
+    def columns(self) -> Iterator[tuple[Field, Column | RemoteColumn]]:
+        """The stored columns, those of other processes without their values."""
+        yield from self._columns.values()
 
     def copy_columns(self, other: "Batch", **names: str) -> None:
         """Write columns of another batch over the same samples, by their names here:
@@ -294,18 +283,12 @@ class Batch:
         differ in length."""
         self._check_same_samples(other)
         for name, theirs in names.items():
-            theirs = ALIASES.get(theirs, theirs)
-            field = replace(other.field(theirs), name=ALIASES.get(name, name))
-            if theirs in other._columns and find_field(field.name) in (None, field):
-                self._columns[field.name] = other._columns[theirs]
-                self._fields[field.name] = field
+            field = replace(other.field(theirs), name=canonical(name))
+            stored = other._columns.get(canonical(theirs))
+            if stored is not None and find_field(field.name) in (None, field):
+                self._columns[field.name] = field, stored[1]
             else:
                 self[name] = other.flat(theirs)
-
-    def columns(self) -> Iterator[tuple[Field, Column | RemoteColumn]]:
-        """The stored columns, those of other processes without their values."""
-        for name, column in self._columns.items():
-            yield self._fields[name], column
 
     def merge(self, other: "Batch") -> "Batch":
         """All columns of both batches; if both have one, the other's.
@@ -313,10 +296,9 @@ class Batch:
         Raises ValueError if the samples differ in length, or a column in dtype or axis.
         """
         self._check_same_samples(other)
+        self._check_same_fields(other)
         out = self.copy()
-        _check_same_fields(self._fields, other._fields)
         out._columns.update(other._columns)
-        out._fields.update(other._fields)
         return out
 
     @staticmethod
@@ -325,21 +307,35 @@ class Batch:
         dtype or axis."""
         if not batches:
             raise ValueError("concat needs at least one batch")
-        names = set(batches[0].names)
+        first = batches[0]
         for other in batches[1:]:
-            if set(other.names) != names:
-                raise ValueError(
-                    f"batches with different columns: {sorted(names ^ set(other.names))} not in all"
-                )
-            _check_same_fields(batches[0]._fields, other._fields)
+            differing = first._columns.keys() ^ other._columns.keys()
+            if differing:
+                raise ValueError(f"batches with different columns: {sorted(differing)} not in all")
+            first._check_same_fields(other)
         out = Batch(
             torch.cat([b._lengths[Axis.PROMPT] for b in batches]),
             torch.cat([b._lengths[Axis.RESPONSE] for b in batches]),
         )
-        for name in batches[0].names:
-            out._columns[name] = _joined([b._columns[name] for b in batches])
-            out._fields[name] = batches[0]._fields[name]
+        for name, (field, _) in first._columns.items():
+            out._columns[name] = field, _joined([b._columns[name][1] for b in batches])
         return out
+
+    def _check_same_samples(self, other: "Batch") -> None:
+        if any(not torch.equal(self._lengths[axis], other._lengths[axis]) for axis in TOKEN_AXES):
+            raise ValueError(
+                "batches over different samples cannot be merged: their lengths differ"
+            )
+
+    def _check_same_fields(self, other: "Batch") -> None:
+        """Raises ValueError if a column that both have differs in dtype or axis."""
+        for name, (field, _) in other._columns.items():
+            own, _ = self._columns.get(name, (field, None))
+            if own != field:
+                raise ValueError(
+                    f"column '{name}' is {own} in one batch and {field} in another: write the same "
+                    f"in both, or declare it with register_field('{name}', dtype=..., axis=...)"
+                )
 
     def save(self, path: Path) -> None:
         """Write to one safetensors file. Raises TypeError for an object that is not a JSON
@@ -370,8 +366,7 @@ class Batch:
             "lengths.response": self._lengths[Axis.RESPONSE],
         }
         header = []
-        for name, stored in self._columns.items():
-            field = self._fields[name]
+        for name, (field, stored) in self._columns.items():
             column = _read(stored)
             header.append([name, field.dtype, field.axis.value])
             if isinstance(column, list):
@@ -404,15 +399,8 @@ class Batch:
         """A batch from another batch's stored columns, without guesses, copies or checks."""
         batch = Batch(prompt_lengths, response_lengths)
         for field, column in columns:
-            batch._columns[field.name] = column
-            batch._fields[field.name] = field
+            batch._columns[field.name] = field, column
         return batch
-
-    def _check_same_samples(self, other: "Batch") -> None:
-        if any(not torch.equal(self._lengths[axis], other._lengths[axis]) for axis in TOKEN_AXES):
-            raise ValueError(
-                "batches over different samples cannot be merged: their lengths differ"
-            )
 
     def _stored(self, field: Field, value: Written) -> Column:
         if field.axis is Axis.OBJECT:
@@ -476,83 +464,45 @@ class Batch:
         """Position of each response token in the flat `sequence` columns: int64
         `(response tokens,)`."""
         responses = self._lengths[Axis.RESPONSE]
-        return _ranges(self._lengths[Axis.SEQUENCE].cumsum(0) - responses, responses)
+        return ranges(self._lengths[Axis.SEQUENCE].cumsum(0) - responses, responses)
 
     def conversation_lengths(self) -> Tensor:
         """Tokens of each conversation of each sample, one after another: int64 `(conversations,)`.
         A conversation attends to no other, even of its own episode."""
-        if "forks" not in self or not any(forks := self.flat("forks")):
+        if "forks" not in self or not any(self.flat("forks")):
             return self._lengths[Axis.SEQUENCE]
-        prompts, lengths = (self._lengths[axis].tolist() for axis in (Axis.PROMPT, Axis.SEQUENCE))
-        ends = [
-            [0, *(prompt + start for _, start in own), length]
-            for prompt, length, own in zip(prompts, lengths, forks, strict=True)
-        ]
-        return torch.tensor(
-            [after - before for own in ends for before, after in pairwise(own)], dtype=torch.int64
-        )
+        prompts = self._lengths[Axis.PROMPT].tolist()
+        lengths = self._lengths[Axis.SEQUENCE].tolist()
+        found: list[int] = []
+        for prompt, length, forks in zip(prompts, lengths, self.flat("forks"), strict=True):
+            ends = [0, *(prompt + start for _, start in forks), length]
+            found += (after - before for before, after in pairwise(ends))
+        return torch.tensor(found, dtype=torch.int64)
 
     @property
     def row_names(self) -> list[str]:
         """A name of each sample: its uid, with the number of the decision if it is one (see
-        `by_decision`)."""
+        `data/decisions.py`)."""
+        uids = list(self.flat("uid"))
         if "decision" not in self:
-            return list(self.flat("uid"))
-        return [
-            f"{uid}/{number}"
-            for uid, number in zip(self.flat("uid"), self.flat("decision").tolist(), strict=True)
-        ]
-
-    def by_decision(self) -> "tuple[Batch, Tensor]":
-        """Each conversation of each sample as a sample of its own, and the place of each of its
-        response tokens in the flat response columns here: int64 `(tokens,)`.
-
-        Its prompt is what was given before its first reply, by `turn_index`; what is no token is
-        the sample's, even the uid. `decision`: its number in the sample.
-        """
-        lengths = self.conversation_lengths()
-        is_drawn = torch.zeros(int(self._lengths[Axis.SEQUENCE].sum())).bool()
-        positions = self.response_positions()
-        starts = lengths.cumsum(0) - lengths
-        is_drawn[positions] = self.flat("turn_index").cpu() >= 0
-        given = [int((own.cumsum(0) == 0).sum()) for own in is_drawn.split(lengths.tolist())]
-        prompts = torch.tensor(given, dtype=torch.int64)
-        out = Batch(prompts, lengths - prompts)
-        place_of = torch.full(is_drawn.shape, -1)
-        place_of[positions] = torch.arange(len(positions))
-        places = place_of[_ranges(starts + prompts, lengths - prompts)]
-        numbers = (
-            [1 + len(own) for own in self.flat("forks")] if "forks" in self else [1] * len(self)
-        )
-        rows = [(row, number) for row, count in enumerate(numbers) for number in range(count)]
-        own_rows = torch.tensor([row for row, _ in rows], dtype=torch.int64)
-        for name, stored in self._columns.items():
-            column = _read(stored)
-            axis = self._fields[name].axis
-            if name == "images":
-                out[name] = [self[name][row][number : number + 1] for row, number in rows]
-            elif isinstance(column, list):
-                out[name] = [() if name == "forks" else column[row] for row, _ in rows]
-            elif axis is Axis.PROMPT:
-                out[name] = self.flat("input_ids")[_ranges(starts, prompts)]
-            else:
-                index = places if axis is Axis.RESPONSE else own_rows
-                out[name] = column if axis is Axis.SEQUENCE else column[send(index, column.device)]
-            out._fields[name] = self._fields[name]
-        out["decision"] = torch.tensor([number for _, number in rows], dtype=torch.int64)
-        return out, places
+            return uids
+        numbers = self.flat("decision").tolist()
+        return [f"{uid}/{number}" for uid, number in zip(uids, numbers, strict=True)]
 
     def speakers(self, agents: Sequence[str]) -> Tensor:
         """The index of the agent in whose conversation each response token is: int64
         `(response tokens,)`. A conversation without an agent's name is the first agent's."""
-        index = list[Tensor]()
-        known = {name: number for number, name in enumerate(agents)}
+        number_of = {name: number for number, name in enumerate(agents)}
+        owners: list[int] = []
+        lengths: list[int] = []
         for length, forks in zip(self._lengths[Axis.RESPONSE].tolist(), self["forks"], strict=True):
-            ends = [*(start for _, start in forks), length]
-            owners = [0, *(known.get(name.partition(".")[0], 0) for name, _ in forks)]
-            lengths = [end - start for start, end in pairwise([0, *ends])]
-            index.append(repeated(torch.tensor(owners), torch.tensor(lengths)))
-        return torch.cat([*index, torch.zeros(0, dtype=torch.int64)])
+            starts = [0, *(start for _, start in forks), length]
+            lengths += (end - start for start, end in pairwise(starts))
+            names = (name.partition(".")[0] for name, _ in forks)
+            owners += (0, *(number_of.get(name, 0) for name in names))
+        return repeated(
+            torch.tensor(owners, dtype=torch.int64), torch.tensor(lengths, dtype=torch.int64)
+        )
 
     def _derived_loss_mask(self) -> Tensor:
         mask: Tensor = self.flat("response_mask")
@@ -608,7 +558,7 @@ def _joined(parts: Sequence[Column | RemoteColumn]) -> Column | RemoteColumn:
     return torch.cat(tensors) if tensors else [value for part in here for value in part]
 
 
-def _ranges(starts: Tensor, lengths: Tensor) -> Tensor:
+def ranges(starts: Tensor, lengths: Tensor) -> Tensor:
     """The `lengths[i]` consecutive numbers from each `starts[i]` on: int64 `(sum of lengths,)`."""
     return repeated(starts - lengths.cumsum(0) + lengths, lengths) + torch.arange(
         int(lengths.sum())
@@ -651,23 +601,9 @@ def _guess_field(name: str, value: Written, shapes: Shapes) -> Field:
     fitting = [axis for axis, wanted in shapes.items() if shape in wanted]
     if len(fitting) == 1:
         return Field(name, str(tensor.dtype).removeprefix("torch."), fitting[0])
-    found = "; ".join(
-        f"{axis.value}: {' or '.join(map(str, shapes[axis]))}" for axis in fitting or shapes
-    )
+    count = "more than one" if fitting else "no"
+    wanted = "; ".join(f"{axis.value}: {' or '.join(map(str, shapes[axis]))}" for axis in shapes)
     raise ValueError(
-        f"column '{name}' of shape {shape} fits {'more than one' if fitting else 'no'} axis of "
-        f"this batch ({found}): "
+        f"column '{name}' of shape {shape} fits {count} axis of this batch ({wanted}): "
         f"declare it once with register_field('{name}', dtype=..., axis=...)"
     )
-
-
-def _check_same_fields(ours: Mapping[str, Field], theirs: Mapping[str, Field]) -> None:
-    """Raises ValueError if a column that both have differs in dtype or axis."""
-    different = [name for name in ours if name in theirs and ours[name] != theirs[name]]
-    if different:
-        name = different[0]
-        raise ValueError(
-            f"column '{name}' is {ours[name]} in one batch and {theirs[name]} in another: write "
-            "the same in both, "
-            f"or declare it with register_field('{name}', dtype=..., axis=...)"
-        )

@@ -89,22 +89,14 @@ class ChatTemplate:
     def check(self, chat: Chat, response: str = "") -> None:
         """Raises RowError if the row has tools or tool calls that the template would omit, or a
         message with words of the template itself. response: to learn, beside the messages."""
-        for name, used in (
-            ("tools", chat.tools),
-            ("tool_calls", any("tool_calls" in m for m in chat.messages)),
-        ):
-            if used and not re.search(rf"\b{name}\b", self._text(chat)):
-                raise RowError(
-                    (
-                        f"the chat template does not use {name}, but the row has some: use a model "
-                        "whose template does"
-                    )
-                    + (
-                        ""
-                        if name == "tool_calls"
-                        else ", or name another column with data.tools_key"
-                    )
-                )
+        template = self._text(chat)
+        unused = "the chat template does not use {}, but the row has some: use a model whose does"
+        if chat.tools and not re.search(r"\btools\b", template):
+            advice = ", or name another column with data.tools_key"
+            raise RowError(unused.format("tools") + advice)
+        has_calls = any("tool_calls" in message for message in chat.messages)
+        if has_calls and not re.search(r"\btool_calls\b", template):
+            raise RowError(unused.format("tool_calls"))
         answered: Messages = [{"role": ASSISTANT, "content": response}] if response else []
         self.check_contents([*chat.messages, *answered])
 

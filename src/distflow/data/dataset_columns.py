@@ -10,7 +10,7 @@ from pathlib import Path
 from distflow.data import messages as chat_messages
 from distflow.data.images import place_images, read_images
 from distflow.data.messages import RowError, kind
-from distflow.errors import UserError, nearest
+from distflow.errors import UserError, hint, nearest
 from distflow.observe.crash_safe_files import JSON, is_deep
 
 DEFAULT_DOMAIN = "default"
@@ -223,35 +223,29 @@ def _missing_column(key: str, name: str, columns: Columns, source: str, seen: se
     if columns.messages is not None and name in (columns.prompt, columns.response):
         also = f", nor one of conversations, '{columns.messages}' (data.messages_key)"
     shown = ", ".join(sorted(seen)[:100]) or "none"
-    message = f"no row of {source} has the column '{name}' ({key}){also}; columns: {shown}"
-    usual = [each for each in _USUAL_NAMES.get(key, ()) if each.partition(".")[0] in seen]
-    near = nearest(name, seen) or next(iter(usual), "")
-    if near:
-        return f"{message}; did you mean {key}={near}?"
-    if key == "data.answer_key":
-        message += "; without answers, set custom_reward_function.path to a reward of your own"
-    return f"{message}; set {key} to one of them"
+    usual = (each for each in _USUAL_NAMES.get(key, ()) if each.partition(".")[0] in seen)
+    near = nearest(name, seen) or next(usual, "")
+    advice = f"did you mean {key}={near}?" if near else f"set {key} to one of them"
+    if key == "data.answer_key" and not near:
+        advice += ", or custom_reward_function.path to a reward of your own"
+    return f"no row of {source} has the column '{name}' ({key}){also}; columns: {shown}; {advice}"
 
 
 def _tag(values: Values, columns: Columns) -> str:
     """The row's tag; empty if none is read. Raises RowError for one that no domain has."""
     if columns.tag is None:
-        tag = ""
-    else:
-        found = find(values, columns.tag)
-        tag = str(found) if isinstance(found, str | int) else ""
-        if not tag:
-            raise RowError(
-                f"the tag (column '{columns.tag}', data.tag_key) is {kind(plain(found))}, not a "
-                "text"
-            )
+        return ""
+    found = find(values, columns.tag)
+    tag = str(found) if isinstance(found, str | int) else ""
+    if not tag:
+        raise RowError(
+            f"the tag (column '{columns.tag}', data.tag_key) is {kind(plain(found))}, not a text"
+        )
     known = columns.domain_of_tag
     if known and tag not in known:
-        near = nearest(tag, known)
-        meant = f"; did you mean '{near}'?" if near else ""
         raise RowError(
-            f"no domain has the tag '{tag}' (column '{columns.tag}'){meant}: put it into "
-            f"data.domains.NAME.tags; there are {', '.join(known)}"
+            f"no domain has the tag '{tag}' (column '{columns.tag}'){hint(tag, known)}: put it "
+            "into data.domains.NAME.tags"
         )
     return tag
 
@@ -297,7 +291,7 @@ def _raw_row(origin: str, values: Values, columns: Columns, tag: str) -> RawRow:
 
 
 def _conversation(values: Values, columns: Columns) -> chat_messages.Messages:
-    assert columns.messages is not None
+    assert columns.messages is not None, "`_is_conversation`"
     if columns.images is not None and find(values, columns.images):
         raise RowError(
             f"a conversation cannot have images (column '{columns.images}'): give a prompt and "

@@ -143,23 +143,15 @@ def encode_rows(
     unless skipped, for a prompt that is too long with truncation "error", and if no row is left.
     """
     _check_options(tokenizer, rows, options)
-    if options.keep_messages:
-        rows = [_with_messages(row, options, PROMPT_MESSAGES) for row in rows]
-    if options.keep_chats:
-        rows = [
-            _with_messages(row, options, PROMPT_CHAT) if _is_chat(row, options) else row
-            for row in rows
-        ]
-    if options.pair and any(row.images for row in rows):
-        raise UserError(
-            "preference pairs with images cannot be trained on: set data.image_key=null"
-        )
-    good: list[PromptRow] = []
-    num_texts_more = 0
+    rows = [_with_messages(row, options) for row in rows]
+    encoded: Iterator[_Entries]
     if options.pair:
-        encoded = _encode_pairs(rows, tokenizer, options.pair)
+        names = options.pair
+        encoded = (encode_pair(row, tokenizer, names) for row in rows)
     else:
         encoded = _encode_all(rows, tokenizer, options, end_ids)
+    good: list[PromptRow] = []
+    num_texts_more = 0
     for row, found in zip(rows, encoded, strict=True):
         if isinstance(found, str):
             bad_rows.add(row.origin, found)
@@ -179,53 +171,36 @@ _Entries = list[PromptRow] | str
 """A row's encoded rows (several for some conversations), or why there are none."""
 
 
-def _encode_pairs(
-    rows: Sequence[RawRow], tokenizer: PreTrainedTokenizerBase, names: tuple[str, str]
-) -> Iterator[_Entries]:
-    for row in rows:
-        pair = encode_pair(row, tokenizer, names)
-        yield pair if isinstance(pair, str) else [pair]
-
-
 def _check_options(
     tokenizer: PreTrainedTokenizerBase, rows: Sequence[RawRow], options: PromptOptions
 ) -> None:
-    chat = any(_is_chat(row, options) for row in rows)
-    if chat and not getattr(tokenizer, "chat_template", None):
-        why = (
-            "data.prompt_format=chat"
-            if options.prompt_format == "chat"
-            else "the prompts are chat messages"
-        )
+    where = "actor_rollout_ref.model.tokenizer_path"
+    is_chat = any(_is_chat(row, options) for row in rows)
+    if is_chat and not getattr(tokenizer, "chat_template", None):
         raise UserError(
-            f"the tokenizer has no chat template, but {why}: use data.prompt_format=text with text "
-            "prompts, "
-            "set actor_rollout_ref.model.tokenizer_path to an instruction-tuned model, or put a "
-            "chat_template.jinja "
-            "into the tokenizer's folder"
+            "the tokenizer has no chat template, but the prompts are chat messages or "
+            "data.prompt_format=chat: use data.prompt_format=text with text prompts, set "
+            f"{where} to an instruction-tuned model, or put a chat_template.jinja into the "
+            "tokenizer's folder"
         )
-    if (
-        any(row.response is not None or row.is_conversation for row in rows)
-        and tokenizer.eos_token_id is None
-    ):
-        raise UserError(
-            "the tokenizer has no end token, so responses cannot end: see "
-            "actor_rollout_ref.model.tokenizer_path"
-        )
+    has_responses = any(row.response is not None or row.is_conversation for row in rows)
+    if has_responses and tokenizer.eos_token_id is None:
+        raise UserError(f"the tokenizer has no end token, so responses cannot end: see {where}")
     if any(row.is_conversation for row in rows) and not tokenizer.is_fast:
         raise UserError(
             "the tokenizer does not give the positions of tokens in a text, which conversations "
-            "need: use one with "
-            "a tokenizer.json (actor_rollout_ref.model.tokenizer_path)"
+            f"need: use one with a tokenizer.json ({where})"
+        )
+    if options.pair and any(row.images for row in rows):
+        raise UserError(
+            "preference pairs with images cannot be trained on: set data.image_key=null"
         )
     for name in options.template_kwargs:
-        if not chat or not re.search(rf"\b{re.escape(name)}\b", str(tokenizer.chat_template)):
-            why = (
-                f"no '{name}' is in {template_of(tokenizer)}"
-                if chat
-                else "the prompts are plain text: see data.prompt_format"
-            )
-            raise UserError(f"data.apply_chat_template_kwargs.{name} does nothing: {why}")
+        unused = f"data.apply_chat_template_kwargs.{name} does nothing"
+        if not is_chat:
+            raise UserError(f"{unused}: the prompts are plain text: see data.prompt_format")
+        if not re.search(rf"\b{re.escape(name)}\b", str(tokenizer.chat_template)):
+            raise UserError(f"{unused}: no '{name}' is in {template_of(tokenizer)}")
 
 
 def _encode_all(
@@ -411,13 +386,22 @@ def _prompt(row: RawRow, options: PromptOptions) -> str | Chat:
     return Chat(messages, row.tools, kwargs)
 
 
-def _with_messages(row: RawRow, options: PromptOptions, column: str) -> RawRow:
+def _with_messages(row: RawRow, options: PromptOptions) -> RawRow:
+    """The row with the messages that are kept for reward functions and workflows."""
+    columns: list[str] = []
+    if options.keep_messages:
+        columns.append(PROMPT_MESSAGES)
+    if options.keep_chats and _is_chat(row, options):
+        columns.append(PROMPT_CHAT)
+    if not columns:
+        return row
     asked = _prompt(row, options)
-    if isinstance(asked, str):
-        messages: list[JSON] = [{"role": "user", "content": asked}]
+    messages: list[JSON] = []
+    if isinstance(asked, Chat):
+        messages += asked.messages
     else:
-        messages = list(asked.messages)
-    return replace(row, extra_info={**row.extra_info, column: messages})
+        messages.append({"role": "user", "content": asked})
+    return replace(row, extra_info={**row.extra_info, **dict.fromkeys(columns, messages)})
 
 
 def _tokenise(

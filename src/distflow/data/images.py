@@ -29,9 +29,9 @@ def read_images(found: object, name: str, folder: Path | None, store: Path) -> t
     Returns the path of each in `store`, a PNG file that is named by the hash of its content. name:
     of the column. Raises RowError for anything else.
     """
-    listed = [] if found is None else list(found) if isinstance(found, list | tuple) else [found]
+    values = found if isinstance(found, list | tuple) else [found]
     paths = list[str]()
-    for number, value in enumerate(listed, 1):
+    for number, value in enumerate(values, 1):
         what = f"image {number} (column '{name}')"
         paths.append(str(_keep(_decoded(_bytes_of(value, what, folder), what), store)))
     return tuple(paths)

@@ -72,9 +72,9 @@ def _encode(
 
 def encode_pair(
     row: RawRow, tokenizer: PreTrainedTokenizerBase, names: tuple[str, str]
-) -> PromptRow | str:
-    """The row with both texts, or why they are not a pair. Their common prefix is the prompt, which
-    is computed once; each text keeps at least its last token, at which it is scored.
+) -> list[PromptRow] | str:
+    """The row with both texts, in a list, or why they are not a pair. Their common prefix is the
+    prompt, which is computed once; each text keeps at least its last token, at which it is scored.
 
     names: of the columns of the chosen and the rejected response: text, or messages that end with
     it.
@@ -107,4 +107,4 @@ def encode_pair(
     if not same:
         return "the prompt has no tokens"
     prompt = str(tokenizer.decode(chosen[:same]))
-    return PromptRow.of(row, prompt, chosen[:same], chosen[same:], rejected_ids=rejected[same:])
+    return [PromptRow.of(row, prompt, chosen[:same], chosen[same:], rejected_ids=rejected[same:])]

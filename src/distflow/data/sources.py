@@ -7,7 +7,6 @@ resumed run reads the same.
 """
 
 import csv
-import hashlib
 import json
 import re
 from codecs import BOM_UTF8, iterdecode
@@ -31,7 +30,7 @@ from distflow.data.dataset_columns import (
     read_rows,
 )
 from distflow.data.task_folders import has_tasks, read_task_folders
-from distflow.data.task_packages import read_package_rows
+from distflow.data.task_packages import PACKAGES, read_package_rows
 from distflow.errors import UserError, blaming, missing_path
 from distflow.hub_id_or_local_path import unreachable
 from distflow.import_target import load_function, users_code
@@ -95,8 +94,10 @@ def load_rows(
         file = run_folder / "data" / f"{name}-{number}.rows" if run_folder is not None else None
         text = str(source)
         most = -1 if columns.domain_of_tag else wanted
-        if is_function(text) or text.startswith(("reasoning-gym:", "verifiers:")):
-            file_rows = _made_rows(text, key, file, most)
+        if is_function(text):
+            file_rows = _rows_of_function(text, file, key, most)
+        elif text.startswith(tuple(f"{package}:" for package in PACKAGES)):
+            file_rows = read_package_rows(text, key, most)
         else:
             file_rows = rows_of(text, key)
         found = read_rows(file_rows, columns, bad, f"'{source}'")
@@ -127,31 +128,31 @@ def is_function(source: str) -> bool:
     )
 
 
-def _rows_of_function(target: str, file: Path, key: str, wanted: int) -> Iterator[FileRow]:
+def _rows_of_function(target: str, file: Path | None, key: str, wanted: int) -> Iterator[FileRow]:
     """The rows of the function "module:function" or "file.py:function", read from `file`, which is
-    written first unless it already has them: lines of JSON, of which the first has their origin and
-    fingerprint.
+    written first unless it already has them: JSON lines, of which the first names their origin.
 
     wanted: as in `json_lines`. Raises UserError if there is no such function, and for values that
     are not rows.
     """
+    if file is None:
+        raise UserError(
+            f"{key}: rows of a function need a run's folder (trainer.default_local_dir) to be kept "
+            "in"
+        )
     source = f"'{target}'"
-    identity = source if wanted < 0 else f"{source}, first {wanted}"
+    header = json.dumps(source if wanted < 0 else f"{source}, first {wanted}")
     with blaming(key):
         function = cast(Callable[[], object], load_function(target))
     lines = file.read_text("utf-8").splitlines() if file.is_file() else []
-    begins = f"{json.dumps(identity)} "
-    if not lines or not lines[0].startswith(begins):
+    if lines[:1] != [header]:
         with users_code(f"{key}: {source} raised", passes=UserError):
             texts = json_lines(function(), source=source, key=key, wanted=wanted, max_rows=MAX_ROWS)
-        lines = [begins + _fingerprint(texts), *texts]
+        lines = [header, *texts]
         file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         write_atomically(file, "\n".join(lines).encode())
-    header, *texts = lines
-    if header != begins + _fingerprint(texts):
-        raise UserError(f"{key}: '{file}' is damaged: delete it to read {source} again")
-    for number, text in enumerate(texts, 1):
-        yield f"{source}, row {number}", json.loads(text)
+    for number, text in enumerate(lines[1:], 1):
+        yield f"{source}, row {number}", read_line(text.encode())
 
 
 def read_file(path: Path, key: str) -> Iterator[FileRow]:
@@ -166,18 +167,6 @@ def read_file(path: Path, key: str) -> Iterator[FileRow]:
         yield from reader(path)
     except OSError as error:
         raise UserError(f"{key}: '{path}' cannot be read: {error.strerror or error}") from error
-
-
-def _made_rows(text: str, key: str, file: Path | None, wanted: int) -> Iterator[FileRow]:
-    """The rows of a function or a task package."""
-    if not is_function(text):
-        return read_package_rows(text, key, wanted)
-    if file is None:
-        raise UserError(
-            f"{key}: rows of a function need a run's folder (trainer.default_local_dir) to be kept "
-            "in"
-        )
-    return _rows_of_function(text, file, key, wanted)
 
 
 def is_data_set(text: str) -> bool:
@@ -224,12 +213,12 @@ def _hub_rows(name: str, key: str) -> Iterator[FileRow]:
     try:
         if any((folder / state).exists() for state in ("state.json", "dataset_dict.json")):
             found = datasets.load_from_disk(folder)
+        elif folder.is_dir():
+            # only those of downloads are useful, not those of reading files
+            datasets.disable_progress_bars()
+            found = datasets.load_dataset(str(folder), configuration or None)
         else:
-            if folder.is_dir():
-                # only those of downloads are useful, not those of reading files
-                datasets.disable_progress_bars()
-            where = str(folder) if folder.is_dir() else path
-            found = datasets.load_dataset(where, configuration or None)
+            found = datasets.load_dataset(path, configuration or None)
         rows = _split_of(found, path, split, key)
         for number, values in enumerate(rows, 1):
             yield f"{name}, row {number}", values
@@ -243,9 +232,8 @@ def _hub_rows(name: str, key: str) -> Iterator[FileRow]:
         if unreached:
             reason = (
                 f"there is no file or folder '{path}' in {Path.cwd()}, and the hub cannot be "
-                f"reached ({unreached}): "
-                "write the path of a file, or check the network (HF_ENDPOINT names a mirror, "
-                "HTTPS_PROXY a proxy)"
+                f"reached ({unreached}): write the path of a file, or check the network "
+                "(HF_ENDPOINT names a mirror, HTTPS_PROXY a proxy)"
             )
         raise UserError(f"{key}: the data set '{name}' cannot be loaded: {reason}") from error
 
@@ -259,10 +247,6 @@ def _split_of(found: Rows | dict[str, Rows], name: str, split: str, key: str) ->
         f"{key}: '{name}' has the splits {', '.join(found)}: name one, e.g. "
         f"{name}::{next(iter(found))}"
     )
-
-
-def _fingerprint(texts: Iterable[str]) -> str:
-    return hashlib.sha256("".join(f"{text}\n" for text in texts).encode()).hexdigest()
 
 
 def _read_jsonl(path: Path) -> Iterator[FileRow]:

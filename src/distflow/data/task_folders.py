@@ -18,41 +18,47 @@ HARBOR = "harbor"
 """The column with the `folder` of the task."""
 _WORKDIR = "/app"
 _TAKEN = ("usr", "bin", "sbin", "lib", "lib64", "proc", "dev", "etc", "tmp", "logs", "tests")
-_CONTAINER = (
-    "{} is a container image, and containers are not supported: remove it, install here what the "
-    "task needs, and "
-    "put the files that the task begins with into environment/"
-)
 _IMAGES = ("Dockerfile", "docker-compose.yaml", "docker-compose.yml", "compose.yaml")
-_UNSUPPORTED: dict[str, str] = {
-    "steps": "has several steps",
-    "environment.docker_image": _CONTAINER.format("environment.docker_image"),
-    "environment.gpus": "wants a GPU",
-    "environment.tpu": "wants a TPU",
-    "environment.mcp_servers": "has MCP servers",
-    "environment.healthcheck": "has services, with a health check",
-    "environment.skills_dir": "has skills for agents",
-    "environment.allow_internet": "wants a network",
-    "agent.user": "names a user of its image",
-    "verifier.user": "names a user of its image",
-    "verifier.environment": "has a container of its own for the tests",
-    "verifier.collect": "has commands for several containers",
+_UNSUPPORTED = (
+    "steps",
+    "environment.docker_image",
+    "environment.gpus",
+    "environment.tpu",
+    "environment.mcp_servers",
+    "environment.healthcheck",
+    "environment.skills_dir",
+    "environment.allow_internet",
+    "agent.user",
+    "verifier.user",
+    "verifier.environment",
+    "verifier.collect",
+)
+"""Settings that change a task, by their names in `task.toml`."""
+_ONLY = {
+    "environment.os": "linux",
+    "environment.network_mode": "no-network",
+    "agent.network_mode": "no-network",
+    "verifier.network_mode": "no-network",
+    "verifier.environment_mode": "shared",
 }
-"""Unsupported settings that change a task, by their names in `task.toml`."""
+"""Settings of which one value is supported, the default."""
 
 
 class Task(NamedTuple):
-    """workdir: where commands start, with the files of `environment/`. agent_s, verifier_s: time
-    limits. memory_mb: of each process; None for the sandbox's."""
+    """A task that can be run."""
 
     folder: Path
     instruction: str
     workdir: str
+    """Where commands start, with the files of `environment/`."""
     env: dict[str, str]
     verifier_env: dict[str, str]
     agent_s: float
+    """The agent's time limit."""
     verifier_s: float
+    """The tests' time limit."""
     memory_mb: int | None
+    """Of each process; None for the sandbox's."""
 
 
 def has_tasks(folder: Path) -> bool:
@@ -78,30 +84,12 @@ def read_task_folder(folder: Path) -> Task:
     if wrong := [name for name, table in tables.items() if not isinstance(table, dict)]:
         raise ValueError(f"task.toml: {wrong[0]} is no table")
     environment, agent, verifier = tables.values()
-    for name, why in _UNSUPPORTED.items():
-        table, _, key = name.rpartition(".")
-        if (tables[table] if table else config).get(key):
-            raise ValueError(
-                "task.toml: "
-                f"{why if table and 'image' in key else f'{name}: the task {why}, which is not supported'}"  # noqa: E501
-            )
-    if image := next((name for name in _IMAGES if (folder / "environment" / name).exists()), None):
-        raise ValueError(_CONTAINER.format(f"environment/{image}"))
-    if (
-        environment.get("os", "linux") != "linux"
-        or verifier.get("environment_mode", "shared") != "shared"
-    ):
-        raise ValueError(
-            "task.toml: the task needs another system than Linux, or a separate container for "
-            "tests: unsupported"
-        )
-    if any(table.get("network_mode", "no-network") != "no-network" for table in tables.values()):
-        raise ValueError("task.toml: network_mode: the task wants a network")
+    _refuse_unsupported(folder, config)
     instruction = _text(folder, "instruction.md").strip()
-    if not instruction or not (folder / "tests" / "test.sh").is_file():
-        raise ValueError(
-            "instruction.md is empty" if not instruction else "tests/test.sh is missing"
-        )
+    if not instruction:
+        raise ValueError("instruction.md is empty")
+    if not (folder / "tests" / "test.sh").is_file():
+        raise ValueError("tests/test.sh is missing")
     memory = environment.get("memory_mb")
     if memory is not None and (type(memory) is not int or memory < 1):
         raise ValueError(f"task.toml: environment.memory_mb={memory!r}: write a number of MiB")
@@ -116,6 +104,25 @@ def read_task_folder(folder: Path) -> Task:
         _seconds(verifier, "verifier"),
         memory,
     )
+
+
+def _refuse_unsupported(folder: Path, config: Mapping[str, Any]) -> None:
+    here = "tasks run with this machine's software, without a container or a network"
+    for image in _IMAGES:
+        if (folder / "environment" / image).exists():
+            raise ValueError(f"environment/{image} is not supported: {here}")
+    for name in _UNSUPPORTED:
+        if _setting(config, name):
+            raise ValueError(f"task.toml: {name} is not supported: {here}")
+    for name, only in _ONLY.items():
+        if (_setting(config, name) or only) != only:
+            raise ValueError(f"task.toml: {name} must be {only!r}: {here}")
+
+
+def _setting(config: Mapping[str, Any], name: str) -> object:
+    """The value of a dotted name, or None."""
+    table, _, key = name.rpartition(".")
+    return (config.get(table, {}) if table else config).get(key)
 
 
 def _text(folder: Path, name: str) -> str:

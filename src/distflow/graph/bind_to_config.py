@@ -2,14 +2,17 @@
 frozen pipeline."""
 
 import functools
+import inspect
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from numbers import Integral, Real
 from types import SimpleNamespace
+from typing import Any
 
 from distflow.errors import MissingColumn, PipelineError, hint
-from distflow.graph.contract_from_signature import REQUIRED, Contract, canonical
+from distflow.graph.contract_from_signature import REQUIRED, Contract
 from distflow.graph.drawing import Box, flowchart, text_drawing
-from distflow.graph.fields import Axis, Field, find_field
+from distflow.graph.fields import Axis, Field, canonical, find_field
 from distflow.graph.graph_node import (
     NODE_SETTINGS,
     Node,
@@ -23,46 +26,47 @@ from distflow.graph.wiring import Wiring
 
 @dataclass(frozen=True)
 class BoundNode:
-    """A node under a config.
-
-    fn: the function to run, or what its factory returned. deps: the nodes that run before it,
-    including writers of what it reads. engines: those it uses. options: values by name. phase: the
-    name of its time metric. validates: whether validation runs it too. config: the value of its
-    parameter `config`; config_key: the dotted key of that ("" is the whole config, None the node's
-    own mapping). keys: the keys and groups of the config that its options have their values from.
-    given: its function in the graph, which may be a factory of `fn`.
-    """
+    """A node under a config."""
 
     node_id: str
     fn: Callable[..., object]
+    """The function to run, or what its factory returned."""
     contract: Contract
     node_type: NodeType
     node_role: NodeRole
     deps: tuple[str, ...]
+    """The nodes that run before it, including writers of what it reads."""
     plane: Plane
     engines: tuple[str, ...]
+    """Those that it uses."""
     options: Mapping[str, object]
+    """Values by name."""
     retry_limit: int
     phase: str
+    """The name of its time metric."""
     validates: bool
+    """Whether validation runs it too."""
     config: object
+    """The value of its parameter `config`."""
     config_key: str | None
+    """The dotted key of that; "" is the whole config, None the node's own mapping."""
     keys: tuple[str, ...]
+    """The keys and groups of the config that its options have their values from."""
     given: Callable[..., object]
+    """Its function in the graph, which may be a factory of `fn`."""
 
 
 @dataclass(frozen=True)
 class BoundPipeline:
-    """The nodes in one deterministic topological order, and what they use.
-
-    fields: the field of each column in the data or written by a node. engines, services: all that
-    nodes use.
-    """
+    """The nodes of a graph, and what they use."""
 
     graph_id: str
     nodes: tuple[BoundNode, ...]
+    """In one deterministic topological order."""
     fields: Mapping[str, Field]
+    """Of each column in the data or written by a node."""
     engines: frozenset[str]
+    """All that nodes use, as `services`."""
     services: frozenset[str]
 
     @property
@@ -117,16 +121,14 @@ class BoundPipeline:
 
 @dataclass(frozen=True)
 class _ConfiguredNode:
-    """A node with its function, and the part of the config that it receives.
-
-    config_key: its dotted key; "" for the whole config, None if it is the node's own mapping.
-    given: its function before a factory was called.
-    """
+    """A node with its function, and the part of the config that it receives."""
 
     node: Node
     config: object
     config_key: str | None
+    """Its dotted key; "" for the whole config, None if it is the node's own mapping."""
     given: Callable[..., object]
+    """Its function before a factory was called."""
 
     def names(self) -> list[str]:
         """The keys of its config."""
@@ -165,12 +167,20 @@ _NOT_HERE = {
 
 
 def check_options(node: Node, contract: Contract) -> None:
-    """Raises PipelineError for an option that the function does not take."""
-    own = list(node.own_options)
+    """Raises PipelineError for an option that the function does not take, or whose value is not of
+    the type that the function declares."""
+    given = dict(node.own_options)
     if isinstance(node.config, Mapping) and "config" not in contract.reserved:
-        own += node.config
-    for name in own:
+        given |= node.config
+    declared = _annotations(node.fn)
+    for name, value in given.items():
         if name in contract.options or contract.open_options:
+            kind = declared.get(name)
+            if kind is not None and not _is_of(kind, value):
+                raise PipelineError(
+                    f"{node.where}: option '{name}' is {value!r}, and its function declares "
+                    f"{kind.__name__}"
+                )
             continue
         if name in _NOT_HERE:
             raise PipelineError(f"{node.where}: '{name}' {_NOT_HERE[name]}")
@@ -178,6 +188,28 @@ def check_options(node: Node, contract: Contract) -> None:
         raise PipelineError(
             f"{node.where}: its function takes no option '{name}'{hint(name, known)}"
         )
+
+
+_KINDS: dict[Any, type] = {bool: bool, int: Integral, float: Real, str: str}
+"""The annotations that are compared with values, and what a value must be."""
+
+
+def _is_of(kind: Any, value: object) -> bool:
+    return isinstance(value, _KINDS[kind]) and (kind is bool or not isinstance(value, bool))
+
+
+def _annotations(fn: Callable[..., object]) -> dict[str, Any]:
+    """The types of a function's parameters that are in `_KINDS`; empty if they cannot be read."""
+    try:
+        parameters = inspect.signature(fn, eval_str=True).parameters
+    except (ValueError, TypeError, NameError, AttributeError):
+        return {}
+    found: dict[str, Any] = {}
+    for name, parameter in parameters.items():
+        kind = parameter.annotation
+        if isinstance(kind, type) and kind in _KINDS:
+            found[name] = kind
+    return found
 
 
 def _resolve_options(

@@ -9,7 +9,7 @@ from inspect import Parameter
 from typing import Literal
 
 from distflow.errors import PipelineError, hint
-from distflow.graph.fields import ALIASES
+from distflow.graph.fields import canonical
 from distflow.graph.node_roles import (
     ENGINES,
     ROLE_DEFAULTS,
@@ -79,11 +79,6 @@ class Contract(FieldsRead):
     open_options: bool
     """Whether it also takes options that it does not name."""
     is_async: bool
-
-
-def canonical(name: str) -> str:
-    """The field's own name for an alias: `index` is `group_index`."""
-    return ALIASES.get(name, name)
 
 
 @dataclass(frozen=True)

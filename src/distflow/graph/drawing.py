@@ -4,8 +4,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
 
-from distflow.graph.contract_from_signature import Contract, canonical
-from distflow.graph.fields import DERIVED
+from distflow.graph.contract_from_signature import Contract
+from distflow.graph.fields import DERIVED, canonical
 
 
 @dataclass(frozen=True)

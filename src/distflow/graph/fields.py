@@ -59,6 +59,12 @@ DERIVED = {
     "token_level_rewards": ("token_level_scores",),
 }
 
+
+def canonical(name: str) -> str:
+    """The field's own name for an alias: `index` is `group_index`."""
+    return ALIASES.get(name, name)
+
+
 _registered: dict[str, Field] = {}
 
 
@@ -77,5 +83,5 @@ def register_field(
 
 def find_field(name: str) -> Field | None:
     """The field of that name (aliases resolved), standard or registered."""
-    name = ALIASES.get(name, name)
+    name = canonical(name)
     return STANDARD_FIELDS.get(name) or _registered.get(name)

@@ -9,10 +9,9 @@ from distflow.graph.contract_from_signature import (
     Contract,
     Declared,
     Form,
-    canonical,
     read_contract,
 )
-from distflow.graph.fields import find_field
+from distflow.graph.fields import canonical, find_field
 from distflow.graph.node_roles import (
     CONFIGURING_TYPES,
     ENGINE_TYPES,
@@ -30,31 +29,28 @@ from distflow.import_target import LoadError, load_function
 
 @dataclass(frozen=True)
 class NodeOutput:
-    """A return value of node functions: the batch (or a mapping of columns), and metrics of this
-    call.
-
-    weight: the number of values that the metrics average; by default the node's samples.
-    """
+    """A return value of node functions."""
 
     batch: object
+    """The batch, or a mapping of columns."""
     metrics: Mapping[str, float] = field(default_factory=dict)
+    """Of this call."""
     weight: float | None = None
+    """The number of values that the metrics average; by default the node's samples."""
 
 
 @dataclass(frozen=True)
 class Drop:
     """A return value of nodes in the rollout loop: the group leaves the run, and a new one may
-    start.
-
-    reason: a short name for the counts (`async/dropped/REASON`). detail: what happened to this
-    group, in words.
-    """
+    start."""
 
     reason: str
+    """A short name for the counts (`async/dropped/REASON`)."""
     detail: str = ""
+    """What happened to this group, in words."""
 
 
-_IGNORED: list[tuple[str, object]] = [("agent_group", 0), ("filter_plugin", None)]
+_IGNORED: dict[str, object] = {"agent_group": 0, "filter_plugin": None}
 """Arguments of other systems' `add_node` that do not exist here: their defaults are accepted."""
 
 _T = TypeVar("_T")
@@ -89,38 +85,42 @@ _WITHOUT_FUNC: dict[NodeType, str | Callable[..., object]] = {
 
 @dataclass(frozen=True)
 class Node:
-    """One function of a graph, with the arguments of `add_node`.
-
-    node_id: its name. func: the function or its name; None for types that need none. deps: nodes
-    that must run first, besides those that write what it reads. node_type: inferred from the
-    function's engines by default. node_role:
-    that of `@node` by default, else DEFAULT. only_forward_compute: it uses a train engine without
-    changing weights. retry_limit: number of retries after a failure. options: values for the
-    function's options; keys of the config if the node `configures` it. The others have defaults by
-    role (`ROLE_DEFAULTS`) and take precedence over `@node`: config: the part of the config that it
-    receives: a dotted key, or a mapping. engine: the engine to use if its type needs one and no
-    parameter names it. writes: the fields that it writes. scope: which samples it must see
-    together. plane: where it must run. phase: the name of its time metric. validates: whether
-    validation runs it too. policy: the policy whose path it belongs to; None belongs to every path.
-    Raises PipelineError if an argument has a wrong type or the function is not found.
-    """
+    """One function of a graph, with the arguments of `add_node`. Those that are None have defaults
+    by role (`ROLE_DEFAULTS`). Raises PipelineError if an argument has a wrong type or the function
+    is not found."""
 
     node_id: str
+    """Its name."""
     func: str | Callable[..., object] | None = None
+    """The function or its name; None for types that need none."""
     deps: tuple[str, ...] = ()
+    """Nodes that must run first, besides those that write what it reads."""
     node_type: NodeType = None  # type: ignore[assignment]  # set in __post_init__, like node_role
+    """Inferred from the function's engines by default."""
     node_role: NodeRole = None  # type: ignore[assignment]  # likewise
+    """That of `@node` by default, else DEFAULT."""
     only_forward_compute: bool = False
+    """It uses a train engine without changing weights."""
     config: str | Mapping[str, object] | None = None
+    """The part of the config that it receives: a dotted key, or a mapping."""
     engine: str | None = None
+    """The engine to use if its type needs one and no parameter names it."""
     writes: tuple[str, ...] | None = None
+    """The fields that it writes; takes precedence over `@node`, as `scope` does."""
     scope: Scope | None = None
+    """Which samples it must see together."""
     plane: Plane | None = None
+    """Where it must run."""
     phase: str | None = None
+    """The name of its time metric."""
     validates: bool | None = None
+    """Whether validation runs it too."""
     retry_limit: int = 0
+    """Number of retries after a failure."""
     policy: str | None = None
+    """The policy whose path it belongs to; None belongs to every path."""
     options: Mapping[str, object] = field(default_factory=dict)
+    """Values for the function's options; keys of the config if the node `configures` it."""
     fn: Callable[..., object] = field(init=False, repr=False, compare=False)
     spec: NodeSpec = field(init=False, repr=False, compare=False)
 
@@ -129,11 +129,11 @@ class Node:
         _check_arguments(self)
         settle = object.__setattr__
         settle(self, "deps", tuple(self.deps))
-        settle(
-            self,
-            "options",
-            {n: value for n, value in self.options.items() if (n, value) not in _IGNORED},
-        )
+        options = dict(self.options)
+        for name, default in _IGNORED.items():
+            if options.get(name, self) == default:
+                del options[name]
+        settle(self, "options", options)
         if self.writes is not None:
             settle(self, "writes", as_names(self.writes, f"{where}: writes"))
         for name, kind in (("node_type", NodeType), ("node_role", NodeRole)):
@@ -276,10 +276,11 @@ NODE_SETTINGS = tuple(item.name for item in fields(Node) if item.init and item.n
 
 def split_arguments(arguments: Mapping[str, Any]) -> dict[str, Any]:
     """The arguments of a node, with those that are none of its settings under `options`."""
-    settings = {name: value for name, value in arguments.items() if name in NODE_SETTINGS}
-    return settings | {
-        "options": {name: value for name, value in arguments.items() if name not in NODE_SETTINGS}
-    }
+    settings: dict[str, Any] = {"options": {}}
+    for name, value in arguments.items():
+        target = settings if name in NODE_SETTINGS else settings["options"]
+        target[name] = value
+    return settings
 
 
 def _check_arguments(node: Node) -> None:

@@ -4,7 +4,7 @@ import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from distflow.errors import PipelineError, hint
 from distflow.graph.fields import Axis, register_field
@@ -50,11 +50,9 @@ def node(
         for name, axis in writes.items():
             known = [member.value for member in Axis]
             if axis not in known:
-                meant = (
-                    hint(axis, known)
-                    if axis != "token"
-                    else ": one number per token of a response is 'response'"
-                )
+                meant = hint(axis, known)
+                if axis == "token":
+                    meant = ": one number per token of a response is 'response'"
                 raise PipelineError(
                     f"@node: writes: '{axis}' of column '{name}' is not an axis{meant}"
                 )
@@ -82,11 +80,9 @@ def node_factory(fn: _Fn) -> _Fn:
 
 def is_factory(fn: Callable[..., object]) -> bool:
     """Whether it was marked by `node_factory`."""
-    return (
-        is_factory(fn.func)
-        if isinstance(fn, functools.partial)
-        else bool(getattr(fn, _FACTORY, False))
-    )
+    if isinstance(fn, functools.partial):
+        return is_factory(fn.func)
+    return bool(getattr(fn, _FACTORY, False))
 
 
 def spec_of(fn: Callable[..., object]) -> NodeSpec:
@@ -135,13 +131,8 @@ def check_scope(scope: str | None, where: str) -> Scope | None:
 def as_names(value: object, where: str) -> tuple[str, ...]:
     """A name or a sequence of names as a tuple. Raises PipelineError for anything else and for a
     repeated name."""
-    names = (
-        (value,)
-        if isinstance(value, str)
-        else tuple(value)
-        if isinstance(value, Iterable)
-        else (value,)
-    )
+    is_one = isinstance(value, str) or not isinstance(value, Iterable)
+    names: tuple[Any, ...] = (value,) if is_one else tuple(value)  # type: ignore[arg-type]
     for name in names:
         if not isinstance(name, str) or not name:
             raise PipelineError(f"{where}: expected names, got {name!r}")

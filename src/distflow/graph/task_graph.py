@@ -41,11 +41,11 @@ class TaskGraph:
         removed = self.get_node(node_id)
         del self.nodes[node_id]
         for other in self.nodes.values():
-            if node_id in other.deps:
-                spliced = [
-                    x for dep in other.deps for x in (removed.deps if dep == node_id else (dep,))
-                ]
-                self.nodes[other.node_id] = replace(other, deps=tuple(dict.fromkeys(spliced)))
+            if node_id not in other.deps:
+                continue
+            place = other.deps.index(node_id)
+            spliced = (*other.deps[:place], *removed.deps, *other.deps[place + 1 :])
+            self.nodes[other.node_id] = replace(other, deps=tuple(dict.fromkeys(spliced)))
         return removed
 
     def update_node(self, node_id: str, /, **changes: Any) -> Node:
@@ -60,9 +60,8 @@ class TaskGraph:
                 f"{node.where}: the id of a node cannot change; remove the node and add another"
             )
         made = split_arguments(changes)
-        self.nodes[node_id] = replace(
-            node, **{**made, "options": {**node.options, **made["options"]}}
-        )
+        made["options"] = {**node.options, **made["options"]}
+        self.nodes[node_id] = replace(node, **made)
         return self.nodes[node_id]
 
     def get_node(self, node_id: str) -> Node:
@@ -79,11 +78,8 @@ class TaskGraph:
 
     def get_exit_nodes(self) -> list[Node]:
         """The nodes on which none depends, by deps or by what it reads."""
-        return [
-            self.nodes[node_id]
-            for node_id, others in dependents(self._wiring().deps).items()
-            if not others
-        ]
+        found = dependents(self._wiring().deps)
+        return [self.nodes[node_id] for node_id, others in found.items() if not others]
 
     def get_dependencies(self, node_id: str) -> list[Node]:
         """The nodes on which this one depends, by deps or by what it reads."""
@@ -126,12 +122,11 @@ class TaskGraph:
     def path_of(self, policy: str) -> "TaskGraph":
         """The graph that trains this policy alone: its nodes, and those that all policies share."""
         path = TaskGraph(self.graph_id, self.description)
-        path.nodes = {
-            name: node for name, node in self.nodes.items() if node.policy in (None, policy)
-        }
-        for name, node in path.nodes.items():
-            kept = tuple(dep for dep in node.deps if dep in path.nodes or dep not in self.nodes)
-            path.nodes[name] = replace(node, deps=kept)
+        others = {name for name, node in self.nodes.items() if node.policy not in (None, policy)}
+        for name, node in self.nodes.items():
+            if name not in others:
+                deps = tuple(dep for dep in node.deps if dep not in others)
+                path.nodes[name] = replace(node, deps=deps)
         return path
 
     def copy(self) -> "TaskGraph":
@@ -214,10 +209,8 @@ def pipeline_from_config(pipeline_id: str, nodes: Sequence[Mapping[str, Any]]) -
     pipeline = Pipeline(pipeline_id)
     for i, entry in enumerate(nodes, 1):
         options = _options_of(entry, f"entry {i} of the nodes ({entry['id']!r})")
-        pipeline.add_node(
-            **{_ENTRY_KEYS[key]: value for key, value in entry.items() if key != "options"},
-            **options,
-        )
+        settings = {_ENTRY_KEYS[key]: value for key, value in entry.items() if key != "options"}
+        pipeline.add_node(**settings, **options)
     return pipeline.build()
 
 

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from itertools import combinations
 
 from distflow.errors import PipelineError
-from distflow.graph.contract_from_signature import Contract, canonical
-from distflow.graph.fields import DERIVED
+from distflow.graph.contract_from_signature import Contract
+from distflow.graph.fields import DERIVED, canonical
 from distflow.graph.graph_node import Node, engines_of
 from distflow.graph.node_order import _check_edges, ancestors, topological_order
 from distflow.graph.node_roles import Plane
@@ -44,27 +44,31 @@ class Wiring:
     """
 
     def __init__(self, nodes: Mapping[str, Node], contracts: Mapping[str, Contract]) -> None:
-        self.vertices = {
-            node_id: Vertex(node, contracts[node_id]) for node_id, node in nodes.items()
-        }
+        self.vertices: dict[str, Vertex] = {}
         self.writers: dict[str, list[str]] = {}
-        for node_id, vertex in self.vertices.items():
+        explicit: dict[str, tuple[str, ...]] = {}
+        for node_id, node in nodes.items():
+            vertex = Vertex(node, contracts[node_id])
+            self.vertices[node_id] = vertex
+            explicit[node_id] = node.deps
             for name in vertex.writes:
                 self.writers.setdefault(name, []).append(node_id)
-        explicit = {node_id: node.deps for node_id, node in nodes.items()}
         _check_edges(explicit)
         given = ancestors(explicit)
-        self.deps = {
-            node_id: tuple(dict.fromkeys((*deps, *self._writers_before(node_id, given))))
-            for node_id, deps in explicit.items()
-        }
+        self.deps: dict[str, tuple[str, ...]] = {}
+        for node_id, deps in explicit.items():
+            self.deps[node_id] = tuple(
+                dict.fromkeys((*deps, *self._writers_before(node_id, given)))
+            )
         _check_edges(self.deps)
         self.order = topological_order(self.deps)
         self.before = ancestors(self.deps)
         for writers in self.writers.values():
             writers.sort(key=self.order.index)
         self._training_because: dict[str, str] = {}
-        self.planes = {node_id: self._plane(node_id) for node_id in self.order}
+        self.planes: dict[str, Plane] = {}
+        for node_id in self.order:
+            self.planes[node_id] = self._plane(node_id)
 
     def check(self) -> None:
         """Raises PipelineError if writers, readers and planes do not fit together."""
@@ -115,14 +119,13 @@ class Wiring:
     def columns(self, node_id: str, loaded: Iterable[str]) -> set[str]:
         """The fields that exist when the node runs: written before, loaded with the data, or
         derived."""
-        known = {
-            *loaded,
-            *(written for other in self.before[node_id] for written in self.vertices[other].writes),
-        }
-        while derived := [
-            n for n, sources in DERIVED.items() if n not in known and known.issuperset(sources)
-        ]:
-            known.update(derived)
+        known = set(loaded)
+        for other in self.before[node_id]:
+            known.update(self.vertices[other].writes)
+        before = -1
+        while before < len(known):  # a derived field may be the source of another
+            before = len(known)
+            known.update(name for name, sources in DERIVED.items() if known.issuperset(sources))
         return known
 
     def _plane(self, node_id: str) -> Plane:
@@ -164,10 +167,11 @@ class Wiring:
         return is_factory(self.vertices[node_id].node.fn)
 
     def _check_read(self, node_id: str, name: str) -> None:
-        others = (
-            w for w in self.writers.get(name, ()) if w != node_id and self._share_a_path(w, node_id)
-        )
-        writers = [writer for writer in others if not self._is_late(writer)]
+        writers = []
+        for writer in self.writers.get(name, ()):
+            is_other = writer != node_id and self._share_a_path(writer, node_id)
+            if is_other and not self._is_late(writer):
+                writers.append(writer)
         if any(writer in self.before[node_id] for writer in writers):
             return
         for writer in writers:

@@ -109,11 +109,6 @@ class DecoderView:
         self._kernels = PagedStep(causal, self._low)
 
     @property
-    def is_native(self) -> bool:
-        """Whether native code decodes."""
-        return self._native is not None or self._kernels is not None
-
-    @property
     def device(self) -> torch.device:
         return self._body.embed_tokens.weight.device
 

@@ -236,7 +236,8 @@ def own_pass(
         yield {"input_ids": input_ids}
         return
     given = own_inputs(model, input_ids, images, num_prompt)
-    placeholder, text = processor.token_id, causal.config.get_text_config()
+    placeholder = processor.token_id
+    text = causal.config.get_text_config()
     drawn = input_ids == placeholder
     drawn[:, :num_prompt] = False
     if not bool(drawn.any()):

@@ -99,36 +99,29 @@ def load_model(
     source = ModelSource(path, **options)
     critic = critic or source.scores
     config = source.config()
-    reads_images = has_image_processor(source.path, source.revision) and not critic
-    auto_class = AutoModelForImageTextToText if reads_images else AutoModelForCausalLM
-    auto_class = AutoModelForTokenClassification if critic else auto_class
+    if critic and type(config) not in AutoModelForTokenClassification._model_mapping:
+        raise _no_critic(source, config)
+    auto_class: Any = AutoModelForCausalLM
+    reads_images = False
     if critic:
-        if type(config) not in AutoModelForTokenClassification._model_mapping:
-            raise _no_critic(source, config)
         config.num_labels = 1
         config.classifier_dropout = 0.0
-    whole = source.gguf_file is not None or source.adapter is not None
-    in_parts = sharding is not None and source.init == "pretrained" and not whole
+        auto_class = AutoModelForTokenClassification
+    elif has_image_processor(source.path, source.revision):
+        reads_images = True
+        auto_class = AutoModelForImageTextToText
+    is_stored_whole = source.gguf_file is not None or source.adapter is not None
+    in_parts = sharding is not None and source.init == "pretrained" and not is_stored_whole
     if sharding is not None and in_parts:
         model, missing = source.parts(auto_class, config, sharding, device)
     elif source.init == "random":
         model = _random_model(auto_class, config, source.seed)
         missing = [f"{VALUE_HEAD}weight"] if critic else []
     else:
-        model, missing = source.pretrained(
-            auto_class, config, dtype, surplus=("lm_head.",) if critic else ()
-        )
+        surplus = ("lm_head.",) if critic else ()
+        model, missing = source.pretrained(auto_class, config, dtype, surplus)
     if critic:
-        if not hasattr(model, "score"):
-            raise _no_critic(source, config)
-        if source.scores:
-            model.score.bias = None  # looked up by name
-            missing = [name for name in missing if name != f"{VALUE_HEAD}bias"]
-        if f"{VALUE_HEAD}weight" in missing and not draws_head:
-            raise UserError(f"{source} is not a reward model: its weights lack {VALUE_HEAD}weight")
-        if any(name.startswith(VALUE_HEAD) for name in missing):
-            _fresh_value_head(model, source.seed)
-        missing = [name for name in missing if not name.startswith(VALUE_HEAD)]
+        missing = _settle_value_head(model, source, missing, draws_head)
     if missing:  # `transformers` would have initialised them
         raise UserError(
             f"{source} lacks weights of its architecture: {_few(missing)}; the folder is incomplete"
@@ -143,6 +136,23 @@ def load_model(
     if sharding is not None:
         shard_model(model, sharding)
     return model
+
+
+def _settle_value_head(
+    model: Any, source: "ModelSource", missing: list[str], draws_head: bool
+) -> list[str]:
+    """Draw a value head if it is missing; returns the names of other weights that are."""
+    if not hasattr(model, "score"):
+        raise _no_critic(source, model.config)
+    if source.scores:
+        model.score.bias = None
+        missing = [name for name in missing if name != f"{VALUE_HEAD}bias"]
+    if f"{VALUE_HEAD}weight" in missing and not draws_head:
+        raise UserError(f"{source} is not a reward model: its weights lack {VALUE_HEAD}weight")
+    others = [name for name in missing if not name.startswith(VALUE_HEAD)]
+    if len(others) < len(missing):
+        _fresh_value_head(model, source.seed)
+    return others
 
 
 def context_length(path: str | Path, **options: Unpack[SourceOptions]) -> int | None:
@@ -191,14 +201,10 @@ class ModelSource:
             self._options["gguf_file"] = gguf_file
 
     def __str__(self) -> str:
-        added = (
-            [f" ({self.gguf_file})"]
-            if self.gguf_file
-            else [f" with '{self.adapter}'"]
-            if self.adapter
-            else []
-        )
-        return "".join([f"model '{self.path}'", *added])
+        text = f"model '{self.path}'"
+        if self.gguf_file:
+            return f"{text} ({self.gguf_file})"
+        return f"{text} with '{self.adapter}'" if self.adapter else text
 
     def config(self) -> PreTrainedConfig:
         """The model's config. Raises UserError if it cannot be read, is of an unknown architecture,
@@ -391,12 +397,11 @@ def _check_images(model: nn.Module) -> None:
 def has_image_processor(path: str | Path, revision: str | None = None) -> bool:
     """Whether the model reads images: its config is of such a family, and its folder has a
     processor of images."""
-    there = (Path(path) / name for name in IMAGE_PROCESSOR_FILES)
-    if not (
-        any(file.is_file() for file in there)
-        if is_local(str(path))
-        else _hub_has_processor(str(path), revision)
-    ):
+    if is_local(str(path)):
+        has_files = any((Path(path) / name).is_file() for name in IMAGE_PROCESSOR_FILES)
+    else:
+        has_files = _hub_has_processor(str(path), revision)
+    if not has_files:
         return False
     try:
         # None would ask
@@ -454,23 +459,19 @@ def own_aligned_memory(model: nn.Module) -> None:
 
 
 def _few(names: list[str], shown: int = 4) -> str:
-    names = sorted(names)
-    return ", ".join(names[:shown]) + (
-        f" and {len(names) - shown} more" if len(names) > shown else ""
-    )
+    more = f" and {len(names) - shown} more" if len(names) > shown else ""
+    return ", ".join(sorted(names)[:shown]) + more
 
 
 # Ends of a chat turn. They count only if the tokenizer has them as one special token.
 CHAT_END_TOKENS = (
-    *(
-        "<|im_end|>",
-        "<|eot_id|>",
-        "<|eom_id|>",
-        "<|end|>",
-        "<end_of_turn>",
-        "<|end_of_text|>",
-        "<|return|>",
-    ),
+    "<|im_end|>",
+    "<|eot_id|>",
+    "<|eom_id|>",
+    "<|end|>",
+    "<end_of_turn>",
+    "<|end_of_text|>",
+    "<|return|>",
 )
 
 _GENERIC_CLASSES = ("PreTrainedTokenizerFast", "TokenizersBackend")

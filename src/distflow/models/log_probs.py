@@ -108,28 +108,31 @@ def token_log_probs(
     """
     if not isinstance(temperature, Tensor) or temperature.device.type == "cpu":
         check_temperature(temperature)
-    elements = chunk_elements or (
-        CHUNK_ELEMENTS if hidden.device.type == "cpu" else CHUNK_ON_DEVICE
-    )
+    on_cpu = hidden.device.type == "cpu"
+    elements = chunk_elements or (CHUNK_ELEMENTS if on_cpu else CHUNK_ON_DEVICE)
     num_rows = max(1, elements // vocabulary)
-    given = (*targets[:3], *targets.normals) if isinstance(targets, NumberTargets) else (targets,)
-    if hidden.shape[0] <= num_rows:
-        return _chunk(head, hidden, given, temperature, with_entropy)
-    states = hidden.split(num_rows)
-    wanted = zip(*(each.split(num_rows) for each in given), strict=True)
-    heat = (
-        temperature.split(num_rows)
-        if isinstance(temperature, Tensor)
-        else [temperature] * len(states)
-    )
-    parts = [
-        checkpoint(
-            _chunk, head, *chunk, with_entropy, use_reentrant=False, preserve_rng_state=False
-        )
-        for chunk in zip(states, wanted, heat, strict=True)
-    ]
-    log_probs = torch.cat([part[0] for part in parts])
-    return log_probs, torch.cat([part[1] for part in parts]) if with_entropy else None
+    if len(hidden) <= num_rows:
+        return _chunk(head, hidden, targets, temperature, with_entropy)
+    log_probs = []
+    entropies = []
+    start = 0
+    for states in hidden.split(num_rows):
+        rows = slice(start, start + len(states))
+        start = rows.stop
+        heat = temperature[rows] if isinstance(temperature, Tensor) else temperature
+        given = (head, states, _some_of(targets, rows), heat, with_entropy)
+        part, entropy = checkpoint(_chunk, *given, use_reentrant=False, preserve_rng_state=False)
+        log_probs.append(part)
+        entropies.append(entropy)
+    return torch.cat(log_probs), torch.cat(entropies) if with_entropy else None
+
+
+def _some_of(targets: Tensor | NumberTargets, rows: slice) -> Tensor | NumberTargets:
+    if isinstance(targets, Tensor):
+        return targets[rows]
+    tokens, values, is_number, normals = targets
+    own = Normals(*(each[rows] for each in normals))
+    return NumberTargets(tokens[rows], values[rows], is_number[rows], own)
 
 
 def check_temperature(temperature: float | Tensor) -> None:
@@ -143,25 +146,25 @@ def check_temperature(temperature: float | Tensor) -> None:
 def _chunk(
     head: Head,
     hidden: Tensor,
-    given: tuple[Tensor, ...],
+    targets: Tensor | NumberTargets,
     temperature: float | Tensor,
     with_entropy: bool,
 ) -> tuple[Tensor, Tensor | None]:
-    targets, *numbers = given
     logits = head(hidden)
     logits = logits if logits.dtype == torch.float64 else logits.float()
-    normal = normal_of(logits, Normals(*numbers[2:])) if numbers else None
+    unheated = logits
     if isinstance(temperature, Tensor):
         logits = logits / temperature[:, None]
     elif temperature != 1.0:
         logits = logits / temperature
-    log_probs, entropy = _LogProbs.apply(logits, targets, with_entropy)
-    if normal is None:
-        return log_probs, entropy
-    (values, is_number), (mean, log_std) = numbers[:2], normal
-    log_probs = torch.where(
-        is_number, normal_log_probs(values.to(mean.dtype), mean, log_std), log_probs
-    )
+    if isinstance(targets, Tensor):
+        return _LogProbs.apply(logits, targets, with_entropy)
+    # before the logits are overwritten
+    mean, log_std = normal_of(unheated, targets.normals)
+    log_probs, entropy = _LogProbs.apply(logits, targets.tokens, with_entropy)
+    densities = normal_log_probs(targets.values.to(mean.dtype), mean, log_std)
+    log_probs = torch.where(targets.is_number, densities, log_probs)
     if entropy is not None:
-        entropy = torch.where(is_number, log_std + (1 + math.log(2 * math.pi)) / 2, entropy)
+        of_normal = log_std + (1 + math.log(2 * math.pi)) / 2
+        entropy = torch.where(targets.is_number, of_normal, entropy)
     return log_probs, entropy

@@ -70,13 +70,13 @@ class NumberTargets(NamedTuple):
 def normal_of(logits: Tensor, normals: Normals) -> tuple[Tensor, Tensor]:
     """Mean and log standard deviation, `(n,)`, by logits `(n, vocabulary)`."""
     tokens, offset, gain, log_std = normals
-    rows, (low, high) = torch.arange(len(tokens), device=tokens.device), LOG_STD
+    rows = torch.arange(len(tokens), device=tokens.device)
+    low, high = LOG_STD
     # unlike `gather` it keeps no logits for backward
     raw = logits[rows, (tokens + 1).clamp(max=logits.shape[-1] - 1)]
     learned = low + (high - low) / 2 * (raw.tanh() + 1)
-    return offset + gain * logits[rows, tokens], torch.where(
-        log_std.isnan(), learned, log_std.to(learned)
-    )
+    spread = torch.where(log_std.isnan(), learned, log_std.to(learned))
+    return offset + gain * logits[rows, tokens], spread
 
 
 def normal_log_probs(values: Tensor, mean: Tensor, log_std: Tensor) -> Tensor:

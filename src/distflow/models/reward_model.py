@@ -101,9 +101,8 @@ def score_ids(
         number = max(max_tokens // len(ids[order[0]]), 1)
         chosen = order[:number]
         order = order[number:]
-        for i, score in zip(
-            chosen, _score(model, [ids[i] for i in chosen], pad_id).tolist(), strict=True
-        ):
+        found = _score(model, [ids[i] for i in chosen], pad_id).tolist()
+        for i, score in zip(chosen, found, strict=True):
             scores[i] = score
     return scores
 

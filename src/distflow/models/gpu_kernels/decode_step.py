@@ -51,14 +51,12 @@ class PagedStep:
             raise NotNative(f"heads of {self._head_dim} numbers have no kernel")
         if config.hidden_act != "silu":
             raise NotNative(f"the activation {config.hidden_act} has no kernel")
-        norms = [
-            norm
-            for each in self._body.layers
-            for norm in (each.input_layernorm, each.post_attention_layernorm)
-        ]
-        for part, kind in [(norm, "RMSNorm") for norm in (self._body.norm, *norms)] + [
-            (each.mlp, "MLP") for each in self._body.layers
-        ]:
+        parts = [(self._body.norm, "RMSNorm")]
+        for layer in self._body.layers:
+            parts.append((layer.input_layernorm, "RMSNorm"))
+            parts.append((layer.post_attention_layernorm, "RMSNorm"))
+            parts.append((layer.mlp, "MLP"))
+        for part, kind in parts:
             if not is_plain(part, kind):
                 raise NotNative(f"{type(part).__name__} has hooks, or is not that of transformers")
         try_to_compile(self._body.norm.weight.device)
@@ -160,7 +158,8 @@ def num_warps(block: int) -> int:
 def silu_mul(gate: Tensor, up: Tensor) -> Tensor:
     """`silu(gate) * up`, both `(rows, width)`: separate matrices, or halves of the columns of
     one."""
-    (rows, width), result = gate.shape, gate.new_empty(gate.shape)
+    rows, width = gate.shape
+    result = gate.new_empty(gate.shape)
     grid = (rows, triton.cdiv(width, GATE_BLOCK))
     _silu_mul[grid](gate, up, result, width, gate.stride(0), up.stride(0), GATE_BLOCK)
     return result
@@ -181,16 +180,15 @@ def attend(
     and values to the page of each row's position, and attend to all positions up to it. keys,
     values: `(pages, kv_heads, page_tokens, head_dim)`; the others: see `PagedStep.decode`. Returns
     `(rows, heads, head_dim)` in the dtype of the memory."""
-    (rows, heads, head_dim), (_, kv_heads, page_tokens, _) = query.shape, keys.shape
+    rows, heads, head_dim = query.shape
+    _, kv_heads, page_tokens, _ = keys.shape
     split_pages = max(1, SPLIT_TOKENS // page_tokens)
     splits = triton.cdiv(tables.shape[1], split_pages)
     out = torch.empty(rows, heads, head_dim, dtype=keys.dtype, device=keys.device)
     # The sums of a row's parts, followed by its largest score and its sum of weights.
-    parts = (
-        out
-        if splits == 1
-        else out.new_empty(rows, heads, splits, head_dim + 2, dtype=torch.float32)
-    )
+    parts = out
+    if splits > 1:
+        parts = out.new_empty(rows, heads, splits, head_dim + 2, dtype=torch.float32)
     cos, sin = rotary
     group = heads // kv_heads
     _attend[(rows, kv_heads, splits)](

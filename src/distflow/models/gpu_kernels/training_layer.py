@@ -114,10 +114,8 @@ class _SplitHeads(Function):
     @once_differentiable
     def backward(ctx: Any, *of_outputs: Tensor) -> tuple[Tensor | None, ...]:
         projected, cos, sin, *norms = ctx.saved_tensors
-        (rows, dim), (num_heads, num_kv_heads, _) = (
-            cos.shape,
-            (each.shape[1] for each in of_outputs),
-        )
+        rows, dim = cos.shape
+        num_heads, num_kv_heads, _ = (each.shape[1] for each in of_outputs)
         all_heads = num_heads + 2 * num_kv_heads
         of_projected = cos.new_empty(rows, all_heads * dim, dtype=ctx.dtype)
         has_norms = norms[0] is not None
@@ -152,7 +150,8 @@ class _Gate(Function):
     @once_differentiable
     def backward(ctx: Any, of_gated: Tensor) -> Tensor:
         (gate_up,) = ctx.saved_tensors
-        (rows, width), of_gate_up = of_gated.shape, torch.empty_like(gate_up)
+        rows, width = of_gated.shape
+        of_gate_up = torch.empty_like(gate_up)
         grid = (rows, triton.cdiv(width, GATE_BLOCK))
         _gate_backward[grid](gate_up, of_gated.contiguous(), of_gate_up, width, GATE_BLOCK)
         return of_gate_up
@@ -206,6 +205,28 @@ def _pair(place, mask, HALF: tl.constexpr):
 
 
 @triton.jit
+def _head_rows(
+    queries,
+    keys,
+    values,
+    tile,
+    head,
+    HEADS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    DIM: tl.constexpr,
+):
+    """Where a head of the rows `tile` begins in queries, keys or values; heads are counted over all
+    three."""
+    if head < HEADS:
+        rows = queries + (tile * HEADS + head) * DIM
+    elif head < HEADS + KV_HEADS:
+        rows = keys + (tile * KV_HEADS + head - HEADS) * DIM
+    else:
+        rows = values + (tile * KV_HEADS + head - HEADS - KV_HEADS) * DIM
+    return rows[:, None]
+
+
+@triton.jit
 def _split_heads(
     projected,
     cos,
@@ -231,36 +252,26 @@ def _split_heads(
     source = projected + (tile * (HEADS + 2 * KV_HEADS) + head)[:, None] * DIM + low[None, :]
     first = tl.load(source, mask=inside, other=0.0)
     second = tl.load(source + HALF, mask=inside, other=0.0)
-    if head >= HEADS + KV_HEADS:
-        place = values + (tile * KV_HEADS + head - HEADS - KV_HEADS)[:, None] * DIM + low[None, :]
-        tl.store(place, first, mask=inside)
-        tl.store(place + HALF, second, mask=inside)
-    else:
+    if head < HEADS + KV_HEADS:
         x = first.to(tl.float32)
         y = second.to(tl.float32)
         if HAS_NORMS:
+            norm = key_norm
+            if head < HEADS:
+                norm = query_norm
             inverse = tl.rsqrt((tl.sum(x * x, 1) + tl.sum(y * y, 1)) / DIM + epsilon)[:, None]
             x = (x * inverse).to(first.dtype).to(tl.float32)
             y = (y * inverse).to(first.dtype).to(tl.float32)
-            if head < HEADS:
-                x *= tl.load(query_norm + low).to(tl.float32)[None, :]
-                y *= tl.load(query_norm + HALF + low).to(tl.float32)[None, :]
-            else:
-                x *= tl.load(key_norm + low).to(tl.float32)[None, :]
-                y *= tl.load(key_norm + HALF + low).to(tl.float32)[None, :]
+            x *= tl.load(norm + low).to(tl.float32)[None, :]
+            y *= tl.load(norm + HALF + low).to(tl.float32)[None, :]
         angle = tile[:, None] * DIM + low[None, :]
         cos_x, cos_y = _pair(cos + angle, inside, HALF)
         sin_x, sin_y = _pair(sin + angle, inside, HALF)
-        turned_x = (x * cos_x - y * sin_x).to(first.dtype)
-        turned_y = (y * cos_y + x * sin_y).to(first.dtype)
-        if head < HEADS:
-            place = queries + (tile * HEADS + head)[:, None] * DIM + low[None, :]
-            tl.store(place, turned_x, mask=inside)
-            tl.store(place + HALF, turned_y, mask=inside)
-        else:
-            place = keys + (tile * KV_HEADS + head - HEADS)[:, None] * DIM + low[None, :]
-            tl.store(place, turned_x, mask=inside)
-            tl.store(place + HALF, turned_y, mask=inside)
+        first = (x * cos_x - y * sin_x).to(first.dtype)
+        second = (y * cos_y + x * sin_y).to(first.dtype)
+    place = _head_rows(queries, keys, values, tile, head, HEADS, KV_HEADS, DIM) + low[None, :]
+    tl.store(place, first, mask=inside)
+    tl.store(place + HALF, second, mask=inside)
 
 
 @triton.jit
@@ -293,26 +304,16 @@ def _split_heads_backward(
     kind = projected.dtype.element_ty
     total_x = tl.zeros([HALF], tl.float32)
     total_y = tl.zeros([HALF], tl.float32)
+    norm = key_norm
+    if head < HEADS:
+        norm = query_norm
     start = instance * TILE
     while start < rows:
         tile = start.to(tl.int64) + tl.arange(0, TILE)
         inside = (tile < rows)[:, None]
         at = (tile * ALL + head)[:, None] * DIM + low[None, :]
-        if head < HEADS:
-            back_x, back_y = _pair(
-                of_queries + (tile * HEADS + head)[:, None] * DIM + low[None, :], inside, HALF
-            )
-        elif head < HEADS + KV_HEADS:
-            back_x, back_y = _pair(
-                of_keys + (tile * KV_HEADS + head - HEADS)[:, None] * DIM + low[None, :],
-                inside,
-                HALF,
-            )
-        else:
-            first = head - HEADS - KV_HEADS
-            back_x, back_y = _pair(
-                of_values + (tile * KV_HEADS + first)[:, None] * DIM + low[None, :], inside, HALF
-            )
+        given = _head_rows(of_queries, of_keys, of_values, tile, head, HEADS, KV_HEADS, DIM)
+        back_x, back_y = _pair(given + low[None, :], inside, HALF)
         if head < HEADS + KV_HEADS:
             angle = tile[:, None] * DIM + low[None, :]
             cos_x, cos_y = _pair(cos + angle, inside, HALF)
@@ -321,19 +322,14 @@ def _split_heads_backward(
             of_y = back_y * cos_y - back_x * sin_x
             if HAS_NORMS:
                 own_x, own_y = _pair(projected + at, inside, HALF)
-                inverse = tl.rsqrt(
-                    (tl.sum(own_x * own_x, 1) + tl.sum(own_y * own_y, 1)) / DIM + epsilon
-                )[:, None]
+                squares = tl.sum(own_x * own_x, 1) + tl.sum(own_y * own_y, 1)
+                inverse = tl.rsqrt(squares / DIM + epsilon)[:, None]
                 unit_x = own_x * inverse
                 unit_y = own_y * inverse
                 total_x += tl.sum(of_x * unit_x, 0)
                 total_y += tl.sum(of_y * unit_y, 0)
-                if head < HEADS:
-                    of_x *= tl.load(query_norm + low).to(tl.float32)[None, :]
-                    of_y *= tl.load(query_norm + HALF + low).to(tl.float32)[None, :]
-                else:
-                    of_x *= tl.load(key_norm + low).to(tl.float32)[None, :]
-                    of_y *= tl.load(key_norm + HALF + low).to(tl.float32)[None, :]
+                of_x *= tl.load(norm + low).to(tl.float32)[None, :]
+                of_y *= tl.load(norm + HALF + low).to(tl.float32)[None, :]
                 mean = ((tl.sum(of_x * unit_x, 1) + tl.sum(of_y * unit_y, 1)) / DIM)[:, None]
                 of_x = inverse * (of_x - unit_x * mean)
                 of_y = inverse * (of_y - unit_y * mean)

@@ -11,6 +11,7 @@ from distflow.algorithms.objectives import PairObjective, PolicyObjective, SFTOb
 from distflow.config import Config
 from distflow.config.derived_settings import algorithms, takes_values, trained_policies
 from distflow.data.batch import Batch
+from distflow.data.decisions import by_decision
 from distflow.graph import NodeOutput, NodeRole, node, node_factory
 from distflow.graph.fields import register_field
 from distflow.graph.node_spec import Names
@@ -165,7 +166,7 @@ def update(
     samples = batch
     places = None
     if sample_level == "decision":
-        samples, places = batch.by_decision()
+        samples, places = by_decision(batch)
     updates = list[dict[str, float]]()
     unmoved = True
     recorded = dict[str, Tensor]()

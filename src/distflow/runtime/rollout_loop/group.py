@@ -7,7 +7,7 @@ from distflow.algorithms.advantages.group_estimator_base import sample_scores
 from distflow.data.batch import Batch, Written
 from distflow.data.encoded_prompts import PromptRow
 from distflow.data.sample import Sample, Segment
-from distflow.graph.fields import ALIASES
+from distflow.graph.fields import canonical
 from distflow.observe.metrics import Measured
 from distflow.rollout.engine import SamplingParams, Stream
 from distflow.runtime.run_errors import Failure
@@ -77,7 +77,7 @@ class Group:
         if not columns:
             return
         before = self.written
-        self.written = {**before, **{ALIASES.get(n, n): value for n, value in columns.items()}}
+        self.written = {**before, **{canonical(n): value for n, value in columns.items()}}
         self._batch = None
         try:
             self.batch()
