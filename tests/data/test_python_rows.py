@@ -11,7 +11,8 @@ import pandas
 import pytest
 
 from distflow.data.dataset_columns import Columns
-from distflow.data.sources import keep_rows, load_rows
+from distflow.data.python_rows import keep_rows
+from distflow.data.sources import load_rows
 from distflow.errors import UserError
 
 ROWS = [

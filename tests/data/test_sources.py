@@ -10,7 +10,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from distflow.data import sources
+from distflow.data import python_rows
 from distflow.data.dataset_columns import Columns, plain
 from distflow.data.sources import load_rows
 from distflow.errors import UserError
@@ -343,7 +343,7 @@ class TestRowsOfAFunction:
         assert (tmp_path / "data" / "train_files-0.rows").is_file()
 
     def test_endless_ones_are_refused_unless_a_number_is_asked_for(self, tmp_path, monkeypatch):
-        monkeypatch.setattr(sources, "MAX_ROWS", 1000)
+        monkeypatch.setattr(python_rows, "MAX_ROWS", 1000)
         endless = function_of(
             tmp_path,
             """

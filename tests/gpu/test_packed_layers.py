@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from distflow.models.native_layers import runs_natively
 from distflow.models.packed_forward import (
     attach_packed_forward,
     packed_hidden_states,
-    runs_natively,
 )
 from distflow.models.packed_layout import shared_prefixes
 from tests.models.test_packed_layers import (

@@ -5,8 +5,9 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from distflow.errors import UserError
+from distflow.models.choose_attention import choose_attention
 from distflow.models.loading import ready
-from distflow.models.packed_forward import choose_attention, output_head, packed_hidden_states
+from distflow.models.packed_forward import output_head, packed_hidden_states
 from tests.models.families import FAMILIES, Family
 from tests.tiny_models import tiny_config
 

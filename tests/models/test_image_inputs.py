@@ -11,6 +11,7 @@ from distflow.data.batch import Batch
 from distflow.data.images import read_images
 from distflow.data.sample import Sample, Segment
 from distflow.errors import UserError
+from distflow.models.choose_attention import TOLERANCE
 from distflow.models.image_inputs import (
     IN_OWN_PASSES,
     ImageProcessor,
@@ -19,7 +20,6 @@ from distflow.models.image_inputs import (
     own_inputs,
 )
 from distflow.models.loading import load_model, load_tokenizer, ready
-from distflow.models.packed_forward import TOLERANCE
 from distflow.training.torch_engine import TorchScorer
 from tests.tiny_models import write_tiny_model
 from tests.tiny_vision_models import FAMILIES, png, square, tiny_vision_model, write_tiny_llava

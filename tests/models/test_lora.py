@@ -6,9 +6,10 @@ import pytest
 import torch
 
 from distflow.errors import UserError
+from distflow.models.choose_attention import packed_error
 from distflow.models.loading import load_model
 from distflow.models.lora import adapter_off, add_lora, has_adapter, named_weights
-from distflow.models.packed_forward import packed_error, packed_hidden_states
+from distflow.models.packed_forward import packed_hidden_states
 from tests.tiny_models import write_tiny_model
 
 IDS = torch.arange(3, 40)

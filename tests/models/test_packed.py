@@ -5,11 +5,11 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from distflow.errors import UserError
+from distflow.models.choose_attention import choose_attention
 from distflow.models.cpu_kernels import build as native
 from distflow.models.loading import ready
 from distflow.models.packed_attention import PACKED_ATTENTION
 from distflow.models.packed_forward import (
-    choose_attention,
     output_head,
     packed_hidden_states,
 )

@@ -10,15 +10,15 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from distflow.models import packed_forward
+from distflow.models import native_layers
+from distflow.models.choose_attention import choose_attention
 from distflow.models.cpu_kernels import build as native
 from distflow.models.loading import load_model
 from distflow.models.lora import add_lora
+from distflow.models.native_layers import runs_natively
 from distflow.models.packed_forward import (
     attach_packed_forward,
-    choose_attention,
     packed_hidden_states,
-    runs_natively,
 )
 from distflow.models.packed_layout import shared_prefixes
 from distflow.training.torch_engine import checkpoint_activations
@@ -62,14 +62,14 @@ def states_and_gradients(
     }
 
 
-@pytest.mark.parametrize("largest", [packed_forward.LARGEST, 0])
+@pytest.mark.parametrize("largest", [native_layers.LARGEST, 0])
 @pytest.mark.parametrize("shares", [False, True])
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_states_and_gradients_are_those_of_the_module_in_float64(
     variant: str, shares: bool, largest: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """largest: of 0 every model counts as a large one."""
-    monkeypatch.setattr(packed_forward, "LARGEST", largest)
+    monkeypatch.setattr(native_layers, "LARGEST", largest)
     family, changes = VARIANTS[variant]
     model = trainable(family, **changes)
     exact = copy.deepcopy(model).double()
@@ -258,14 +258,14 @@ def test_float16_is_torchs() -> None:
 
 def test_beyond_the_largest_products_are_torchs(monkeypatch: pytest.MonkeyPatch) -> None:
     """By bits: the same numbers in another order."""
-    sizes = {"hidden_size": 64, "intermediate_size": packed_forward.LARGEST // 64}
+    sizes = {"hidden_size": 64, "intermediate_size": native_layers.LARGEST // 64}
     fits = trainable(**sizes)
     exceeds = trainable(hidden_size=64, intermediate_size=sizes["intermediate_size"] + 1)
     for model, changes in ((fits, True), (exceeds, False)):
         assert runs_natively(model.model)
         with monkeypatch.context() as patched:
             states = packed_hidden_states(model, tokens(), LENGTHS)
-            patched.setattr(packed_forward, "LARGEST", 0)
+            patched.setattr(native_layers, "LARGEST", 0)
             assert (
                 torch.equal(states, packed_hidden_states(model, tokens(), LENGTHS)) is not changes
             )

@@ -16,7 +16,7 @@ from distflow.config.compose.typed_values import Mismatch, parse_value
 from distflow.config.derived_settings import ADV_ESTIMATOR, POLICY_LOSS, is_rl
 from distflow.config.keys.declare import dotted
 from distflow.config.keys.schema import schema_keys, with_values
-from distflow.data.sources import GivenRows, keep_rows
+from distflow.data.python_rows import GivenRows, keep_rows
 from distflow.errors import Problem, UserError
 from distflow.import_target import is_pickled, split_name
 

@@ -2,7 +2,6 @@
 batches. Code that transfers buffers needs to know nothing about tokens, dtypes or texts."""
 
 from collections.abc import Mapping, Sequence
-from itertools import accumulate
 
 import numpy as np
 import torch
@@ -30,8 +29,11 @@ def gather(parts: Sequence[Buffers], picks: Sequence[tuple[int, int]]) -> Batch:
     dtype or axis of a column."""
     used = sorted({part for part, _ in picks}) or [0]
     batches = [_from_buffers(parts[part]) for part in used]
-    firsts = accumulate((len(batch) for batch in batches), initial=0)
-    first_of = dict(zip(used, firsts, strict=False))
+    first_of: dict[int, int] = {}
+    num_rows = 0
+    for part, batch in zip(used, batches, strict=True):
+        first_of[part] = num_rows
+        num_rows += len(batch)
     return Batch.concat(batches).select([first_of[part] + row for part, row in picks])
 
 

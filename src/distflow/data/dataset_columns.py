@@ -1,5 +1,6 @@
 """Rows of a data set before tokenisation: the meaning of columns, and bad rows."""
 
+import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -182,6 +183,21 @@ def _strike_found(missing: dict[str, str], values: Values, columns: Columns) -> 
         stands_for = is_conversation and name in (columns.prompt, columns.response)
         if stands_for or find(values, name) is not None:
             del missing[key]
+
+
+def read_line(line: bytes) -> Values | str:
+    """The values of a JSON object, or why there are none."""
+    try:
+        values = json.loads(line.decode())
+    except UnicodeDecodeError as error:
+        return f"not UTF-8 (byte {error.start + 1} of the line)"
+    except ValueError as error:
+        return f"not JSON, one object on each line ({error})"
+    except RecursionError:
+        return "nested too deeply"
+    if not isinstance(values, dict):
+        return f"a JSON {type(values).__name__}, not an object"
+    return values
 
 
 def find(values: Values, name: str) -> object:

@@ -29,6 +29,8 @@ def read_images(found: object, name: str, folder: Path | None, store: Path) -> t
     Returns the path of each in `store`, a PNG file that is named by the hash of its content. name:
     of the column. Raises RowError for anything else.
     """
+    if found is None:
+        return ()
     values = found if isinstance(found, list | tuple) else [found]
     paths = list[str]()
     for number, value in enumerate(values, 1):

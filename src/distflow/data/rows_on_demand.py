@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 import pyarrow
 
-from distflow.data.dataset_columns import FileRow
-from distflow.data.sources import MAX_LIST_BYTES, read_line
+from distflow.data.dataset_columns import FileRow, read_line
+from distflow.data.sources import MAX_LIST_BYTES
 from distflow.errors import UserError
 from distflow.observe.crash_safe_files import replacing
 from distflow.untrusted_files import check_file, lines_of, open_file

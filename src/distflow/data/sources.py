@@ -1,21 +1,20 @@
 """Reads rows from the sources in `data.train_files`: files, data sets of `datasets`, built-in ones,
-functions. Writes those that are passed from Python to the run's folder, as JSON lines.
+functions, packages of tasks.
 
 Each row of a JSONL, JSON, CSV or Parquet file has its file and line; a problem of a whole file
-is a UserError. A function's rows are written once to a file in the run's folder, so that a
-resumed run reads the same.
+is a UserError.
 """
 
 import csv
 import json
 import re
 from codecs import BOM_UTF8, iterdecode
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from errno import EFBIG
 from io import BufferedReader
 from itertools import chain, islice
 from pathlib import Path
-from typing import Any, BinaryIO, cast
+from typing import BinaryIO
 
 import pyarrow
 
@@ -26,15 +25,14 @@ from distflow.data.dataset_columns import (
     FileRow,
     RawRow,
     Values,
-    plain,
+    read_line,
     read_rows,
 )
+from distflow.data.python_rows import rows_of_function
 from distflow.data.task_folders import has_tasks, read_task_folders
 from distflow.data.task_packages import PACKAGES, read_package_rows
-from distflow.errors import UserError, blaming, missing_path
+from distflow.errors import UserError, missing_path
 from distflow.hub_id_or_local_path import unreachable
-from distflow.import_target import load_function, users_code
-from distflow.observe.crash_safe_files import write_atomically
 from distflow.untrusted_files import (
     COMPRESSIONS,
     MAX_JSON_VALUES,
@@ -49,10 +47,8 @@ BUILTIN_FOLDER = Path(__file__).parent / "builtin"
 MAX_LIST_BYTES = 128 * 2**20
 _ROW_BYTES = 500
 _FUNCTION = re.compile(r"(?:[A-Za-z_][\w.]*|.*\.py):[A-Za-z_]\w*")
-MAX_ROWS = 1_000_000
 
 Source = str | Path
-GivenRows = Iterable[object] | Callable[[], Iterable[object]]
 Rows = Iterable[Values]
 
 
@@ -95,7 +91,7 @@ def load_rows(
         text = str(source)
         most = -1 if columns.domain_of_tag else wanted
         if is_function(text):
-            file_rows = _rows_of_function(text, file, key, most)
+            file_rows = rows_of_function(text, file, key, most)
         elif text.startswith(tuple(f"{package}:" for package in PACKAGES)):
             file_rows = read_package_rows(text, key, most)
         else:
@@ -112,12 +108,6 @@ def load_rows(
     return rows, bad
 
 
-def forget_rows(run_folder: Path) -> None:
-    """Remove the rows of functions that `load_rows` stored: a new run calls the functions again."""
-    for file in (run_folder / "data").glob("*_files-*.rows"):
-        file.unlink()
-
-
 def is_function(source: str) -> bool:
     """Whether the source names a function that `load_rows` imports and calls, not a data set with a
     similar name."""
@@ -126,33 +116,6 @@ def is_function(source: str) -> bool:
     return not (
         Path(source).expanduser().is_file() or Path(source.partition(":")[0]).expanduser().is_dir()
     )
-
-
-def _rows_of_function(target: str, file: Path | None, key: str, wanted: int) -> Iterator[FileRow]:
-    """The rows of the function "module:function" or "file.py:function", read from `file`, which is
-    written first unless it already has them: JSON lines, of which the first names their origin.
-
-    wanted: as in `json_lines`. Raises UserError if there is no such function, and for values that
-    are not rows.
-    """
-    if file is None:
-        raise UserError(
-            f"{key}: rows of a function need a run's folder (trainer.default_local_dir) to be kept "
-            "in"
-        )
-    source = f"'{target}'"
-    header = json.dumps(source if wanted < 0 else f"{source}, first {wanted}")
-    with blaming(key):
-        function = cast(Callable[[], object], load_function(target))
-    lines = file.read_text("utf-8").splitlines() if file.is_file() else []
-    if lines[:1] != [header]:
-        with users_code(f"{key}: {source} raised", passes=UserError):
-            texts = json_lines(function(), source=source, key=key, wanted=wanted, max_rows=MAX_ROWS)
-        lines = [header, *texts]
-        file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        write_atomically(file, "\n".join(lines).encode())
-    for number, text in enumerate(lines[1:], 1):
-        yield f"{source}, row {number}", read_line(text.encode())
 
 
 def read_file(path: Path, key: str) -> Iterator[FileRow]:
@@ -270,21 +233,6 @@ def _decompressed(raw: BinaryIO, path: Path) -> BinaryIO:
     return BufferedReader(stream)
 
 
-def read_line(line: bytes) -> Values | str:
-    """The values of a JSON object, or why there are none."""
-    try:
-        values = json.loads(line.decode())
-    except UnicodeDecodeError as error:
-        return f"not UTF-8 (byte {error.start + 1} of the line)"
-    except ValueError as error:
-        return f"not JSON, one object on each line ({error})"
-    except RecursionError:
-        return "nested too deeply"
-    if not isinstance(values, dict):
-        return f"a JSON {type(values).__name__}, not an object"
-    return values
-
-
 def _read_json(path: Path) -> Iterator[FileRow]:
     """One list of objects; a `.json` file with an object on each line is read as JSONL."""
     with path.open("rb") as file:
@@ -372,92 +320,3 @@ READERS: dict[str, Callable[[Path], Iterator[FileRow]]] = {
     ".csv": _read_csv,
     ".parquet": _read_parquet,
 }
-
-
-def keep_rows(values: GivenRows, file: Path, *, name: str, wanted: int, resuming: bool) -> bool:
-    """Write the rows to `file`; returns whether the rows already in it are used instead.
-
-    values: a list of mappings, a `datasets.Dataset`, a `DataFrame`, an iterator, or a function that
-    returns one of them. name: for messages. wanted: number of rows needed, -1 for all. resuming: a
-    checkpoint was made with the file's rows. Then an iterator is not read, since it may yield other
-    rows each time; other values must hold the same rows. Raises UserError if the values are not
-    rows, or differ from the checkpoint's.
-    """
-    if resuming and file.is_file() and not hasattr(values, "__len__"):
-        return True
-    rows: Any = _iterable(values, name)
-    max_rows = len(rows) if hasattr(rows, "__len__") else MAX_ROWS
-    texts = json_lines(rows, source=_called(values), key=name, wanted=wanted, max_rows=max_rows)
-    if not texts:
-        again = ""
-        if hasattr(values, "__next__"):
-            again = " (an iterator can be read only once: create a new one)"
-        raise UserError(f"{name}: no rows in {_called(values)}{again}")
-    data = "".join(f"{text}\n" for text in texts).encode()
-    if resuming and file.is_file() and file.read_bytes() != data:
-        raise UserError(
-            f"{name}: these are different rows than those that the run began with, which are in "
-            f"{file}. Pass the "
-            'same rows to resume, or start again with resume="never" or in another '
-            "trainer.default_local_dir"
-        )
-    write_atomically(file, data)
-    return False
-
-
-def json_lines(
-    rows: object, *, source: str, key: str, wanted: int = -1, max_rows: int = MAX_ROWS
-) -> list[str]:
-    """Each row as one JSON text. wanted: stop after this many; -1 takes all, at most `max_rows`.
-
-    Raises UserError if `rows` is not iterable or has more, or a row is not a mapping.
-    """
-    try:
-        rows_read = islice(iter(rows), wanted if wanted >= 0 else max_rows + 1)  # type: ignore[call-overload]
-    except TypeError:
-        raise UserError(
-            f"{key}: {source} gives {type(rows).__name__}, which cannot be iterated over"
-        ) from None
-    texts: list[str] = []
-    for row in rows_read:
-        if not isinstance(row, Mapping):
-            raise UserError(
-                f"{key}: row {len(texts) + 1} of {source} is {type(row).__name__}, not a mapping "
-                "from columns to "
-                'values: write each row as {"prompt": ..., "answer": ...}'
-            )
-        texts.append(json.dumps(plain(row)))
-    if wanted < 0 and len(texts) > max_rows:
-        raise UserError(
-            f"{key}: {source} gave more than {max_rows:,} rows; is it infinite? Set "
-            "data.train_max_samples "
-            "(data.val_max_samples) to the number of rows"
-        )
-    return texts
-
-
-def _iterable(values: Any, name: str) -> object:
-    """An iterable of rows. Raises UserError for whole tables and for splits."""
-    if isinstance(values, Mapping):
-        splits = [key for key, value in values.items() if hasattr(value, "column_names")]
-        if splits:
-            raise UserError(
-                f"{name} is the splits {', '.join(map(str, splits))}: give one, e.g. "
-                f"{name}=dataset[{splits[0]!r}]"
-            )
-        raise UserError(
-            f"{name} is a {type(values).__name__} of columns: give a list of rows, each a dict"
-        )
-    if not (callable(values) or hasattr(values, "__iter__")):
-        raise UserError(
-            f"{name} is of type {type(values).__name__}: give a list of rows, each a dict"
-        )
-    if callable(values) and not hasattr(values, "__iter__"):
-        values = values()
-    if hasattr(values, "notna") and hasattr(values, "to_dict"):  # pandas, whose empty cells are NaN
-        return values.astype(object).where(values.notna(), None).to_dict("records")
-    return values
-
-
-def _called(values: object) -> str:
-    return f"the {type(values).__name__} {getattr(values, '__qualname__', '')}".strip()

@@ -12,7 +12,7 @@ from distflow.config import Config, Loaded, UserError, to_yaml
 from distflow.config.derived_settings import with_own_policies
 from distflow.data.encoded_prompts import PromptRow
 from distflow.data.encoded_rows_file import EncodedRows, write_encoded
-from distflow.data.sources import forget_rows
+from distflow.data.python_rows import forget_rows
 from distflow.errors import blaming
 from distflow.graph import BoundPipeline
 from distflow.launch.configured_models import compute_dtype

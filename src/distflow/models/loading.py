@@ -30,6 +30,7 @@ from transformers.utils import logging as transformers_logging
 
 from distflow.errors import UserError
 from distflow.hub_id_or_local_path import WEIGHT_PATTERNS
+from distflow.models.choose_attention import TOLERANCE, choose_attention
 from distflow.models.image_inputs import (
     IN_OWN_PASSES,
     UNUSED,
@@ -42,7 +43,7 @@ from distflow.models.lora import base_of_adapter, merge_adapter, unwrapped
 from distflow.models.model_folder import first_lines, readable, require_files
 from distflow.models.model_paths import TOKENIZER_FILES, is_local, resolve_path
 from distflow.models.packed_attention import PACKED_ATTENTION
-from distflow.models.packed_forward import TOLERANCE, attach_packed_forward, choose_attention
+from distflow.models.packed_forward import attach_packed_forward
 from distflow.models.sharding import Sharding, empty_model, fill, read_own_parts, shard_model
 from distflow.models.weight_soundness import magnitudes, unsound
 from distflow.observe.crash_safe_files import read_object

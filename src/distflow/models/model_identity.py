@@ -24,16 +24,7 @@ def identity(path: str, revision: str | None = None) -> dict[str, str]:
     """
     source = resolve_path(path)
     if is_local(source):
-        digest = hashlib.sha256()
-        for file in sorted(path for path in Path(source).iterdir() if path.is_file()):
-            size = file.stat().st_size
-            digest.update(f"{file.name} {size}\n".encode())
-            with file.open("rb") as opened:
-                step = max(size // _PIECES, _PIECE_BYTES)
-                for start in (*range(0, size, step), max(size - _PIECE_BYTES, 0)):
-                    opened.seek(start)
-                    digest.update(opened.read(_PIECE_BYTES))
-        return {"path": source, "revision": "", "fingerprint": digest.hexdigest()[:12]}
+        return {"path": source, "revision": "", "fingerprint": _folder_hash(Path(source))}
     try:
         config = cached_file(source, "config.json", revision=revision)
     except OSError as error:
@@ -42,6 +33,19 @@ def identity(path: str, revision: str | None = None) -> dict[str, str]:
         ) from error
     assert config is not None, "it raises where there is none"
     return {"path": source, "revision": revision or "", "fingerprint": Path(config).parent.name}
+
+
+def _folder_hash(folder: Path) -> str:
+    digest = hashlib.sha256()
+    for file in sorted(path for path in folder.iterdir() if path.is_file()):
+        size = file.stat().st_size
+        digest.update(f"{file.name} {size}\n".encode())
+        step = max(size // _PIECES, _PIECE_BYTES)
+        with file.open("rb") as opened:
+            for start in (*range(0, size, step), max(size - _PIECE_BYTES, 0)):
+                opened.seek(start)
+                digest.update(opened.read(_PIECE_BYTES))
+    return digest.hexdigest()[:12]
 
 
 def bit_hash(tensor: Tensor) -> str:

@@ -1,43 +1,23 @@
 """Packed forwards: sequences one after another in a single row, without padding, attention mask or
-cache.
-
-With a cache or a mask of ones `transformers` silently lets packed sequences attend to each other,
-so each model is first checked: every packed sequence against itself alone, through the model's own
-forward. In some families attention cannot keep them apart: recurrent layers (Mamba, Qwen3.5)
-continue from the previous sequence, and ALiBi (BLOOM, MPT) counts positions over the whole row.
-Their sequences are padded on the right instead, one per row: no real token of a causal model sees
-the padding.
+cache; see `choose_attention.py` for models whose attention cannot keep them apart.
 
 The whole pass, from embedding to log-probs, is one method of the model: a wrapper that gathers or
 moves weights around a forward (such as FSDP2's `register_fsdp_forward_method`) sees one call that
-uses all of them, even the output head.
-
-A decoder's layers run in native code (`packed_layers`). On a CPU in float32 a layer is three
-operations, which stay in the processor's cache, instead of some fifty; in larger layers, in
-bfloat16, and on CUDA, torch computes the products and native code the rest. `transformers` computes
-everything if there is no native code for a model or machine.
+uses all of them, even the output head. The layers run in native code where there is some
+(`native_layers.py`), else by `transformers`.
 """
 
-import functools
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from types import MethodType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import linear
 from torch.nn.utils.rnn import pad_sequence
-from torch.utils.checkpoint import checkpoint
 
 from distflow.device_transfer import send
-from distflow.errors import UserError
-from distflow.models.cached_decoder import FAMILIES
-from distflow.models.cpu_kernels import build as native
-from distflow.models.cpu_kernels import training_layer as cpu_layer
-from distflow.models.cpu_kernels.weight_layout import check_modules, layer_modules, side_by_side
+from distflow.models.choose_attention import IN_ROWS
 from distflow.models.image_inputs import (
     IN_OWN_PASSES,
     ImageInputs,
@@ -48,153 +28,10 @@ from distflow.models.image_inputs import (
 )
 from distflow.models.log_probs import token_log_probs
 from distflow.models.lora import unwrapped
+from distflow.models.native_layers import packed_layers, runs_natively
 from distflow.models.number_head import NumberTargets
-from distflow.models.packed_attention import (
-    PACKED_ATTENTION,
-    attend_together,
-    take_rows,
-)
-from distflow.models.packed_layout import Packing, Sharing, shared_prefixes
-
-LARGEST = 2**19
-"""Elements of a gated MLP's float32 matrix above which the cache cannot hold a thread's data, so
-torch's products are faster than ours."""
-
-
-def runs_natively(decoder: Any) -> bool:
-    """Whether `packed_layers` computes the same as the decoder in its present state, with only
-    modules of `transformers`: on a CPU with float32 weights, perhaps under autocast to bfloat16; on
-    CUDA with products in bfloat16."""
-    config = decoder.config
-    if config.model_type not in FAMILIES or not _has_code(decoder):
-        return False
-    head_dim = decoder.layers[0].self_attn.head_dim
-    if 2 * len(decoder.rotary_emb.inv_freq) != head_dim:  # only a part of each head is rotated
-        return False
-    if decoder.training and config.attention_dropout:
-        return False
-    modules = list(layer_modules(decoder))
-    device = decoder.embed_tokens.weight.device.type
-    if device == "cuda":
-        if head_dim & (head_dim - 1):  # Triton needs powers of two
-            return False
-        modules.remove(decoder.embed_tokens)  # it is called, as it may have a checkpointing hook
-    elif decoder.training and any(layer.gradient_checkpointing for layer in decoder.layers):
-        return False
-    try:
-        check_modules((decoder, *decoder.layers, *modules), config.rms_norm_eps, device)
-    except native.NotNative:
-        return False
-    return True
-
-
-def _has_code(decoder: Any) -> bool:
-    """Whether there is native code for the decoder's device and the dtype of its products."""
-    device = decoder.embed_tokens.weight.device.type
-    if device == "cpu":
-        return native.is_there() and _products_of(decoder) in (torch.float32, torch.bfloat16)
-    return device == "cuda" and gpu_layer() is not None and _products_of(decoder) == torch.bfloat16
-
-
-@functools.cache
-def gpu_layer() -> Any:
-    """The kernels of `gpu_kernels/training_layer.py`; None without Triton, or if it cannot
-    compile."""
-    try:
-        from distflow.models.gpu_kernels import decode_step, training_layer
-
-        decode_step.try_to_compile(torch.device("cuda"))
-    except (ImportError, native.NotNative):
-        return None
-    return training_layer
-
-
-def _products_of(decoder: Any) -> torch.dtype:
-    weight = decoder.embed_tokens.weight
-    kind = weight.device.type
-    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else weight.dtype
-
-
-def packed_layers(decoder: Any, embedded: Tensor, position_ids: Tensor, packing: Packing) -> Tensor:
-    """Last hidden states `(rows, hidden)` of a row of embedded tokens, which have positions
-    `(rows,)`; in float32 if the weights are. Differentiable once."""
-    dtype = _products_of(decoder)
-    weight = decoder.embed_tokens.weight
-    config = decoder.config
-    hidden = embedded.float()
-    cos, sin = (each[0] for each in decoder.rotary_emb(hidden, position_ids[None]))
-    with torch.autocast(weight.device.type, enabled=False):
-        if weight.device.type == "cuda":
-            between = Between(gpu_layer(), partial(attend_together, packing), dtype)
-            hidden = _by_torchs_products(decoder.layers, hidden, cos, sin, between)
-        elif dtype == torch.bfloat16 or config.hidden_size * config.intermediate_size > LARGEST:
-            between = Between(cpu_layer, partial(_on_cpu, packing), dtype)
-            hidden = _by_torchs_products(decoder.layers, hidden, cos, sin, between)
-        else:
-            for layer in decoder.layers:
-                operands = cpu_layer.before_attention(layer, hidden, cos, sin)
-                mixed = _on_cpu(packing, *operands, layer.self_attn.scaling)
-                hidden = cpu_layer.after_attention(layer, hidden, mixed)
-        return decoder.norm(hidden).to(weight.dtype)
-
-
-class Between(NamedTuple):
-    """What is computed between the products with weights."""
-
-    kernels: Any
-    """A module with `add_norm`, `split_heads` and `gate`."""
-    attend: Callable[..., Tensor]
-    """Takes queries, keys, values and the scale of scores."""
-    dtype: torch.dtype
-    """Of the products' inputs and outputs."""
-
-
-def _on_cpu(
-    packing: Packing, queries: Tensor, keys: Tensor, values: Tensor, scale: float
-) -> Tensor:
-    return cpu_layer.attend(queries, keys, values, packing.sequences, scale)
-
-
-def _by_torchs_products(
-    layers: Any, hidden: Tensor, cos: Tensor, sin: Tensor, between: Between
-) -> Tensor:
-    """`(rows, hidden)` after all layers. cos, sin: `(rows, head_dim)`."""
-    kernels, attend, dtype = between
-
-    def product(x: Tensor, *modules: nn.Linear) -> Tensor:
-        """The outputs of each for x, side by side."""
-        return linear(x, *side_by_side(modules, dtype))
-
-    def through(layer: Any, hidden: Tensor, added: Tensor | None) -> tuple[Tensor, Tensor]:
-        attention = layer.self_attn
-        mlp = layer.mlp
-        hidden, normed = kernels.add_norm(hidden, added, layer.input_layernorm, dtype)
-        projected = product(normed, attention.q_proj, attention.k_proj, attention.v_proj)
-        mixed = attend(*kernels.split_heads(projected, cos, sin, attention), attention.scaling)
-        added = product(mixed.flatten(1).to(dtype), attention.o_proj)
-        hidden, normed = kernels.add_norm(hidden, added, layer.post_attention_layernorm, dtype)
-        gated = kernels.gate(product(normed, mlp.gate_proj, mlp.up_proj))
-        return hidden, product(gated, mlp.down_proj)
-
-    added = None
-    for layer in layers:
-        if layer.training and layer.gradient_checkpointing:
-            hidden, added = checkpoint(
-                through, layer, hidden, added, use_reentrant=False, preserve_rng_state=False
-            )
-        else:
-            hidden, added = through(layer, hidden, added)
-    return hidden if added is None else hidden + added
-
-
-# Largest error of a logit, relative to the largest logit: rounding stays well below, a wrong
-# formula far above.
-TOLERANCE = {torch.float64: 1e-3, torch.float32: 1e-3, torch.bfloat16: 0.08, torch.float16: 0.02}
-# The same if tokens of other sequences change and no shape does: zero, except for experts of a
-# mixture, whose products have as many rows as tokens chose them.
-_LEAK = {torch.float64: 1e-9, torch.float32: 2e-5, torch.bfloat16: 0.02, torch.float16: 5e-3}
-_CHECK_LENGTHS = (5, 1, 11, 1, 4, 9, 3, 8)
-_IN_ROWS = "sequences_in_rows"  # marks a model whose sequences are padded, not packed
+from distflow.models.packed_attention import PACKED_ATTENTION, take_rows
+from distflow.models.packed_layout import Packing, Sharing
 
 
 def packed_hidden_states(
@@ -221,7 +58,7 @@ def packed_hidden_states(
         return states if wanted is None else take_rows(states, wanted)
     if images is not None:
         return _with_images(model, input_ids, lengths, images, wanted)
-    if getattr(causal, _IN_ROWS, False):
+    if getattr(causal, IN_ROWS, False):
         return _in_rows(decoder, input_ids, lengths, wanted)
     position_ids = _positions(lengths)
     if decoder.config._attn_implementation != PACKED_ATTENTION:
@@ -337,94 +174,6 @@ def packed_logits(
     return output_head(model)(
         packed_hidden_states(model, input_ids, lengths, sharing=sharing, images=images)
     )
-
-
-def choose_attention(model: nn.Module) -> str:
-    """Set and return the fastest attention that keeps packed sequences apart in this model, which
-    has `packed_logits`; if there is none, "sdpa, padded" or "eager, padded".
-
-    Raises UserError if padded sequences do not match either.
-    """
-    causal = unwrapped(model)
-    decoder = text_decoder(model)
-    # what computes images keeps its own attention
-    owner = causal if decoder.config is causal.config else decoder
-    candidates = [(name, False) for name in _packed_candidates(causal.config.get_text_config())]
-    errors: dict[str, float] = {}
-    for name, in_rows in [*candidates, ("sdpa", True), ("eager", True)]:
-        tried = f"{name}, padded" if in_rows else name
-        try:
-            owner.set_attn_implementation(name)
-        except ValueError:  # an attention that the family lacks
-            errors[tried] = math.inf
-            continue
-        setattr(causal, _IN_ROWS, in_rows)
-        errors[tried], allowed = packed_error(model)
-        if errors[tried] <= allowed:
-            return tried
-    all_tried = ", ".join(f"{name}: relative error {error:.2g}" for name, error in errors.items())
-    family = getattr(causal.config, "model_type", type(model).__name__)
-    raise UserError(
-        f"models of the family '{family}' cannot be trained: packing changes a sequence's results "
-        f"({all_tried})"
-    )
-
-
-def _packed_candidates(config: Any) -> tuple[str, ...]:
-    """The attentions that may keep packed sequences apart, the fastest first. Ours supports plain
-    causal attention only; a window or a soft cap is left to the family's own code."""
-    if getattr(config, "attn_logit_softcapping", None) is not None:
-        return ("eager",)
-    layer_types = getattr(config, "layer_types", None) or ("full_attention",)
-    has_window = getattr(config, "sliding_window", None) is not None
-    if has_window or set(layer_types) != {"full_attention"}:
-        return "sdpa", "eager"
-    return PACKED_ATTENTION, "sdpa", "eager"
-
-
-@torch.no_grad()
-def packed_error(model: nn.Module) -> tuple[float, float]:
-    """Largest difference of a logit between packed sequences (two of which begin alike) and each
-    one alone, relative to the largest logit, and the limit for rounding; if exceeded, the same
-    between packed sequences whose neighbours have other tokens.
-
-    `inf` if the attention that is set cannot run the model.
-    """
-    lengths = torch.tensor(_CHECK_LENGTHS)
-    embedding = unwrapped(model).get_input_embeddings().weight
-    generator = torch.Generator().manual_seed(0)
-    ids, others = torch.randint(embedding.shape[0], (2, int(lengths.sum())), generator=generator)
-    ids[-8:-5] = ids[-11:-8]
-    sharing = shared_prefixes(ids, lengths)
-    ids = ids.to(embedding.device)
-    is_kept = (torch.arange(len(lengths)) % 2 == 1).repeat_interleave(lengths)
-    kept = is_kept.nonzero()[:, 0].to(ids.device)
-    changed = torch.where(is_kept.to(ids.device), ids, others.to(ids.device))
-    was_training = model.training
-    model.eval()
-    # nn.Module declares no methods
-    packed_logits: Callable[..., Tensor] = model.packed_logits  # type: ignore[assignment]
-    try:
-        packed = packed_logits(ids, lengths, sharing)
-        before = packed_logits(ids, lengths)[kept]
-        after = packed_logits(changed, lengths)[kept]
-        parts = ids.split(lengths.tolist())
-        alone = torch.cat(
-            [model(input_ids=part[None], use_cache=False).logits[0] for part in parts]
-        )
-    # a keyword that the family's layers lack, softcap under sdpa, ...
-    except (TypeError, ValueError):
-        return math.inf, 0.0
-    finally:
-        model.train(was_training)
-    largest = alone.abs().max()
-    error = float((packed - alone).abs().max() / largest)
-    leak = float((after - before).abs().max() / largest)
-    if math.isnan(error + leak):
-        return math.inf, 0.0
-    if leak > _LEAK[packed.dtype]:
-        return leak, _LEAK[packed.dtype]
-    return error, TOLERANCE[packed.dtype]
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
 from transformers import (
     AutoModelForSequenceClassification,
     PreTrainedConfig,
@@ -112,9 +113,8 @@ def _score(model: PreTrainedModel, ids: Sequence[Sequence[int]], pad_id: int) ->
     text's last token by its length: `transformers` looks for the last non-padding token, and finds
     another one if texts end with it."""
     lengths = torch.tensor([len(each) for each in ids], device=model.device)
-    padded = torch.full((len(ids), int(lengths.max())), pad_id, device=model.device)
-    for row, each in zip(padded, ids, strict=True):
-        row[: len(each)] = torch.tensor(each, device=model.device)
+    rows = [torch.tensor(each, device=model.device) for each in ids]
+    padded = pad_sequence(rows, batch_first=True, padding_value=pad_id)
     mask = (torch.arange(padded.shape[1], device=model.device) < lengths[:, None]).long()
     head = getattr(model, HEAD, None)
     if not isinstance(head, nn.Linear):  # an encoder, which reads the whole text

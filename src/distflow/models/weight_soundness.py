@@ -38,9 +38,9 @@ def unsound(found: Mapping[str, float], start: Mapping[str, float] | None = None
     counts.
     """
     limits = {name: min(GROWTH * max(value, 1.0), LARGEST) for name, value in (start or {}).items()}
-    wrong = [(name, value, limits.get(name, LARGEST)) for name, value in found.items()]
-    return [
-        f"'{name}' holds {value:.3g} (limit {limit:g})"
-        for name, value, limit in wrong
-        if not value <= limit
-    ]
+    wrong = []
+    for name, value in found.items():
+        limit = limits.get(name, LARGEST)
+        if not value <= limit:  # NaN too
+            wrong.append(f"'{name}' holds {value:.3g} (limit {limit:g})")
+    return wrong

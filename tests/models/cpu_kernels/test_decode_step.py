@@ -9,9 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from distflow.models.cached_decoder import DecoderView
+from distflow.models.choose_attention import choose_attention
 from distflow.models.cpu_kernels import build as native
 from distflow.models.cpu_kernels.decode_step import NativeStep
-from distflow.models.packed_forward import attach_packed_forward, choose_attention
+from distflow.models.packed_forward import attach_packed_forward
 from tests.models.test_cached_decoder import make as make_model
 
 pytestmark = pytest.mark.skipif(
