@@ -192,8 +192,7 @@ _PLAIN_KL_TYPES = ("kl", "abs", "mse", "low_var_kl")
 KL_TYPES = (*_PLAIN_KL_TYPES, *(f"{name}+" for name in _PLAIN_KL_TYPES))
 NO_FULL_KL = (
     "'full' would need the whole distributions of policy and reference, and only the log-probs of "
-    "sampled tokens are "
-    "kept; low_var_kl is an unbiased estimate of the same KL"
+    "sampled tokens are kept; low_var_kl is an unbiased estimate of the same KL"
 )
 
 CUSTOM_REWARD = "custom"

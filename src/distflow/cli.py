@@ -132,7 +132,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             except Exception as err:
                 return _report_error(err, arguments.debug)
     except KeyboardInterrupt as err:
-        number = err.number if isinstance(err, Interrupted) else signal.SIGINT
+        if isinstance(err, Interrupted):
+            number = err.number
+        else:
+            number = signal.SIGINT
         print(ended_by(number), file=sys.stderr)
         return exit_status(number)
 
@@ -146,7 +149,9 @@ class _Help(argparse.RawDescriptionHelpFormatter):
             or action.default == argparse.SUPPRESS
             or "default:" in (action.help or "")
         )
-        return action.help if is_said else f"{action.help}; default: %(default)s"
+        if is_said:
+            return action.help
+        return f"{action.help}; default: %(default)s"
 
 
 class _Parser(argparse.ArgumentParser):
@@ -211,9 +216,10 @@ def _unrecognized(words: list[str], command: str, takes_keys: bool) -> str:
     from distflow.config.keys.schema import schema_keys
 
     key = name.replace("-", "_")
-    advice = (
-        f"write {key}={value or 'VALUE'}" if key in schema_keys() else suggest(key, schema_keys())
-    )
+    if key in schema_keys():
+        advice = f"write {key}={value or 'VALUE'}"
+    else:
+        advice = suggest(key, schema_keys())
     return f"{message}\nconfig keys are written key=value, without dashes: {advice}"
 
 
@@ -227,9 +233,15 @@ def _report_error(err: Exception, debug: bool) -> int:
     if debug:
         traceback.print_exc()
     else:
-        message = str(err) if is_users else f"{type(err).__name__}: {err} (--debug shows where)"
+        if is_users:
+            message = str(err)
+        else:
+            message = f"{type(err).__name__}: {err} (--debug shows where)"
         print(f"distflow: {message}", file=sys.stderr)
-    status = USER_FAULT if is_users else int(getattr(err, "exit_status", OUR_FAULT))
+    if is_users:
+        status = USER_FAULT
+    else:
+        status = int(getattr(err, "exit_status", OUR_FAULT))
     if isinstance(err, LoopGivenUp):
         for stream in (sys.stdout, sys.stderr):
             stream.flush()

@@ -87,16 +87,16 @@ def called_from_python() -> Iterator[None]:
 def resume_advice(mode: str) -> str:
     """`--resume never`, or `resume="never"` in a call from Python. mode: "never", a path or a
     placeholder."""
-    return f'resume="{mode}"' if _from_python.get() else f"--resume {mode}"
+    if _from_python.get():
+        return f'resume="{mode}"'
+    return f"--resume {mode}"
 
 
 def allow_change_advice(keys: Sequence[str]) -> str:
     """`--allow-change KEY` for each key, or the argument of a call from Python."""
-    return (
-        f"allow_change={[*keys]}"
-        if _from_python.get()
-        else " ".join(f"--allow-change {key}" for key in keys)
-    )
+    if _from_python.get():
+        return f"allow_change={[*keys]}"
+    return " ".join(f"--allow-change {key}" for key in keys)
 
 
 def first_line(error: BaseException) -> str:
@@ -107,7 +107,12 @@ def first_line(error: BaseException) -> str:
 
 def count_of(number: int, noun: str) -> str:
     """ "1 step", "2 steps", "3 processes"."""
-    ending = "" if number == 1 else "es" if noun.endswith("s") else "s"
+    if number == 1:
+        ending = ""
+    elif noun.endswith("s"):
+        ending = "es"
+    else:
+        ending = "s"
     return f"{number} {noun}{ending}"
 
 
@@ -116,7 +121,9 @@ def duration_text(seconds: float) -> str:
     for size, unit in ((86400, "days"), (3600, "hours"), (60, "minutes")):
         if seconds >= 2 * size:
             return f"{seconds / size:.1f} {unit}"
-    return f"{seconds:.0f} s" if seconds >= 10 else f"{seconds:.2g} s"
+    if seconds >= 10:
+        return f"{seconds:.0f} s"
+    return f"{seconds:.2g} s"
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
@@ -128,7 +135,9 @@ def nearest(name: str, known: Iterable[str]) -> str:
 
 def joined(parts: Sequence[str]) -> str:
     """`a`, `a and b`, `a, b and c`."""
-    return parts[0] if len(parts) == 1 else f"{', '.join(parts[:-1])} and {parts[-1]}"
+    if len(parts) == 1:
+        return parts[0]
+    return f"{', '.join(parts[:-1])} and {parts[-1]}"
 
 
 def missing_path(path: Path) -> tuple[str, str]:
@@ -156,11 +165,10 @@ def missing_path(path: Path) -> tuple[str, str]:
     near = stems.get(nearest(path.stem, stems)) or next(
         (each.name for each in entries if each.stem == path.stem), ""
     )
-    meant = (
-        f"did you mean '{path.with_name(near)}'?"
-        if near
-        else f"see the content of '{path.parent.resolve()}'"
-    )
+    if near:
+        meant = f"did you mean '{path.with_name(near)}'?"
+    else:
+        meant = f"see the content of '{path.parent.resolve()}'"
     return "there is no such file or folder", meant
 
 
@@ -171,7 +179,9 @@ def hint(name: str, known: Iterable[str]) -> str:
     if guess := nearest(name, names):
         return f"; did you mean '{guess}'?"
     more = ", ..." if len(names) > _MAX_LISTED else ""
-    return f"; known: {', '.join(names[:_MAX_LISTED])}{more}" if names else ""
+    if names:
+        return f"; known: {', '.join(names[:_MAX_LISTED])}{more}"
+    return ""
 
 
 def users_place(error: BaseException) -> str | None:
@@ -192,7 +202,9 @@ def describe_fault(error: BaseException) -> str:
 def users_place_of(thread_id: int) -> str | None:
     """The same for the line that a thread is running."""
     frame = sys._current_frames().get(thread_id)
-    return None if frame is None else _innermost(traceback.extract_stack(frame))
+    if frame is None:
+        return None
+    return _innermost(traceback.extract_stack(frame))
 
 
 def _innermost(frames: traceback.StackSummary) -> str | None:
@@ -200,7 +212,10 @@ def _innermost(frames: traceback.StackSummary) -> str | None:
         if frame.filename == "<dynamic-code>":  # of a pickled function, which has lost its file
             return f"{frame.name}, line {frame.lineno}"
         # a script's may be relative
-        file = "" if frame.filename.startswith("<") else os.path.abspath(frame.filename)
+        if frame.filename.startswith("<"):
+            file = ""
+        else:
+            file = os.path.abspath(frame.filename)
         if file and not file.startswith(_library_folders()):
             return f"{Path(frame.filename).name}:{frame.lineno}"
     return None

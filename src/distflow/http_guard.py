@@ -195,11 +195,10 @@ class Guard:
             )
             if is_same(kept.get(cookie, ""), token):
                 return
-        where = (
-            "open the whole address that it printed"
-            if self.cookie
-            else "send it as 'Authorization: Bearer ...'"
-        )
+        if self.cookie:
+            where = "open the whole address that it printed"
+        else:
+            where = "send it as 'Authorization: Bearer ...'"
         raise Refused(HTTPStatus.UNAUTHORIZED, f"this server wants its token: {where}")
 
 
@@ -264,7 +263,10 @@ class Door(socket.socket):
             poll.register(self._bell, 0)  # reports that the other end is closed
             while True:
                 oldest = next(iter(self._waiting.values()), None)
-                left_s = None if oldest is None else max(oldest.due - time.monotonic(), 0.0)
+                if oldest is None:
+                    left_s = None
+                else:
+                    left_s = max(oldest.due - time.monotonic(), 0.0)
                 happened = poll.poll(left_s)
                 if any(place == self._bell.fileno() for place, _ in happened):
                     break

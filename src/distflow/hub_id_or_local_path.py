@@ -51,7 +51,10 @@ def _connects(host: str, port: int) -> str | None:
     thread = threading.Thread(target=connect, name="distflow-hub", daemon=True)
     thread.start()
     thread.join(REACHED_WITHIN_S)
-    answer = outcome[0] if outcome else f"no answer within {REACHED_WITHIN_S:g} s"
+    if outcome:
+        answer = outcome[0]
+    else:
+        answer = f"no answer within {REACHED_WITHIN_S:g} s"
     return answer and f"{host}: {answer}"
 
 
@@ -65,11 +68,10 @@ def model_fault(text: str) -> tuple[str, str] | None:
         return None
     path = Path(text).expanduser()
     if path.is_file():
-        gguf = (
-            f", and its name as actor_rollout_ref.model.gguf_file={path.name}"
-            if path.suffix == ".gguf"
-            else ""
-        )
+        if path.suffix == ".gguf":
+            gguf = f", and its name as actor_rollout_ref.model.gguf_file={path.name}"
+        else:
+            gguf = ""
         return "is a file", f"use its folder, {path.parent}{gguf}"
     looks_like_a_path = text.startswith((".", "/", "~")) or not HUB_MODEL.fullmatch(text)
     if looks_like_a_path or ("/" in text and path.parent.is_dir() and not _is_cached(text)):

@@ -58,11 +58,10 @@ def load(path: str) -> object:
         found = getattr(found, name, None)
         if found is None:
             public = [other for other in dir(owner) if not other.startswith("_")]
-            kind = (
-                "the module"
-                if isinstance(owner, ModuleType)
-                else f"'{getattr(owner, '__name__', owner)}'"
-            )
+            if isinstance(owner, ModuleType):
+                kind = "the module"
+            else:
+                kind = f"'{getattr(owner, '__name__', owner)}'"
             raise LoadError(f"'{path}': {kind} has no '{name}'{hint(name, public)}")
     return _bound(owner, name, found, path)
 
@@ -104,11 +103,9 @@ def load_module(name: str) -> ModuleType:
     raises."""
     with users_code(f"'{name}' cannot be imported:", passes=LoadError):
         try:
-            return (
-                _load_file(Path(name).expanduser())
-                if name.endswith(".py")
-                else importlib.import_module(name)
-            )
+            if name.endswith(".py"):
+                return _load_file(Path(name).expanduser())
+            return importlib.import_module(name)
         except ModuleNotFoundError as error:
             raise LoadError(_not_found(name, error.name or name)) from error
 
@@ -125,7 +122,10 @@ def users_code(
         raise
     except Exception as error:  # user code may raise anything
         place = f" (at {found})" if (found := users_place(error)) else ""
-        kind = "" if isinstance(error, UserError) else f"{type(error).__name__}: "
+        if isinstance(error, UserError):
+            kind = ""
+        else:
+            kind = f"{type(error).__name__}: "
         raise LoadError(f"{what} {kind}{error}{place}{advice}") from error
 
 
@@ -167,8 +167,7 @@ def _bound(owner: object, name: str, found: object, path: str) -> object:
     if required := required_parameters(owner):
         raise LoadError(
             f"'{path}' is a method, and {owner.__name__} needs {', '.join(required)} to be "
-            "constructed; "
-            "make it a static method, or pass the method of an instance"
+            "constructed; make it a static method, or pass the method of an instance"
         )
     return getattr(owner(), name)
 
@@ -180,7 +179,9 @@ def shown_name(fn: Callable[..., object]) -> str:
     if not (module and name):
         return repr(fn)
     file = file_of(module)
-    return f"{module}.{name}" if file is None else f"{file.name}:{name}"
+    if file is None:
+        return f"{module}.{name}"
+    return f"{file.name}:{name}"
 
 
 def innermost(fn: Callable[..., object]) -> Callable[..., object]:
@@ -241,7 +242,10 @@ class SourceFile:
 
         module: its name, or the path of its ".py" file.
         """
-        files = [Path(module).expanduser()] if module.endswith(".py") else []
+        if module.endswith(".py"):
+            files = [Path(module).expanduser()]
+        else:
+            files = []
         files += module_files(module)
         file = next((file for file in files if file.is_file()), None)
         if module.endswith(".py") and file is None:
@@ -249,7 +253,9 @@ class SourceFile:
         if file is None and "." not in module and importlib.util.find_spec(module) is None:
             raise LoadError(_not_found(module, module))
         try:
-            return None if file is None else SourceFile(read_file(file, max_bytes=MAX_SOURCE_BYTES))
+            if file is None:
+                return None
+            return SourceFile(read_file(file, max_bytes=MAX_SOURCE_BYTES))
         except (OSError, SyntaxError, ValueError):  # importing it reports more
             return None
 

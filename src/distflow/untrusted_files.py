@@ -129,7 +129,9 @@ def check_tensors(path: Path, folder: Path | None = None) -> Path:
 def read_file(path: Path, folder: Path | None = None, max_bytes: int | None = None) -> bytes:
     """The content of the file. Raises OSError."""
     with open_file(path, folder, max_bytes) as file:
-        return file.read() if max_bytes is None else file.read(max_bytes)
+        if max_bytes is None:
+            return file.read()
+        return file.read(max_bytes)
 
 
 def count_values(text: bytes) -> int:
@@ -153,7 +155,9 @@ def load_yaml(text: bytes | str) -> object:
     loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)(text)
     root = loader.get_single_node()
     check_aliases(root)
-    return None if root is None else loader.construct_document(root)
+    if root is None:
+        return None
+    return loader.construct_document(root)
 
 
 def check_aliases(root: "yaml.Node | None") -> None:

@@ -26,11 +26,9 @@ def module_of(file: Path) -> str:
 
 def file_of(module: str) -> Path | None:
     """The file of a module, if it is one of these."""
-    return (
-        Path(os.fsdecode(unquote_to_bytes(module.removeprefix(PREFIX))))
-        if module.startswith(PREFIX)
-        else None
-    )
+    if module.startswith(PREFIX):
+        return Path(os.fsdecode(unquote_to_bytes(module.removeprefix(PREFIX))))
+    return None
 
 
 class _Finder:
@@ -39,7 +37,9 @@ class _Finder:
         name: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
         file = file_of(name)
-        return None if file is None or not file.is_file() else spec_from_file_location(name, file)
+        if file is None or not file.is_file():
+            return None
+        return spec_from_file_location(name, file)
 
 
 sys.meta_path.append(_Finder)

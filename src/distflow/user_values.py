@@ -35,8 +35,7 @@ def finite_number(value: object, said: str = "it returned", where: str = "") -> 
     if abs(number) > LARGEST_NUMBER:
         raise ValueError(
             f"{said} {number:g}{where}, which is beyond {LARGEST_NUMBER:.4g}, the largest number "
-            "of float32, in which "
-            "losses are computed"
+            "of float32, in which losses are computed"
         )
     return number
 

@@ -193,7 +193,7 @@ FORMULA_FAULTS = {
         REDUCTIONS, "    return current - old\n", "    return old - current\n"
     ),
     "old log-probs that carry a gradient": FormulaFault(
-        REDUCTIONS, "old = current.detach() if old_log_probs", "old = current if old_log_probs"
+        REDUCTIONS, "        old = current.detach()\n", "        old = current\n"
     ),
     "a variance over n": FormulaFault(
         REDUCTIONS, "squares / (count - 1).clamp(min=1)", "squares / count.clamp(min=1)"

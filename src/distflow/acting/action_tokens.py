@@ -137,7 +137,9 @@ class ContinuousActions:
 
 def denoising_steps(options: Mapping[str, Any]) -> int:
     """Of each number of an action; 0 for heads that draw it at once."""
-    return int(options.get("denoising_steps", 4)) if options.get("head") == "flow_sde" else 0
+    if options.get("head") == "flow_sde":
+        return int(options.get("denoising_steps", 4))
+    return 0
 
 
 def draws_numbers(options: Mapping[str, Any]) -> bool:
@@ -177,13 +179,18 @@ def action_bounds(options: Mapping[str, Any]) -> tuple[tuple[float, ...], tuple[
 
 def _numbers(given: Any, dim: int | None) -> list[float]:
     """One bound for each dimension; a single number is that of all."""
-    return [given] * (dim or 1) if isinstance(given, int | float) else list(given)
+    if isinstance(given, int | float):
+        return [given] * (dim or 1)
+    return list(given)
 
 
 def _quantiles(path: Path, key: object) -> tuple[list[float], list[float]]:
     try:
         found = json.loads(check_file(path).read_text("utf-8"))
-        own = found[key] if key is not None or len(found) != 1 else next(iter(found.values()))
+        if key is not None or len(found) != 1:
+            own = found[key]
+        else:
+            own = next(iter(found.values()))
         return list(own["action"]["q01"]), list(own["action"]["q99"])
     except (OSError, ValueError, KeyError, TypeError) as error:
         what = f"actions.statistics={path}, unnorm_key={key}"

@@ -70,7 +70,10 @@ def add_episode_columns(pipeline: Pipeline, config: Config) -> None:
 @node(role=NodeRole.REWARD, writes="token_level_scores", scope="group")
 def place_rewards(config: Config) -> Callable[..., object]:
     """The node for `algorithm.reward_level`, action or chunk."""
-    dim = tokens_of_action(config) if config.algorithm.reward_level == "action" else None
+    if config.algorithm.reward_level == "action":
+        dim = tokens_of_action(config)
+    else:
+        dim = None
     return partial(reward_steps, dim=dim)
 
 
@@ -97,7 +100,10 @@ def reward_steps(
         for decision, rewards in enumerate(step_rewards[row]):
             places = (turns == decision).nonzero()[:, 0].tolist()
             for step, reward in enumerate(rewards):
-                end = places[-1] if dim is None else places[dim * (step + 1) - 1]
+                if dim is None:
+                    end = places[-1]
+                else:
+                    end = places[dim * (step + 1) - 1]
                 placed[row, end] += in_units(reward)
         own = (turns >= 0).nonzero()
         last = int(own.max()) if len(own) else 0

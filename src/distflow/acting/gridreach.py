@@ -34,7 +34,10 @@ class GridReach:
         self._places = np.stack(np.divmod(draws.permutation(CELLS * CELLS)[:3], CELLS), axis=1)
         drawn = int(draws.integers(2))
         named = options.get("instruction")
-        self._goal = [*COLOURS].index(named) if named in COLOURS else drawn
+        if named in COLOURS:
+            self._goal = [*COLOURS].index(named)
+        else:
+            self._goal = drawn
         self._num_steps = 0
         self._ended = False
         return self._seen()

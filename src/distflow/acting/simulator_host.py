@@ -64,7 +64,9 @@ class SimulatorHost:
         if self.begin(1, {}) != wanted:
             return "a used simulator"
         self._simulator = None
-        return "" if self.begin(1, {}) == wanted else "a fresh simulator"
+        if self.begin(1, {}) == wanted:
+            return ""
+        return "a fresh simulator"
 
 
 def simulator_maker(env: str) -> Callable[..., Simulator]:

@@ -20,8 +20,7 @@ from distflow.errors import UserError
 _OF_GL = re.compile("EGL|OpenGL|OSMesa|GLFW|glGet|MUJOCO_GL|DISPLAY", re.IGNORECASE)
 _RENDERING = (
     ". It cannot render: set actor_rollout_ref.rollout.workflow_kwargs.gl to egl (a GPU's driver, "
-    "or apt's libegl1) "
-    "or to osmesa (apt's libosmesa6), or leave env_kwargs.render=false"
+    "or apt's libegl1) or to osmesa (apt's libosmesa6), or leave env_kwargs.render=false"
 )
 
 
@@ -64,7 +63,10 @@ class SimulatorPool:
             self._loop = loop
             self._computing = asyncio.Semaphore(self._num_workers)
             self._idle = []
-        process = self._idle.pop() if self._idle else await self._server.fork("simulator")
+        if self._idle:
+            process = self._idle.pop()
+        else:
+            process = await self._server.fork("simulator")
         episode = Episode(self, process)
         try:
             await episode.begin(seed, options)

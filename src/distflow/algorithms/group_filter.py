@@ -24,7 +24,9 @@ def drop_reason(
     if known.numel() < 2:
         return TOO_FEW_SCORES
     if bool(known.max() == known.min()):
-        return ALL_EQUAL if abs(float(known.max())) < 2.0**53 else TOO_LARGE
+        if abs(float(known.max())) < 2.0**53:
+            return ALL_EQUAL
+        return TOO_LARGE
     if mean_range is None:
         return None
     mean = float(known.double().mean())

@@ -39,7 +39,10 @@ def check_kl_type(kind: str) -> str:
     base, plus = (kind[:-1], "+") if kind.endswith("+") else (kind, "")
     name = _ALIASES.get(base, base) + plus
     if name not in KL_TYPES:
-        why = f". {NO_FULL_KL}" if base == "full" else hint(kind, KL_TYPES)
+        if base == "full":
+            why = f". {NO_FULL_KL}"
+        else:
+            why = hint(kind, KL_TYPES)
         raise ValueError(f"KL type '{kind}' is none of {', '.join(KL_TYPES)}{why}")
     return name
 

@@ -47,7 +47,10 @@ def log_ratio(log_probs: Tensor, old_log_probs: Tensor | None, loss_mask: Tensor
 def raw_log_ratio(log_probs: Tensor, old_log_probs: Tensor | None, loss_mask: Tensor) -> Tensor:
     """As `log_ratio`, unclamped."""
     current = under_mask(log_probs, loss_mask)
-    old = current.detach() if old_log_probs is None else under_mask(old_log_probs, loss_mask)
+    if old_log_probs is None:
+        old = current.detach()
+    else:
+        old = under_mask(old_log_probs, loss_mask)
     return current - old
 
 
@@ -196,7 +199,10 @@ def agg_loss(
     """
     bound = _bound.get() or BoundCounts(loss_counts(loss_mask), None)
     bound.used = True
-    scale = bound.scale if loss_scale_factor is None else loss_scale_factor
+    if loss_scale_factor is None:
+        scale = bound.scale
+    else:
+        scale = loss_scale_factor
     return weighted_sum(loss_mat, token_weights(loss_mask, loss_agg_mode, bound.counts, scale))
 
 

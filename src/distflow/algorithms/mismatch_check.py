@@ -39,7 +39,9 @@ class Tolerance:
     @staticmethod
     def of(exact: bool) -> "Tolerance":
         """exact: rollout and trainer compute in float32 on the same weights."""
-        return Tolerance(1e-4, 1e-3) if exact else Tolerance(0.02, 0.5)
+        if exact:
+            return Tolerance(1e-4, 1e-3)
+        return Tolerance(0.02, 0.5)
 
 
 def causes(
@@ -57,7 +59,10 @@ def causes(
     begins = inside & ~torch.nn.functional.pad(inside[:, :-1], (1, 0))
     places = torch.arange(inside.shape[-1], device=inside.device).expand_as(inside)
     start = torch.where(begins, places, torch.zeros_like(places))
-    first = versions.gather(-1, start.cummax(dim=-1).values) if versions.numel() else versions
+    if versions.numel():
+        first = versions.gather(-1, start.cummax(dim=-1).values)
+    else:
+        first = versions
     mixed = inside & (versions != first) & keeps_kv
     older = inside & ~mixed & (versions != step)
     return dict(zip(CAUSES, (inside & ~mixed & ~older, older, mixed), strict=True))
@@ -119,11 +124,17 @@ def check_mismatch(
     total, *counts = global_sum(
         torch.stack([mask.sum() for mask in masks]).double(), reduce
     ).tolist()
-    every = mismatch_statistics(trainer, rollout, counted, reduce) if total else {}
+    if total:
+        every = mismatch_statistics(trainer, rollout, counted, reduce)
+    else:
+        every = {}
     metrics = {f"mismatch/{name}": value for name, value in every.items()}
     for cause, mask, count in zip(by_cause, masks[1:], counts, strict=True):
         if count:
-            found = every if count == total else mismatch_statistics(trainer, rollout, mask, reduce)
+            if count == total:
+                found = every
+            else:
+                found = mismatch_statistics(trainer, rollout, mask, reduce)
             metrics |= {f"mismatch/{cause}/{name}": value for name, value in found.items()}
             metrics[f"mismatch/{cause}/share"] = count / total
     if not keeps_kv:
@@ -142,10 +153,8 @@ def check_mismatch(
     if metrics.get("mismatch/mean_abs", 0.0) > tolerance.mean and _is_shifted(*padded):
         raise TrustError(
             f"rollout_log_probs and {own} differ by {metrics['mismatch/mean_abs']:.3g} nats a "
-            "token, but agree when "
-            "one is moved by a token: a node shifted them, or tokens are misaligned at the border "
-            "of prompt and "
-            "response"
+            "token, but agree when one is moved by a token: a node shifted them, or tokens are "
+            "misaligned at the border of prompt and response"
         )
     return metrics, _warning(batch, metrics, tolerance, stops)
 
@@ -161,10 +170,9 @@ def _warning(
         raise TrustError(
             f"rollout engine and trainer disagree by {mean:.3g} nats a token on the same weights "
             f"(largest {metrics['mismatch/same_version/max_abs']:.3g}, limit of the mean "
-            f"{tolerance.hold:g}). Likely "
-            "causes: misaligned log-probs or tokens, KV of old weights, another temperature, "
-            "weights that did not "
-            "arrive, or, below float32, a model that amplifies rounding"
+            f"{tolerance.hold:g}). Likely causes: misaligned log-probs or tokens, KV of old "
+            "weights, another temperature, weights that did not arrive, or, below float32, a model "
+            "that amplifies rounding"
         )
     message = (
         f"rollout and trainer log-probs differ by {mean:.3g} nats a token on average "
@@ -202,10 +210,9 @@ def _check_recomputed(
     if number >= LEAST_BEHIND and mean > max(tolerance.mean, BEHIND_FACTOR * usual):
         raise TrustError(
             f"log-probs of engine and trainer differ by {mean:.3g} nats a token on {number:.0f} "
-            "tokens behind a weight "
-            f"sync, and by {usual:.3g} on others of the same weights: the engine keeps keys and "
-            "values of older "
-            "weights, and rollout.kv_on_update asks it to compute them again"
+            f"tokens behind a weight sync, and by {usual:.3g} on others of the same weights: the "
+            "engine keeps keys and values of older weights, and rollout.kv_on_update asks it to "
+            "compute them again"
         )
 
 

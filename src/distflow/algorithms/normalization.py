@@ -45,7 +45,9 @@ class Moments:
     def std(self, unbiased: bool = True) -> float:
         """The standard deviation; 1 if there are too few values."""
         freedom = self.count - 1 if unbiased else self.count
-        return math.sqrt(self.squares / freedom) if freedom > 0 else 1.0
+        if freedom > 0:
+            return math.sqrt(self.squares / freedom)
+        return 1.0
 
 
 Level = Literal["batch", "group", "running"]

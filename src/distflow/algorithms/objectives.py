@@ -140,7 +140,10 @@ class PolicyObjective(_Objective):
 
     def __post_init__(self) -> None:
         check_scale(self.loss_agg_mode, self.loss_scale_factor)
-        self.policy_loss = find_policy_loss(self.loss) if isinstance(self.loss, str) else self.loss
+        if isinstance(self.loss, str):
+            self.policy_loss = find_policy_loss(self.loss)
+        else:
+            self.policy_loss = self.loss
         self.options = self.policy_loss.call_options(self.options)
         if self.kl_loss_type is not None:
             self.kl_loss_type = check_kl_type(self.kl_loss_type)
@@ -157,12 +160,13 @@ class PolicyObjective(_Objective):
         if self.logprob_level != "token" and more:
             raise ValueError(
                 f"policy loss '{self.policy_loss.name}' is of tokens alone: set "
-                "actor_rollout_ref.actor.policy_loss="
-                f"vanilla, or algorithm.logprob_level=token instead of {self.logprob_level}"
+                "actor_rollout_ref.actor.policy_loss=vanilla, or algorithm.logprob_level=token "
+                f"instead of {self.logprob_level}"
             )
-        self._anchor = (
-            "prox_log_probs" if "prox_log_probs" in self.policy_loss.reads else "old_log_probs"
-        )
+        if "prox_log_probs" in self.policy_loss.reads:
+            self._anchor = "prox_log_probs"
+        else:
+            self._anchor = "old_log_probs"
         self.scalar_loss: ScalarLossAdapter | None = None
         if self.policy_loss.returns_scalar:
             self.scalar_loss = ScalarLossAdapter(
@@ -171,15 +175,13 @@ class PolicyObjective(_Objective):
             if self.weights_field is not None and not self.policy_loss.takes_weights:
                 raise ValueError(
                     f"policy loss '{self.policy_loss.name}' takes no rollout_is_weights; add the "
-                    "parameter, or "
-                    "disable algorithm.rollout_correction"
+                    "parameter, or disable algorithm.rollout_correction"
                 )
             if threshold is not None:
                 raise ValueError(
                     f"policy loss '{self.policy_loss.name}' returns a single number, so sequences "
-                    "cannot be masked: "
-                    "set actor.off_policy_mask_threshold=null, or register a loss that returns a "
-                    "loss per token"
+                    "cannot be masked: set actor.off_policy_mask_threshold=null, or register a "
+                    "loss that returns a loss per token"
                 )
 
     @property
@@ -201,11 +203,10 @@ class PolicyObjective(_Objective):
             )
         if self.derives_old:
             own = tuple(name for name in own if name != "old_log_probs")
-        others = (
-            ("domain", *(name for each in self.domains.values() for name in each.reads))
-            if self.domains
-            else ()
-        )
+        if self.domains:
+            others = ("domain", *(name for each in self.domains.values() for name in each.reads))
+        else:
+            others = ()
         turns = ("turn_index",) if self.logprob_level != "token" else ()
         return tuple(
             dict.fromkeys((*own, "loss_mask", *turns, *extra, *weights, *masked, *weighed, *others))
@@ -368,10 +369,8 @@ class PolicyObjective(_Objective):
         if torch.is_grad_enabled() and log_probs.requires_grad and not loss.requires_grad:
             raise UserError(
                 f"policy loss '{self.policy_loss.name}' ({shown_name(self.policy_loss.fn)}) has no "
-                "gradient with "
-                "respect to log_probs, so nothing would be trained: it is computed from detached "
-                "numbers "
-                "(.detach(), .item(), torch.no_grad)"
+                "gradient with respect to log_probs, so nothing would be trained: it is computed "
+                "from detached numbers (.detach(), .item(), torch.no_grad)"
             )
 
     def _weights(
@@ -406,8 +405,8 @@ class PolicyObjective(_Objective):
                 return loss, statistics
         raise UserError(
             f"policy loss '{self.policy_loss.name}' must return (losses, statistics by name), each "
-            f"with a number per token, {tuple(log_probs.shape)}, for loss_agg_mode; "
-            f"write `return losses, {{}}`. It returned {_shown(returned)}"
+            f"with a number per token, {tuple(log_probs.shape)}, for loss_agg_mode; write `return "
+            f"losses, {{}}`. It returned {_shown(returned)}"
         )
 
     def _fields(self, micro: Batch, log_probs: Tensor, mask: Tensor) -> dict[str, Tensor]:
@@ -422,9 +421,10 @@ class PolicyObjective(_Objective):
             *self.policy_loss.reads,
             *self.policy_loss.optional,
         ):
-            columns["old_log_probs"] = (
-                micro["old_log_probs"] if "old_log_probs" in micro else log_probs.detach()
-            )
+            if "old_log_probs" in micro:
+                columns["old_log_probs"] = micro["old_log_probs"]
+            else:
+                columns["old_log_probs"] = log_probs.detach()
         names = [
             *self.policy_loss.reads,
             *(name for name in self.policy_loss.optional if name in micro),
@@ -535,7 +535,9 @@ def _shown(returned: object) -> str:
 
 def _in_dtype(column: Tensor, outputs: Tensor) -> Tensor:
     """Numbers in the dtype of the model's outputs; those of scores are float64."""
-    return column.to(outputs.dtype) if column.is_floating_point() else column
+    if column.is_floating_point():
+        return column.to(outputs.dtype)
+    return column
 
 
 def _without_gradient(sums: Mapping[str, Tensor | float]) -> Sums:

@@ -93,7 +93,9 @@ class PolicyLoss:
     def selection_options(self) -> dict[str, object]:
         """Options of `selects` and their defaults; a config sets them together with those of the
         loss."""
-        return {} if self.selects is None else _options(self.selects)
+        if self.selects is None:
+            return {}
+        return _options(self.selects)
 
     def call_options(self, settings: Mapping[str, object]) -> dict[str, object]:
         """The options of the call itself. Raises ValueError for an option that is unknown, missing,
@@ -111,8 +113,7 @@ class PolicyLoss:
         if missing:
             raise ValueError(
                 f"policy loss '{self.name}' has no default for its option '{missing[0]}': give it "
-                "one in "
-                f"{shown_name(self.fn)}, or set "
+                f"one in {shown_name(self.fn)}, or set "
                 f"actor_rollout_ref.actor.policy_loss_kwargs.{missing[0]}"
             )
         if self.check is not None:
@@ -173,8 +174,8 @@ class Registry(dict[str, Registered]):
         if (found := self.known(name)) is None:
             raise ValueError(
                 f"{self._what} '{name}' is unknown; use file.py:function, or register it with "
-                f"{self._decorator} in "
-                f"a module of trainer.imports{hint(name, [*self._table, *self])}"
+                f"{self._decorator} in a module of "
+                f"trainer.imports{hint(name, [*self._table, *self])}"
             )
         return found
 
@@ -285,7 +286,10 @@ def converted(
     values = dict(options)
     for name, value in options.items():
         try:
-            values[name] = convert(value, types[name]) if can_convert(types.get(name)) else value
+            if can_convert(types.get(name)):
+                values[name] = convert(value, types[name])
+            else:
+                values[name] = value
         except Mismatch as error:
             advice = f"; {error.advice}" if error.advice else ""
             raise ValueError(f"option '{name}' of {what} {error.what}{advice}") from None
@@ -340,10 +344,9 @@ def read_policy_loss(name: str, fn: Callable[..., object]) -> PolicyLoss:
 
 def _refused_loss(name: str, fn: Callable[..., object], why: str) -> ValueError:
     return ValueError(
-        f"policy loss '{name}' ({shown_name(fn)}) cannot be called: {why}. Write "
-        "def loss(log_probs, advantages, loss_mask, other_columns, *, options), which returns "
-        "(loss per token, "
-        f"statistics by name), or verl's def loss({', '.join(SCALAR_LOSS_ARGUMENTS)})"
+        f"policy loss '{name}' ({shown_name(fn)}) cannot be called: {why}. Write def "
+        "loss(log_probs, advantages, loss_mask, other_columns, *, options), which returns (loss "
+        f"per token, statistics by name), or verl's def loss({', '.join(SCALAR_LOSS_ARGUMENTS)})"
     )
 
 

@@ -112,7 +112,10 @@ def compute_rollout_weights(
     if batch_normalize:
         factor = float(masked_mean(*_draws(weights, loss_mask, level), reduce))
         weights = weights / factor if factor > _SMALLEST_MEAN else weights
-        stats["rollout_is_batch_norm_factor"] = factor if factor > _SMALLEST_MEAN else 1.0
+        if factor > _SMALLEST_MEAN:
+            stats["rollout_is_batch_norm_factor"] = factor
+        else:
+            stats["rollout_is_batch_norm_factor"] = 1.0
     return weights.float(), stats
 
 

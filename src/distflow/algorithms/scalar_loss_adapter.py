@@ -79,9 +79,8 @@ class ScalarLossAdapter:
             raise UserError(
                 f"policy loss '{self.loss.name}' must return ({', '.join(SCALAR_LOSS_RETURNS)}), "
                 f"{len(SCALAR_LOSS_RETURNS)} scalars, but returned {', '.join(kinds)}: unused ones "
-                "may be "
-                "torch.zeros(()), and distflow.algorithms.agg_loss makes pg_loss of losses per "
-                "token"
+                "may be torch.zeros(()), and distflow.algorithms.agg_loss makes pg_loss of losses "
+                "per token"
             )
         if not bound.used:
             pg_loss = pg_loss * (num_tokens / max(counts["tokens"], 1.0))

@@ -254,13 +254,12 @@ class PythonInputs:
         for argument, (key, _) in _FUNCTIONS.items():
             entry = getattr(self, argument)
             chosen = str(values[key])
-            name = (
-                name_of(entry)
-                if entry is not None
-                else split_name(chosen)[1]
-                if is_pickled(chosen)
-                else chosen
-            )
+            if entry is not None:
+                name = name_of(entry)
+            elif is_pickled(chosen):
+                name = split_name(chosen)[1]
+            else:
+                name = chosen
             if argument in ("advantage", "loss") and is_rl(config):
                 entry = entry_to_send(key, name, config, entry)
             if entry is not None:

@@ -45,7 +45,10 @@ class Run:
         """Raises UserError if the folder is not a run's."""
         self.folder = Path(folder).expanduser().resolve()
         if not (self.folder / "events.jsonl").is_file():
-            where = "has no file events.jsonl" if self.folder.is_dir() else "is not there"
+            if self.folder.is_dir():
+                where = "has no file events.jsonl"
+            else:
+                where = "is not there"
             raise UserError(f"{self.folder} is not a run's folder: it {where}")
 
     @property
@@ -207,7 +210,9 @@ class Run:
         from distflow.observe.report.build import write_report
 
         file = self.folder / "report.html"
-        return file if file.is_file() else write_report(self.folder)
+        if file.is_file():
+            return file
+        return write_report(self.folder)
 
     @property
     def checkpoints(self) -> list[Path]:

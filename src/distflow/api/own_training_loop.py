@@ -284,8 +284,7 @@ class Rollouts:
         if self._updates and may_derive_old(self.config):
             raise UserError(
                 "train: the only update of this step is done, and afterwards the ratio is no "
-                "longer 1. To train on "
-                "a step in parts, set algorithm.recompute_old_log_probs=true"
+                "longer 1. To train on a step in parts, set algorithm.recompute_old_log_probs=true"
             )
         trained, metrics = self._entered.worker.learn(
             sorted(set(batch["group_index"].tolist())), batch
@@ -507,9 +506,8 @@ class Rollouts:
         if self._updates and spec.shares_weights and together:
             raise UserError(
                 "generate: the engine computes with weights that were trained since the last "
-                "publish, and have no "
-                "version yet: publish first, or set async.max_staleness=1, where it has weights of "
-                "its own"
+                "publish, and have no version yet: publish first, or set async.max_staleness=1, "
+                "where it has weights of its own"
             )
         self._num_requests += 1
         stream = Stream(spec.config.trainer.seed, "own", worker.step, self._num_requests)
@@ -524,9 +522,8 @@ class Rollouts:
         if num_running and self._spec_entered.shares_weights:
             raise UserError(
                 f"{num_running} prompt groups or requests are still being generated with the "
-                "weights that this would "
-                "change: wait for them first, or set async.max_staleness=1, with which the engine "
-                "has its own weights"
+                "weights that this would change: wait for them first, or set "
+                "async.max_staleness=1, with which the engine has its own weights"
             )
 
 
@@ -545,9 +542,8 @@ class _CheckedEngine:
         if missing := [name for name in getattr(loss_fn, "reads", ()) if name not in batch]:
             raise UserError(
                 f"{self._role}.train_step: the loss reads the column '{missing[0]}', which the "
-                "batch does not have: "
-                f"write batch['{missing[0]}'] = ... before, or call rollouts.train(batch), which "
-                "computes all columns"
+                f"batch does not have: write batch['{missing[0]}'] = ... before, or call "
+                "rollouts.train(batch), which computes all columns"
             )
         metrics = self._rollouts._entered.worker.train_step(self._role, batch, loss_fn)
         self._rollouts._updates.append(

@@ -63,7 +63,9 @@ def _first_wrong(batch: Batch, found: Tensor, wanted: Tensor) -> tuple[int, int]
     gap = (found.double() - wanted.double()).abs()
     same = (gap <= LIMIT * wanted.double().abs().clamp(min=1.0)) | (found.isnan() & wanted.isnan())
     places = (mask & ~same).nonzero()
-    return (int(places[0, 0]), int(places[0, 1])) if len(places) else None
+    if len(places):
+        return (int(places[0, 0]), int(places[0, 1]))
+    return None
 
 
 def _tensors(output: object, batch: Batch) -> list[Tensor]:

@@ -76,11 +76,9 @@ class Canary:
         if not (mean <= limits[0] and largest <= limits[1]):
             raise TrustError(
                 "canary: on fixed prompts the log-probs of engine and trainer differ by "
-                f"{mean:.3g} on average, "
-                f"{largest:.3g} at most (limits {limits[0]:.3g} and {limits[1]:.3g}). Likely "
-                "causes: weights that did "
-                "not arrive, KV kept from older weights, a prefix cache not keyed by version, "
-                "another temperature"
+                f"{mean:.3g} on average, {largest:.3g} at most (limits {limits[0]:.3g} and "
+                f"{limits[1]:.3g}). Likely causes: weights that did not arrive, KV kept from older "
+                "weights, a prefix cache not keyed by version, another temperature"
             )
         return {"canary/mean_abs": mean, "canary/max_abs": largest}
 

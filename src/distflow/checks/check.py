@@ -48,8 +48,8 @@ def check_tokens(sample: Sample, column: str, expected: Tensor, wrong: Tensor, r
         return
     token = int(wrong.nonzero()[0])
     raise Wrong(
-        f"{column} of sample {sample['uid']} is {float(sample[column][token]):g} at token "
-        f"{token} of {len(expected)}, but should be {float(expected[token]):g}{reason}"
+        f"{column} of sample {sample['uid']} is {float(sample[column][token]):g} at token {token} "
+        f"of {len(expected)}, but should be {float(expected[token]):g}{reason}"
     )
 
 
@@ -64,7 +64,9 @@ def check_same(sample: Sample, column: str, found: object, expected: object, sou
 
 def shortened(value: object) -> str:
     text = repr(value)
-    return text if len(text) <= 160 else f"{text[:80]} … {text[-60:]}"
+    if len(text) <= 160:
+        return text
+    return f"{text[:80]} … {text[-60:]}"
 
 
 def is_builtin(fn: Callable[..., object]) -> bool:

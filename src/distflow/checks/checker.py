@@ -231,7 +231,9 @@ class Checker:
 
     def part_validated(self, rows: Facts) -> Facts:
         records = self.groups.take_validated()
-        return sample_facts(self._run, records, rows) if self._is_on else []
+        if self._is_on:
+            return sample_facts(self._run, records, rows)
+        return []
 
     def validated(self, step: int, rows: Facts, metrics: Mapping[str, float]) -> None:
         if not self._is_on:

@@ -52,7 +52,9 @@ def check_data(run: CheckedRun) -> str | None:
                 _check_row(run, row, read(Path(place[1]))(int(place[2])))
             else:
                 unread.add(place[1])
-    return f"not read a second time: {', '.join(sorted(unread))}" if unread else None
+    if unread:
+        return f"not read a second time: {', '.join(sorted(unread))}"
+    return None
 
 
 def _named_files(config: Config) -> Counter[str]:
@@ -138,7 +140,10 @@ def _said(messages: object, role: str) -> list[str]:
     """The texts of the messages with this role."""
     found = list[str]()
     for message in messages if isinstance(messages, list) else ():
-        content = message.get("content") if isinstance(message, Mapping) else None
+        if isinstance(message, Mapping):
+            content = message.get("content")
+        else:
+            content = None
         if isinstance(content, str) and message.get("role") == role:
             found.append(content)
     return found

@@ -57,10 +57,10 @@ class _Draw:
 @check(
     "draws",
     "every token is the one that the sample's own random stream (seed, epoch, row, sample, "
-    "position) draws from the policy of its version, by inverse CDF in "
-    "vocabulary order, and has the log-prob of that distribution; of an engine with random numbers "
-    "of its own, tokens are inside of top_k, top_p and min_p, and on average as likely as the "
-    "policy's entropy implies (else a warning)",
+    "position) draws from the policy of its version, by inverse CDF in vocabulary order, and has "
+    "the log-prob of that distribution; of an engine with random numbers of its own, tokens are "
+    "inside of top_k, top_p and min_p, and on average as likely as the policy's entropy implies "
+    "(else a warning)",
     needs="tokens that are not greedy; in float32 for the log-prob",
     limit=f"{EXACT:g} of probability, no token (bfloat16: {ROUNDED:g}, or {ROUNDINGS:g} times the "
     "measured effect of rounding, a tenth of the tokens)",
@@ -193,9 +193,9 @@ def _follows_the_policy(recorded: RecordedStep) -> None:
     is_unlikely = moved**2 > UNLIKELY * (variance + LARGEST * moved / 3)
     if is_unlikely and moved > MOVED * math.sqrt(variance * number):
         recorded.run.warn(
-            f"checked tokens are on average {'likelier' if signed > 0 else 'less likely'} than "
-            "the policy's entropy implies: the engine draws at another temperature, or from "
-            "another distribution, than the config sets"
+            f"checked tokens are on average {'likelier' if signed > 0 else 'less likely'} than the "
+            "policy's entropy implies: the engine draws at another temperature, or from another "
+            "distribution, than the config sets"
         )
 
 

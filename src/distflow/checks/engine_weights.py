@@ -14,7 +14,9 @@ def check_weights(recorded: RecordedStep) -> str | None:
     resources = recorded.run.resources
     if resources.rollout is None or resources.actor is None:
         generates = recorded.is_written("rollout_log_probs")
-        return "the rollout engine is on another worker" if generates else NOT_APPLICABLE
+        if generates:
+            return "the rollout engine is on another worker"
+        return NOT_APPLICABLE
     if not recorded.sent_hashes:
         return (
             "no weights were synced, or an adapter is applied unmerged, on the trainer's own "

@@ -48,12 +48,17 @@ def check_episodes(recorded: RecordedStep) -> str | None:
         _check_scored_text(recorded, sample)
         if sample["reward_errors"] is None and bool(sample["valid"]):
             _check_paid(recorded, sample, turns)
-    return None if is_any_known else "no episode's events are known"
+    if is_any_known:
+        return None
+    return "no episode's events are known"
 
 
 def _events(recorded: RecordedStep, sample: Sample) -> list[tuple[Any, ...]]:
     record = recorded.record_of(sample)
-    events = record.events.get(index_of(sample), []) if record is not None else []
+    if record is not None:
+        events = record.events.get(index_of(sample), [])
+    else:
+        events = []
     return _of_trained(recorded, events)
 
 
@@ -124,7 +129,10 @@ def _texts(recorded: RecordedStep, said: Any) -> list[str]:
     for message in said if isinstance(said, list | tuple) else ():
         text = message
         if isinstance(message, Mapping):
-            text = message.get("content") if message.get("role") == "user" else None
+            if message.get("role") == "user":
+                text = message.get("content")
+            else:
+                text = None
         if isinstance(text, str):
             ids = recorded.run.resources.tokenizer.encode(text, add_special_tokens=False)
             found.append(recorded.run.text(tuple(ids)))

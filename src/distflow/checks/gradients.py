@@ -38,7 +38,10 @@ def check_gradients(recorded: RecordedStep) -> str | None:
 def check_cleared(role: str, engine: TrainEngine) -> None:
     """Check before an update that nothing is left of another's gradients. Every update has this
     check."""
-    names = leftover(engine.model) if isinstance(engine, OpenEngine) else []
+    if isinstance(engine, OpenEngine):
+        names = leftover(engine.model)
+    else:
+        names = []
     if names:
         raise Wrong(
             f"a mini-batch of the {role} began with gradients left over from the one before "

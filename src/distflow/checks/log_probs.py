@@ -45,7 +45,10 @@ def check_log_probs(recorded: RecordedStep) -> str | None:
     if not any(map(recorded.is_written, columns)):
         return NOT_APPLICABLE
     resources = recorded.run.resources
-    own = "prox_log_probs" if recorded.is_written("prox_log_probs") else "old_log_probs"
+    if recorded.is_written("prox_log_probs"):
+        own = "prox_log_probs"
+    else:
+        own = "old_log_probs"
     chosen = scored_samples(recorded)
     if not chosen and plain_forward.model_of(resources.actor) is None:
         return f"the model that computes {own} is not exposed"
@@ -81,7 +84,9 @@ def check_log_probs(recorded: RecordedStep) -> str | None:
         is_hidden = engine is not None and plain_forward.model_of(engine) is None
         if is_hidden and recorded.is_ours(name):
             hidden.append(name)
-    return f"the model that computes {', '.join(hidden)} is not exposed" if hidden else None
+    if hidden:
+        return f"the model that computes {', '.join(hidden)} is not exposed"
+    return None
 
 
 def _check_copied(recorded: RecordedStep) -> None:
@@ -103,7 +108,9 @@ def check_reference(recorded: RecordedStep) -> str | None:
     reference = recorded.run.resources.ref
     model = plain_forward.model_of(reference)
     if model is None:
-        return NOT_APPLICABLE if reference is None else "the reference's model is not exposed"
+        if reference is None:
+            return NOT_APPLICABLE
+        return "the reference's model is not exposed"
     scores = forward_samples(
         recorded.run, reference, _fixed(model), _log_probs_at(lambda sample: 1.0)
     )

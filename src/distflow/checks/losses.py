@@ -317,9 +317,10 @@ def _is_users(loss: LossFn) -> bool:
 
 
 def _users_fault(loss: LossFn) -> str:
-    name = (
-        f"the loss '{loss.policy_loss.name}'" if isinstance(loss, PolicyObjective) else "the loss"
-    )
+    if isinstance(loss, PolicyObjective):
+        name = f"the loss '{loss.policy_loss.name}'"
+    else:
+        name = "the loss"
     return (
         f"{name} gives a sample alone other gradients than in its micro-batch: it reads outside "
         "the mask or other samples, does not aggregate with distflow.algorithms.agg_loss, or is "
@@ -339,7 +340,10 @@ def _message(
 ) -> str:
     row = int(batch.rows()[place])
     token = place - int(batch.lengths("response")[:row].sum())
-    alone = "for the whole mini-batch at once" if is_whole else "for the sample alone"
+    if is_whole:
+        alone = "for the whole mini-batch at once"
+    else:
+        alone = "for the sample alone"
     return (
         f"the gradient of the {update.role}'s loss by {name} is {float(found[place]):.4g} at token "
         f"{token} of sample {batch.row_names[row]}, but the loss function gives "

@@ -62,11 +62,9 @@ class LossTerms:
             return []
         self._seen += 1
         self._alive |= {name for name in self.names if metrics.get(name, 0.0) != 0.0}
-        return (
-            [name for name in self.names if name not in self._alive]
-            if self._seen == self.after
-            else []
-        )
+        if self._seen == self.after:
+            return [name for name in self.names if name not in self._alive]
+        return []
 
 
 def fingerprints(state: TrainState) -> dict[str, str]:

@@ -60,10 +60,8 @@ class NonFinite:
             if wrong:
                 raise TrustError(
                     f"after an update in step {step + 1} weights of the {role} are not finite or "
-                    f"garbage ({len(wrong)} "
-                    f"tensors, {wrong[0]} first); they were not synced or saved. Lower the "
-                    "learning rate, or resume "
-                    "from the last checkpoint"
+                    f"garbage ({len(wrong)} tensors, {wrong[0]} first); they were not synced or "
+                    "saved. Lower the learning rate, or resume from the last checkpoint"
                 )
             return None
         self._in_a_row[role] += 1
@@ -71,9 +69,8 @@ class NonFinite:
         if self._in_a_row[role] >= self.limit:
             raise TrustError(
                 f"{self._in_a_row[role]} updates of the {role} in a row had a non-finite loss or "
-                "gradient "
-                f"(trust.max_skipped_updates). Look at one with `distflow replay {bundle}`; lower "
-                "the learning rate, or resume from an earlier checkpoint"
+                "gradient (trust.max_skipped_updates). Look at one with `distflow replay "
+                f"{bundle}`; lower the learning rate, or resume from an earlier checkpoint"
             )
         return bundle
 

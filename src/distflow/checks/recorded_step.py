@@ -121,7 +121,9 @@ class CheckedRun:
     def engine_hashes(self) -> dict[str, str]:
         """Hashes of the rollout engine's tensors; empty if the engine is on another worker."""
         engine = self.resources.rollout
-        return self.services.call(engine.hashes()) if engine is not None else {}
+        if engine is not None:
+            return self.services.call(engine.hashes())
+        return {}
 
     def call_estimator(self, batch: Batch) -> object:
         """What the function that writes the advantages returns for a batch; its state is a copy.
@@ -219,19 +221,23 @@ class RecordedStep:
         record = self.record_of(sample)
         may_be_baseline = not self.run.spec.sampling.greedy  # baselines are greedy
         found: list[tuple[GenerateRequest, Segment]] = []
-        for request, result in record.generated if record else ():
-            if may_be_baseline and request.params.greedy:
-                continue
-            for generation in result:
-                if generation.sample == index_of(sample):
-                    found.append((request, generation))
+        if record:
+            for request, result in record.generated:
+                if may_be_baseline and request.params.greedy:
+                    continue
+                for generation in result:
+                    if generation.sample == index_of(sample):
+                        found.append((request, generation))
         return found
 
     def num_used(self, sample: Sample) -> dict[str, int]:
         """How many tokens of the last reply the workflow used, by the conversation, where it said
         so."""
         record = self.record_of(sample)
-        events = record.events.get(index_of(sample), ()) if record is not None else ()
+        if record is not None:
+            events = record.events.get(index_of(sample), ())
+        else:
+            events = ()
         return {event[1]: event[2] for event in events if event[0] == "kept"}
 
     def turns(self, sample: Sample) -> list[RecordedTurn]:

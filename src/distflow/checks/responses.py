@@ -57,7 +57,9 @@ def check_responses(recorded: RecordedStep) -> str | None:
         ids = sample["response_ids"].tolist()
         text = tokenizer.decode(ids, skip_special_tokens=row.turns is None)
         check_same(sample, "responses", sample["responses"], text, "its decoded tokens")
-    return None if is_any_known else "no sample's row is known: other processes generated them"
+    if is_any_known:
+        return None
+    return "no sample's row is known: other processes generated them"
 
 
 def _images(sample: Sample) -> list[str]:
@@ -94,7 +96,10 @@ def _check_response_of_row(recorded: RecordedStep, sample: Sample, row: PromptRo
     """For fine-tuning: the response is that of the data, and its turns are trained on."""
     response = sample["response_ids"].tolist()
     if row.rejected_ids is not None:
-        ids = row.response_ids if sample["uid"].endswith("-0") else row.rejected_ids
+        if sample["uid"].endswith("-0"):
+            ids = row.response_ids
+        else:
+            ids = row.rejected_ids
         check_same(sample, "response_ids", response, list(ids or ()), "the data")
         return
     wanted = list(row.response_ids or ())

@@ -104,7 +104,10 @@ class Memory:
         ]
         if changed:
             self._tolerated |= dict.fromkeys((POSITION, QUEUED, "ref"), f"{changed[0]} has changed")
-        point = self._inputs.ports.queue.resume_point() if self._rank == 0 else None
+        if self._rank == 0:
+            point = self._inputs.ports.queue.resume_point()
+        else:
+            point = None
         self._compare(self.models() | self.others(self._inputs.state, point))
 
     def compare_again(self, step: int) -> str | None:
@@ -183,4 +186,6 @@ def _text(value: object) -> str:
         return f"[{', '.join(map(_text, value))}]"
     if isinstance(value, np.ndarray):
         return value.tobytes().hex()
-    return bit_hash(value) if isinstance(value, Tensor) else json.dumps(value)
+    if isinstance(value, Tensor):
+        return bit_hash(value)
+    return json.dumps(value)

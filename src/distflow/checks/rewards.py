@@ -106,7 +106,9 @@ def _call_again(recorded: RecordedStep, drawn: Sequence[tuple[Sample, GroupRecor
 def check_rewards(recorded: RecordedStep) -> str | None:
     if not recorded.is_ours("scores"):
         is_written = recorded.is_written("scores")
-        return "a user's node writes the scores" if is_written else NOT_APPLICABLE
+        if is_written:
+            return "a user's node writes the scores"
+        return NOT_APPLICABLE
     for sample in recorded.samples:
         if not sample["valid"]:
             continue
@@ -284,9 +286,10 @@ def _check_total(recorded: RecordedStep, sample: Sample) -> None:
 def _returned(recorded: RecordedStep, sample: Sample) -> float | None:
     """The score that the workflow returned for the sample's episode."""
     record = recorded.record_of(sample)
-    for event in record.events.get(index_of(sample), ()) if record is not None else ():
-        if event[0] == "returned":
-            return float(event[1])
+    if record is not None:
+        for event in record.events.get(index_of(sample), ()):
+            if event[0] == "returned":
+                return float(event[1])
     return None
 
 

@@ -28,7 +28,9 @@ def check_turns(recorded: RecordedStep) -> str | None:
     asked = [sample for sample in recorded.samples if recorded.requests(sample)]
     for sample in asked:
         _check_sample(recorded, sample)
-    return None if asked else "no request of this process to the engine is for its samples"
+    if asked:
+        return None
+    return "no request of this process to the engine is for its samples"
 
 
 def _check_sample(recorded: RecordedStep, sample: Sample) -> None:

@@ -56,7 +56,10 @@ class MicroRecord:
     def add_gradient(self, name: str, gradient: Tensor) -> None:
         part = gradient.detach().cpu()
         known = self.gradients.get(name)
-        self.gradients[name] = part.clone() if known is None else known + part
+        if known is None:
+            self.gradients[name] = part.clone()
+        else:
+            self.gradients[name] = known + part
 
 
 @dataclass

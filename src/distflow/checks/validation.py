@@ -50,7 +50,10 @@ def sample_facts(run: CheckedRun, records: Sequence[GroupRecord], rows: Facts) -
         group = record.prompt_group
         _, name, kind = group.stream.split("/")
         asked = sets[name][group.row]
-        wrong_request = _wrong_request(run, record, asked) if is_ours else ""
+        if is_ours:
+            wrong_request = _wrong_request(run, record, asked)
+        else:
+            wrong_request = ""
         for i in range(group.group_size):
             row = shown.get((name, kind, f"{group.group_id}-{i}"), {})
             facts = {"set": name, "kind": kind, "row": group.row, "sample": i}
@@ -157,7 +160,10 @@ def _check_places(seen: Validated, only: str) -> None:
     """Each prompt was asked for as often as the config says. only: the kind of rows without
     generation."""
     settings = seen.run.spec.config.actor_rollout_ref.rollout.val_kwargs
-    numbers = {only: 1} if only else {"greedy": int(settings.greedy), "sampled": settings.n}
+    if only:
+        numbers = {only: 1}
+    else:
+        numbers = {"greedy": int(settings.greedy), "sampled": settings.n}
     wanted = Counter[tuple[str, str, int, int]]()
     for chosen in seen.run.spec.validation:
         for kind, number in numbers.items():

@@ -122,7 +122,10 @@ def _scores(recorded: RecordedStep, actor: OpenEngine, sample: Sample, recompute
 def _weights_of_tokens(recorded: RecordedStep, sample: Sample) -> list[Weights | None]:
     """The weights of each token's version; None if they were not kept."""
     # else it has moved
-    present = recorded.synced_version if recorded.synced_version == recorded.step else None
+    if recorded.synced_version == recorded.step:
+        present = recorded.synced_version
+    else:
+        present = None
     found = list[Weights | None]()
     for version in sample["versions"].tolist():
         found.append(PRESENT if version == present else recorded.run.older_weights.of(version))

@@ -122,7 +122,10 @@ class Pairs:
         """device: see `Pair`; buckets are packed there. timeout_s: time for a worker to reply."""
         self._run_dir = run_dir
         self._device = device
-        self._timeout = _FOREVER if timeout_s is None else timedelta(seconds=timeout_s / 2)
+        if timeout_s is None:
+            self._timeout = _FOREVER
+        else:
+            self._timeout = timedelta(seconds=timeout_s / 2)
         self._pairs: dict[int, tuple[Pair, Future[_Group]]] = {}
         """By the worker's rank, with the trainer's side of each."""
 

@@ -29,8 +29,7 @@ _DEATH_IS_REPORTED_WITHIN_S = 2.0
 _CAUSES = "killed from outside, out of memory, or crashed in native code."
 _THERE = (
     "If the driver has it, provide it on every machine, at the same path or installed; modules on "
-    "the PYTHONPATH "
-    "with which Ray was started there"
+    "the PYTHONPATH with which Ray was started there"
 )
 _SAME = "It lacks a module that the driver has imported: install the same distflow on every machine"
 _OF_IMPORTS = ("ModuleNotFoundError", "ImportError", "AttributeError")
@@ -93,7 +92,10 @@ class Blame:
     ) -> WorkerDied | None:
         """Ray reports a death a moment later. Errors of user code usually have no such cause.
         Errors of others have the same cause as that of the first."""
-        within_s = _DEATH_IS_REPORTED_WITHIN_S if isinstance(error, UserError) else STARVED_S
+        if isinstance(error, UserError):
+            within_s = _DEATH_IS_REPORTED_WITHIN_S
+        else:
+            within_s = STARVED_S
         until = time.monotonic() + within_s
         while training and time.monotonic() < until:
             done, _ = ray.wait(list(training), timeout=max(until - time.monotonic(), 0.0))
@@ -166,5 +168,8 @@ def with_resume_hint(spec: Spec) -> Iterator[None]:
         yield
     except WorkerDied as died:
         process = failed_process()
-        message = f"{process}, and the workers with it: {_CAUSES}" if process else str(died)
+        if process:
+            message = f"{process}, and the workers with it: {_CAUSES}"
+        else:
+            message = str(died)
         raise type(died)(f"{message} {resume_hint(spec)}") from died

@@ -31,15 +31,15 @@ def hanging(
     ]
     return WorkerHangs(
         f"{' and '.join(places)}, and has not reached a collective call of all ranks within "
-        f"{limit_s:g} s "
-        "(trainer.peers_timeout_s): a function or a lock does not end, or the rank has much more "
-        "work than others. "
-        f"{_stacks_in('Its stacks are', stacks)}"
+        f"{limit_s:g} s (trainer.peers_timeout_s): a function or a lock does not end, or the rank "
+        f"has much more work than others. {_stacks_in('Its stacks are', stacks)}"
     )
 
 
 def _stacks_in(which: str, stacks: Path) -> str:
-    return f"{which} in {stacks}." if stacks.exists() else "No worker could write its stacks."
+    if stacks.exists():
+        return f"{which} in {stacks}."
+    return "No worker could write its stacks."
 
 
 class Heartbeat:

@@ -176,8 +176,8 @@ class LocalRun(AbstractContextManager["LocalRun"]):
             rank = worker.place.rank
             raise WorkerDied(
                 f"worker {rank} of {len(calls)}, which generates and trains, has died {when} "
-                f"({worker.how_it_died()}): killed from outside, "
-                "out of memory, or crashed in native code."
+                f"({worker.how_it_died()}): killed from outside, out of memory, or crashed in "
+                "native code."
             )
         stacks = self._spec.run_dir / STACKS
         if isinstance(error, PeersLate):

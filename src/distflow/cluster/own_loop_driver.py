@@ -35,9 +35,8 @@ from distflow.training.engine import LossFn
 
 _TOO_LATE = (
     "a rollout worker has died within a step that was trained in part, and the one in its place "
-    "needs the weights from "
-    "before that. The same call resumes from the last checkpoint. Take the whole of a step before "
-    "you train on it"
+    "needs the weights from before that. The same call resumes from the last checkpoint. Take the "
+    "whole of a step before you train on it"
 )
 
 

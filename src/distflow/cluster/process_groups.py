@@ -29,7 +29,9 @@ def backend_of(plan: Plan) -> str:
     transfers host memory, including pickled objects."""
     for device in {torch.device(rank.device).type for rank in plan.ranks} - {"cpu", "cuda"}:
         return f"cpu:gloo,{device}:{dist.get_default_backend_for_device(device)}"
-    return "cpu:gloo,cuda:nccl" if plan.backends == ("nccl", "gloo") else plan.backends[0]
+    if plan.backends == ("nccl", "gloo"):
+        return "cpu:gloo,cuda:nccl"
+    return plan.backends[0]
 
 
 def new_meeting(run_dir: Path) -> Path:

@@ -33,8 +33,7 @@ _WORKER_BYTES = 350e6
 """Memory of a worker that has imported everything, without a model."""
 _TOKEN_ADVICE = (
     ". It requires a token: set RAY_AUTH_MODE=token, and RAY_AUTH_TOKEN_PATH to the file with the "
-    "cluster's token "
-    "(docs/cluster.md), as for `ray start`"
+    "cluster's token (docs/cluster.md), as for `ray start`"
 )
 _SHARE_OF_STORE = 0.5
 _MB = 10**6
@@ -74,7 +73,10 @@ def joined_ray(address: str) -> Iterator[None]:
         ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
     # not running, no token, or other versions
     except (ConnectionError, RuntimeError, ValueError) as err:
-        token = _TOKEN_ADVICE if "InvalidAuthToken" in str(err.__cause__) else ""
+        if "InvalidAuthToken" in str(err.__cause__):
+            token = _TOKEN_ADVICE
+        else:
+            token = ""
         raise UserError(f"the Ray at RAY_ADDRESS={address} cannot be used: {err}{token}") from err
     try:
         yield
@@ -199,9 +201,8 @@ def wait_for_room(
         have = "; ".join(_counted(node["Resources"]) for node in ray.nodes() if node["Alive"])
         raise UserError(
             f"the plan needs {needs}, and the cluster has {have}: lower trainer.nnodes, "
-            "trainer.n_gpus_per_node, "
-            "trainer.allocation, trainer.worker_cpus or trainer.worker_memory_mb, add machines, or "
-            "end other jobs"
+            "trainer.n_gpus_per_node, trainer.allocation, trainer.worker_cpus or "
+            "trainer.worker_memory_mb, add machines, or end other jobs"
         ) from None
 
 
@@ -212,9 +213,8 @@ def check_room(plan: Plan) -> None:
     if num_nodes > 1:
         raise UserError(
             f"the plan is for {num_nodes} machines (trainer.nnodes, trainer.allocation), and "
-            "RAY_ADDRESS is not "
-            "set: lower them, or run `ray start` on each machine and set RAY_ADDRESS to the head's "
-            "HOST:PORT"
+            "RAY_ADDRESS is not set: lower them, or run `ray start` on each machine and set "
+            "RAY_ADDRESS to the head's HOST:PORT"
         )
     check_cores(plan, ", or set RAY_ADDRESS to a cluster")
 
@@ -230,8 +230,7 @@ def _check_reachable(address: str) -> None:
     except OSError as err:
         raise UserError(
             f"nothing answers at RAY_ADDRESS={address}: {err}. Set it to the head of a cluster, as "
-            "printed by `ray "
-            "start --head`, or unset it to start Ray on this machine"
+            "printed by `ray start --head`, or unset it to start Ray on this machine"
         ) from err
 
 

@@ -36,7 +36,9 @@ class WorkerFailed(RuntimeError):
 
 def name_of(number: int) -> str:
     """The process's name in messages. number: a rank, or COORDINATOR."""
-    return "the coordinator" if number == COORDINATOR else f"worker {number}"
+    if number == COORDINATOR:
+        return "the coordinator"
+    return f"worker {number}"
 
 
 def future_of(ref: Any) -> "Future[Any]":

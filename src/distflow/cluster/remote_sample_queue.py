@@ -67,7 +67,9 @@ class RowsOfGroup:
     @staticmethod
     def of(group: FinishedGroup[GroupRef]) -> "GroupRef | RowsOfGroup":
         """Where the samples of a group are, as what `to_batch` reads."""
-        return group.data if group.rows is None else RowsOfGroup(group.data, group.rows)
+        if group.rows is None:
+            return group.data
+        return RowsOfGroup(group.data, group.rows)
 
 
 def _fetched(groups: Sequence[GroupRef]) -> Sequence[Buffers]:
@@ -168,7 +170,10 @@ class RemoteSampleQueue:
     ) -> TrainingStep[Batch] | NewWorkers | None:
         """See `SampleQueuePort`; groups that were lost with a worker are generated again."""
         while True:
-            timeout_s = None if deadline is None else deadline - time.monotonic()
+            if deadline is None:
+                timeout_s = None
+            else:
+                timeout_s = deadline - time.monotonic()
             with self._waits("training", f"step {step + 1}", on="rollout"):
                 taken = self._reply(
                     self._coordinator.take.remote(step, self._first + rank, wanted, timeout_s)

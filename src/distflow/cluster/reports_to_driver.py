@@ -58,7 +58,10 @@ class RemoteView:
         self._place = place
 
     def note(self, kind: str, message: str) -> None:
-        where = "" if self._place.leads else f"worker {self._place.rank}: "
+        if self._place.leads:
+            where = ""
+        else:
+            where = f"worker {self._place.rank}: "
         self._send("note", kind, where + message)
 
     def __getattr__(self, name: str) -> Any:

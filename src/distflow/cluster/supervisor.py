@@ -119,8 +119,7 @@ class RayRun(AbstractContextManager["RayRun"]):
             if report.version != __version__:
                 raise UserError(
                     f"worker {rank} has distflow {report.version}, and this process {__version__}: "
-                    "install the same "
-                    "version on every machine"
+                    "install the same version on every machine"
                 )
         return check_reports(reports, self._leader, self._spec, self._start, say)
 

@@ -96,11 +96,17 @@ class WeightReceivers:
         import ray
         from ray.exceptions import RayActorError
 
-        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        if timeout_s is None:
+            deadline = None
+        else:
+            deadline = time.monotonic() + timeout_s
         replies = {}
         waiting = {ref: rank for rank, ref in asked.items()}
         while waiting:
-            left_s = None if deadline is None else max(0.0, deadline - time.monotonic())
+            if deadline is None:
+                left_s = None
+            else:
+                left_s = max(0.0, deadline - time.monotonic())
             done, _ = ray.wait(list(waiting), timeout=left_s)
             for ref in done:
                 rank = waiting.pop(ref)

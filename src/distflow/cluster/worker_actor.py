@@ -62,7 +62,9 @@ def check_reports(
     for line in model_lines(spec, reports[leader].sizes._replace(critic=critic)):
         say(line)
     facts = {**spec.facts, **reports[leader].facts}
-    return check_same_facts(start.checkpoint, spec, facts) if start.checkpoint else []
+    if start.checkpoint:
+        return check_same_facts(start.checkpoint, spec, facts)
+    return []
 
 
 class WorkerActor:

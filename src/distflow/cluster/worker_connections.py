@@ -46,7 +46,10 @@ class WorkerPorts:
         ready = None
         reshard = None
         if place.dp_group:
-            local = LocalWeights(waits) if among.mesh is None else StreamedWeights(waits)
+            if among.mesh is None:
+                local = LocalWeights(waits)
+            else:
+                local = StreamedWeights(waits)
             engine = local
             weights = local
             if any(channel.kind == "exchange" for channel in self._spec.plan.channels):

@@ -108,9 +108,8 @@ class Replacements:
         if len(deaths) > MOST_DEATHS:
             raise WorkerDied(
                 f"worker {rank} has died {len(deaths)} times within {WITHIN_S / 60:g} minutes and "
-                "is not replaced "
-                "again: find the cause (memory, a device, a prompt that crashes the engine). The "
-                f"last death: {why}"
+                "is not replaced again: find the cause (memory, a device, a prompt that crashes "
+                f"the engine). The last death: {why}"
             )
 
     def _give_up(self, starting: _Starting) -> None:
@@ -118,8 +117,7 @@ class Replacements:
         self._given_up.add(starting.rank)
         message = (
             f"no other process could be started as worker {starting.rank} within "
-            f"{STARTS_WITHIN_S:g} s: its "
-            "machine or its device may be gone"
+            f"{STARTS_WITHIN_S:g} s: its machine or its device may be gone"
         )
         if self._given_up == set(self.places[starting.rank].generators):
             raise WorkerDied(f"{message}, and no rollout worker is left")

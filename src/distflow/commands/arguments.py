@@ -47,7 +47,10 @@ def add_run_argument(parser: argparse.ArgumentParser) -> None:
 def at_least(minimum: int, text: str, most: float = math.inf) -> int:
     """Parse an integer argument."""
     if not text.isdecimal() or not minimum <= int(text) <= most:
-        bounds = f", {minimum} or more" if most == math.inf else f" from {minimum} to {most:,}"
+        if most == math.inf:
+            bounds = f", {minimum} or more"
+        else:
+            bounds = f" from {minimum} to {most:,}"
         raise argparse.ArgumentTypeError(f"must be a whole number{bounds}, not '{text}'")
     return int(text)
 

@@ -132,7 +132,10 @@ def _state(run_dir: Path, query: Query) -> dict[str, Any]:
 
 def _step(run: RunPages, query: Query) -> dict[str, Any]:
     known = [step for step in run.steps if step > 0]
-    step = whole(query["step"]) if query.get("step") else max(known, default=0)
+    if query.get("step"):
+        step = whole(query["step"])
+    else:
+        step = max(known, default=0)
     found = why.step_page(run.run_dir, step)
     return {
         **found,

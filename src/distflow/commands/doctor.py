@@ -127,13 +127,20 @@ def _examine(run_dir: Path, as_json: bool, trusted: bool) -> int:
         lines += [f"no data: {count_of(len(examined.lacking), 'rule')}"]
         lines += _indent([f"{name} {why}" for name, why in examined.lacking.items()] + own)
         print("\n".join(escape_control(line, one_line=True) for line in lines))
-    return 2 if numbers["error"] else 1 if numbers["warning"] else 0
+    if numbers["error"]:
+        return 2
+    if numbers["warning"]:
+        return 1
+    return 0
 
 
 def _own_rules(config: "Mapping[str, JSON]", trusted: bool) -> list[str]:
     """Import the run's modules, which may register rules; what to say if they are not trusted."""
     trainer = config.get("trainer")
-    modules = trainer.get("imports") if isinstance(trainer, dict) else None
+    if isinstance(trainer, dict):
+        modules = trainer.get("imports")
+    else:
+        modules = None
     if not modules or not isinstance(modules, list):
         return []
     if not trusted:

@@ -70,9 +70,10 @@ def run_eval(arguments: argparse.Namespace) -> int:
             found = evaluate(spec, say)
     for name, value in sorted(found.metrics.items()):
         number = found.num_prompts.get(name)
-        interval = (
-            "" if number is None else "  (95 %: {:.4f} to {:.4f})".format(*wilson(value, number))
-        )
+        if number is None:
+            interval = ""
+        else:
+            interval = "  (95 %: {:.4f} to {:.4f})".format(*wilson(value, number))
         print(f"{escape_control(name, one_line=True)}: {value:.4f}{interval}")
     target = chosen or _numbered(arguments.preset)
     report = _write(target, arguments.preset, loaded.config, found)

@@ -137,7 +137,10 @@ def lines(planner: "RunPlanner") -> Iterator[str]:
 def _graph(planner: "RunPlanner") -> Iterator[str]:
     for node in planner.pipeline.nodes:
         ranks = [rank.rank for rank in planner.run.plan.ranks if node.node_id in rank.nodes]
-        engines = f", {' and '.join(node.engines)}" if node.engines else ""
+        if node.engines:
+            engines = f", {' and '.join(node.engines)}"
+        else:
+            engines = ""
         after = f" after {', '.join(node.deps)}" if node.deps else ""
         yield f"  {node.node_id} ({node.plane}{engines}) on {_ranks(ranks)}{after}"
 
@@ -168,7 +171,10 @@ def _whole_run(run: "PredictedRun") -> Iterator[str]:
     if rates.source:
         yield f"\nmeasured in {rates.source}: {rates.sentence()}"
     if run.why_untimed:
-        known = "unknown" if run.steps is None else count_of(run.steps, "step")
+        if run.steps is None:
+            known = "unknown"
+        else:
+            known = count_of(run.steps, "step")
         yield (
             f"\nthe run: {known}; its time is not predicted, because {run.why_untimed}; "
             f"{_CALIBRATE}"
@@ -222,14 +228,15 @@ def as_json(planner: "RunPlanner") -> Mapping[str, Any]:
         facts = {"peak_bytes": worker.peak, "peak_phase": worker.peak_phase}
         memory.append({**asdict(worker), **facts})
     allocations = []
-    for candidate in planner.search.best if planner.search else ():
-        allocations.append(
-            {
-                "allocation": candidate.text,
-                "max_staleness": candidate.staleness,
-                "step_seconds": candidate.run.step_seconds,
-            }
-        )
+    if planner.search:
+        for candidate in planner.search.best:
+            allocations.append(
+                {
+                    "allocation": candidate.text,
+                    "max_staleness": candidate.staleness,
+                    "step_seconds": candidate.run.step_seconds,
+                }
+            )
     step: dict[str, Any] = {"seconds": None, "bars": []}
     if not run.why_untimed:
         step = {"seconds": run.step_seconds, "bars": [asdict(bar) for bar in run.bars]}

@@ -86,7 +86,10 @@ def run_reward(arguments: argparse.Namespace) -> int:
     from distflow.rewards.reward_check import check_reward
 
     target = _target(arguments.reward, arguments.response_key is not None)
-    answer_key = arguments.answer_key if is_own(arguments.reward) else "answer"
+    if is_own(arguments.reward):
+        answer_key = arguments.answer_key
+    else:
+        answer_key = "answer"
     target = with_answer_key(target, arguments.options, answer_key)
     rows, skipped = _rows(arguments)
     if is_large(arguments.reward):
@@ -133,8 +136,7 @@ def _target(name: str, has_responses: bool) -> str:
         if not (REWARDS[name].needs_answer or has_responses or name == JUDGE):
             raise UserError(
                 f"'{name}' does not compare with the row's answer: name a column of correct "
-                "responses with "
-                "--response-key"
+                "responses with --response-key"
             )
         return target_of(name, None)
     path, _, function = name.partition(":")
@@ -183,9 +185,10 @@ def _row(raw: "RawRow", reads_messages: bool, is_chat: bool) -> "Row":
     prompt = raw.prompt
     asked: dict[str, object] = {}
     if is_chat or not isinstance(prompt, str):
-        asked[PROMPT_CHAT] = (
-            [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
-        )
+        if isinstance(prompt, str):
+            asked[PROMPT_CHAT] = [{"role": "user", "content": prompt}]
+        else:
+            asked[PROMPT_CHAT] = list(prompt)
     if not isinstance(prompt, str):
         prompt = asked_text(prompt)
     if reads_messages:

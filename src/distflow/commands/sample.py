@@ -58,7 +58,10 @@ def print_sample(run_dir: Path, uid: str, known_step: int | None, is_json: bool)
     found = find_sample(run_dir, uid, known_step)
     group = found.group
     if is_json:
-        known = None if group is None else dict(zip(GROUP_COLUMNS, group.values(), strict=True))
+        if group is None:
+            known = None
+        else:
+            known = dict(zip(GROUP_COLUMNS, group.values(), strict=True))
         about = {"run": str(run_dir), "step": found.step, "split": found.split}
         print(as_json({**about, "sample": found.row, "group": known}))
         return
@@ -90,7 +93,10 @@ def _facts(row: Mapping[str, JSON]) -> Iterator[str]:
 def _texts(row: Mapping[str, JSON]) -> Iterator[tuple[str, str]]:
     """Each with a title: the turns of an episode, else its response, and what it answers."""
     listed = row.get("conversation")
-    turns = [turn for turn in listed if isinstance(turn, dict)] if isinstance(listed, list) else []
+    if isinstance(listed, list):
+        turns = [turn for turn in listed if isinstance(turn, dict)]
+    else:
+        turns = []
     for turn in turns:
         drawn = "drawn" if turn.get("owner") == "policy" else "given"
         words = f"{turn.get('agent') or ''} {turn.get('owner')} {turn.get('fork') or ''} ({drawn})"

@@ -40,7 +40,9 @@ def add_sandbox_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run_sandbox(arguments: argparse.Namespace) -> int:
-    return _serve(arguments) if arguments.action == "serve" else _run(arguments)
+    if arguments.action == "serve":
+        return _serve(arguments)
+    return _run(arguments)
 
 
 def _serve(arguments: argparse.Namespace) -> int:
@@ -83,11 +85,10 @@ def _run(arguments: argparse.Namespace) -> int:
     sys.stdout.write(ran.stdout)
     sys.stdout.flush()
     sys.stderr.write(ran.stderr)
-    cut = (
-        f"; only the first {sandbox.limits.output_bytes:,} bytes of each stream are shown"
-        if ran.cut
-        else ""
-    )
+    if ran.cut:
+        cut = f"; only the first {sandbox.limits.output_bytes:,} bytes of each stream are shown"
+    else:
+        cut = ""
     print(
         (
             f"{ran.status}: exit status {ran.exit_code} after {ran.seconds:.2f} s{cut}; sandbox: "

@@ -119,8 +119,9 @@ def run_train(arguments: argparse.Namespace, base: str = "grpo") -> int:
             if len(runs) > 1:
                 say(f"training policy {spec.config.dag.policy}")
             outcome = launch(spec, LaunchOptions(tuple(arguments.allow_change), say))
-            for line in outcome.lines() if outcome is not None else ():
-                say(line)
+            if outcome is not None:
+                for line in outcome.lines():
+                    say(line)
             if outcome is not None and outcome.signal is not None:
                 return exit_status(outcome.signal)
     return 0

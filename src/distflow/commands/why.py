@@ -171,7 +171,10 @@ def _head(lineage: StepLineage, run_dir: Path) -> list[str]:
         states = ", ".join(f"{count} {state}" for state, count in counts.most_common()) or "none"
         return [f"{name} is not finished; states of its groups at the end of the ledger: {states}"]
     tokens = sum(group.tokens or 0 for group in lineage.groups)
-    bound = "" if lineage.max_staleness is None else f", staleness at most {lineage.max_staleness}"
+    if lineage.max_staleness is None:
+        bound = ""
+    else:
+        bound = f", staleness at most {lineage.max_staleness}"
     when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(lineage.consumed_at))
     made = f"it made version {lineage.step} of the weights"
     if lineage.weights is None:
@@ -198,7 +201,10 @@ def _last_done(lineage: StepLineage, responses: Mapping[int, "Responses"]) -> tu
     if not lengths:
         return [said], ""
     longest = max(lengths, key=lengths.__getitem__)
-    tokens = f" of {lengths[longest]:,.0f} tokens" if lengths[longest] else ""
+    if lengths[longest]:
+        tokens = f" of {lengths[longest]:,.0f} tokens"
+    else:
+        tokens = ""
     return [f"{said}; its longest response is {_short(longest)}{tokens}"], longest
 
 

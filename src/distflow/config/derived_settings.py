@@ -30,8 +30,13 @@ from distflow.errors import UserError, allow_change_advice
 
 def algorithm_of(config: Config, domain: str | None) -> AlgorithmConfig:
     """The settings of a domain; those of the run for None or a domain without overrides."""
-    own = config.algorithm.domains.get(domain) if domain is not None else None
-    return config.algorithm if own is None else replace(changed(config.algorithm, own), domains={})
+    if domain is not None:
+        own = config.algorithm.domains.get(domain)
+    else:
+        own = None
+    if own is None:
+        return config.algorithm
+    return replace(changed(config.algorithm, own), domains={})
 
 
 def algorithms(config: Config) -> Iterator[tuple[str | None, AlgorithmConfig]]:
@@ -76,15 +81,24 @@ def config_of(config: Config, domain: str | None) -> Config:
     """The config with the settings of a domain; one with its own policy loss does not take over the
     options of the run's."""
     own = replace(config, algorithm=replace(algorithm_of(config, domain), domains={}))
-    changes = {} if domain is None else {**config.algorithm.domains.get(domain, {})}
+    if domain is None:
+        changes = {}
+    else:
+        changes = {**config.algorithm.domains.get(domain, {})}
     losses = {name: value for name, value in changes.items() if name in DIFFERING_LOSS}
     if "policy_loss" in losses:
         losses = {"policy_loss_kwargs": {}, **losses}
-    size = None if domain not in config.data.domains else config.data.domains[domain].n
+    if domain not in config.data.domains:
+        size = None
+    else:
+        size = config.data.domains[domain].n
     if size is None and not losses:
         return own
     group = own.actor_rollout_ref
-    rollout = group.rollout if size is None else replace(group.rollout, n=size)
+    if size is None:
+        rollout = group.rollout
+    else:
+        rollout = replace(group.rollout, n=size)
     actor = changed(group.actor, losses)
     return replace(own, actor_rollout_ref=replace(group, rollout=rollout, actor=actor))
 
@@ -108,10 +122,11 @@ def code_of_workflow(config: Config) -> list[tuple[str, str]]:
     agent."""
     rollout = config.actor_rollout_ref.rollout
     named = _code_of_options(f"{WORKFLOW}_kwargs", rollout.workflow_kwargs)
-    for domain, own in rollout.workflow_kwargs.items() if rollout.workflow == "by_domain" else ():
-        named += _code_of_options(
-            f"{WORKFLOW}_kwargs.{domain}", own if isinstance(own, dict) else {"workflow": own}
-        )
+    if rollout.workflow == "by_domain":
+        for domain, own in rollout.workflow_kwargs.items():
+            named += _code_of_options(
+                f"{WORKFLOW}_kwargs.{domain}", own if isinstance(own, dict) else {"workflow": own}
+            )
     named += [(WORKFLOW, rollout.workflow)]
     return [(key, target) for key, target in named if isinstance(target, str) and ":" in target]
 
@@ -147,7 +162,9 @@ def is_rl(config: Config) -> bool:
     """Whether the pipeline generates. A custom one counts as such unless `dag.generates` is false;
     binding verifies it."""
     pipeline = find_pipeline(config)
-    return config.dag.generates is not False if pipeline is None else pipeline.generates
+    if pipeline is None:
+        return config.dag.generates is not False
+    return pipeline.generates
 
 
 def reads_pairs(config: Config) -> bool:
@@ -191,11 +208,9 @@ def is_one_process(config: Config) -> bool:
 
 def launch_target(config: Config) -> str:
     launcher = config.trainer.launcher
-    return (
-        SEVERAL_PROCESSES
-        if launcher == "local" and not is_one_process(config)
-        else LAUNCHERS[launcher].target
-    )
+    if launcher == "local" and not is_one_process(config):
+        return SEVERAL_PROCESSES
+    return LAUNCHERS[launcher].target
 
 
 def is_sharded(config: Config) -> bool:
@@ -206,11 +221,10 @@ def model_of(config: Config, role: str) -> tuple[str, str | None]:
     """The key that names a role's model, and its path."""
     models = scoring_models(config.reward_model)
     if role in models:
-        key = (
-            "reward_model.model.path"
-            if role == REWARD_MODEL
-            else f"reward_model.models.{role}.path"
-        )
+        if role == REWARD_MODEL:
+            key = "reward_model.model.path"
+        else:
+            key = f"reward_model.models.{role}.path"
         return key, models[role].path
     if role == "critic" and config.critic.model.path is not None:
         return "critic.model.path", config.critic.model.path
@@ -244,7 +258,10 @@ Role = Literal["actor", "critic"]
 def optimizer_steps(config: Config, role: Role, steps: int) -> int:
     """Optimizer steps of a role in `steps` training steps: the actor takes none while the critic
     warms up."""
-    trained = steps - config.trainer.critic_warmup if role == "actor" else steps
+    if role == "actor":
+        trained = steps - config.trainer.critic_warmup
+    else:
+        trained = steps
     return trained * optimizer_steps_a_step(config, role)
 
 
@@ -264,8 +281,14 @@ def optimizer_steps_a_step(config: Config, role: Role) -> int:
 def clip_range(config: Config) -> tuple[float, float]:
     """How far the ratio may fall below 1, and rise above it."""
     actor = config.actor_rollout_ref.actor
-    low = actor.clip_ratio if actor.clip_ratio_low is None else actor.clip_ratio_low
-    high = actor.clip_ratio if actor.clip_ratio_high is None else actor.clip_ratio_high
+    if actor.clip_ratio_low is None:
+        low = actor.clip_ratio
+    else:
+        low = actor.clip_ratio_low
+    if actor.clip_ratio_high is None:
+        high = actor.clip_ratio
+    else:
+        high = actor.clip_ratio_high
     return low, high
 
 
@@ -294,7 +317,9 @@ def resume_override(mode: str | None) -> list[str]:
         raise UserError(
             f"resume={mode!r}: write 'auto', 'never', or the folder of a checkpoint as a str"
         )
-    return [] if mode is None else ["trainer.resume_mode='" + mode.replace("'", r"\'") + "'"]
+    if mode is None:
+        return []
+    return ["trainer.resume_mode='" + mode.replace("'", r"\'") + "'"]
 
 
 def policies_of(config: Config) -> tuple[str, ...]:
@@ -311,17 +336,17 @@ def policy_of_conversation(config: Config, name: str) -> str:
     """The policy of a conversation of an episode. name: of an agent or a fork of one; empty for the
     first agent. Returns "" if there is only one policy."""
     owners = policies_of_agents(config)
-    return owners.get(name.partition(".")[0], next(iter(owners.values()))) if owners else ""
+    if owners:
+        return owners.get(name.partition(".")[0], next(iter(owners.values())))
+    return ""
 
 
 def agent_sampling(config: Config, conversation: str) -> dict[str, float]:
     """The sampling that the agent of a conversation overrides, by the names of `SamplingParams`."""
     agents = config.actor_rollout_ref.rollout.agents
-    return (
-        agents.get(conversation.partition(".")[0], next(iter(agents.values()))).sampling
-        if agents
-        else {}
-    )
+    if agents:
+        return agents.get(conversation.partition(".")[0], next(iter(agents.values()))).sampling
+    return {}
 
 
 def agent_temperatures(config: Config) -> dict[str, float | None]:
@@ -457,7 +482,9 @@ def response_limit(config: Config, domain: str) -> int:
     """The longest response to a prompt of the domain, in tokens."""
     own = config.data.domains.get(domain)
     longest = config.data.max_response_length
-    return longest if own is None or own.max_response_length is None else own.max_response_length
+    if own is None or own.max_response_length is None:
+        return longest
+    return own.max_response_length
 
 
 def temperatures(config: Config) -> dict[str, float]:

@@ -38,8 +38,14 @@ def _step(config: Config) -> str:
     sizes = sorted({domain.n or common for domain in domains} or {common})
     staleness = config.async_.max_staleness
     prompts = config.data.train_batch_size
-    first = "on-policy" if optimizer_steps_a_step(config, "actor") == 1 else "the first on-policy"
-    policy = first if staleness == 0 else f"weights at most {count_of(staleness, 'step')} old"
+    if optimizer_steps_a_step(config, "actor") == 1:
+        first = "on-policy"
+    else:
+        first = "the first on-policy"
+    if staleness == 0:
+        policy = first
+    else:
+        policy = f"weights at most {count_of(staleness, 'step')} old"
     samples = (
         f"{count_of(prompts, 'prompt')} × {sizes[0]} = {count_of(prompts * sizes[0], 'sample')}"
     )
@@ -65,11 +71,10 @@ def _updates(config: Config, group_size: int, *others: int) -> str:
 
 def _objective(config: Config) -> str:
     actor = config.actor_rollout_ref.actor
-    name = (
-        "a custom pipeline"
-        if pipeline_name(config) == CUSTOM
-        else f"pipeline {pipeline_name(config)}"
-    )
+    if pipeline_name(config) == CUSTOM:
+        name = "a custom pipeline"
+    else:
+        name = f"pipeline {pipeline_name(config)}"
     details = [actor.loss_agg_mode, *_clips(config)]
     if actor.entropy_coef:
         details.append(f"entropy bonus {actor.entropy_coef:g}")
@@ -95,16 +100,17 @@ def _kl(config: Config) -> str:
     terms = []
     if algorithm.use_kl_in_reward:
         control = algorithm.kl_ctrl
-        follows = f", adaptive to {control.target_kl:g}" if control.target_kl is not None else ""
+        if control.target_kl is not None:
+            follows = f", adaptive to {control.target_kl:g}"
+        else:
+            follows = ""
         terms.append(f"in the reward ({algorithm.kl_penalty} × {control.kl_coef:g}{follows})")
     if actor.use_kl_loss:
         terms.append(f"in the loss ({actor.kl_loss_type} × {actor.kl_loss_coef:g})")
     if not terms:  # a custom pipeline may use a reference for something else
-        return (
-            "no KL term"
-            if pipeline_name(config) == CUSTOM
-            else "no KL term: no reference is loaded"
-        )
+        if pipeline_name(config) == CUSTOM:
+            return "no KL term"
+        return "no KL term: no reference is loaded"
     return f"KL to the reference {' and '.join(terms)}"
 
 
@@ -112,7 +118,10 @@ def _tokens(config: Config) -> str:
     data = config.data
     limit = config.actor_rollout_ref.actor.ppo_max_token_len_per_gpu
     longest = data.max_prompt_length + data.max_response_length
-    micro_batches = "of a size that fits the device" if limit is None else f"of {limit} tokens"
+    if limit is None:
+        micro_batches = "of a size that fits the device"
+    else:
+        micro_batches = f"of {limit} tokens"
     return (
         f"{data.max_prompt_length} + {data.max_response_length} = {longest} tokens per sample at "
         f"most, micro-batches {micro_batches}"
@@ -132,15 +141,15 @@ def _learning_rate(config: Config) -> str:
 
 def _run(config: Config) -> str:
     trainer = config.trainer
-    length = (
-        count_of(trainer.total_epochs, "epoch")
-        if trainer.total_training_steps is None
-        else count_of(trainer.total_training_steps, "step")
-    )
+    if trainer.total_training_steps is None:
+        length = count_of(trainer.total_epochs, "epoch")
+    else:
+        length = count_of(trainer.total_training_steps, "step")
     saves = f"checkpoint {_every(trainer, 'save_freq')}"
-    validation = (
-        f"validation {_every(trainer, 'test_freq')}" if validates(config) else "no validation data"
-    )
+    if validates(config):
+        validation = f"validation {_every(trainer, 'test_freq')}"
+    else:
+        validation = "no validation data"
     return f"{length}, {saves}, {validation}, in {trainer.run_dir}"
 
 

@@ -65,10 +65,9 @@ def encode_turns(
         if not _is_prompted(text[:start], ids[:first], begins, tokenizer):
             raise RowError(
                 f"turn {number} of the assistant begins inside a token, between "
-                f"{text[:start][-_SHOWN:]!r} and "
-                f"{text[start:][:_SHOWN]!r}, which would train on tokens that the model does not "
-                "generate: strip "
-                "white space from the turn, or use a template that adds none there"
+                f"{text[:start][-_SHOWN:]!r} and {text[start:][:_SHOWN]!r}, which would train on "
+                "tokens that the model does not generate: strip white space from the turn, or use "
+                "a template that adds none there"
             )
         if ids[end_place - 1] not in end_ids:
             raise RowError(
@@ -99,13 +98,11 @@ def _turn_after(prompt: str, text: str, number: int, ends: Sequence[str]) -> Tur
         same = len(commonprefix([prompt, text]))
         raise RowError(
             f"the chat template prompts turn {number} of the assistant by "
-            f"{prompt[same:][:_SHOWN]!r}, and then writes "
-            f"{text[same:][:_SHOWN]!r} there, which would train on tokens that the model does not "
-            "generate: set "
-            "data.enable_thinking=true where rows hold thinking (or in a row's "
-            "chat_template_kwargs), leave out what "
-            "the template moves, like a system message, or use a template that marks the turns by "
-            "{% generation %}"
+            f"{prompt[same:][:_SHOWN]!r}, and then writes {text[same:][:_SHOWN]!r} there, which "
+            "would train on tokens that the model does not generate: set data.enable_thinking=true "
+            "where rows hold thinking (or in a row's chat_template_kwargs), leave out what the "
+            "template moves, like a system message, or use a template that marks the turns by {% "
+            "generation %}"
         )
     return number, len(prompt), _end(text, len(prompt), len(text), number, ends)
 
@@ -161,10 +158,8 @@ def _end(text: str, start: int, stop: int, number: int, ends: Sequence[str]) -> 
     if place > stop:
         raise RowError(
             f"the chat template ends turn {number} of the assistant by "
-            f"{text[start:stop][-_SHOWN:]!r}, without a token "
-            f"that ends it ({', '.join(ends)}), so the model would not learn to stop: correct the "
-            "tokenizer's "
-            "eos_token"
+            f"{text[start:stop][-_SHOWN:]!r}, without a token that ends it ({', '.join(ends)}), so "
+            "the model would not learn to stop: correct the tokenizer's eos_token"
         )
     if place == start:
         raise RowError(f"the chat template writes nothing of turn {number} of the assistant")
@@ -174,10 +169,8 @@ def _end(text: str, start: int, stop: int, number: int, ends: Sequence[str]) -> 
     if rest.strip():
         raise RowError(
             f"turn {number} of the assistant continues after {text[place:end]!r}, which ends it, "
-            "with "
-            f"{rest.strip()[:_SHOWN]!r}: remove such a token from the text, or use a tokenizer "
-            "whose template does "
-            "not write one within a turn"
+            f"with {rest.strip()[:_SHOWN]!r}: remove such a token from the text, or use a "
+            "tokenizer whose template does not write one within a turn"
         )
     return end
 

@@ -166,7 +166,9 @@ class Batch:
     def __getitem__(self, name: str) -> Any:
         axis = self.field(name).axis
         values = self.flat(name)
-        return self.pad(values, axis) if axis in TOKEN_AXES else values
+        if axis in TOKEN_AXES:
+            return self.pad(values, axis)
+        return values
 
     def flat(self, name: str) -> Any:
         """The column as stored: all tokens of all samples in one `(tokens,)` tensor, `(bs,)` for
@@ -185,7 +187,9 @@ class Batch:
             return self.flat("token_level_scores")
         if name == "in_baselines":
             return self.flat("valid")
-        return self._derived_loss_mask() if name == "loss_mask" else self._placed_scores()
+        if name == "loss_mask":
+            return self._derived_loss_mask()
+        return self._placed_scores()
 
     def pad(self, values: Tensor, axis: Axis | str) -> Tensor:
         """Spread flat `(tokens,)` values over `(bs, longest)`, with 0 elsewhere; keeps the
@@ -431,8 +435,7 @@ class Batch:
             return tensor[mask]
         raise ValueError(
             f"column '{field.name}' is per {field.axis.value} token: it has shape "
-            f"{tuple(tensor.shape)}, expected "
-            f"{tuple(mask.shape)} padded or ({num_tokens},) flat"
+            f"{tuple(tensor.shape)}, expected {tuple(mask.shape)} padded or ({num_tokens},) flat"
         )
 
     def _shapes(self) -> Shapes:
@@ -544,7 +547,9 @@ def _images(sample: Sample) -> list[list[str]]:
 
 
 def _read(column: Column | RemoteColumn) -> Column:
-    return column if isinstance(column, Tensor | list) else column.read()
+    if isinstance(column, Tensor | list):
+        return column
+    return column.read()
 
 
 def _joined(parts: Sequence[Column | RemoteColumn]) -> Column | RemoteColumn:
@@ -555,7 +560,9 @@ def _joined(parts: Sequence[Column | RemoteColumn]) -> Column | RemoteColumn:
         return remote[0].concat(remote[1:])
     here = [_read(part) for part in parts]
     tensors = [part for part in here if isinstance(part, Tensor)]
-    return torch.cat(tensors) if tensors else [value for part in here for value in part]
+    if tensors:
+        return torch.cat(tensors)
+    return [value for part in here for value in part]
 
 
 def ranges(starts: Tensor, lengths: Tensor) -> Tensor:
@@ -604,6 +611,6 @@ def _guess_field(name: str, value: Written, shapes: Shapes) -> Field:
     count = "more than one" if fitting else "no"
     wanted = "; ".join(f"{axis.value}: {' or '.join(map(str, shapes[axis]))}" for axis in shapes)
     raise ValueError(
-        f"column '{name}' of shape {shape} fits {count} axis of this batch ({wanted}): "
-        f"declare it once with register_field('{name}', dtype=..., axis=...)"
+        f"column '{name}' of shape {shape} fits {count} axis of this batch ({wanted}): declare it "
+        f"once with register_field('{name}', dtype=..., axis=...)"
     )

@@ -42,5 +42,8 @@ def _from_buffers(buffers: Buffers) -> Batch:
     for name, values in buffers.items():
         # torch cannot read an empty array of numpy as another dtype
         empty = torch.empty(0, dtype=torch.uint8)
-        copies[name] = torch.from_numpy(values.copy()) if values.size else empty
+        if values.size:
+            copies[name] = torch.from_numpy(values.copy())
+        else:
+            copies[name] = empty
     return Batch.from_tensors(copies)

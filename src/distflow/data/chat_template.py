@@ -175,9 +175,10 @@ def _serve(rows: Sequence[Any], render: Callable[[Any], JSON], channel: Channel)
 def _rendered(row: Any, render: Callable[[Any], JSON]) -> tuple[str, JSON]:
     try:
         value = render(row)
-        characters = (
-            len(value) if isinstance(value, str) else len(json.dumps(value, ensure_ascii=False))
-        )
+        if isinstance(value, str):
+            characters = len(value)
+        else:
+            characters = len(json.dumps(value, ensure_ascii=False))
     except MemoryError:
         return "fails", "it ran out of memory"
     except RowError as error:

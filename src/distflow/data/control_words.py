@@ -30,7 +30,10 @@ def _control_words(tokenizer: Any, template: str) -> re.Pattern[str] | None:
     words = set(_WORDS.findall(_rendered(tokenizer, template)))
     for text, is_special in known.items():
         # one of a pair, such as `<think>` and `</think>`, may be in a reply
-        other = text.replace("</", "<", 1) if "</" in text else text.replace("<", "</", 1)
+        if "</" in text:
+            other = text.replace("</", "<", 1)
+        else:
+            other = text.replace("<", "</", 1)
         is_tag = other != text and other in known
         is_end = text in named and named[text] in template
         if is_end or (is_special and text in template and not is_tag):

@@ -241,7 +241,10 @@ def _missing_column(key: str, name: str, columns: Columns, source: str, seen: se
     shown = ", ".join(sorted(seen)[:100]) or "none"
     usual = (each for each in _USUAL_NAMES.get(key, ()) if each.partition(".")[0] in seen)
     near = nearest(name, seen) or next(usual, "")
-    advice = f"did you mean {key}={near}?" if near else f"set {key} to one of them"
+    if near:
+        advice = f"did you mean {key}={near}?"
+    else:
+        advice = f"set {key} to one of them"
     if key == "data.answer_key" and not near:
         advice += ", or custom_reward_function.path to a reward of your own"
     return f"no row of {source} has the column '{name}' ({key}){also}; columns: {shown}; {advice}"
@@ -310,8 +313,8 @@ def _conversation(values: Values, columns: Columns) -> chat_messages.Messages:
     assert columns.messages is not None, "`_is_conversation`"
     if columns.images is not None and find(values, columns.images):
         raise RowError(
-            f"a conversation cannot have images (column '{columns.images}'): give a prompt and "
-            "a response"
+            f"a conversation cannot have images (column '{columns.images}'): give a prompt and a "
+            "response"
         )
     return chat_messages.read_conversation(plain(find(values, columns.messages)), columns.messages)
 
@@ -356,7 +359,9 @@ def _extra_info(values: Values, columns: Columns, is_conversation: bool) -> dict
         if name not in used and value is not None:
             rest[name] = plain(value)
     spread = rest.pop("extra_info", {})
-    return {**rest, **spread} if isinstance(spread, dict) else {**rest, "extra_info": spread}
+    if isinstance(spread, dict):
+        return {**rest, **spread}
+    return {**rest, "extra_info": spread}
 
 
 def plain(value: object) -> JSON:
@@ -368,7 +373,9 @@ def plain(value: object) -> JSON:
         return {str(key): plain(entry) for key, entry in value.items()}
     if isinstance(value, list | tuple | set):
         entries = [plain(entry) for entry in value]
-        return sorted(entries, key=repr) if isinstance(value, set) else entries
+        if isinstance(value, set):
+            return sorted(entries, key=repr)
+        return entries
     if isinstance(value, date | time):
         return value.isoformat()
     if isinstance(value, Decimal):

@@ -55,10 +55,9 @@ def fit(
         raise UnusableRow(
             "overlong",
             f"none of {len(good):,} rows is short enough: "
-            f"data.max_prompt_length={options.max_prompt_length} "
-            f"(the shortest prompt has {shortest} tokens), "
-            f"data.max_response_length={options.max_response_length}: "
-            "raise the limit",
+            f"data.max_prompt_length={options.max_prompt_length} (the shortest prompt has "
+            f"{shortest} tokens), data.max_response_length={options.max_response_length}: raise "
+            "the limit",
         )
     report = replace(
         report,
@@ -108,8 +107,8 @@ def _too_long(row: PromptRow, options: PromptOptions, is_whole: bool) -> UserErr
     if not is_whole:
         advice += " or data.truncation=left"
     return UserError(
-        f"{row.origin}: the {part} has {num_tokens} tokens, more than data.max_{part}_length="
-        f"{limit}: {advice}"
+        f"{row.origin}: the {part} has {num_tokens} tokens, more than "
+        f"data.max_{part}_length={limit}: {advice}"
     )
 
 
@@ -179,9 +178,9 @@ def _check_options(
     if is_chat and not getattr(tokenizer, "chat_template", None):
         raise UserError(
             "the tokenizer has no chat template, but the prompts are chat messages or "
-            "data.prompt_format=chat: use data.prompt_format=text with text prompts, set "
-            f"{where} to an instruction-tuned model, or put a chat_template.jinja into the "
-            "tokenizer's folder"
+            f"data.prompt_format=chat: use data.prompt_format=text with text prompts, set {where} "
+            "to an instruction-tuned model, or put a chat_template.jinja into the tokenizer's "
+            "folder"
         )
     has_responses = any(row.response is not None or row.is_conversation for row in rows)
     if has_responses and tokenizer.eos_token_id is None:

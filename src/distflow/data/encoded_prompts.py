@@ -214,7 +214,9 @@ class PromptRows(Sequence[PromptRow]):
     def __getitem__(self, index: slice) -> list[PromptRow]: ...
     def __getitem__(self, index: int | slice) -> PromptRow | list[PromptRow]:
         chosen = range(len(self))[index]
-        return self._row(chosen) if isinstance(chosen, int) else list(self.some(chosen))
+        if isinstance(chosen, int):
+            return self._row(chosen)
+        return list(self.some(chosen))
 
     def some(self, indices: Sequence[int]) -> Iterator[PromptRow]:
         """The usable ones among these rows."""

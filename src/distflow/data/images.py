@@ -56,7 +56,9 @@ def place_images(prompt: Any, number: int) -> JSON:
     `{"type": "text", "text": ...}`.
     """
     if isinstance(prompt, str):
-        return prompt if _has_marks(prompt, number) else IMAGE_MARK * number + prompt
+        if _has_marks(prompt, number):
+            return prompt
+        return IMAGE_MARK * number + prompt
     if not isinstance(prompt, list) or not all(isinstance(message, dict) for message in prompt):
         return prompt  # `read_prompt` says what is wrong
     messages: list[Any] = [

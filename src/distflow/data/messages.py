@@ -119,7 +119,9 @@ def check_unicode(value: JSON, what: str) -> None:
 
 def kind(value: object) -> str:
     """A value in an error message: its type and beginning."""
-    return "missing" if value is None else f"{type(value).__name__} {value!r:.40}"
+    if value is None:
+        return "missing"
+    return f"{type(value).__name__} {value!r:.40}"
 
 
 def _messages(found: list[JSON], what: str) -> Messages:
@@ -162,12 +164,18 @@ def _tool_calls(found: JSON, what: str) -> list[JSON]:
     calls: list[JSON] = []
     for call in found if isinstance(found, list) else [found]:
         call = _without_nulls(call)
-        function = call.get("function", call) if isinstance(call, dict) else None
+        if isinstance(call, dict):
+            function = call.get("function", call)
+        else:
+            function = None
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
             raise RowError(f"{what} has a tool call without the name of a function: {kind(call)}")
         if isinstance(text := function.get("arguments"), str):
             arguments = _parsed(text, f"the arguments of '{function['name']}' in {what}")
-            function["arguments"] = arguments if isinstance(arguments, dict) else text
+            if isinstance(arguments, dict):
+                function["arguments"] = arguments
+            else:
+                function["arguments"] = text
         calls.append(call)
     return calls
 
@@ -186,4 +194,6 @@ def _parsed(value: JSON, what: str) -> JSON:
 def _without_nulls(value: JSON) -> JSON:
     if isinstance(value, dict):
         return {key: _without_nulls(entry) for key, entry in value.items() if entry is not None}
-    return [_without_nulls(entry) for entry in value] if isinstance(value, list) else value
+    if isinstance(value, list):
+        return [_without_nulls(entry) for entry in value]
+    return value

@@ -19,7 +19,9 @@ Messages = Sequence[Mapping[str, object]]
 def messages_of(extra_info: Mapping[str, object] | None, prompt: str) -> Messages:
     """The prompt's messages; a prompt that is plain text is one user message."""
     found = (extra_info or {}).get(PROMPT_MESSAGES)
-    return found if isinstance(found, list) else [{"role": "user", "content": _whole(prompt)}]
+    if isinstance(found, list):
+        return found
+    return [{"role": "user", "content": _whole(prompt)}]
 
 
 def _whole(text: str) -> str:
@@ -84,7 +86,10 @@ def encode_pair(
     for name in names:
         found: Any = row.extra_info.get(name)
         last = found[-1] if isinstance(found, list) and found else None
-        response = last.get("content") if isinstance(last, dict) else found
+        if isinstance(last, dict):
+            response = last.get("content")
+        else:
+            response = found
         if not isinstance(response, str) or not response:
             what = (
                 f"the response (column '{name}') is {kind(found)}, neither a text nor messages "

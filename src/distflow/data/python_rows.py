@@ -107,8 +107,7 @@ def json_lines(
     if wanted < 0 and len(texts) > max_rows:
         raise UserError(
             f"{key}: {source} gave more than {max_rows:,} rows; is it infinite? Set "
-            "data.train_max_samples "
-            "(data.val_max_samples) to the number of rows"
+            "data.train_max_samples (data.val_max_samples) to the number of rows"
         )
     return texts
 

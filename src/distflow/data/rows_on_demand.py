@@ -44,7 +44,9 @@ class IndexedFile:
         try:
             if self.path.stat().st_size != self.size:
                 raise ValueError("the file has changed since the run began: start the run again")
-            return self._table_row(index) if self.places is None else self._line(self.places, index)
+            if self.places is None:
+                return self._table_row(index)
+            return self._line(self.places, index)
         except (OSError, pyarrow.ArrowException, ValueError) as error:
             raise UserError(f"row {index + 1} of '{self.path}' cannot be read: {error}") from error
 

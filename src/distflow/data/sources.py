@@ -87,7 +87,10 @@ def load_rows(
         wanted = -1 if max_samples < 0 else max_samples - len(rows)
         if wanted == 0:
             break
-        file = run_folder / "data" / f"{name}-{number}.rows" if run_folder is not None else None
+        if run_folder is not None:
+            file = run_folder / "data" / f"{name}-{number}.rows"
+        else:
+            file = None
         text = str(source)
         most = -1 if columns.domain_of_tag else wanted
         if is_function(text):

@@ -216,7 +216,10 @@ def _task_rows(
         data = task.data.model_dump(mode="json", exclude_none=True)
         # the environment may open
         prompt = data.get("prompt") or data.get("name") or f"task {task.data.idx}"
-        messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+        if isinstance(prompt, str):
+            messages = [{"role": "user", "content": prompt}]
+        else:
+            messages = prompt
         if "system_prompt" in data:
             messages = [{"role": "system", "content": data["system_prompt"]}, *messages]
         row = {"prompt": messages, "data_source": f"verifiers/{name}"}

@@ -91,9 +91,9 @@ class Engine:
             if own == wanted or (name == "top_k" and _take_all_tokens(own, wanted)):
                 continue
             raise ChatError(
-                f"agenerate: gconfig.{name}={own!r}, and here it is {wanted!r}: the run's "
-                "sampling is that of actor_rollout_ref.rollout, and each request is one response "
-                "(rollout.n is the size of a group)"
+                f"agenerate: gconfig.{name}={own!r}, and here it is {wanted!r}: the run's sampling "
+                "is that of actor_rollout_ref.rollout, and each request is one response (rollout.n "
+                "is the size of a group)"
             )
 
     async def _respond(self, prompt: list[int], gconfig: Any) -> ModelResponse:

@@ -91,8 +91,8 @@ class ByDomain:
         agents."""
         if not workflows:
             raise UserError(
-                f"{KEY}=by_domain: name a workflow for each domain: "
-                f"{KEY}_kwargs={{math: single_turn}}"
+                f"{KEY}=by_domain: name a workflow for each domain: {KEY}_kwargs={{math: "
+                "single_turn}"
             )
         self._own = dict[str, Workflow]()
         for domain, entry in workflows.items():
@@ -110,7 +110,10 @@ class ByDomain:
 
 
 def _workflow_of_domain(domain: str, entry: Any) -> Workflow:
-    options = dict(entry) if isinstance(entry, Mapping) else {"workflow": entry}
+    if isinstance(entry, Mapping):
+        options = dict(entry)
+    else:
+        options = {"workflow": entry}
     if "workflow" not in options:
         raise UserError(
             f"{KEY}_kwargs.{domain}: name the workflow: {{workflow: NAME, OPTION: VALUE}}"

@@ -234,8 +234,8 @@ class Chat:
         elif len(given) >= self.limits.context:
             raise ChatError(
                 f"the context is full before the first token: the first prompt has {len(given)} "
-                f"tokens, and the context {self.limits.context} "
-                "(data.max_prompt_length and data.max_response_length)"
+                f"tokens, and the context {self.limits.context} (data.max_prompt_length and "
+                "data.max_response_length)"
             )
         limit = "length" if response_room < 1 else "context"
         return min(response_room, self.context_left - len(given)), limit
@@ -307,7 +307,10 @@ class Chat:
             if self.segments:
                 begun.append(Segment("prompt", self.token_ids))
         else:
-            history = _messages(messages, "fork") if messages != () else []
+            if messages != ():
+                history = _messages(messages, "fork")
+            else:
+                history = []
         self._num_forks += 1
         name = f"{self.name}.{self._num_forks}".removeprefix(".")
         fork = replace(
@@ -364,14 +367,17 @@ class Chat:
         if _are_ids(content):
             if history:
                 raise ChatError(
-                    "ask: token ids cannot follow the messages of a fork or a system prompt: "
-                    "ask with a text or messages first"
+                    "ask: token ids cannot follow the messages of a fork or a system prompt: ask "
+                    "with a text or messages first"
                 )
             return tuple(content), [_user(self.tokens.decode(content))]
         if isinstance(content, str) and not self.templated:
             text = "".join(str(message.get("content", "")) for message in history) + content
             return self.tokens.of_text(text, begins=begins), [_user(content)]
-        said = [_user(content)] if isinstance(content, str) else _messages(content)
+        if isinstance(content, str):
+            said = [_user(content)]
+        else:
+            said = _messages(content)
         self.check_contents([*history, *said])
         if begins:
             self.tools = tools or self.tools
@@ -400,8 +406,8 @@ def _messages(content: object, by: str = "ask") -> list[Message]:
     if said and all(isinstance(message, Mapping) and "role" in message for message in said):
         return said
     raise ChatError(
-        f"{by}({content!r:.80}): pass a message with 'role' and 'content', or several; "
-        "ask also takes a text, and token ids"
+        f"{by}({content!r:.80}): pass a message with 'role' and 'content', or several; ask also "
+        "takes a text, and token ids"
     )
 
 

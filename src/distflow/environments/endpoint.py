@@ -66,7 +66,10 @@ class Endpoint:
         routing = import_module("starlette.routing")
         self._socket = listening or socket.create_server(("127.0.0.1", 0))
         host, port = self._socket.getsockname()[:2]
-        self.url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+        if ":" in host:
+            self.url = f"http://[{host}]:{port}"
+        else:
+            self.url = f"http://{host}:{port}"
         self._sessions: dict[str, Session] = {}
         routes = []
         for prefix in ("", "/episodes/{name}"):
@@ -242,11 +245,17 @@ def _failed(request: Any, error: RequestError) -> Any:
     is_ours = error.status >= 500
     kind = "invalid_request_error"
     if "anthropic-version" in request.headers:
-        kind = "api_error" if is_ours else _ANTHROPIC_TYPES.get(error.status, kind)
+        if is_ours:
+            kind = "api_error"
+        else:
+            kind = _ANTHROPIC_TYPES.get(error.status, kind)
     elif is_ours:
         kind = "server_error"
     # Without a key nobody holds a connection, whose body would come next.
-    closes = {"connection": "close"} if error.status in (401, 410, 413) else None
+    if error.status in (401, 410, 413):
+        closes = {"connection": "close"}
+    else:
+        closes = None
     shown = {"message": str(error), "type": kind, "code": error.code, "param": None}
     return _response(error.status, {"type": "error", "error": shown}, closes)
 

@@ -138,7 +138,10 @@ def find_registered(env: str) -> Callable[..., Any]:
             "'distflow[gymnasium]'"
         ) from None
     except gymnasium.error.Error as error:
-        advice = "" if module else "; if a package registers it at its import, write package:ID"
+        if module:
+            advice = ""
+        else:
+            advice = "; if a package registers it at its import, write package:ID"
         raise UserError(f"gymnasium has no environment '{name}': {error}{advice}") from None
     return partial(gymnasium.make, name)
 
@@ -158,8 +161,8 @@ class OpenEnv:
             client = importlib.import_module("openenv.core.generic_client")
         except ImportError as error:
             raise UserError(
-                f"'{env}' is an address of OpenEnv, whose client is not installed ({error}): "
-                "pip install 'distflow[openenv]'"
+                f"'{env}' is an address of OpenEnv, whose client is not installed ({error}): pip "
+                "install 'distflow[openenv]'"
             ) from None
         self._client: Any = client.GenericEnvClient
         self._url = env.rstrip("/")

@@ -187,9 +187,15 @@ def _clean(task: Task, shell: Shell) -> None:
 
 def _is_loaded(file: Path, files: Path, environment: Path) -> bool:
     """Whether tools load a file by its name that the task does not begin with."""
-    original = environment / file.relative_to(files) if file.is_relative_to(files) else None
+    if file.is_relative_to(files):
+        original = environment / file.relative_to(files)
+    else:
+        original = None
     if file.name in _PYTEST_SECTIONS:
-        begun_with = _pytest_options(original) if original and original.is_file() else {}
+        if original and original.is_file():
+            begun_with = _pytest_options(original)
+        else:
+            begun_with = {}
         return _pytest_options(file) != begun_with
     if file.name not in _LOADED_BY_TOOLS and file.suffix != ".pth":
         return False
@@ -243,14 +249,19 @@ def _written(file: Path) -> str | None:
         return None
     with open(descriptor, "rb") as opened:
         is_file = stat.S_ISREG(os.fstat(descriptor).st_mode)
-        return opened.read(_REWARD_BYTES).decode("utf-8", "replace") if is_file else None
+        if is_file:
+            return opened.read(_REWARD_BYTES).decode("utf-8", "replace")
+        return None
 
 
 def _rewards(text: str, name: str, task: Task, ran: Ran) -> Mapping[str, float]:
     """Rewards by name; the score is the one called reward, or else the sum. Raises
     TestsFailedError."""
     try:
-        found = json.loads(text) if name == "reward.json" else {"reward": float(text)}
+        if name == "reward.json":
+            found = json.loads(text)
+        else:
+            found = {"reward": float(text)}
         rewards = {
             str(key): finite_number(float(value), "it wrote") for key, value in found.items()
         }

@@ -74,7 +74,10 @@ class TurnTokens:
 
     def written(self, token_ids: Sequence[int]) -> str:
         """The text of a reply with its special tokens, except the one that ended it."""
-        kept = token_ids[:-1] if token_ids and token_ids[-1] in self._stop_ids else token_ids
+        if token_ids and token_ids[-1] in self._stop_ids:
+            kept = token_ids[:-1]
+        else:
+            kept = token_ids
         return str(self._tokenizer.decode(list(kept), skip_special_tokens=False))
 
     def tool_template(self, tools: Sequence[Message]) -> str:
@@ -91,15 +94,17 @@ class TurnTokens:
     def control_word(self, messages: Sequence[Message], is_drawn: Callable[[str], bool]) -> str:
         """Why these messages would be templated twice; empty if they would not. is_drawn: whether
         the policy has written that word itself, which may then come back in any message."""
-        words = control_words(self._tokenizer) if self._tokenizer.chat_template else None
+        if self._tokenizer.chat_template:
+            words = control_words(self._tokenizer)
+        else:
+            words = None
         if words is None:
             return ""
         for message in messages:
-            word = (
-                find_control_word(message.get("content"), words)
-                if message.get("role") != "assistant"
-                else ""
-            )
+            if message.get("role") != "assistant":
+                word = find_control_word(message.get("content"), words)
+            else:
+                word = ""
             if word and not is_drawn(word):
                 return (
                     f"a message of the {message.get('role')} "
@@ -164,19 +169,17 @@ class TurnTokens:
         if not found or stand_in in after:
             raise TemplateError(
                 f"{template_of(self._tokenizer)} does not write each reply exactly once and "
-                "unchanged, so "
-                "the tokens after a reply cannot be determined: use another template, or "
-                "data.prompt_format=text"
+                "unchanged, so the tokens after a reply cannot be determined: use another "
+                "template, or data.prompt_format=text"
             )
         start = self._ids(before + found)
         whole = self._ids(text)
         if whole[: len(start)] != start:
             raise TemplateError(
                 f"{template_of(self._tokenizer)} continues after a reply with {after[:20]!r}, "
-                "which the tokenizer "
-                "joins with the reply, so its tokens depend on the sampled text: use a template "
-                "that ends a turn "
-                "with a special token, or data.prompt_format=text"
+                "which the tokenizer joins with the reply, so its tokens depend on the sampled "
+                "text: use a template that ends a turn with a special token, or "
+                "data.prompt_format=text"
             )
         return whole[len(start) :]
 

@@ -82,8 +82,8 @@ def _read(entry: Entry) -> tuple[str, dict[str, Any]]:
         or set(whole) - {"name", "options"}
     ):
         raise UserError(
-            f"the tool {entry!r} is neither a name nor {{name, options}}: write e.g. "
-            "{name: search, options: {file: texts.txt}}"
+            f"the tool {entry!r} is neither a name nor {{name, options}}: write e.g. {{name: "
+            "search, options: {file: texts.txt}}"
         )
     name = str(whole["name"])
     options = dict(cast(Mapping[str, Any], whole.get("options", {})))
@@ -110,8 +110,8 @@ def _schema(target: str, options: Mapping[str, object]) -> dict[str, Any]:
     except (DocstringParsingException, TypeHintParsingException, ValueError, TypeError) as error:
         raise UserError(
             f"the tool '{target}' cannot be described to the model or does not take its options: "
-            f"{error}. Give every "
-            "parameter a type, and a line in the docstring under 'Args:', as 'name: what it is'"
+            f"{error}. Give every parameter a type, and a line in the docstring under 'Args:', as "
+            "'name: what it is'"
         ) from None
     parameters = schema["function"]["parameters"]
     if is_class:

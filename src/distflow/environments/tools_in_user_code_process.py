@@ -39,7 +39,10 @@ class Toolbox:
             found = cast(Callable[..., Any], load(target))
             with users_code(f"the tool '{name}' cannot be made:", passes=UserError):
                 is_class = isinstance(found, type)
-                self._functions[name] = found(**options) if is_class else partial(found, **options)
+                if is_class:
+                    self._functions[name] = found(**options)
+                else:
+                    self._functions[name] = partial(found, **options)
 
     def call(self, name: str, arguments: dict[str, Any], max_characters: int) -> list[Any]:
         """Call a tool; returns the fields of a `ToolAnswer`. Raises what the tool raises."""

@@ -120,13 +120,13 @@ class Workflow:
         """Raises UserError if the config declares agents but this takes one chat, or vice versa."""
         if declared and not self.has_agents:
             raise UserError(
-                f"{AGENTS_KEY}: the workflow '{self.name}' has one chat: write "
-                f"async def {self.name}(agents, row), or remove the agents"
+                f"{AGENTS_KEY}: the workflow '{self.name}' has one chat: write async def "
+                f"{self.name}(agents, row), or remove the agents"
             )
         if self.has_agents and not declared:
             raise UserError(
-                f"{KEY}: '{self.name}' takes agents: "
-                f"declare them, e.g. {AGENTS_KEY}={{solver: {{}}}}"
+                f"{KEY}: '{self.name}' takes agents: declare them, e.g. {AGENTS_KEY}={{solver: "
+                "{}}"
             )
         return self
 
@@ -141,8 +141,8 @@ def load_workflow(name: str, options: Mapping[str, object]) -> Workflow:
     if ":" not in target:
         raise UserError(
             f"{KEY}={name}: no built-in workflow has that name{hint(name, WORKFLOWS)}. Built-in "
-            f"workflows: {', '.join(WORKFLOWS)}. "
-            "To use your own, write module:function or file.py:function"
+            f"workflows: {', '.join(WORKFLOWS)}. To use your own, write module:function or "
+            "file.py:function"
         )
     with blaming(KEY):
         found: Any = load(target)
@@ -191,8 +191,8 @@ def _check_is_workflow(what: str, found: object) -> None:
     """Raises UserError for anything but a workflow in our own form."""
     if not callable(found):
         raise UserError(
-            f"{what} is {found!r:.60}, which cannot be called: name an async function "
-            "f(chat, row), or an object with an async arun_episode(engine, data)"
+            f"{what} is {found!r:.60}, which cannot be called: name an async function f(chat, "
+            "row), or an object with an async arun_episode(engine, data)"
         )
     if _is_areals(found):
         raise UserError(f"{what} is a workflow of AReaL, which needs no decorator")
@@ -202,8 +202,8 @@ def _check_is_workflow(what: str, found: object) -> None:
     first_two = list(inspect.signature(found).parameters)[:2]
     if first_two not in (["chat", "row"], ["agents", "row"]):
         raise UserError(
-            f"{what} must take `chat` and `row` first, or `agents` and `row`: "
-            "async def f(chat, row, *, option=...)"
+            f"{what} must take `chat` and `row` first, or `agents` and `row`: async def f(chat, "
+            "row, *, option=...)"
         )
 
 

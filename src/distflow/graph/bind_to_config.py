@@ -143,15 +143,16 @@ def _configure(node: Node, config: object) -> _ConfiguredNode:
     if isinstance(node.config, Mapping):
         return _ConfiguredNode(node, SimpleNamespace(**node.config), None, given)
     key = node.by_role.config if node.config is None else node.config
-    for part in key.split(".") if key else ():
-        names = [name for name in dir(config) if not name.startswith("_")]
-        attribute = part if part in names else f"{part}_"  # `async` is `async_` in Python
-        if attribute not in names:
-            where = f"{node.where} of role {node.node_role.name}"
-            raise PipelineError(
-                f"{where}: the config has no '{part}' (of '{key}'){hint(part, names)}"
-            )
-        config = getattr(config, attribute)
+    if key:
+        for part in key.split("."):
+            names = [name for name in dir(config) if not name.startswith("_")]
+            attribute = part if part in names else f"{part}_"  # `async` is `async_` in Python
+            if attribute not in names:
+                where = f"{node.where} of role {node.node_role.name}"
+                raise PipelineError(
+                    f"{where}: the config has no '{part}' (of '{key}'){hint(part, names)}"
+                )
+            config = getattr(config, attribute)
     return _ConfiguredNode(node, config, key, given)
 
 
@@ -222,7 +223,10 @@ def _resolve_options(
     """
     node = configured.node
     key = configured.config_key
-    preset = node.fn.keywords if isinstance(node.fn, functools.partial) else {}
+    if isinstance(node.fn, functools.partial):
+        preset = node.fn.keywords
+    else:
+        preset = {}
     fixed = {
         **{name: value for name, value in preset.items() if name in contract.options},
         **node.own_options,
@@ -276,8 +280,8 @@ def bind_pipeline(
                 known = {*columns, *configured[node_id].names()}
                 raise MissingColumn(
                     f"{resolved[node_id].where} reads '{name}', but the data has no such column "
-                    "and no earlier node declares that it writes it (@node(writes=...))"
-                    f"{hint(name, known)}",
+                    "and no earlier node declares that it writes it "
+                    f"(@node(writes=...)){hint(name, known)}",
                     canonical(name),
                 )
     bound = tuple(_bind_node(wiring, configured[key]) for key in wiring.order)

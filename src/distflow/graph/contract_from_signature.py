@@ -270,5 +270,8 @@ def _options(form: Form, parameters: list[Parameter], declared: Declared) -> dic
         else:
             is_option = _role_of(p, declared) == "option"
         if is_option:
-            options[p.name] = REQUIRED if p.default is Parameter.empty else p.default
+            if p.default is Parameter.empty:
+                options[p.name] = REQUIRED
+            else:
+                options[p.name] = p.default
     return options

@@ -71,7 +71,9 @@ def _arrow(start: Box, end: Box) -> str:
     queue."""
     line = "==>" if start.plane != end.plane else "-->"
     passed = _passed(start, end)
-    return f'{line}|"{_text(", ".join(passed))}"|' if passed else line
+    if passed:
+        return f'{line}|"{_text(", ".join(passed))}"|'
+    return line
 
 
 def _passed(start: Box, end: Box) -> list[str]:

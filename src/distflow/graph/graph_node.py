@@ -139,7 +139,10 @@ class Node:
         for name, kind in (("node_type", NodeType), ("node_role", NodeRole)):
             if getattr(self, name) is not None:
                 settle(self, name, as_member(kind, getattr(self, name), f"{where}: {name}"))
-        func = _WITHOUT_FUNC.get(self.node_type) if self.func is None else self.func
+        if self.func is None:
+            func = _WITHOUT_FUNC.get(self.node_type)
+        else:
+            func = self.func
         if func is None:
             raise PipelineError(f'{where} has no func; pass a function or "module:function"')
         settle(self, "fn", resolve_func(func, where))
@@ -168,14 +171,20 @@ class Node:
     def _settle_role_and_type(self) -> None:
         contract = contract_of(self)
         if self.node_role is None:
-            default = NodeRole.DEFAULT if contract.form is Form.WIRED else NodeRole.REWARD
+            if contract.form is Form.WIRED:
+                default = NodeRole.DEFAULT
+            else:
+                default = NodeRole.REWARD
             object.__setattr__(self, "node_role", self.spec.role or default)
         if is_factory(self.fn):
             return  # the function depends on the config
         if self.node_type is None:
             engines = engines_of(self, contract)
             trains = any(engine != "rollout" for engine in engines)
-            inferred = NodeType.MODEL_TRAIN if trains else NodeType.MODEL_INFERENCE
+            if trains:
+                inferred = NodeType.MODEL_TRAIN
+            else:
+                inferred = NodeType.MODEL_INFERENCE
             object.__setattr__(self, "node_type", inferred if engines else NodeType.COMPUTE)
         if (
             self.retry_limit
@@ -184,8 +193,8 @@ class Node:
         ):
             raise PipelineError(
                 f"{self.where}: retry_limit={self.retry_limit}, but a node that trains has side "
-                "effects and cannot "
-                "run again; set only_forward_compute=True if it changes no weights"
+                "effects and cannot run again; set only_forward_compute=True if it changes no "
+                "weights"
             )
         takes_own = "engine" in contract.reserved
         if (self.node_type in ENGINE_TYPES or takes_own) and not engines_of(self, contract):
@@ -224,7 +233,9 @@ def engines_of(node: Node, contract: Contract) -> tuple[str, ...]:
     its function has a parameter `engine`, its own engine or its role's."""
     own = node.engine or node.by_role.engine
     if "engine" in contract.reserved:
-        return tuple(dict.fromkeys((own, *contract.engines))) if own else ()
+        if own:
+            return tuple(dict.fromkeys((own, *contract.engines)))
+        return ()
     uses_own = own is not None and not contract.engines and node.node_type in ENGINE_TYPES
     return (own,) if uses_own and own else contract.engines
 
@@ -278,7 +289,10 @@ def split_arguments(arguments: Mapping[str, Any]) -> dict[str, Any]:
     """The arguments of a node, with those that are none of its settings under `options`."""
     settings: dict[str, Any] = {"options": {}}
     for name, value in arguments.items():
-        target = settings if name in NODE_SETTINGS else settings["options"]
+        if name in NODE_SETTINGS:
+            target = settings
+        else:
+            target = settings["options"]
         target[name] = value
     return settings
 

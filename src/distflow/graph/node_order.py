@@ -58,6 +58,5 @@ def _check_edges(deps: Edges) -> None:
     except CycleError as error:  # the second argument is the path, in the direction of the data
         raise PipelineError(
             f"the nodes form a cycle: {' -> '.join(error.args[1])}; remove one of these deps, or "
-            "stop reading a "
-            "column that a later node writes"
+            "stop reading a column that a later node writes"
         ) from None

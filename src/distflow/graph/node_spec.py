@@ -113,7 +113,10 @@ def as_member(kind: type[_Member], value: object, where: str) -> _Member:
     """The member of that name. Raises PipelineError with the nearest name."""
     if isinstance(value, kind):
         return value
-    name = value.removeprefix(f"{kind.__name__}.").upper() if isinstance(value, str) else ""
+    if isinstance(value, str):
+        name = value.removeprefix(f"{kind.__name__}.").upper()
+    else:
+        name = ""
     if name in kind.__members__:
         return kind[name]
     raise PipelineError(

@@ -78,8 +78,7 @@ class Wiring:
             if needs and self.planes[node_id] == "training":
                 raise PipelineError(
                     f"node '{node_id}' {needs}, which needs the rollout loop, but runs in the "
-                    "training loop: "
-                    f"{self._training_because[node_id]}"
+                    f"training loop: {self._training_because[node_id]}"
                 )
             for name in self._sources(node_id):
                 self._check_read(node_id, name)
@@ -89,8 +88,7 @@ class Wiring:
                     other = self.vertices[dep].node.policy
                     raise PipelineError(
                         f"node '{node_id}' of the policy '{own}' depends on '{dep}' of '{other}', "
-                        "but the paths of two "
-                        "policies do not meet: each has columns of its own"
+                        "but the paths of two policies do not meet: each has columns of its own"
                     )
 
     def _writers_before(self, node_id: str, given: Mapping[str, frozenset[str]]) -> Iterator[str]:
@@ -141,7 +139,9 @@ class Wiring:
             self._training_because[node_id] = f"it comes after '{inherited[0]}' ({first})"
         elif vertex.node.plane == "training":
             self._training_because[node_id] = "its plane is training"
-        return "training" if node_id in self._training_because else "rollout"
+        if node_id in self._training_because:
+            return "training"
+        return "rollout"
 
     def _check_writers(self) -> None:
         for name, writers in self.writers.items():
@@ -152,8 +152,7 @@ class Wiring:
                 if not is_ordered and not (self._is_late(one) or self._is_late(other)):
                     raise PipelineError(
                         f"nodes '{one}' and '{other}' both write '{name}' and neither comes before "
-                        "the other; "
-                        f"add '{one}' to the deps of '{other}', or write another field"
+                        f"the other; add '{one}' to the deps of '{other}', or write another field"
                     )
 
     def _share_a_path(self, one: str, other: str) -> bool:
@@ -178,8 +177,8 @@ class Wiring:
             # a node that updates the field needs it to exist already
             if name not in self.vertices[writer].reads:
                 raise PipelineError(
-                    f"node '{node_id}' reads '{name}' before '{writer}' writes it; put "
-                    f"'{node_id}' after '{writer}'"
+                    f"node '{node_id}' reads '{name}' before '{writer}' writes it; put '{node_id}' "
+                    f"after '{writer}'"
                 )
 
 

@@ -56,7 +56,10 @@ def _load_policy(config: Config, get: Get, device: torch.device, name: str) -> n
     tokens."""
     source = policy_source(config_of_policy(config, name))
     is_first = name == FIRST_POLICY
-    key = "actor_rollout_ref.model.path" if is_first else f"dag.policies.{name}.model.path"
+    if is_first:
+        key = "actor_rollout_ref.model.path"
+    else:
+        key = f"dag.policies.{name}.model.path"
     with blaming(key):
         model = load_model(**source, device=device)
         if is_first:
@@ -65,9 +68,8 @@ def _load_policy(config: Config, get: Get, device: torch.device, name: str) -> n
         own = load_tokenizer(source["path"], revision=source.get("revision"))
         if own.get_vocab() != common.get_vocab() or own.chat_template != common.chat_template:
             raise UserError(
-                "its tokenizer or chat template differs from that of "
-                "actor_rollout_ref.model.path: all policies of an episode's agents need the same "
-                "one"
+                "its tokenizer or chat template differs from that of actor_rollout_ref.model.path: "
+                "all policies of an episode's agents need the same one"
             )
     return model
 

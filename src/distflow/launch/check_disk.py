@@ -29,12 +29,10 @@ def check_disk(spec: Spec) -> None:
         return
     raise UserError(
         f"the disk is too small: a checkpoint takes {size / 1e9:.3g} GB (weights and optimizer), "
-        "and "
-        f"{count_of(at_once, 'checkpoint')} may be there at once (trainer.keep_last={keep_last}), "
-        f"but {spec.run_dir} "
-        f"has {free / 1e9:.3g} GB free: free space, set trainer.default_local_dir to another disk, "
-        "lower "
-        "trainer.keep_last, or save nothing with trainer.save_freq=-1"
+        f"and {count_of(at_once, 'checkpoint')} may be there at once "
+        f"(trainer.keep_last={keep_last}), but {spec.run_dir} has {free / 1e9:.3g} GB free: free "
+        "space, set trainer.default_local_dir to another disk, lower trainer.keep_last, or save "
+        "nothing with trainer.save_freq=-1"
     )
 
 
@@ -48,7 +46,10 @@ def checkpoint_bytes(config: Config, engines: Collection[str]) -> float:
     ).items():
         if role == "actor" and settings.model.lora_rank:
             continue
-        optim = settings.actor.optim if role == "actor" else config.critic.optim
+        if role == "actor":
+            optim = settings.actor.optim
+        else:
+            optim = config.critic.optim
         stored = trained_bytes(size, size, optim.optimizer)
         total += stored["weights"] + stored["optimizer"]
         if role == "actor" and config.trainer.save_hf_model:
@@ -61,7 +62,9 @@ def _most_saves(spec: Spec) -> int:
     saves = spec.data.saves
     steps = spec.data.total_steps
     by_steps_alone = saves.steps > 0 and saves.epochs is None and saves.secs is None
-    return max(1, ceil(steps / saves.steps)) if by_steps_alone else max(1, steps)
+    if by_steps_alone:
+        return max(1, ceil(steps / saves.steps))
+    return max(1, steps)
 
 
 def _free_bytes(run_dir: Path) -> int:

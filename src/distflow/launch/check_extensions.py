@@ -70,7 +70,10 @@ def chosen_parts(config: Config) -> Iterator[Part]:
         entry = TABLES[kind].get(name)
         target = ""
         if kind == "reward function" and name == CUSTOM_REWARD:
-            target = custom_target(custom.path, custom.name) if custom.path else ""
+            if custom.path:
+                target = custom_target(custom.path, custom.name)
+            else:
+                target = ""
         elif entry is not None:
             target = entry.target
         elif ":" in name:
@@ -90,7 +93,10 @@ def _choices(config: Config) -> Iterator[tuple[str, str, str]]:
         return
     yield "rollout engine", "actor_rollout_ref.rollout.name", settings.rollout.name
     for key, name in named_algorithms(config):
-        kind = "policy loss" if key.endswith("policy_loss") else "advantage estimator"
+        if key.endswith("policy_loss"):
+            kind = "policy loss"
+        else:
+            kind = "advantage estimator"
         yield kind, key, name
     for key, _, parts in named_rewards(config):
         for part in parts:
@@ -144,13 +150,16 @@ def explain_missing_column(error: MissingColumn, config: Config) -> UserError | 
     """The error for a column that no node can write, as an estimator or a loss has a parameter that
     is not a column."""
     for kind, key, name in _choices(config):
-        known = _REGISTRIES[kind].get(name) if kind in _REGISTRIES else None
+        if kind in _REGISTRIES:
+            known = _REGISTRIES[kind].get(name)
+        else:
+            known = None
         if known is not None and error.column in inspect.signature(known.fn).parameters:
             function = getattr(known.fn, "__qualname__", name)
             meant = f"column of the batch{hint(error.column, STANDARD_FIELDS)}".removesuffix("?")
             return UserError(
                 f"{key}: {kind} '{name}' ({shown_name(known.fn)}) takes '{error.column}', not a "
-                f"{meant}. If it is an option, put it after a *: "
-                f"def {function}(..., *, {error.column}=...)"
+                f"{meant}. If it is an option, put it after a *: def {function}(..., *, "
+                f"{error.column}=...)"
             )
     return None

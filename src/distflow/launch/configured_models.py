@@ -150,7 +150,10 @@ def prediction(config: Config, pipeline: BoundPipeline, plan: Plan, rows: int) -
     does not know, or if this process has no such device. rows: of the training data. Raises
     UserError for a run that cannot calibrate it."""
     kind = choose_device(config).type
-    measured = measured_run(config.trainer.plan_from) if config.trainer.plan_from else None
+    if config.trainer.plan_from:
+        measured = measured_run(config.trainer.plan_from)
+    else:
+        measured = None
     if kind not in ("cpu", accelerator()) or not pipeline.engines:
         return {}
     shapes = {}
@@ -216,9 +219,10 @@ def check_engines(config: Config, engines: Collection[str]) -> None:
     """Raises UserError for an engine that a node of the pipeline requires and the config lacks."""
     models = scoring_models(config.reward_model)
     for engine in sorted({*engines} - ({*ENGINES} - {REWARD_MODEL}) - {*models}):
-        key = (
-            "reward_model.model.path" if engine == REWARD_MODEL else f"reward_model.models.{engine}"
-        )
+        if engine == REWARD_MODEL:
+            key = "reward_model.model.path"
+        else:
+            key = f"reward_model.models.{engine}"
         near = hint(engine, [name for name in (*ENGINES, *models) if name != engine])
         raise UserError(
             f"{key}: a node of the pipeline needs the engine '{engine}'{near}; set the key"

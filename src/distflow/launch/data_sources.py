@@ -151,7 +151,10 @@ def train_sources(config: Config, scored: bool) -> list[DataSource]:
     """One source, or one per domain in use. scored: whether there are reward functions, which need
     rows' answers."""
     domains = config.data.domains
-    names = [name for name, domain in domains.items() if domain.weight] if domains else [""]
+    if domains:
+        names = [name for name, domain in domains.items() if domain.weight]
+    else:
+        names = [""]
     found = [_source(config, "train", name, scored) for name in names]
     if not scored:
         return found
@@ -265,8 +268,7 @@ def as_read_by_model(sources: Sequence[DataSource], config: Config) -> list[Data
     if config.data.image_key not in (None, DataConfig.image_key):
         raise UserError(
             f"data.image_key={config.data.image_key}: the model '{path}' reads text alone: remove "
-            "the key, or take a "
-            "model whose folder has a processor of images"
+            "the key, or take a model whose folder has a processor of images"
         )
     return [replace(source, columns=replace(source.columns, images=None)) for source in sources]
 
@@ -285,7 +287,7 @@ def encode_row(
     """
     if not isinstance(values, Mapping):
         raise UserError(
-            f"submit takes a dict such as {{'prompt': ..., 'answer': ...}}, not a "
+            "submit takes a dict such as {'prompt': ..., 'answer': ...}, not a "
             f"{type(values).__name__}"
         )
     scored = "reward_fn" in pipeline.services

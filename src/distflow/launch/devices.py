@@ -68,7 +68,10 @@ def choose_device(config: Config) -> torch.device:
     is_elsewhere = wanted == "cuda" and config.trainer.launcher != "local"
     if wanted in ("cpu", found) or is_elsewhere:
         return torch.device(wanted)
-    more = " (torch calls the GPUs of NVIDIA and AMD cuda)" if wanted == "gpu" else ""
+    if wanted == "gpu":
+        more = " (torch calls the GPUs of NVIDIA and AMD cuda)"
+    else:
+        more = ""
     raise UserError(
         f"trainer.device={wanted}, but torch finds no {wanted} device here: set "
         f"trainer.device=auto or {found or 'cpu'}{more}"
@@ -86,7 +89,9 @@ def choose_dtype(config: Config) -> str:
     wanted = config.actor_rollout_ref.model.dtype
     if wanted != "auto":
         return wanted
-    return "float32" if choose_device(config).type == "cpu" else "bfloat16"
+    if choose_device(config).type == "cpu":
+        return "float32"
+    return "bfloat16"
 
 
 def follow_device(loaded: Loaded) -> Loaded:
@@ -103,9 +108,9 @@ def refuse_offload_here(config: Config, device: torch.device) -> None:
     """Raises UserError for a key that offloads to host memory if the device is the host."""
     if device.type == "cpu" and (keys := offload_keys(config)):
         raise UserError(
-            f"{', '.join(keys)}: on a CPU all data is in host memory already (trainer.device="
-            f"{config.trainer.device} is a CPU here): leave {'it' if len(keys) == 1 else 'them'} "
-            "out"
+            f"{', '.join(keys)}: on a CPU all data is in host memory already "
+            f"(trainer.device={config.trainer.device} is a CPU here): leave "
+            f"{'it' if len(keys) == 1 else 'them'} out"
         )
 
 
@@ -113,11 +118,10 @@ def describe_hardware() -> list[str]:
     """Cores, memory, native code and accelerators of this machine, one line each."""
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     native = outcome()
-    by_native = (
-        f"no, and torch is several times slower: {native}"
-        if isinstance(native, NotNative)
-        else "yes"
-    )
+    if isinstance(native, NotNative):
+        by_native = f"no, and torch is several times slower: {native}"
+    else:
+        by_native = "yes"
     names = torch.get_device_module()
     devices = [names.get_device_name(i) for i in range(torch.accelerator.device_count())]
     return [

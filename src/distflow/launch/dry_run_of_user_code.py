@@ -159,14 +159,14 @@ def _try_node(node: BoundNode, config: Config, is_estimator: bool) -> None:
 def _check_scores(nodes: Sequence[BoundNode]) -> None:
     """Raises UserError for a node of the user's that replaces what the reward functions gave."""
     scored = any("scores" in node.contract.writes for node in nodes)
-    for node in nodes if scored else ():
-        if "token_level_scores" in node.contract.writes and not is_ours(node.fn):
-            raise UserError(
-                f"dag.pipeline: node '{node.node_id}' writes token_level_scores, which are the "
-                "scores of the reward "
-                'functions: declare @node(writes="token_level_rewards"), from which advantages are '
-                "computed"
-            )
+    if scored:
+        for node in nodes:
+            if "token_level_scores" in node.contract.writes and not is_ours(node.fn):
+                raise UserError(
+                    f"dag.pipeline: node '{node.node_id}' writes token_level_scores, which are the "
+                    'scores of the reward functions: declare @node(writes="token_level_rewards"), '
+                    "from which advantages are computed"
+                )
 
 
 def made_up(names: Iterable[str]) -> Batch | None:

@@ -26,20 +26,19 @@ def check_importable(config: Config) -> None:
         if not _can_be_imported(name):
             raise UserError(
                 f"trainer.imports: a worker in another process cannot import '{name}': it is not "
-                "in a file that "
-                f"Python can find. {_ADVICE}trainer.imports=[my_code]"
+                f"in a file that Python can find. {_ADVICE}trainer.imports=[my_code]"
             )
     for key, fn in _users_functions(config):
         plain = innermost(fn)
         if not _can_be_imported(plain.__module__):
             name = getattr(plain, "__qualname__", repr(fn))
-            named = (
-                f"my_code:{name} instead" if key == "dag.pipeline" else "trainer.imports=[my_code]"
-            )
+            if key == "dag.pipeline":
+                named = f"my_code:{name} instead"
+            else:
+                named = "trainer.imports=[my_code]"
             raise UserError(
                 f"{key}: the function {name} is in '{plain.__module__}', which a worker in another "
-                "process cannot "
-                f"import. {_ADVICE}{named}"
+                f"process cannot import. {_ADVICE}{named}"
             )
 
 
@@ -71,7 +70,9 @@ def _users_functions(config: Config) -> Iterator[tuple[str, Callable[..., object
 
 
 def _registry(key: str) -> Registry[Any]:
-    return POLICY_LOSSES if key.endswith("policy_loss") else ADV_ESTIMATORS
+    if key.endswith("policy_loss"):
+        return POLICY_LOSSES
+    return ADV_ESTIMATORS
 
 
 def entry_to_send(key: str, name: str, config: Config, given: Callable[..., object] | None) -> Any:

@@ -99,7 +99,10 @@ def _build(spec: Spec, start: run_start.Start, say: Callable[[str], None]) -> _B
     for line in run_start.model_lines(spec, resources.sizes):
         say(line)
     facts = {**spec.facts, **resources.facts}
-    differences = check_same_facts(start.checkpoint, spec, facts) if start.checkpoint else []
+    if start.checkpoint:
+        differences = check_same_facts(start.checkpoint, spec, facts)
+    else:
+        differences = []
     return _Built(spec, start, resources, differences, say)
 
 
@@ -165,7 +168,10 @@ def local_ports(
 def _note_stop(name: str, spec: Spec, recorder: Recorder) -> None:
     """Report the first signal, what follows, and what the run waits for if that takes long. name:
     of the signal."""
-    saving = "saving" if spec.data.saves else "not saving (trainer.save_freq is off)"
+    if spec.data.saves:
+        saving = "saving"
+    else:
+        saving = "not saving (trainer.save_freq is off)"
     waits = reversed(recorder.waits.now())
     # the training loop continues by itself
     longest = {wait.who: wait for wait in waits if wait.on != "training"}

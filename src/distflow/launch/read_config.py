@@ -64,7 +64,9 @@ class Data:
     @property
     def looked_at(self) -> PromptSet:
         """The training rows that are known before the start."""
-        return self.train.first if isinstance(self.train, LazyRows) else self.train
+        if isinstance(self.train, LazyRows):
+            return self.train.first
+        return self.train
 
     @property
     def how_many(self) -> str:
@@ -105,9 +107,10 @@ def read_config(loaded: Loaded) -> Reading:
     taken = TakenKeys(config, pipeline, settings.plan, settings.data)
     unused = refuse_inert_keys(loaded, taken, pipeline)
     check_importable(config)
-    for source in train if config.data.lazy else ():
-        for file in source.files:
-            check_by_row(file, source.key)
+    if config.data.lazy:
+        for source in train:
+            for file in source.files:
+                check_by_row(file, source.key)
     return Reading(pipeline, unused, train, validation, config.data.lazy)
 
 
@@ -158,7 +161,10 @@ def fitted_to_files(loaded: Loaded, reading: Reading) -> tuple[Loaded, Reading, 
     to_validate = as_read_by_model(reading.validation, loaded.config)
     # All files are read before anything is loaded. Validation comes first: `eval` has nothing else.
     validation_rows = read_sources(to_validate, run_dir)
-    wanted = [source.first() for source in to_train] if reading.lazy else to_train
+    if reading.lazy:
+        wanted = [source.first() for source in to_train]
+    else:
+        wanted = to_train
     train_rows = read_sources(wanted, run_dir)
     load_tokenizer = tokenizer_loader(loaded.config)
     tokenizer = load_tokenizer()
@@ -204,4 +210,6 @@ def _fitted(loaded: Loaded, reading: Reading, limits: RunLimits) -> tuple[Loaded
     """The config within these limits, reread if it changed. Raises ConfigError if something does
     not fit."""
     fitted = fit_to(loaded, limits)
-    return (loaded, reading) if fitted is loaded else (fitted, read_config(fitted))
+    if fitted is loaded:
+        return (loaded, reading)
+    return (fitted, read_config(fitted))

@@ -52,7 +52,9 @@ def check_rollout(config: Config) -> None:
 def engine_dtype(config: Config) -> torch.dtype:
     """The dtype of the rollout engine's weights: its computing dtype, unless it casts them as the
     trainer does."""
-    return torch.float32 if _engine_casts(config) else compute_dtype(config)
+    if _engine_casts(config):
+        return torch.float32
+    return compute_dtype(config)
 
 
 def _rounds_as_trainer(config: Config) -> bool:
@@ -138,7 +140,10 @@ def build_rollout(
     if not shares:
         is_whole = not (config.actor_rollout_ref.model.lora_rank or is_sharded(config))
         source = policy_source(config)
-        model = copy.deepcopy(model) if is_whole else load_model(**source, device=device)
+        if is_whole:
+            model = copy.deepcopy(model)
+        else:
+            model = load_model(**source, device=device)
         cast_weights(model, dtype)
     return make_engine(config, model, get("tokenizer"), shares, policy_engine_options(config))
 
@@ -171,5 +176,8 @@ def _empty_policy(config: Config, dtype: torch.dtype) -> nn.Module:
     with blaming("actor_rollout_ref.model.path"):
         model: nn.Module = empty_model(AutoModelForCausalLM, source.config())
     cast_weights(model, dtype)
-    adapt = None if config.actor_rollout_ref.model.lora_merge else policy_adapter(config)
+    if config.actor_rollout_ref.model.lora_merge:
+        adapt = None
+    else:
+        adapt = policy_adapter(config)
     return adapt(model) if adapt else model

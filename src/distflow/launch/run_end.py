@@ -30,7 +30,10 @@ def done_before(spec: Spec, start: Start, say: Callable[[str], None]) -> Outcome
     if start.checkpoint is None or not is_done(start.checkpoint, spec):
         return None
     say(done_message(start.checkpoint, spec, start.resumes))
-    notes = check_same_facts(start.checkpoint, spec, spec.facts) if start.resumes else []
+    if start.resumes:
+        notes = check_same_facts(start.checkpoint, spec, spec.facts)
+    else:
+        notes = []
     other = []
     for note in notes:
         if note.startswith("code_of_"):
@@ -64,7 +67,10 @@ def note_end(
 ) -> None:
     """Record how the run ended. Dropped groups are replaced by later ones, so it may have fewer
     steps than planned."""
-    recorder.status = "stopped" if stop.wanted and not finished else "finished"
+    if stop.wanted and not finished:
+        recorder.status = "stopped"
+    else:
+        recorder.status = "finished"
     if finished and not stop.wanted and done < planned:
         dropped = ", ".join(f"{n} {reason}" for reason, n in group_counts.dropped.items())
         recorder.note(

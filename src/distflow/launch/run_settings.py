@@ -128,7 +128,10 @@ def _check_worker_roles(named: Collection[str], ranks: Sequence[RankPlan]) -> No
     """Raises UserError for a role without workers of its own. named: in `trainer.worker_roles`."""
     of_ranks = []
     for rank in ranks:
-        roles = {*rank.engines, "training"} - {"rollout"} if rank.training_nodes else {"rollout"}
+        if rank.training_nodes:
+            roles = {*rank.engines, "training"} - {"rollout"}
+        else:
+            roles = {"rollout"}
         of_ranks.append(roles)
     everyone = ", ".join(sorted(set().union(*of_ranks)))
     for role in named:

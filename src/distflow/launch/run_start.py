@@ -50,7 +50,9 @@ class Start:
 
     @property
     def resumed_at(self) -> int:
-        return self.checkpoint.step if self.checkpoint else FROM_THE_START
+        if self.checkpoint:
+            return self.checkpoint.step
+        return FROM_THE_START
 
     def join(self, spec: Spec) -> None:
         """Call before another process writes to the folder."""

@@ -79,8 +79,7 @@ def _build_judge(config: Config, name: str, device: torch.device) -> Judge:
         if longest is not None and answer_tokens >= longest:
             raise UserError(
                 f"a reply of {answer_tokens:,} tokens (answer_tokens) leaves no room for a "
-                f"question: the model reads at most {longest:,} tokens; set a smaller "
-                "answer_tokens"
+                f"question: the model reads at most {longest:,} tokens; set a smaller answer_tokens"
             )
         model = load_model(**source, device=device)
         cast_weights(model, compute_dtype(config))

@@ -68,9 +68,9 @@ def select_pipeline(config: Config) -> TaskGraph:
     for node in graph.nodes.values():
         if node.policy is not None and node.policy not in known:
             raise PipelineError(
-                f"{node.where} is of the policy '{node.policy}', which the config does not have"
-                f"{hint(node.policy, known)}: declare it, e.g. dag.policies={{{node.policy}: "
-                f"{{model: {{path: DIR}}}}}}"
+                f"{node.where} is of the policy '{node.policy}', which the config does not "
+                f"have{hint(node.policy, known)}: declare it, e.g. dag.policies={{{node.policy}: "
+                "{model: {path: DIR}}}"
             )
     return graph.path_of(policy_of(config))
 
@@ -83,9 +83,9 @@ def _whole_graph(config: Config) -> TaskGraph:
             TaskGraph, _call_pipeline_function(load_function(PIPELINES[name].target), config)
         )
     assert own is not None, "a pipeline of the user's is named by dag.pipeline"
-    return (
-        _custom(own, config) if isinstance(own, str) else pipeline_from_config("yaml_pipeline", own)
-    )
+    if isinstance(own, str):
+        return _custom(own, config)
+    return pipeline_from_config("yaml_pipeline", own)
 
 
 def bind_graph(graph: TaskGraph, config: Config) -> BoundPipeline:
@@ -107,7 +107,9 @@ def bind_graph(graph: TaskGraph, config: Config) -> BoundPipeline:
         raise PipelineError(
             f"no node of the pipeline '{graph.graph_id}' trains the policy '{policy_of(config)}'"
         )
-    return _unscored(graph, pipeline, config) if may_derive_old(config) else pipeline
+    if may_derive_old(config):
+        return _unscored(graph, pipeline, config)
+    return pipeline
 
 
 def keys_of_nodes(config: Config) -> Iterator[NamedKey]:
@@ -183,7 +185,9 @@ def _custom(path: str, config: Config) -> TaskGraph:
 
 def _call_pipeline_function(make_graph: Callable[..., object], config: Config) -> object:
     """Call a pipeline's function, which may take the config or nothing."""
-    return make_graph(config) if inspect.signature(make_graph).parameters else make_graph()
+    if inspect.signature(make_graph).parameters:
+        return make_graph(config)
+    return make_graph()
 
 
 def bind(config: Config) -> BoundPipeline:
@@ -222,7 +226,9 @@ def for_own_loop(spec: Spec, submissions: Submissions) -> Spec:
 
     def accept(group: Group) -> Drop | None:
         should_accept = submissions.of_group(group.prompt_group.row).should_accept
-        return None if should_accept is None else drop_unless(should_accept(group.batch()))
+        if should_accept is None:
+            return None
+        return drop_unless(should_accept(group.batch()))
 
     before = tuple(node.node_id for node in rebuild(spec.config).rollout_nodes)
     graph = select_pipeline(spec.config).copy()

@@ -42,10 +42,8 @@ def check_cores(plan: Plan, more_advice: str = "") -> None:
     if num_workers > _WORKERS_A_CORE * cores:
         raise UserError(
             f"the plan is for {count_of(num_workers, 'worker')} on CPUs, but this machine has "
-            f"{cores} cores, which "
-            f"{_WORKERS_A_CORE * cores} can share at most: reduce trainer.n_gpus_per_node or "
-            "trainer.allocation"
-            f"{more_advice}"
+            f"{cores} cores, which {_WORKERS_A_CORE * cores} can share at most: reduce "
+            f"trainer.n_gpus_per_node or trainer.allocation{more_advice}"
         )
 
 
@@ -64,7 +62,10 @@ def places_of(spec: Spec) -> list[Place]:
         if spec.data.max_staleness and rank.training_nodes and "rollout" in rank.engines:
             # of the training loop: its engine computes meanwhile
             threads = share_threads(cores, trainer, rollout)[0]
-        number = generators.index(rank.rank) if rank.rank in generators else -1
+        if rank.rank in generators:
+            number = generators.index(rank.rank)
+        else:
+            number = -1
         places.append(Place(rank.rank, dp_groups, generators, threads, home, number))
     return places
 
@@ -115,14 +116,17 @@ def usable_cores() -> int:
     """Cores that this process may use, limited by `OMP_NUM_THREADS` as in the libraries below."""
     # a list applies to nested regions
     bound = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()
-    return min(own_cores(), int(bound)) if bound.isdigit() and int(bound) > 0 else own_cores()
+    if bound.isdigit() and int(bound) > 0:
+        return min(own_cores(), int(bound))
+    return own_cores()
 
 
 def own_cores() -> int:
     """Cores that the system gives this process: its affinity, or a container's smaller quota."""
-    cores = (
-        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    )
+    if hasattr(os, "sched_getaffinity"):
+        cores = len(os.sched_getaffinity(0))
+    else:
+        cores = os.cpu_count() or 1
     return min([cores, *_quotas(_CGROUPS, Path("/proc/self/cgroup"))])
 
 

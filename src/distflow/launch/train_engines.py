@@ -35,7 +35,10 @@ from distflow.training.torch_engine import ScorerOptions, TorchScorer
 def build_policy(config: Config, get: Get, device: torch.device) -> nn.Module:
     """The policy's model: sharded where it is trained, whole where it only generates."""
     on_host = config.actor_rollout_ref.actor.fsdp_config.offload_policy
-    sharding = sharding_of(config, get, on_host) if get.planned("actor") else None
+    if get.planned("actor"):
+        sharding = sharding_of(config, get, on_host)
+    else:
+        sharding = None
     return load_adapted(policy_source(config), policy_adapter(config), device, sharding)
 
 
@@ -48,8 +51,7 @@ def sharding_of(config: Config, get: Get, on_host: bool) -> Sharding | None:
     if mesh is None:
         raise UserError(
             "actor.strategy=fsdp shards weights over the training processes, but this run has only "
-            "one: set "
-            "trainer.n_gpus_per_node=2, or actor.strategy=torch"
+            "one: set trainer.n_gpus_per_node=2, or actor.strategy=torch"
         )
     return Sharding(mesh, compute_dtype(config), on_host)
 

@@ -80,7 +80,10 @@ class DecoderView:
             )
         self._body = causal.model
         self._module = causal
-        self._low = None if compute_dtype == torch.float32 else compute_dtype
+        if compute_dtype == torch.float32:
+            self._low = None
+        else:
+            self._low = compute_dtype
         self._fused = self.device.type != "cpu" and _has_plain_norms(self._body)
         self.num_layers: int = config.num_hidden_layers
         self.num_heads: int = config.num_attention_heads
@@ -165,7 +168,10 @@ class DecoderView:
         first, last = send(torch.tensor([begins, [len(rest) - 1 for rest in rests]]), self.device)
         positions = first[:, None] + torch.arange(width, device=self.device)
         rows = torch.arange(len(prompts), device=self.device)
-        longest_native = LONGEST_OF_FEW if ids.numel() <= FEW_TOKENS else LONGEST_NATIVE
+        if ids.numel() <= FEW_TOKENS:
+            longest_native = LONGEST_OF_FEW
+        else:
+            longest_native = LONGEST_NATIVE
         if self._native is not None and extent <= longest_native and self._native.refresh():
             rotary = self._rotary_rows(extent, keys)
             states = self._native.decode(ids.flatten(), positions.flatten(), keys, values, *rotary)
@@ -345,7 +351,9 @@ class DecoderView:
     def _narrow(self, normed: Tensor) -> Tensor:
         """Cast the input of products with weights of their dtype; autocast handles other
         weights."""
-        return normed.to(self.dtype) if self._low == self.dtype else normed
+        if self._low == self.dtype:
+            return normed.to(self.dtype)
+        return normed
 
     def _norm(self, module: Any, hidden: Tensor) -> Tensor:
         """The norm; in float32 one kernel instead of six."""
@@ -393,11 +401,14 @@ class DecoderView:
             found.append(self.logits(decode(ids[positions], positions, keys, values)))
         self._module.train(was_training)
         difference = (torch.cat(found).float() - expected[[4, 2, 5, 3, 6, 4]]).abs().max().item()
-        relative = 1e-3 if (self._low or self.dtype) == torch.float32 else 0.1
+        if (self._low or self.dtype) == torch.float32:
+            relative = 1e-3
+        else:
+            relative = 0.1
         tolerance = relative * max(1.0, expected.abs().max().item())
         if not difference <= tolerance:
             raise UserError(
-                f"the embedded rollout engine computes different logits than this "
+                "the embedded rollout engine computes different logits than this "
                 f"{self._module.config.model_type} model itself (difference {difference:.2g}, "
                 f"allowed {tolerance:.2g}); set actor_rollout_ref.rollout.name=hf"
             )

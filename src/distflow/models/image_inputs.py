@@ -48,8 +48,7 @@ class ImageProcessor:
         if text.count(self.mark) != len(paths):
             raise ValueError(
                 f"the prompt has {text.count(self.mark)} times {self.mark!r}, which stands for an "
-                "image, and "
-                f"{len(paths)} images"
+                f"image, and {len(paths)} images"
             )
         ids = self._processor(text=[text], images=[load_image(path) for path in paths], **special)[
             "input_ids"
@@ -135,7 +134,10 @@ def text_decoder(model: nn.Module) -> Any:
     """The layers that read token embeddings, without what computes those of images."""
     causal = unwrapped(model)
     # Llama 4 names itself its base
-    decoder = causal.model if causal.base_model is causal else causal.base_model
+    if causal.base_model is causal:
+        decoder = causal.model
+    else:
+        decoder = causal.base_model
     return getattr(decoder, "language_model", decoder)
 
 
@@ -150,7 +152,10 @@ def embeddings(model: nn.Module, input_ids: Tensor, images: ImageInputs) -> dict
     tensors = _inputs_of(causal, images, input_ids.device)
     output = causal.model.get_image_features(**_accepted(causal.model.get_image_features, tensors))
     found = getattr(output, "pooler_output", output)
-    vectors = torch.cat([*found]) if isinstance(found, list | tuple) else found.flatten(0, -2)
+    if isinstance(found, list | tuple):
+        vectors = torch.cat([*found])
+    else:
+        vectors = found.flatten(0, -2)
     if len(vectors) != len(images.places):
         raise ValueError(
             f"{len(images.places)} placeholders stand for images of {len(vectors)} vectors"
@@ -315,7 +320,10 @@ def image_error(model: nn.Module) -> tuple[float, list[str]]:
             ours.detach().split(lengths.tolist()), ids, held, strict=True
         ):
             for cut in (len(each), len(each) - 2):
-                extra = own_inputs(model, each[None, :cut], (own_paths,)) if own_paths else {}
+                if own_paths:
+                    extra = own_inputs(model, each[None, :cut], (own_paths,))
+                else:
+                    extra = {}
                 with torch.no_grad():
                     theirs = model(input_ids=each[None, :cut], use_cache=False, **extra).logits[0]
                 differences.append((own[:cut] - theirs).abs().max())

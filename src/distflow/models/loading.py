@@ -205,7 +205,9 @@ class ModelSource:
         text = f"model '{self.path}'"
         if self.gguf_file:
             return f"{text} ({self.gguf_file})"
-        return f"{text} with '{self.adapter}'" if self.adapter else text
+        if self.adapter:
+            return f"{text} with '{self.adapter}'"
+        return text
 
     def config(self) -> PreTrainedConfig:
         """The model's config. Raises UserError if it cannot be read, is of an unknown architecture,
@@ -249,9 +251,8 @@ class ModelSource:
             name, stored, expected = other[0]
             raise UserError(
                 f"{self}: {len(other)} weights do not have the sizes that its config.json implies, "
-                f"{name} is "
-                f"{list(stored)} and should be {list(expected)}: take config.json and weights of "
-                "the same model"
+                f"{name} is {list(stored)} and should be {list(expected)}: take config.json and "
+                "weights of the same model"
             )
         quantizer = getattr(model, "hf_quantizer", None)
         if self.gguf_file is not None and quantizer is not None:
@@ -348,9 +349,8 @@ def _fresh_value_head(model: nn.Module, seed: int) -> None:
 def _no_critic(source: ModelSource, config: PreTrainedConfig) -> UserError:
     return UserError(
         f"{source} cannot be a critic: transformers has no token classifier with a linear 'score' "
-        "for the family "
-        f"'{config.model_type}'; set critic.model.path to a model of another family (llama, qwen2, "
-        "qwen3, mistral, ...)"
+        f"for the family '{config.model_type}'; set critic.model.path to a model of another family "
+        "(llama, qwen2, qwen3, mistral, ...)"
     )
 
 
@@ -387,8 +387,7 @@ def _check_images(model: nn.Module) -> None:
     if not error <= limit:
         raise UserError(
             f"models of the family '{unwrapped(model).config.model_type}' cannot be trained with "
-            f"images: {why} "
-            f"(relative error {error:.2g})"
+            f"images: {why} (relative error {error:.2g})"
         )
     setattr(unwrapped(model), UNUSED, unused)
     for name in unused:
@@ -550,7 +549,10 @@ def end_token_ids(tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
     """Ids that end a turn, ascending: the tokenizer's eos id, and the turn ends that its chat
     template writes."""
     ids = {int(tokenizer.eos_token_id)}
-    template = tokenizer.chat_template if isinstance(tokenizer.chat_template, str) else ""
+    if isinstance(tokenizer.chat_template, str):
+        template = tokenizer.chat_template
+    else:
+        template = ""
     added = tokenizer.get_added_vocab()
     ids.update(added[token] for token in CHAT_END_TOKENS if token in added and token in template)
     return tuple(sorted(ids))

@@ -70,11 +70,10 @@ def check_targets(model: nn.Module, target_modules: str | Sequence[str]) -> None
         except re.error as error:
             raise UserError(f"'{target}' is not a regular expression ({error})") from error
         if not any(map(pattern.fullmatch, modules)):
-            advice = (
-                f"; for all layers of that name write [{target}]"
-                if target in linear
-                else hint(target, linear)
-            )
+            if target in linear:
+                advice = f"; for all layers of that name write [{target}]"
+            else:
+                advice = hint(target, linear)
             raise UserError(f"'{target}' matches no layer of the model{advice}")
 
 

@@ -35,7 +35,10 @@ def readable(
         reason = why_not_loaded(resolved, first_lines(error))
         if _CUT in reason:
             reason = f"a file of weights is cut off ({reason}): download or copy the folder again"
-        code = [] if runs_code or not is_local(resolved) else code_of(resolved)
+        if runs_code or not is_local(resolved):
+            code = []
+        else:
+            code = code_of(resolved)
         if code:
             reason += (
                 f"; it comes with Python code ({', '.join(code)}), which only "
@@ -70,8 +73,14 @@ def require_files(resolved: str, patterns: tuple[str, ...], what: str) -> None:
         except OSError as error:
             raise unreadable(file, error) from error
     if not any(any(Path(resolved).glob(pattern)) for pattern in patterns):
-        listed = "" if patterns == (what,) else f" ({', '.join(patterns)})"
-        new = " (model.init=random makes new ones)" if what == "weights" else ""
+        if patterns == (what,):
+            listed = ""
+        else:
+            listed = f" ({', '.join(patterns)})"
+        if what == "weights":
+            new = " (model.init=random makes new ones)"
+        else:
+            new = ""
         raise UserError(
             f"model folder '{resolved}' has no {what}{listed}: is it a complete model folder?{new}"
         )
@@ -94,9 +103,10 @@ _INDEX = "model.safetensors.index.json"
 def _check_index(file: Path) -> None:
     """Raises UserError if it names files elsewhere."""
     weights = read_object(file).get("weight_map")
-    for name in set(map(str, weights.values())) if isinstance(weights, dict) else ():
-        if name != Path(name).name:
-            raise UserError(f"'{file}' names weights of another folder: {name[:200]!r}")
+    if isinstance(weights, dict):
+        for name in set(map(str, weights.values())):
+            if name != Path(name).name:
+                raise UserError(f"'{file}' names weights of another folder: {name[:200]!r}")
 
 
 def code_of(path: str | Path) -> list[str]:
@@ -116,7 +126,10 @@ def code_of(path: str | Path) -> list[str]:
     for name in found:
         repository, _, reference = name.rpartition("--")
         module, _, attribute = reference.rpartition(".")
-        file = f"{module}.py" if repository else f"{Path(source, module)}.py"
+        if repository:
+            file = f"{module}.py"
+        else:
+            file = f"{Path(source, module)}.py"
         shown.append(
             f"{file}:{attribute}" + (f" of the hub's repository {repository}" if repository else "")
         )

@@ -31,7 +31,10 @@ def resolve_path(path: str | Path) -> str:
     if text.startswith(PACKAGE_PREFIX):
         # of an installed Python package, which is not imported
         name = text.removeprefix(PACKAGE_PREFIX)
-        found = importlib.util.find_spec(name) if name.isidentifier() else None
+        if name.isidentifier():
+            found = importlib.util.find_spec(name)
+        else:
+            found = None
         if found is None or not found.submodule_search_locations:
             raise UserError(
                 f"model path 'package:{name}': the Python package '{name}' is not installed here"
@@ -62,7 +65,6 @@ def why_not_loaded(resolved: str, reason: str) -> str:
     if unreached := unreachable():
         return (
             f"{no_folder}, and the hub cannot be reached ({unreached}): write the path of a "
-            "folder, or check the "
-            "network (HF_ENDPOINT names a mirror, HTTPS_PROXY a proxy)"
+            "folder, or check the network (HF_ENDPOINT names a mirror, HTTPS_PROXY a proxy)"
         )
     return f"{reason}; {no_folder}; on the hub, check its name, and HF_TOKEN if it requires a login"

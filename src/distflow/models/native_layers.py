@@ -79,7 +79,9 @@ def gpu_layer() -> Any:
 def _products_of(decoder: Any) -> torch.dtype:
     weight = decoder.embed_tokens.weight
     kind = weight.device.type
-    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else weight.dtype
+    if torch.is_autocast_enabled(kind):
+        return torch.get_autocast_dtype(kind)
+    return weight.dtype
 
 
 def packed_layers(decoder: Any, embedded: Tensor, position_ids: Tensor, packing: Packing) -> Tensor:

@@ -93,7 +93,10 @@ def packed_attention(
     # On a CPU the kernel of 16-bit types takes five times as long backward as that of float32,
     # copies included.
     on_cpu = query.device.type == "cpu"
-    dtype = torch.promote_types(query.dtype, torch.float32) if on_cpu else query.dtype
+    if on_cpu:
+        dtype = torch.promote_types(query.dtype, torch.float32)
+    else:
+        dtype = query.dtype
     queries, keys, values = (x[0].transpose(0, 1).to(dtype) for x in (query, key, value))
     dropout: float = kwargs.get("dropout", 0.0)
     scale: float = kwargs.get("scaling") or query.shape[-1] ** -0.5
@@ -167,7 +170,9 @@ def _attend_one_by_one(
             )
             found.append(mixed[0].transpose(0, 1))
     rows = torch.cat(found)
-    return rows if packing.sharing is None else take_rows(rows, packing.spread.first)
+    if packing.sharing is None:
+        return rows
+    return take_rows(rows, packing.spread.first)
 
 
 AttentionInterface.register(PACKED_ATTENTION, packed_attention)

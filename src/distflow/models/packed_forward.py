@@ -55,7 +55,9 @@ def packed_hidden_states(
     lengths = lengths[lengths > 0].cpu()  # FSDP moves its arguments to the device
     if images is not None and getattr(causal, IN_OWN_PASSES):
         states = states_in_own_passes(causal, input_ids, lengths, images)
-        return states if wanted is None else take_rows(states, wanted)
+        if wanted is None:
+            return states
+        return take_rows(states, wanted)
     if images is not None:
         return _with_images(model, input_ids, lengths, images, wanted)
     if getattr(causal, IN_ROWS, False):
@@ -66,7 +68,9 @@ def packed_hidden_states(
         states = decoder(
             input_ids=input_ids[None], position_ids=positions[None], use_cache=False
         ).last_hidden_state[0]
-        return states if wanted is None else take_rows(states, wanted)
+        if wanted is None:
+            return states
+        return take_rows(states, wanted)
     if sharing is not None:
         sharing = Sharing(sharing.positions.cpu(), sharing.place.cpu())  # see above
         input_ids = input_ids[send(sharing.positions, input_ids.device)]
@@ -80,7 +84,9 @@ def packed_hidden_states(
             decoder, packing, position_ids[None], input_ids=input_ids[None]
         )
     if sharing is None:
-        return states if wanted is None else take_rows(states, wanted)
+        if wanted is None:
+            return states
+        return take_rows(states, wanted)
     place = send(sharing.place, states.device)
     return take_rows(states, place if wanted is None else place[wanted], repeats=True)
 
@@ -157,7 +163,9 @@ def output_head(model: nn.Module) -> Callable[[Tensor], Tensor]:
         out = head(hidden)
         if scale != 1.0:
             out = out * scale
-        return softcap * torch.tanh(out / softcap) if softcap else out
+        if softcap:
+            return softcap * torch.tanh(out / softcap)
+        return out
 
     return logits
 
@@ -222,7 +230,10 @@ def packed_forward(
     found: dict[str, Tensor] = {}
     if "values" in outputs:
         values = output_head(model)(hidden)[:, 0]
-        found["values"] = values if values.dtype == torch.float64 else values.float()
+        if values.dtype == torch.float64:
+            found["values"] = values
+        else:
+            found["values"] = values.float()
     if "text_scores" in outputs:
         wide = torch.promote_types(hidden.dtype, torch.float32)
         weight = unwrapped(model).score.weight[0]

@@ -40,8 +40,7 @@ def load_reward_model(
         if is_local(source.path) and (code := code_of(source.path)):
             raise UserError(
                 f"{source} comes with Python code ({', '.join(code)}), which is not run for a "
-                "reward model: use a "
-                "family that transformers supports"
+                "reward model: use a family that transformers supports"
             ) from None
         raise
     check_config(source, config)
@@ -67,11 +66,13 @@ def check_config(source: ModelSource, config: PreTrainedConfig) -> None:
         )
     if config.num_labels != 1:
         what = next(iter(config.architectures or []), "model")
-        labels = "" if what.endswith("CausalLM") else f" of num_labels={config.num_labels}, not 1"
+        if what.endswith("CausalLM"):
+            labels = ""
+        else:
+            labels = f" of num_labels={config.num_labels}, not 1"
         raise UserError(
             f"{source} is not a reward model, but a {what}{labels}: train one from pairs (distflow "
-            "train rm), or let "
-            "the model judge in words (docs/judges.md)"
+            "train rm), or let the model judge in words (docs/judges.md)"
         )
 
 

@@ -75,8 +75,7 @@ def check_divisible(config: PreTrainedConfig, size: int, adapted: bool) -> None:
     if unknown := sorted(set(plan.values()) - _STYLES.keys()):
         raise UserError(
             f"the family '{family}' divides layers in ways that are not implemented yet "
-            f"({', '.join(unknown)}): "
-            "allocate only data parallel ranks (d)"
+            f"({', '.join(unknown)}): allocate only data parallel ranks (d)"
         )
     if adapted:
         raise UserError(
@@ -149,8 +148,7 @@ def shard_model(model: nn.Module, sharding: Sharding) -> None:
         family = unwrapped(model).config.model_type
         raise UserError(
             f"actor.strategy=fsdp gathers a model layer by layer, and the family '{family}' does "
-            "not name its layers "
-            "(_no_split_modules): set actor.strategy=torch"
+            "not name its layers (_no_split_modules): set actor.strategy=torch"
         )
     for module in (*layers, model):
         # the root too: between passes only parts exist, as the parameters that optimizers know
@@ -173,7 +171,9 @@ class Sliceable(Protocol):
 
 def own_part(tensor: Tensor) -> Tensor:
     """The part of a tensor that this rank holds, in the same storage."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    if isinstance(tensor, DTensor):
+        return tensor.to_local()
+    return tensor
 
 
 def whole(tensor: Tensor) -> Tensor:
@@ -189,11 +189,9 @@ def whole(tensor: Tensor) -> Tensor:
 def device_of(tensor: Tensor) -> torch.device:
     """The device of results computed with a tensor; parts of a sharded one may be in host
     memory."""
-    return (
-        torch.device(tensor.device_mesh.device_type)
-        if isinstance(tensor, DTensor)
-        else tensor.device
-    )
+    if isinstance(tensor, DTensor):
+        return torch.device(tensor.device_mesh.device_type)
+    return tensor.device
 
 
 def is_spread(model: nn.Module) -> bool:
@@ -206,7 +204,10 @@ def square_sum(tensors: Iterable[Tensor]) -> float:
     of the mesh, which all call this."""
     sums: dict[tuple[DeviceMesh, tuple[Placement, ...]] | None, Tensor] = {}
     for tensor in tensors:
-        over = (tensor.device_mesh, tensor.placements) if isinstance(tensor, DTensor) else None
+        if isinstance(tensor, DTensor):
+            over = (tensor.device_mesh, tensor.placements)
+        else:
+            over = None
         own = own_part(tensor.detach()).double().square().sum()
         sums[over] = sums[over] + own if over in sums else own
     total = torch.zeros((), dtype=torch.float64)
@@ -243,7 +244,10 @@ def at_places(tensor: Tensor, places: Tensor) -> tuple[Tensor, Tensor]:
     start, shape = _place(tensor)
     inside = torch.ones(len(places), dtype=torch.bool)
     own = torch.zeros_like(places)
-    coordinates = torch.unravel_index(places, tensor.shape) if tensor.dim() else ()
+    if tensor.dim():
+        coordinates = torch.unravel_index(places, tensor.shape)
+    else:
+        coordinates = ()
     for coordinate, first, length in zip(coordinates, start, shape, strict=True):
         inside &= (coordinate >= first) & (coordinate < first + length)
         own = own * length + coordinate - first

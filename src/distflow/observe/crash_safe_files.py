@@ -129,7 +129,9 @@ def to_json(value: object) -> JSON:
     if value is None or isinstance(value, bool | int | str):
         return value
     if isinstance(value, float):
-        return value if math.isfinite(value) else json.dumps(value)
+        if math.isfinite(value):
+            return value
+        return json.dumps(value)
     if isinstance(value, Mapping):
         return {str(key): to_json(item) for key, item in value.items()}
     if isinstance(value, list | tuple | set | frozenset):
@@ -147,7 +149,9 @@ def to_number(value: object) -> float | None:
         if abs(value) > MAX_NUMBER:
             return math.inf if value > 0 else -math.inf
         return float(value)
-    return NON_FINITE.get(value) if isinstance(value, str) else None
+    if isinstance(value, str):
+        return NON_FINITE.get(value)
+    return None
 
 
 def whole(value: object) -> int | None:
@@ -254,7 +258,10 @@ def iter_records(
     """
     try:
         with open_file(path, folder) as file:
-            lines = lines_of(file) if max_bytes is None else io.BytesIO(_end(file, max_bytes))
+            if max_bytes is None:
+                lines = lines_of(file)
+            else:
+                lines = io.BytesIO(_end(file, max_bytes))
             yield from (parse_object(line) for line in lines if line.strip())
     except FileNotFoundError:
         return
@@ -297,4 +304,6 @@ def parse_object(text: bytes) -> dict[str, JSON] | None:
     except (ValueError, RecursionError):
         return None
     is_flat = text.count(b"{") + text.count(b"[") <= MAX_DEPTH  # which is quicker to see
-    return value if isinstance(value, dict) and (is_flat or not is_deep(value)) else None
+    if isinstance(value, dict) and (is_flat or not is_deep(value)):
+        return value
+    return None

@@ -82,7 +82,10 @@ class Group:
             case "issued":
                 self.epoch = whole(record.get("epoch"))
                 self.row = whole(record.get("row"))
-                self.domain = None if record.get("domain") is None else str(record["domain"])
+                if record.get("domain") is None:
+                    self.domain = None
+                else:
+                    self.domain = str(record["domain"])
                 self.attempts += 1
                 self.worker = None
                 self.started = time_of(record)
@@ -154,15 +157,16 @@ def fold_groups(groups: dict[int, Group], record: Mapping[str, Any]) -> None:
 
 
 def _inherit(groups: dict[int, Group], live: object) -> None:
-    for each in live if isinstance(live, list) else ():
-        if not isinstance(each, dict):
-            continue
-        number = whole(each.get("group_id"))
-        if number is None:
-            continue
-        domain = each.get("domain")
-        group = Group(number, "waiting", domain=domain and str(domain))
-        if each.get("complete"):
-            group.state = "queued"
-            group.version = whole(each.get("version"))
-        groups[number] = group
+    if isinstance(live, list):
+        for each in live:
+            if not isinstance(each, dict):
+                continue
+            number = whole(each.get("group_id"))
+            if number is None:
+                continue
+            domain = each.get("domain")
+            group = Group(number, "waiting", domain=domain and str(domain))
+            if each.get("complete"):
+                group.state = "queued"
+                group.version = whole(each.get("version"))
+            groups[number] = group

@@ -115,7 +115,9 @@ def _combine_one(name: str, pairs: list[tuple[float, float]]) -> float:
     kind = metric.kind if metric else "mean"
     if kind == "mean":
         total = sum(weight for _, weight in pairs)
-        return sum(value * weight for value, weight in pairs if weight) / total if total else 0.0
+        if total:
+            return sum(value * weight for value, weight in pairs if weight) / total
+        return 0.0
     if kind == "last":
         return values[-1]
     if kind == "sum":
@@ -123,4 +125,8 @@ def _combine_one(name: str, pairs: list[tuple[float, float]]) -> float:
     # Python's max() and min() lose or keep a NaN depending on its position; a NaN anywhere must
     # show.
     nan = next((value for value in values if value != value), None)
-    return nan if nan is not None else (max(values) if kind == "max" else min(values))
+    if nan is not None:
+        return nan
+    if kind == "max":
+        return max(values)
+    return min(values)

@@ -16,20 +16,20 @@ def remarks(row: Mapping[str, object]) -> dict[str, dict[str, object]]:
     """The row's `extra` by part of the reward: its keys are PART/KEY, and a part may be a path."""
     extra = row.get("extra")
     scored = row.get("reward_parts")
-    parts = (
-        sorted(map(str, scored), key=len, reverse=True)[:_MAX_REMARKS]
-        if isinstance(scored, Mapping)
-        else []
-    )
+    if isinstance(scored, Mapping):
+        parts = sorted(map(str, scored), key=len, reverse=True)[:_MAX_REMARKS]
+    else:
+        parts = []
     found: dict[str, dict[str, object]] = {}
-    for name, value in islice(extra.items(), _MAX_REMARKS) if isinstance(extra, Mapping) else ():
-        part = next(
-            (part for part in parts if str(name).startswith(f"{part}/")),
-            str(name).partition("/")[0],
-        )
-        key = str(name).removeprefix(part).removeprefix("/")
-        if key != "acc":  # `acc` is a field of the row already
-            found.setdefault(part, {})[key] = value
+    if isinstance(extra, Mapping):
+        for name, value in islice(extra.items(), _MAX_REMARKS):
+            part = next(
+                (part for part in parts if str(name).startswith(f"{part}/")),
+                str(name).partition("/")[0],
+            )
+            key = str(name).removeprefix(part).removeprefix("/")
+            if key != "acc":  # `acc` is a field of the row already
+                found.setdefault(part, {})[key] = value
     return found
 
 
@@ -39,4 +39,6 @@ def failure(row: Mapping[str, object]) -> Literal["error", "timeout"] | None:
     if not errors:
         return None
     texts = errors if isinstance(errors, list) else [errors]
-    return "timeout" if any(str(text).startswith(TIMED_OUT) for text in texts) else "error"
+    if any(str(text).startswith(TIMED_OUT) for text in texts):
+        return "timeout"
+    return "error"

@@ -111,7 +111,9 @@ def read_config(run_dir: Path) -> dict[str, JSON]:
         values = load_yaml(read_file(run_dir / "config.yaml", run_dir, MAX_YAML_BYTES))
     except (OSError, ValueError, RecursionError, yaml.YAMLError):
         return {}
-    return values if isinstance(values, dict) and not is_deep(values) else {}
+    if isinstance(values, dict) and not is_deep(values):
+        return values
+    return {}
 
 
 def flat_config(run_dir: Path) -> dict[str, str]:
@@ -179,7 +181,10 @@ def read_damage(run_dir: Path) -> list[str]:
             lines = count_of(number, "line")
             found.append(f"{lines} of {name} cannot be read: their content is missing here")
         file = run_dir / name
-        left_out = file.stat().st_size - MAX_BYTES if file.is_file() else 0
+        if file.is_file():
+            left_out = file.stat().st_size - MAX_BYTES
+        else:
+            left_out = 0
         if left_out > 0:
             found.append(f"{name} is too long: its first {left_out:,} bytes are missing here")
     for file, _, _ in sample_files(run_dir):

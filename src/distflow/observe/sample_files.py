@@ -112,7 +112,10 @@ def _stored(row: Mapping[str, object], step: int, split: str) -> dict[str, Any]:
     group = str(row.get("uid", "")).partition("-")[0]
     fate = {"train": "trained", DROPPED: f"dropped: {row.get('dropped')}"}.get(split, "validated")
     known = {"step": step, "split": split, "fate": fate, **row}
-    known["group_id"] = int(group) if group.isdecimal() and len(group) < 19 else None
+    if group.isdecimal() and len(group) < 19:
+        known["group_id"] = int(group)
+    else:
+        known["group_id"] = None
     more = {name: value for name, value in row.items() if name not in COLUMNS}
     known["more"] = more or None
     return {
@@ -128,7 +131,9 @@ def _as_kind(kind: str, value: object) -> object:
     if kind in ("text", "json"):
         return encode(value)
     if kind == "whole":
-        return value if isinstance(value, int) and abs(value) < _MAX_WHOLE else None
+        if isinstance(value, int) and abs(value) < _MAX_WHOLE:
+            return value
+        return None
     return to_number(value)
 
 

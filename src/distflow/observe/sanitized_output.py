@@ -55,7 +55,9 @@ def escaped_json(text: str) -> str:
 
 def valid_utf8(value: object) -> Any:
     """A text with unpaired surrogates as escapes, which UTF-8 can hold; anything else unchanged."""
-    return value.encode("utf-8", "backslashreplace").decode() if isinstance(value, str) else value
+    if isinstance(value, str):
+        return value.encode("utf-8", "backslashreplace").decode()
+    return value
 
 
 class TerminalOutput(io.TextIOBase):

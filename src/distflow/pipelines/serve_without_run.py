@@ -62,11 +62,10 @@ class ServedPolicy:
             )
         if call.top_p:
             params = replace(params, top_p=min(call.top_p, 1.0))
-        stream = (
-            Stream(self._seed, "serve", 0, next(self._numbers))
-            if seed is None
-            else Stream(seed, "seed", 0, 0)
-        )
+        if seed is None:
+            stream = Stream(self._seed, "serve", 0, next(self._numbers))
+        else:
+            stream = Stream(seed, "seed", 0, 0)
 
         async def generate(
             prompt: tuple[int, ...], most: int, stop: tuple[str | int, ...], num_drawn: int

@@ -122,7 +122,10 @@ def _parse_part(text: str, has_rollout: bool) -> AllocatedPart:
         theirs = find_synonyms(STRATEGY, engine, TRAIN_ENGINES) or find_synonyms(
             NAME, engine, ROLLOUT_ENGINES
         )
-        meant = f"; did you mean '{theirs[0]}'?" if theirs else hint(engine, _ENGINES)
+        if theirs:
+            meant = f"; did you mean '{theirs[0]}'?"
+        else:
+            meant = hint(engine, _ENGINES)
         _refuse(text, f"there is no engine '{engine}'{meant}")
     generates = engine in ROLLOUT_ENGINES
     role = match[2] or ("rollout" if generates else "actor")
@@ -183,8 +186,7 @@ def check_agreement(allocation: Allocation, config: Config) -> None:
     if nodes * devices != allocation.num_devices:
         raise UserError(
             f"{KEY}='{allocation.text}' takes {allocation.num_devices} devices, but "
-            f"{_NODES}={nodes} × "
-            f"{_DEVICES}={devices} are {nodes * devices}: change one of them"
+            f"{_NODES}={nodes} × {_DEVICES}={devices} are {nodes * devices}: change one of them"
         )
     for key, there, said in _engines(allocation, config):
         if there != said:

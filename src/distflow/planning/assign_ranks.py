@@ -49,7 +49,10 @@ def plan_devices(
     if is_one_process(config):
         return plan_local(pipeline, device)
     several = bool(config.trainer.devices) or len(pipeline_parts(pipeline, {})) > 1
-    sizes = count_sizes() if several and not config.trainer.allocation else {}
+    if several and not config.trainer.allocation:
+        sizes = count_sizes()
+    else:
+        sizes = {}
     plan = plan_ray(pipeline, config, device, sizes)
     if config.trainer.launcher == "local":
         _check_alike(plan)
@@ -103,7 +106,10 @@ def plan_ray(
         ranks.append(rank_plan(pipeline, rank, device, generating, training, machine))
     ranks = [replace(rank, rollout_group=_rollout_group(rank, ranks, layouts)) for rank in ranks]
     # An offloaded engine may have to send from host memory, which nccl cannot.
-    threshold = 1 if offload_keys(config) else config.dag.backend_threshold
+    if offload_keys(config):
+        threshold = 1
+    else:
+        threshold = config.dag.backend_threshold
     return Plan(
         pipeline.graph_id,
         tuple(ranks),
@@ -131,8 +137,8 @@ def _allocated(pipeline: BoundPipeline, config: Config) -> list[DpGroup]:
             continue
         if role == "rollout" or "actor" not in main:  # any other role may be placed with it
             raise UserError(
-                f"{KEY}='{allocation.text}' lacks the {role}, which pipeline "
-                f"'{pipeline.graph_id}' has"
+                f"{KEY}='{allocation.text}' lacks the {role}, which pipeline '{pipeline.graph_id}' "
+                "has"
             )
         engine, sizes = main["actor"]
         if role in judges:
@@ -299,10 +305,10 @@ def _rollout_group(own: RankPlan, ranks: Sequence[RankPlan], layouts: Sequence[L
         machines = {ranks[rank].node for rank in group}
         if len(machines) > 1:
             raise UserError(
-                "actor_rollout_ref.rollout.tensor_model_parallel_size="
-                f"{layout.sizes.tensor}: ranks {', '.join(map(str, group))} would share an engine, "
-                f"and are on {len(machines)} machines: set a size that divides the rollout's "
-                "devices on each machine"
+                f"actor_rollout_ref.rollout.tensor_model_parallel_size={layout.sizes.tensor}: "
+                f"ranks {', '.join(map(str, group))} would share an engine, and are on "
+                f"{len(machines)} machines: set a size that divides the rollout's devices on each "
+                "machine"
             )
         return group
     return ()

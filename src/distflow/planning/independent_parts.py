@@ -108,8 +108,8 @@ def apportion(sizes: Sequence[float], num_devices: int, strategy: str) -> list[i
     if num_devices < len(sizes):
         raise UserError(
             f"the run has {len(sizes)} independent parts, but only "
-            f"{count_of(num_devices, 'device')}: "
-            f"use at least {len(sizes)} (trainer.nnodes × trainer.n_gpus_per_node)"
+            f"{count_of(num_devices, 'device')}: use at least {len(sizes)} (trainer.nnodes × "
+            "trainer.n_gpus_per_node)"
         )
     weights = [Fraction(1)] * len(sizes)
     if strategy == "param_aware" and any(sizes):
@@ -145,7 +145,10 @@ def _quotas(weights: list[Fraction], num_devices: int) -> list[Fraction]:
         quotas = []
         below = set()
         for part, weight in enumerate(weights):
-            quota = Fraction(1) if part in small else weight * left / total
+            if part in small:
+                quota = Fraction(1)
+            else:
+                quota = weight * left / total
             quotas.append(quota)
             if quota < 1:
                 below.add(part)

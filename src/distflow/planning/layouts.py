@@ -97,4 +97,6 @@ def choose_backends(device: str, num_ranks: int, threshold: int) -> tuple[Backen
     objects."""
     if not device.startswith("cuda"):
         return ("gloo",)
-    return ("nccl", "gloo") if num_ranks >= threshold else ("nccl",)
+    if num_ranks >= threshold:
+        return ("nccl", "gloo")
+    return ("nccl",)

@@ -68,7 +68,9 @@ class MemoryItem:
 
     @property
     def when(self) -> str:
-        return "always" if self.phases == PHASES else ", ".join(self.phases)
+        if self.phases == PHASES:
+            return "always"
+        return ", ".join(self.phases)
 
 
 @dataclass(frozen=True)
@@ -285,7 +287,10 @@ class _Needs:
         running = running_responses(self.config, own.data)
         longest = self.token_bytes * longest_sequence(self.config)
         taken = self.taken_in_advance(beside)
-        cache = running * longest if taken is None else max(taken, longest)
+        if taken is None:
+            cache = running * longest
+        else:
+            cache = max(taken, longest)
         # The embedded engine's cache shrinks to nothing when a step's groups are complete, unless
         # it was taken in advance.
         shrinks = trains_between and settings.name == "embedded" and (freed or taken is None)

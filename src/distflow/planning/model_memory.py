@@ -62,7 +62,9 @@ def is_judge(config: Config, role: str) -> bool:
 
 def trainer_keys(config: Config, role: str) -> ActorConfig | CriticConfig:
     """The keys of the model that a role trains."""
-    return config.critic if role == "critic" else config.actor_rollout_ref.actor
+    if role == "critic":
+        return config.critic
+    return config.actor_rollout_ref.actor
 
 
 def trained_bytes(weights: float, trained: float, optimizer: str) -> dict[str, float]:
@@ -109,7 +111,9 @@ def activation_bytes(
     if not trains:
         return 4 * hidden * 3 + products_bytes
     layer = streams + products_bytes
-    return 4 * hidden * shape.layers + layer if checkpointed else layer * shape.layers
+    if checkpointed:
+        return 4 * hidden * shape.layers + layer
+    return layer * shape.layers
 
 
 def cache_in_advance(
@@ -157,7 +161,9 @@ def longest_sequence(config: Config) -> int:
 
 
 def samples_per_prompt(config: Config) -> int:
-    return config.actor_rollout_ref.rollout.n if is_rl(config) else 1
+    if is_rl(config):
+        return config.actor_rollout_ref.rollout.n
+    return 1
 
 
 def samples_per_step(config: Config) -> int:
@@ -166,7 +172,9 @@ def samples_per_step(config: Config) -> int:
 
 def itemsize_of(config: Config) -> int:
     """Bytes of a number that the models compute with."""
-    return 4 if config.actor_rollout_ref.model.dtype == "float32" else 2
+    if config.actor_rollout_ref.model.dtype == "float32":
+        return 4
+    return 2
 
 
 def steps_under_way(config: Config) -> int:

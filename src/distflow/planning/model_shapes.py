@@ -114,7 +114,10 @@ class ModelShape:
 def _shape_of(kind: str, config: Mapping[str, Any]) -> ModelShape:
     hidden = int(config["hidden_size"])
     heads = int(config["num_attention_heads"])
-    inner = "moe_intermediate_size" if kind == "qwen3_moe" else "intermediate_size"
+    if kind == "qwen3_moe":
+        inner = "moe_intermediate_size"
+    else:
+        inner = "intermediate_size"
     experts = 0
     active_experts = 1
     if kind in _MIXTURES:
@@ -169,8 +172,8 @@ def find_shape(path: str, folder: Path | None) -> ModelShape:
         return _table()[name]
     raise UserError(
         f"there is no config.json of '{path}' on this machine, and no known model has that "
-        f"name{hint(name, _table())}: "
-        "write the folder of a model, builtin:NAME, or a name such as qwen2.5-7b"
+        f"name{hint(name, _table())}: write the folder of a model, builtin:NAME, or a name such as "
+        "qwen2.5-7b"
     )
 
 

@@ -87,7 +87,9 @@ class Plan:
 
 def _listed(ranks: Ranks) -> str:
     side_by_side = ranks[-1] - ranks[0] == len(ranks) - 1 > 1
-    return f"{ranks[0]} to {ranks[-1]}" if side_by_side else ", ".join(map(str, ranks))
+    if side_by_side:
+        return f"{ranks[0]} to {ranks[-1]}"
+    return ", ".join(map(str, ranks))
 
 
 def plan_local(pipeline: BoundPipeline, device: str) -> Plan:

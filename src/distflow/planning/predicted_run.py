@@ -143,7 +143,9 @@ class PredictedRun:
     def idle(self, ranks: Sequence[int]) -> float:
         """Share of a step in which these ranks wait."""
         works = sum(bar.seconds for bar in self.bars if bar.ranks == tuple(ranks))
-        return 1 - works / self.step_seconds if self.step_seconds else 0.0
+        if self.step_seconds:
+            return 1 - works / self.step_seconds
+        return 0.0
 
     def excess(self) -> str:
         """Why it does not fit, as a sentence."""
@@ -165,7 +167,10 @@ class PredictedRun:
     def line(self) -> str:
         """The prediction in one line, without what it cannot predict."""
         worst = self.fullest
-        where = "" if self.device.is_cpu else f" on each {self.device.name}"
+        if self.device.is_cpu:
+            where = ""
+        else:
+            where = f" on each {self.device.name}"
         text = (
             f"plan: at most {worst.peak / 1e9:.2f} of {self.device.memory / 1e9:.0f} GB of "
             f"memory{where}"

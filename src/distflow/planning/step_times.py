@@ -106,7 +106,9 @@ class StepTimes:
     def cache_slots(self) -> float:
         """Responses of the mean length for which an engine's cache has room."""
         tokens = cached_tokens(self.plan, self.config, self.shapes, self.device)
-        return inf if tokens is None else max(1.0, tokens / self.lengths.sequence)
+        if tokens is None:
+            return inf
+        return max(1.0, tokens / self.lengths.sequence)
 
     def generate(self) -> float:
         """The responses of a step on all engines: prompts, then decoding at full concurrency, then
@@ -193,11 +195,17 @@ class StepTimes:
         samples = self.samples
         times = 1
         if updates:
-            times = 4 if settings.model.enable_gradient_checkpointing else 3
+            if settings.model.enable_gradient_checkpointing:
+                times = 4
+            else:
+                times = 3
             if is_rl(self.config) or role == "critic":
                 samples *= trainer_keys(self.config, role).ppo_epochs
         tokens = samples * self.lengths.sequence
-        logits = samples * self.lengths.response if role in ("actor", "ref") else 0
+        if role in ("actor", "ref"):
+            logits = samples * self.lengths.response
+        else:
+            logits = 0
         flops = times * shape.forward_flops(tokens, self.lengths.sequence / 2, logits)
         seconds = flops / (self.flops * sizes.num_devices)
         if is_sharded(self.config) and shards_of(self.plan, self.config, role) > 1:

@@ -65,7 +65,9 @@ def adapted(
             is_text = isinstance(rows[0]["completions"], str)
             error.args = (f"{error} ({_TEXTS if is_text else _MESSAGES})",)
             raise
-        return _when_there(returned) if inspect.isawaitable(returned) else _without_none(returned)
+        if inspect.isawaitable(returned):
+            return _when_there(returned)
+        return _without_none(returned)
 
     signature = inspect.signature(ours)
     functools.update_wrapper(ours, innermost(function))

@@ -74,11 +74,10 @@ def split_batch(returned: object, length: int) -> list[object]:
     if callable(tolist := getattr(returned, "tolist", None)):
         returned = tolist()  # tensors and arrays
     if not isinstance(returned, list | tuple) or len(returned) != length:
-        what = (
-            f"a list of {len(returned)}"
-            if isinstance(returned, list | tuple)
-            else f"{returned!r:.80}"
-        )
+        if isinstance(returned, list | tuple):
+            what = f"a list of {len(returned)}"
+        else:
+            what = f"{returned!r:.80}"
         raise ValueError(
             f"it returned {what} for {length} responses: a batched reward function returns one "
             "score per response"

@@ -71,10 +71,9 @@ def write_function(
     if isinstance(data, Exception):
         raise UserError(
             f"the function {name_of(function)} ({key}) runs in another process, and an object that "
-            "it uses cannot "
-            f"be sent there: {data}. Create it inside the function, once, in "
-            "a separate "
-            f"function with @functools.cache; or put the function into a .py file and set {key}"
+            f"it uses cannot be sent there: {data}. Create it inside the function, once, in a "
+            "separate function with @functools.cache; or put the function into a .py file and set "
+            f"{key}"
         ) from data
     write_atomically(file, _HEAD + fingerprint.encode() + b"\n" + data)
 
@@ -87,7 +86,9 @@ def name_of(function: Callable[..., object]) -> str:
 
 def with_options(target: str, options: Mapping[str, object]) -> str:
     """A target with the options of its function, for `load_reward`."""
-    return f"{target}{_OPTIONS}{json.dumps(options, sort_keys=True)}" if options else target
+    if options:
+        return f"{target}{_OPTIONS}{json.dumps(options, sort_keys=True)}"
+    return target
 
 
 def without_options(target: str) -> str:
@@ -169,10 +170,9 @@ def find_fault(function: Callable[..., object]) -> str:
         return ""
     return (
         f"takes {inspect.signature(function)}: a reward function takes some of "
-        f"({', '.join(PARAMETERS)}), or, for all "
-        f"responses to a prompt at once, of ({', '.join(BATCHED)}), or 'completions' as in TRL, "
-        "and columns of the data; one over columns of a batch is a node of a custom "
-        "pipeline"
+        f"({', '.join(PARAMETERS)}), or, for all responses to a prompt at once, of "
+        f"({', '.join(BATCHED)}), or 'completions' as in TRL, and columns of the data; one over "
+        "columns of a batch is a node of a custom pipeline"
     )
 
 
@@ -199,7 +199,10 @@ def fingerprint_target(target: str) -> str:
     """Fingerprint of the file of a "module:function" or "file:function"; empty if it cannot be
     read."""
     path = split_name(target)[0]
-    files = [Path(path)] if path.endswith((".py", PICKLED)) else module_files(path)
+    if path.endswith((".py", PICKLED)):
+        files = [Path(path)]
+    else:
+        files = module_files(path)
     try:
         content = next(file for file in files if file.is_file()).read_bytes()
     except (StopIteration, OSError):  # reported when it is loaded

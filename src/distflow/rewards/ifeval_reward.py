@@ -222,7 +222,9 @@ def _converted(name: str, value: object) -> object:
 def _holds(count: int, relation: str, wanted: int) -> bool:
     if relation not in _RELATIONS:
         raise ValueError(f"the relation must be one of {_RELATIONS}")
-    return count < wanted if relation == "less than" else count >= wanted
+    if relation == "less than":
+        return count < wanted
+    return count >= wanted
 
 
 def _has_letter(response: str, letter: str, let_frequency: int, let_relation: str) -> bool:
@@ -245,9 +247,9 @@ def _is_in_language(response: str, language: str) -> bool:
 
 def _filled(parts: list[str]) -> list[str]:
     """The non-empty parts; none if one between others is empty."""
-    return (
-        [part.strip() for part in parts if part.strip()] if all(map(str.strip, parts[1:-1])) else []
-    )
+    if all(map(str.strip, parts[1:-1])):
+        return [part.strip() for part in parts if part.strip()]
+    return []
 
 
 def _has_first_word(

@@ -132,7 +132,9 @@ def _content(answer: Any) -> object:
 def _without(secret: str, text: str) -> str:
     """The text without the secret; a short one, like EMPTY, is not secret and may be part of any
     word."""
-    return text.replace(secret, "***") if len(secret) >= _SHORTEST_SECRET else text
+    if len(secret) >= _SHORTEST_SECRET:
+        return text.replace(secret, "***")
+    return text
 
 
 @functools.cache

@@ -83,8 +83,9 @@ class Response(NamedTuple):
 
 def right_responses(answer: str | None, response: str | None) -> Iterator[Response]:
     """The row's answer in every form, and its own response, if it has them."""
-    for form, template in FORMS.items() if answer is not None else ():
-        yield Response("right answer", form, template.format(answer), is_right=True)
+    if answer is not None:
+        for form, template in FORMS.items():
+            yield Response("right answer", form, template.format(answer), is_right=True)
     if response is not None:
         yield Response("right answer", OWN, response, is_right=True)
 
@@ -119,9 +120,10 @@ def _wrong_answers(answer: str, other: str | None) -> Iterator[tuple[str, str]]:
 def reply_of(ground_truth: object) -> str | None:
     """A row's ground truth as text that fits into a box; None if it is not text, like the tests of
     a program."""
-    first = (
-        ground_truth[0] if isinstance(ground_truth, list | tuple) and ground_truth else ground_truth
-    )
+    if isinstance(ground_truth, list | tuple) and ground_truth:
+        first = ground_truth[0]
+    else:
+        first = ground_truth
     if isinstance(first, bool) or not isinstance(first, str | int | float):
         return None
     return bare_answer(str(first)) or None
@@ -189,7 +191,9 @@ def _short_answer(truth: object) -> str | None:
         or isinstance(decoded(answer), dict)
     ):
         return None
-    return None if re.search(r"\bassert\b|\bdef \w+\(", answer) else answer
+    if re.search(r"\bassert\b|\bdef \w+\(", answer):
+        return None
+    return answer
 
 
 def _typed(value: object) -> str:
@@ -304,7 +308,10 @@ async def check_reward(
     result.read.update(
         response.form for _, response, reward_result in answered if scored_right(reward_result)
     )
-    forms = list(result.read) if result.hangs else result.forms() or list(result.read)[:1]
+    if result.hangs:
+        forms = list(result.read)
+    else:
+        forms = result.forms() or list(result.read)[:1]
     _count(result, [entry for entry in answered if entry[1].form in forms])
 
     texts = [answer for _, answer in known]
@@ -358,7 +365,10 @@ def call_first(settings: RewardSettings, rows: Iterable[Row]) -> list[str]:
         users = [name for name in names if is_own(name)]
         if not users:
             continue
-        key = domain if domain in settings.patience_by_domain() else DEFAULT_DOMAIN
+        if domain in settings.patience_by_domain():
+            key = domain
+        else:
+            key = DEFAULT_DOMAIN
         with borrowed(pool_settings(settings)[key]) as pool, ThreadPoolExecutor(1) as thread:
             for name in users:
                 calls = _first_calls(pool, name, own_rows, target_of(name, settings.custom))
@@ -372,7 +382,10 @@ async def _first_calls(pool: RewardPool, name: str, rows: Sequence[Row], target:
     answer = reply_of(row.ground_truth)
     responses = [answer or str(row.ground_truth), WRONG]
     asked = [arguments_of(row, response) for response in responses]
-    parts = [asked] if name in pool.takes_batches else [[each] for each in asked]
+    if name in pool.takes_batches:
+        parts = [asked]
+    else:
+        parts = [[each] for each in asked]
     scores = list[Score]()
     for part in parts:
         for result in await pool.score_group(name, part):
@@ -401,19 +414,20 @@ async def _first_calls(pool: RewardPool, name: str, rows: Sequence[Row], target:
 
 def _no_score(target: str, row: Row, response: str, result: RewardResult) -> str:
     path, name = split_name(target)
-    place = f"{path}, line {line}" if (line := line_of(path, name)) else path
-    what = (
-        f"{result} (reward.timeout_s): it hangs, or is slow"
-        if isinstance(result, Timeout)
-        else str(result)
-    )
+    if line := line_of(path, name):
+        place = f"{path}, line {line}"
+    else:
+        place = path
+    if isinstance(result, Timeout):
+        what = f"{result} (reward.timeout_s): it hangs, or is slow"
+    else:
+        what = str(result)
     tried = f"a wrong response ({response!r}; its score should be 0)"
     if response != WRONG:
         is_null = "(it is null: see data.answer_key) " * (row.ground_truth is None)
         tried = f"the row's ground truth {is_null}as the response ({response!r:.80})"
     return (
         f"the reward function {name} ({place}) returns no score for the first row ({row.origin}) "
-        f"with {tried}: "
-        f"{what}. Correct it, and test it with `distflow reward check`; "
+        f"with {tried}: {what}. Correct it, and test it with `distflow reward check`; "
         "trust.check_rewards=false skips this call"
     )

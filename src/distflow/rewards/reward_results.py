@@ -165,11 +165,9 @@ def with_value(score: Score, value: float) -> Score | Error:
 def shortened(text: str, most: int = MAX_TEXT) -> str:
     """At most `most` characters of a text, with a note in place of the middle."""
     half = most // 2
-    return (
-        text
-        if len(text) <= most
-        else f"{text[:half]}\n[… {len(text) - 2 * half:,} characters …]\n{text[-half:]}"
-    )
+    if len(text) <= most:
+        return text
+    return f"{text[:half]}\n[… {len(text) - 2 * half:,} characters …]\n{text[-half:]}"
 
 
 @contextmanager
@@ -251,7 +249,9 @@ def _kind(name: str, score: Score) -> int:
         return 0
     if name in REWARDS and REWARDS[name].needs_answer:
         return 1
-    return 2 if name == CUSTOM_REWARD or name not in REWARDS else 3
+    if name == CUSTOM_REWARD or name not in REWARDS:
+        return 2
+    return 3
 
 
 class _SizeLimit:
@@ -269,7 +269,9 @@ class _SizeLimit:
     def extra(self, given: Mapping[object, object]) -> dict[str, JSON]:
         """The values, and `AS_TEXT`."""
         found = self.mapping(given)
-        return {**found, AS_TEXT: self._as_text} if self._as_text else found
+        if self._as_text:
+            return {**found, AS_TEXT: self._as_text}
+        return found
 
     def mapping(self, value: Mapping[object, object], depth: int = 0) -> dict[str, JSON]:
         found: dict[str, JSON] = {}

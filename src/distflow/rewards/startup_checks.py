@@ -35,11 +35,10 @@ async def startup_check_scores(
     for domain, ground_truth, extra_info in rows:
         for name in (part.name for part in router.functions_of(domain) if part.name in scorable):
             totals[domain] = totals.get(domain, 0) + 1
-            golds = (
-                ground_truth
-                if isinstance(ground_truth, list | tuple) and ground_truth
-                else [ground_truth]
-            )
+            if isinstance(ground_truth, list | tuple) and ground_truth:
+                golds = ground_truth
+            else:
+                golds = [ground_truth]
             response = f"\\boxed{{{bare_answer(str(golds[0]))}}}"
             reward_result = await router.pools.call(
                 name, call_arguments("self_check", response, ground_truth, extra_info)
@@ -49,14 +48,14 @@ async def startup_check_scores(
     for domain, failed in failures.items():
         if 2 * len(failed) > totals[domain]:
             ground_truth, reward_result = failed[0]
-            result = (
-                reward_result.reason if isinstance(reward_result, Error) else str(reward_result)
-            )
+            if isinstance(reward_result, Error):
+                result = reward_result.reason
+            else:
+                result = str(reward_result)
             raise UserError(
                 f"{len(failed)} of {totals[domain]} answers of domain '{domain}' do not score 1 "
-                "when compared with "
-                f"themselves, e.g. {ground_truth!r:.80} ({result}): see data.answer_key and "
-                "reward.functions"
+                f"when compared with themselves, e.g. {ground_truth!r:.80} ({result}): see "
+                "data.answer_key and reward.functions"
             )
 
 

@@ -19,7 +19,10 @@ def exact_match(
     The answer is the last box, else the text after the last `####`, else the whole response.
     ground_truth: str or a number, or a list of accepted ones. Raises ValueError if there is none.
     """
-    golds = ground_truth if isinstance(ground_truth, list | tuple) else [ground_truth]
+    if isinstance(ground_truth, list | tuple):
+        golds = ground_truth
+    else:
+        golds = [ground_truth]
     if not golds or any(gold is None or isinstance(gold, dict) for gold in golds):
         raise ValueError(
             f"the ground truth is {ground_truth!r}: 'exact_match' needs a str or a number "
@@ -75,7 +78,9 @@ def length(
         )
     number = _UNITS[unit](solution_str)
     missed_by = max(at_least - number, number - at_most, 0)
-    return max(0.0, 1.0 - missed_by / slope) if slope else float(missed_by == 0)
+    if slope:
+        return max(0.0, 1.0 - missed_by / slope)
+    return float(missed_by == 0)
 
 
 def repetition(solution_str: str, n: int = 3, unit: str = "words") -> float:

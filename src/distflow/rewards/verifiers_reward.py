@@ -51,7 +51,10 @@ def _task(name: str, settings: str, data: str) -> Any:
 def _trace(task: Any, response: str) -> Any:
     """The package's record of a conversation that ended with the response."""
     prompt = task.data.prompt
-    messages = [vf.UserMessage(content=prompt)] if isinstance(prompt, str) else list(prompt)
+    if isinstance(prompt, str):
+        messages = [vf.UserMessage(content=prompt)]
+    else:
+        messages = list(prompt)
     if task.data.system_prompt is not None:
         messages.insert(0, vf.SystemMessage(content=task.data.system_prompt))
     nodes = [

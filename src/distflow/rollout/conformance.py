@@ -298,7 +298,10 @@ async def check_engine(bench: Bench, names: Iterable[str] = PROPERTIES) -> Async
             outcome = "not supported"
         elif isinstance(found, Exception):
             outcome = "failed"
-            text = text if isinstance(found, Fails) else f"{type(found).__name__}: {text}"
+            if isinstance(found, Fails):
+                text = text
+            else:
+                text = f"{type(found).__name__}: {text}"
         yield Finding(name, outcome, text)
         if (name, outcome) == (FIRST, "failed"):
             return  # no other check is meaningful then

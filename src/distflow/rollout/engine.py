@@ -61,7 +61,9 @@ class Stream:
     def fork(self, name: str) -> "Stream":
         """The stream of a further conversation of each episode; of the first one if the name is
         empty."""
-        return replace(self, name=f"{self.name}/fork {name}") if name else self
+        if name:
+            return replace(self, name=f"{self.name}/fork {name}")
+        return self
 
 
 @dataclass(frozen=True)
@@ -274,7 +276,10 @@ class RequestLog(ActivityLog):
 
     def responded(self, request: GenerateRequest, responses: Sequence[Segment]) -> None:
         """A request is answered."""
-        lane = TRAIN if request.stream.name.partition("/")[0] == TRAIN else "eval"
+        if request.stream.name.partition("/")[0] == TRAIN:
+            lane = TRAIN
+        else:
+            lane = "eval"
         now = time.time()
         num_tokens = 0
         step = 0

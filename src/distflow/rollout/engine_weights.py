@@ -83,11 +83,10 @@ class EngineWeights:
         """Raises RuntimeError after a copy that failed midway, and while the memory of the weights
         is freed."""
         if not self.is_whole:
-            had = (
-                "has released its weights"
-                if self._released
-                else "loaded only a part of its last weights"
-            )
+            if self._released:
+                had = "has released its weights"
+            else:
+                had = "loaded only a part of its last weights"
             raise RuntimeError(f"the rollout engine {had}, and does not use them")
 
     def release(self) -> None:
@@ -120,8 +119,9 @@ class EngineWeights:
             return WeightReceipt(version, shared=True)
         released = self._released
         self._released = {}
-        for weight in self.module.parameters() if released else ():
-            weight.data = weight.data.new_empty(weight.shape)
+        if released:
+            for weight in self.module.parameters():
+                weight.data = weight.data.new_empty(weight.shape)
         was_whole = self.is_whole
         self.is_whole = False
         try:
@@ -209,7 +209,6 @@ def check_shared(module: nn.Module, weights: Iterable[tuple[str, Tensor]]) -> No
     if foreign:
         raise ValueError(
             f"the engine shares the trainer's storage, but {len(foreign)} sent tensors are stored "
-            "elsewhere "
-            f"({', '.join(foreign[:4])}): send the trainer's own parameters, or give the engine "
-            "its own copy"
+            f"elsewhere ({', '.join(foreign[:4])}): send the trainer's own parameters, or give the "
+            "engine its own copy"
         )

@@ -93,7 +93,10 @@ class MultiPolicyRollout:
             parts[policy].append((name, tensor))
         receipts = dict[str, WeightReceipt]()
         for policy, engine in self._engines.items():
-            own = parts[policy] if weights is not None and policy in parts else None
+            if weights is not None and policy in parts:
+                own = parts[policy]
+            else:
+                own = None
             receipts[policy] = await engine.load_weights(version, own)
         hashes = {
             f"{policy}.{name}": own

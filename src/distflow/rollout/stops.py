@@ -26,8 +26,8 @@ def check_request(
         )
     if not 0 <= min(prompt_ids) <= max(prompt_ids) < vocab_size:
         raise UserError(
-            f"a prompt contains token {max(prompt_ids)}, but the model has {vocab_size} tokens: "
-            "is this the model's own tokenizer?"
+            f"a prompt contains token {max(prompt_ids)}, but the model has {vocab_size} tokens: is "
+            "this the model's own tokenizer?"
         )
     if not samples or len(set(samples)) < len(samples):
         raise UserError(f"a request needs one or more different sample indices, got {samples}")
@@ -46,8 +46,7 @@ def check_request(
     if max_positions is not None and len(prompt_ids) + params.max_tokens > max_positions:
         raise UserError(
             f"a prompt of {len(prompt_ids)} tokens with up to {params.max_tokens} new ones exceeds "
-            "the "
-            f"{max_positions} positions of the model: lower data.max_prompt_length or "
+            f"the {max_positions} positions of the model: lower data.max_prompt_length or "
             "data.max_response_length"
         )
 
@@ -68,4 +67,6 @@ def finish_reason(
         tail = tokenizer.decode(token_ids[-(longest + CONTEXT_TOKENS) :], skip_special_tokens=False)
         if any(string in tail for string in params.stop):
             return "stop"
-    return "length" if len(token_ids) >= params.max_tokens else None
+    if len(token_ids) >= params.max_tokens:
+        return "length"
+    return None

@@ -26,7 +26,10 @@ class Callbacks:
     def __post_init__(self) -> None:
         for field in fields(self):
             function = getattr(self, field.name)
-            second = "checkpoint" if field.name == "on_save" else "metrics"
+            if field.name == "on_save":
+                second = "checkpoint"
+            else:
+                second = "metrics"
             if function is not None and not _takes_two(function):
                 raise UserError(
                     f"{field.name} must be a synchronous function that is called with (step, "

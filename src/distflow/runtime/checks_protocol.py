@@ -121,7 +121,9 @@ class Updates:
 
     def _role(self, engine: TrainEngine) -> str:
         """The role of an engine; with several policies, the policy's name."""
-        return "critic" if engine is self.critic else getattr(engine, "policy", "actor")
+        if engine is self.critic:
+            return "critic"
+        return getattr(engine, "policy", "actor")
 
     def since_sent(self) -> bool:
         """Whether the policy was updated since the last call."""

@@ -55,7 +55,10 @@ def compile_inputs(node: BoundNode, resources: Mapping[str, object]) -> Inputs:
     if "engine" in contract.reserved:
         found["engine"] = node.engines[0]
     if "reduce" in contract.reserved:
-        found["reduce"] = "dp_group" if node.node_type is NodeType.BARRIER_SYNC else "reduce"
+        if node.node_type is NodeType.BARRIER_SYNC:
+            found["reduce"] = "dp_group"
+        else:
+            found["reduce"] = "reduce"
     for name in found.values():
         if name not in resources:
             raise PipelineError(
@@ -222,7 +225,10 @@ class Step:
             axis = batch.field(name).axis
             if not isinstance(values, Tensor) or not values.is_floating_point():
                 continue
-            rows = torch.arange(len(batch)) if axis is Axis.SAMPLE else batch.rows(axis)
+            if axis is Axis.SAMPLE:
+                rows = torch.arange(len(batch))
+            else:
+                rows = batch.rows(axis)
             counts = batch.flat("valid")[rows]
             if axis is Axis.RESPONSE:
                 counts = counts & (batch.flat("response_mask") > 0)
@@ -290,7 +296,10 @@ def _measured(output: object, num_samples: int) -> tuple[object, Measured]:
     """(what the function returned without its metrics, these)."""
     if not isinstance(output, NodeOutput):
         return output, ({}, float(num_samples))
-    weight = float(num_samples) if output.weight is None else output.weight
+    if output.weight is None:
+        weight = float(num_samples)
+    else:
+        weight = output.weight
     return output.batch, (dict(output.metrics or {}), weight)
 
 
@@ -299,8 +308,8 @@ def _check_unchanged(before: Versions, returned: Iterable[object]) -> None:
     for name, (tensor, version) in before.items():
         if tensor._version != version and all(value is not tensor for value in returned):
             raise BadOutput(
-                f"changed its column '{name}' in place, which has no effect: return it and name "
-                "it in writes, or change a clone"
+                f"changed its column '{name}' in place, which has no effect: return it and name it "
+                "in writes, or change a clone"
             )
 
 

@@ -31,7 +31,9 @@ def kept_share(
     """Which share of a step's samples this rank writes, and the number of shares; the first dp
     group writes them."""
     keepers = with_samples(plan, dp_groups[0])
-    return (keepers.index(rank), len(keepers)) if rank in keepers else None
+    if rank in keepers:
+        return (keepers.index(rank), len(keepers))
+    return None
 
 
 @dataclass(frozen=True)

@@ -91,7 +91,10 @@ class GroupFailures:
         self._number += 1
         if self._number & (self._number - 1):
             return
-        then = "dropped" if failure.users else "generated again, unless this was its third attempt"
+        if failure.users:
+            then = "dropped"
+        else:
+            then = "generated again, unless this was its third attempt"
         message = escape_control(failure.message, _SHOWN_CHARACTERS)
         self.warn(
             f"group {group_id} has failed (failures so far: {self._number}) and is {then}: "
@@ -108,7 +111,9 @@ class FailuresInARow:
 
     @property
     def last(self) -> str | None:
-        return self._failures[-1].message if self._failures else None
+        if self._failures:
+            return self._failures[-1].message
+        return None
 
     def count(self, failure: Failure | None) -> None:
         """failure: None for a success, which resets the count. Raises NoProgress after two steps'
@@ -126,8 +131,7 @@ class FailuresInARow:
         first = self._failures[0]
         message = (
             f"the last {len(self._failures)} prompt groups all failed, so the run cannot progress; "
-            "the first error: "
-            f"{first.message}"
+            f"the first error: {first.message}"
         )
         raise (
             UserNoProgress(f"{message}\n{repair_advice(first.message)}")

@@ -74,7 +74,9 @@ def reach(point: str, data: memoryview | None = None) -> None:
 def fired(plan: Path) -> list[int]:
     """Numbers of the faults of a plan that have fired, in order."""
     file = _fired_file(plan)
-    return [int(line) for line in file.read_text().split()] if file.exists() else []
+    if file.exists():
+        return [int(line) for line in file.read_text().split()]
+    return []
 
 
 def _fired_file(plan: Path) -> Path:

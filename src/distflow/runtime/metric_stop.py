@@ -11,7 +11,10 @@ class MetricStop:
         # not at every command's start
         from distflow.config.keys.trainer import StopCondition
 
-        self.condition = None if condition is None else StopCondition.of(condition)
+        if condition is None:
+            self.condition = None
+        else:
+            self.condition = StopCondition.of(condition)
         self._warn = warn
         self._seen = set[str]()
 
@@ -33,6 +36,6 @@ class MetricStop:
 
         if self.condition is not None and self.condition.metric not in self._seen:
             self._warn(
-                f"trainer.stop_when={self.condition}: the run ended without a metric of that name"
-                f"{hint(self.condition.metric, self._seen)}"
+                f"trainer.stop_when={self.condition}: the run ended without a metric of that "
+                f"name{hint(self.condition.metric, self._seen)}"
             )

@@ -68,7 +68,10 @@ class Resources:
     def updated(self) -> dict[str, TrainEngine]:
         """The engines that take optimizer steps, by role; with several policies, each one's by its
         name."""
-        several = self.actor.engines if isinstance(self.actor, MultiPolicyTrainer) else {}
+        if isinstance(self.actor, MultiPolicyTrainer):
+            several = self.actor.engines
+        else:
+            several = {}
         return {**self.trained(), **several}
 
 

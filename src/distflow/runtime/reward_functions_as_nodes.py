@@ -21,9 +21,13 @@ _DERIVED = ("input_ids", "attention_mask", "loss_mask", "index", "data_source")
 def adapt(fn: Callable[..., object], form: Form) -> Callable[..., object]:
     """A function to be called as its contract says: with columns, or with `batch` and `config`."""
     if form is Form.SAMPLE_REWARD:
-        return partial(_score_each_async, fn) if is_async(fn) else partial(_score_each, fn)
+        if is_async(fn):
+            return partial(_score_each_async, fn)
+        return partial(_score_each, fn)
     if form is Form.BATCH_REWARD:
-        return partial(_score_batch_async, fn) if is_async(fn) else partial(_score_batch, fn)
+        if is_async(fn):
+            return partial(_score_batch_async, fn)
+        return partial(_score_batch, fn)
     return fn
 
 
@@ -96,7 +100,10 @@ def _all_columns(batch: Batch) -> dict[str, object]:
 def _written(output: object, batch: Batch, before: Mapping[str, object]) -> NodeOutput:
     """The columns that the function added or replaced. before: the columns that it was called
     with."""
-    returned = output if isinstance(output, NodeOutput) else NodeOutput(output)
+    if isinstance(output, NodeOutput):
+        returned = output
+    else:
+        returned = NodeOutput(output)
     columns = returned.batch
     if isinstance(columns, Batch):
         columns = {name: columns[name] for name in columns.names}

@@ -33,11 +33,12 @@ def repair_advice(first: str) -> str:
     if not first.startswith(OF_WORKFLOW):
         what = (
             "Correct the named function (custom_reward_function.path, reward.functions, dag), or "
-            "its ground truths "
-            "(data.answer_key)"
+            "its ground truths (data.answer_key)"
         )
     is_late = re.search(rf"{TIMED_OUT} \d|within [\d.]+ s \(reward\.timeout_s", first)
-    return f"{what}; if it is slow, raise reward.timeout_s" if is_late else what
+    if is_late:
+        return f"{what}; if it is slow, raise reward.timeout_s"
+    return what
 
 
 class NodeError(RuntimeError):
@@ -59,7 +60,9 @@ def node_error(node: BoundNode, error: BaseException) -> NodeError:
         return output_error(node, str(error))
     said = f"node '{node.node_id}' raised {type(error).__name__}: {error}"
     place = users_place(error)
-    return UserNodeError(f"{said} (at {place})") if place else NodeError(said)
+    if place:
+        return UserNodeError(f"{said} (at {place})")
+    return NodeError(said)
 
 
 def output_error(node: BoundNode, what: str) -> NodeError:
@@ -79,12 +82,14 @@ def writing_to(run_dir: Path) -> Iterator[None]:
     except OSError as err:
         if err.errno not in (*_DISK, *_IN_THE_WAY):
             raise
-        what = f"{err.strerror}: {err.filename}" if err.filename else str(err.strerror)
+        if err.filename:
+            what = f"{err.strerror}: {err.filename}"
+        else:
+            what = str(err.strerror)
         raise UserError(
             f"the run's folder {run_dir} cannot be written ({what}). Its checkpoints are complete. "
-            "Free space, "
-            "move conflicting files away, or set trainer.default_local_dir to another folder; then "
-            "rerun the command"
+            "Free space, move conflicting files away, or set trainer.default_local_dir to another "
+            "folder; then rerun the command"
         ) from err
 
 

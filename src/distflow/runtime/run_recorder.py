@@ -217,7 +217,10 @@ class Recorder(AbstractContextManager["Recorder"]):
     def training_step(self, step: int, metrics: Mapping[str, float], batch: Batch) -> None:
         """A finished step, counted from 1. metrics: of all ranks. batch: this rank's share."""
         self._step = step
-        rows = sample_rows(batch) if self._process.share is not None else []
+        if self._process.share is not None:
+            rows = sample_rows(batch)
+        else:
+            rows = []
         if rows:
             self.folder.samples(step, rows)
         if not self._process.leads:
@@ -304,9 +307,10 @@ def reported(run_dir: Path, say: Callable[[str], None]) -> Iterator[None]:
 def _raised(error: BaseException) -> dict[str, str]:
     """raised: the error's type if it is ours, since its message then needs no type. traceback:
     omitted for a user's wrong input, kept for an error in user code."""
-    fields = (
-        {"raised": type(error).__name__} if type(error).__module__.startswith("distflow.") else {}
-    )
+    if type(error).__module__.startswith("distflow."):
+        fields = {"raised": type(error).__name__}
+    else:
+        fields = {}
     if not isinstance(error, UserError) or error.__cause__ is not None:
         fields["traceback"] = "".join(traceback.format_exception(error))[-MAX_TRACEBACK:]
     return fields

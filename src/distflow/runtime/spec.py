@@ -179,18 +179,24 @@ class Spec:
     @property
     def check_freq(self) -> int:
         """Of so many steps one is checked whole; 0 for none."""
-        return self.config.trust.check_freq if self.checks_steps else 0
+        if self.checks_steps:
+            return self.config.trust.check_freq
+        return 0
 
     @property
     def keep_last(self) -> int | None:
         """The number of recent checkpoints that are kept; None for a run that saves none."""
-        return self.config.trainer.keep_last if self.data.saves else None
+        if self.data.saves:
+            return self.config.trainer.keep_last
+        return None
 
     @property
     def keep_best(self) -> str | None:
         """The metric by which the best checkpoint is also kept."""
         trainer = self.config.trainer
-        return trainer.keep_best_metric if trainer.keep_best else None
+        if trainer.keep_best:
+            return trainer.keep_best_metric
+        return None
 
     @property
     def saves_hf_model(self) -> bool:

@@ -247,10 +247,13 @@ def _lose_differences(scores: Sequence[float], parts: Sequence[Mapping[str, floa
     spread = max(scores) - min(scores)
     if len(scores) < 2 or size < _LARGE:
         return False
-    for name in parts[0] if not spread else ():
-        values = [part[name] for part in parts if name in part]
-        spread = max(spread, max(values) - min(values))
-    return spread < STEPS_OF_FLOAT * math.ulp(size) if spread else size >= 2.0**53
+    if not spread:
+        for name in parts[0]:
+            values = [part[name] for part in parts if name in part]
+            spread = max(spread, max(values) - min(values))
+    if spread:
+        return spread < STEPS_OF_FLOAT * math.ulp(size)
+    return size >= 2.0**53
 
 
 def group_metrics(
@@ -325,7 +328,10 @@ def over_ranks(measured: Sequence[Measured], collective: Collective) -> dict[str
             continue
         weighted = [(value, weight) for value, weight in pairs if weight]
         total = sum(weight for _, weight in weighted)
-        found[name] = sum(v * w for v, w in weighted) / total if total else 0.0
+        if total:
+            found[name] = sum(v * w for v, w in weighted) / total
+        else:
+            found[name] = 0.0
     return found
 
 

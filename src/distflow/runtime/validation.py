@@ -209,4 +209,6 @@ def score(name: str, validated: Mapping[str, float]) -> float:
             f"trainer.keep_best_metric={name} is not a metric of the validation; choose one of "
             f"{', '.join(sorted(validated))}"
         )
-    return -validated[name] if name.endswith("loss") else validated[name]
+    if name.endswith("loss"):
+        return -validated[name]
+    return validated[name]

@@ -128,7 +128,10 @@ class Worker:
         while not self._stop.wanted:
             with self._recorder.profiled(self.step + 1):
                 step = self.take()
-                counts = RewardCounts() if step is None else step.reward_counts
+                if step is None:
+                    counts = RewardCounts()
+                else:
+                    counts = step.reward_counts
                 rewards = self.reward_metrics(counts)
                 if step is None:
                     validated = self._end(self.step)
@@ -153,7 +156,9 @@ class Worker:
     @property
     def step(self) -> int:
         """Steps consumed in total, i.e. the number (from 0) of the next one."""
-        return self._released.version.step if self._released is not None else self._version.step
+        if self._released is not None:
+            return self._released.version.step
+        return self._version.step
 
     def take(
         self, wanted: int | None = None, deadline: float | None = None
@@ -177,7 +182,10 @@ class Worker:
 
     def check_taken(self, group_ids: tuple[int, ...], batch: Batch) -> None:
         """Check this rank's part of a step that was taken. group_ids: of all ranks."""
-        engine_version = self.weight_sync.step if self._spec.plan.generates else None
+        if self._spec.plan.generates:
+            engine_version = self.weight_sync.step
+        else:
+            engine_version = None
         with self._phases("check"):
             self.checks.step_taken(self.step, group_ids, batch, engine_version)
 
@@ -287,7 +295,10 @@ class Worker:
         """Whether weights were sent, and the canary's metrics."""
         if version % self._spec.update_frequency:
             return False, {}
-        phase = "update_weights" if self._spec.plan.generates else "release"
+        if self._spec.plan.generates:
+            phase = "update_weights"
+        else:
+            phase = "release"
         with self._phases(phase):
             return self.weight_sync.send(Version(self._version.restart, version))
 
@@ -302,7 +313,9 @@ class Worker:
             times[f"perf/{name}"] = time.perf_counter() - started
         with self._phases("record"):
             measured = self._over_dp_groups(over_ranks(step.measured, self._ports.data))
-        return measured | times if self._spec.config.dag.enable_perf else measured
+        if self._spec.config.dag.enable_perf:
+            return measured | times
+        return measured
 
     def _run_node(self, compiled: Step, step: TrainingStep[Batch]) -> None:
         name = compiled.node.node_id
@@ -359,7 +372,10 @@ class Worker:
         if self._metric_stop.condition is None:
             return False
         everyone = self._ports.everyone
-        why = self._metric_stop.reason(metrics) if everyone.rank == 0 else ""
+        if everyone.rank == 0:
+            why = self._metric_stop.reason(metrics)
+        else:
+            why = ""
         if why:
             self._ports.queue.end_run(why)
             self._recorder.why = {"why": why}
@@ -395,7 +411,10 @@ class Worker:
         step = released.version.step
         best = self._spec.keep_best
         self._saved_at = step
-        metric = score(best, validated) if best is not None and validated else None
+        if best is not None and validated:
+            metric = score(best, validated)
+        else:
+            metric = None
         everyone = self._ports.everyone
         with self._phases("save"):
             self._recorder.saving()

@@ -63,7 +63,9 @@ class Place:
     @property
     def first(self) -> int:
         """The index of its dp group's first rank among the training ranks."""
-        return self.trainers.index(self.dp_group[0]) if self.dp_group else -1
+        if self.dp_group:
+            return self.trainers.index(self.dp_group[0])
+        return -1
 
     @property
     def part(self) -> int:
@@ -85,8 +87,7 @@ def own_device(planned: str) -> str:
     if found is None or found.type != wanted:
         raise MissingDevice(
             f"the plan has a GPU ({wanted}) for this process, but torch {torch.__version__} finds "
-            "none on "
-            f"{platform.node()}: install a driver and a torch for {wanted} there, or set "
+            f"none on {platform.node()}: install a driver and a torch for {wanted} there, or set "
             "trainer.device=cpu"
         )
     return torch.get_device_module(wanted).get_device_name()

@@ -215,7 +215,10 @@ class Program:
         self._report, report = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._answers, answers = socket.socketpair()
         pipes = [os.pipe(), os.pipe()]
-        stdin_file = _sealed(stdin) if stdin else os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
+        if stdin:
+            stdin_file = _sealed(stdin)
+        else:
+            stdin_file = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
         theirs = [
             report.detach(),
             _sealed(code),
@@ -306,7 +309,9 @@ class Program:
         if self.end.exit_code < 0:
             # the kernel's two clocks differ a little
             used_up = self.end.cpu_s > 0.9 * self.limits.cpu_s
-            return "time" if used_up and self.end.exit_code == -signal.SIGKILL else "signal"
+            if used_up and self.end.exit_code == -signal.SIGKILL:
+                return "time"
+            return "signal"
         if self.end.exit_code == EXIT_OUT_OF_MEMORY:
             return "memory"
         return "exit" if self.end.exit_code else None

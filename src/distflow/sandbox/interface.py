@@ -4,9 +4,8 @@ from typing import Literal, NamedTuple
 
 INSTALL = (
     "namespaces need bubblewrap (apt-get install bubblewrap) and a machine that lets users make "
-    "namespaces; the floor "
-    "needs Linux 5.13 or newer with Landlock ('landlock' in the kernel's lsm=) and seccomp, on "
-    "x86-64 or aarch64"
+    "namespaces; the floor needs Linux 5.13 or newer with Landlock ('landlock' in the kernel's "
+    "lsm=) and seccomp, on x86-64 or aarch64"
 )
 
 Cause = Literal["exit", "time", "memory", "signal", "output", "frame", "value"]

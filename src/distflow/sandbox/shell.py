@@ -129,9 +129,8 @@ class Shell:
         if problem:
             raise UserError(
                 "commands of tasks cannot run here, because they would not be isolated "
-                f"({problem}): they need "
-                "bubblewrap (apt-get install bubblewrap) and a machine that lets users make "
-                "namespaces"
+                f"({problem}): they need bubblewrap (apt-get install bubblewrap) and a machine "
+                "that lets users make namespaces"
             )
 
     def _words(

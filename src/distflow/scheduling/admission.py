@@ -54,11 +54,9 @@ class GenerationBudget:
 
     def room(self, due: int) -> int:
         """Groups with this due step that may still be issued."""
-        return (
-            self._per_slot * (self._slots(due) - self._num_covered)
-            if due > self._due
-            else self._left
-        )
+        if due > self._due:
+            return self._per_slot * (self._slots(due) - self._num_covered)
+        return self._left
 
     def issue(self, due: int) -> None:
         """Count an issued group; the first one of a class begins it."""
@@ -142,8 +140,8 @@ class Admission:
         if not self.engine_version <= engine_version <= step + 1:
             raise CountsError(
                 f"an engine has version {engine_version}, but version {self.engine_version} was "
-                "there before and step "
-                f"{step + 1} is the next one: versions never go backwards, nor ahead of the steps"
+                f"there before and step {step + 1} is the next one: versions never go backwards, "
+                "nor ahead of the steps"
             )
         self.engine_version = engine_version
         self._asked = True

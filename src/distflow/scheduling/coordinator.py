@@ -162,11 +162,10 @@ class Coordinator:
         ]
         # Lost groups form their own wave; with oversampling, where every step begins with some,
         # they are part of one.
-        num_open = (
-            num_capacity - len(prompt_groups)
-            if self.plan.oversampling
-            else self._admission.rollout_capacity(engine_version)
-        )
+        if self.plan.oversampling:
+            num_open = num_capacity - len(prompt_groups)
+        else:
+            num_open = self._admission.rollout_capacity(engine_version)
         sources = self._admission.new(engine_version, num_open, self.prompt_groups.num_left)
         prompt_groups += self._issue(sources, engine_version)
         self._close_at_end()
@@ -259,8 +258,7 @@ class Coordinator:
             raise CountsError(
                 f"step {step + 1} can get no groups: the engines have weights of version "
                 f"{self._admission.engine_version}, max_staleness is {self.plan.max_staleness}, "
-                "and no later version "
-                "was sent"
+                "and no later version was sent"
             )
         return numbers
 
@@ -297,7 +295,10 @@ class Coordinator:
             self._counts[group.domain].consumed += 1
         self._admission.released()
         self.version = Version(self._restart, step + 1)
-        self.weights_step = step + 1 if sent_weights else self.weights_step
+        if sent_weights:
+            self.weights_step = step + 1
+        else:
+            self.weights_step = self.weights_step
         self._journal(
             "consumed",
             step=self.step,
@@ -409,4 +410,6 @@ def _complete_fields(group: PromptGroup) -> dict[str, Any]:
 
 def mark_of(snapshot: Snapshot) -> Mark | None:
     """The ledger's position at the snapshot, to which a `Ledger` is rolled back."""
-    return Mark(**snapshot["ledger"]) if snapshot["ledger"] else None
+    if snapshot["ledger"]:
+        return Mark(**snapshot["ledger"])
+    return None

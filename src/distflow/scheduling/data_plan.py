@@ -53,11 +53,10 @@ def epoch_order(
         words.append(
             int.from_bytes(hashlib.blake2b(domain.encode(), digest_size=8).digest(), "little")
         )
-    rows = (
-        keyed_permutation(num_rows, seed, EPOCHS, *words)
-        if shuffle
-        else np.arange(num_rows, dtype=np.int64)
-    )
+    if shuffle:
+        rows = keyed_permutation(num_rows, seed, EPOCHS, *words)
+    else:
+        rows = np.arange(num_rows, dtype=np.int64)
     rows.flags.writeable = False
     return rows
 
@@ -160,7 +159,9 @@ class Timetable:
     def secs(self) -> float:
         """Seconds since it was last due, or since the start of the run; 0 if seconds do not
         count."""
-        return time.monotonic() - self._last if self._frequency.secs is not None else 0.0
+        if self._frequency.secs is not None:
+            return time.monotonic() - self._last
+        return 0.0
 
     def is_due(self, step: int, num_passed: int, is_last: bool = False) -> bool:
         """Call once after each step. num_passed: groups consumed or dropped so far. is_last: no

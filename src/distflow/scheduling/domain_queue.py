@@ -73,7 +73,9 @@ class DomainQueue:
     def num_extra(self) -> int:
         """Extra groups that may run beyond the slots of the next step: a fraction of the missing
         ones, so that a few missing groups do not start a whole batch."""
-        return ceil(self._oversampling * max(0, self.num_lacking)) if self._oversampling else 0
+        if self._oversampling:
+            return ceil(self._oversampling * max(0, self.num_lacking))
+        return 0
 
     def room(self, step: int) -> int:
         """Slots up to that step without a group in the queue, plus extra groups; negative if there
@@ -114,7 +116,10 @@ class DomainQueue:
 
     def complete(self, number: int, num_tokens: int, version: int | None) -> None:
         self._leave(number)
-        lowest = self._groups[number].version if version is None else version
+        if version is None:
+            lowest = self._groups[number].version
+        else:
+            lowest = version
         self._change(number, state=GroupState.QUEUED, num_tokens=num_tokens, lowest_version=lowest)
         self.num_complete += 1
         self._enter(number)
@@ -175,9 +180,8 @@ class DomainQueue:
                     return None
                 raise CountsError(
                     f"step {step + 1} would leave {num_left} groups that are due by step "
-                    f"{due + 1}, more than the "
-                    "steps up to that one use; the first group that it would consume is "
-                    f"{min(chosen or members.complete)}"
+                    f"{due + 1}, more than the steps up to that one use; the first group that it "
+                    f"would consume is {min(chosen or members.complete)}"
                 )
             chosen += sorted(members.complete)[:taken]
         return self._check(step, chosen)
@@ -199,8 +203,7 @@ class DomainQueue:
             if not 0 <= step - version <= self._max_staleness:
                 raise CountsError(
                     f"group {number} holds tokens of version {version}, which step {step + 1} may "
-                    "not train on: "
-                    f"max_staleness is {self._max_staleness}"
+                    f"not train on: max_staleness is {self._max_staleness}"
                 )
         return list(numbers)
 

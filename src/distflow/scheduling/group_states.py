@@ -77,7 +77,9 @@ class PromptGroup:
     @property
     def domain(self) -> str:
         """Empty in a run without domains."""
-        return self.stream.partition("/")[2] if self.stream != TRAIN else ""
+        if self.stream != TRAIN:
+            return self.stream.partition("/")[2]
+        return ""
 
     def changed(self, **changes: Any) -> "PromptGroup":
         """A changed record. `dataclasses.replace`, run three times per group, would take several
@@ -94,9 +96,10 @@ class PromptGroup:
     def due(self, max_staleness: int) -> int:
         """The last step that may train on it. Tokens from weights older than the group's are a
         fault, and make it due earlier."""
-        lowest = (
-            self.version if self.lowest_version is None else min(self.version, self.lowest_version)
-        )
+        if self.lowest_version is None:
+            lowest = self.version
+        else:
+            lowest = min(self.version, self.lowest_version)
         return max_staleness + lowest
 
     def issued_fields(self) -> dict[str, Any]:
@@ -127,11 +130,10 @@ class Places:
 
     def has_place(self, group: PromptGroup) -> bool:
         """Whether the group may be completed, beside the slots reserved for others."""
-        others = (
-            0
-            if group in self._reserved
-            else sum(each.domain == group.domain for each in self._reserved)
-        )
+        if group in self._reserved:
+            others = 0
+        else:
+            others = sum(each.domain == group.domain for each in self._reserved)
         return self._free[group.domain] > others
 
     def end(self, group: PromptGroup, complete: bool) -> None:
@@ -219,7 +221,6 @@ class GroupCounts:
         if self.issued != known:
             raise CountsError(
                 f"{self.issued} groups were issued, but {known} are accounted for: {self}. Groups "
-                "were lost or counted "
-                "twice; after a resume, the checkpoint lacks those in flight: resume from an "
-                "earlier one"
+                "were lost or counted twice; after a resume, the checkpoint lacks those in flight: "
+                "resume from an earlier one"
             )

@@ -178,7 +178,9 @@ class Ledger(AbstractContextManager["Ledger"]):
 def ledger_id(path: Path) -> str | None:
     """The id in a ledger's first line; None if there is no such line."""
     first = _parse(_first_line(path))
-    return str(first["ledger"]) if first and "ledger" in first else None
+    if first and "ledger" in first:
+        return str(first["ledger"])
+    return None
 
 
 def timeline(path: Path, end: int | None = None) -> Iterator[tuple[int, Record]]:

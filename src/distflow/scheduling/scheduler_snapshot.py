@@ -88,7 +88,9 @@ def saved_plan(plan: DataPlan) -> SavedPlan:
 def saved_counts(counts: DomainCounts | GroupCounts) -> dict[str, Any]:
     """A snapshot's counts of a run or a domain."""
     saved = {"issued": counts.issued, "consumed": counts.consumed, "dropped": dict(counts.dropped)}
-    return {**saved, "aborted": counts.aborted} if counts.aborted else saved
+    if counts.aborted:
+        return {**saved, "aborted": counts.aborted}
+    return saved
 
 
 def saved_group(group: PromptGroup) -> SavedGroup:
@@ -100,7 +102,9 @@ def saved_group(group: PromptGroup) -> SavedGroup:
         "failures": group.failures,
         "version": group.lowest_version,
     }
-    return {**live, "aborts": group.num_aborts} if group.num_aborts else live
+    if group.num_aborts:
+        return {**live, "aborts": group.num_aborts}
+    return live
 
 
 def restored(group: SavedGroup) -> PromptGroup:
@@ -128,10 +132,8 @@ def check_resumable(plan: DataPlan, snapshot: Snapshot) -> None:
         if then != wanted:
             raise UserError(
                 f"the checkpoint was made with {key}={then}, this run has {wanted}: rows would be "
-                "trained twice or "
-                f"skipped. Restore {option}, or start again with trainer.resume_mode=never and "
-                "another "
-                "trainer.default_local_dir"
+                f"trained twice or skipped. Restore {option}, or start again with "
+                "trainer.resume_mode=never and another trainer.default_local_dir"
             )
 
 
@@ -150,7 +152,10 @@ def inherited_fields(start: Snapshot) -> dict[str, Any]:
     fields: dict[str, Any] = {name: value for name, value in start.items() if name in names}
     live = []
     for group in map(restored, start["live"]):
-        version = group.version if group.lowest_version is None else group.lowest_version
+        if group.lowest_version is None:
+            version = group.version
+        else:
+            version = group.lowest_version
         own = {
             "group_id": group.group_id,
             "attempt": group.attempt,

@@ -24,7 +24,9 @@ class PolicyModels(nn.Module):
 
 def models_of(model: nn.Module) -> dict[str, nn.Module]:
     """The models of several policies by name; a single policy's model has the name ""."""
-    return dict(model.named_children()) if isinstance(model, PolicyModels) else {"": model}
+    if isinstance(model, PolicyModels):
+        return dict(model.named_children())
+    return {"": model}
 
 
 class PolicyScorer(TorchScorer):
@@ -46,7 +48,10 @@ class PolicyScorer(TorchScorer):
     ) -> dict[str, Tensor]:
         conversations, places = self._cut(micro)
         heat = self.temperature_of(micro) if heat is None else heat
-        heat = heat[places.to(heat.device)] if isinstance(heat, Tensor) else heat
+        if isinstance(heat, Tensor):
+            heat = heat[places.to(heat.device)]
+        else:
+            heat = heat
         places = places.to(self.device)
         size = int(micro.lengths("response").sum())
         found = super().compute(conversations, outputs, heat)
@@ -94,10 +99,11 @@ def _conversations(batch: Batch, row: int, length: int) -> Iterator[tuple[str, i
     """The name, start and end of each conversation in a response of so many tokens."""
     name = ""
     start = 0
-    for next_name, next_start in batch["forks"][row] if "forks" in batch else ():
-        yield name, start, next_start
-        name = next_name
-        start = next_start
+    if "forks" in batch:
+        for next_name, next_start in batch["forks"][row]:
+            yield name, start, next_start
+            name = next_name
+            start = next_start
     yield name, start, length
 
 

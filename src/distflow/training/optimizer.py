@@ -155,7 +155,10 @@ def make_schedule(
         raise UserError(f"unknown scheduler '{name}'; there are: {', '.join(SCHEDULERS)}")
     if name == "constant":
         return lambda step: 1.0
-    warmup = warmup_steps if warmup_steps >= 0 else int(warmup_ratio * total_steps)
+    if warmup_steps >= 0:
+        warmup = warmup_steps
+    else:
+        warmup = int(warmup_ratio * total_steps)
 
     def factor(step: int) -> float:
         if step < warmup:

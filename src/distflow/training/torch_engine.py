@@ -217,7 +217,10 @@ def micro_batches(
     computed once. With `whole_groups` the samples of a prompt group always do. Every rank of
     `group` gets as many as the one that needs most, if necessary empty ones.
     """
-    families = _groups(batch) if whole_groups else _families(batch, max_tokens)
+    if whole_groups:
+        families = _groups(batch)
+    else:
+        families = _families(batch, max_tokens)
     lengths = batch.lengths("sequence")
     sizes = [int(lengths[family].sum()) for family in families]
     bins = pack(sizes, max_tokens)
@@ -275,7 +278,10 @@ def model_inputs(
     empty = (micro.lengths("prompt") < before) & (micro.lengths("response") > 0)
     if bool(empty.any()):
         index = int(empty.nonzero()[0])
-        who = micro.flat("uid")[index] if "uid" in micro else f"number {index}"
+        if "uid" in micro:
+            who = micro.flat("uid")[index]
+        else:
+            who = f"number {index}"
         raise ValueError(
             f"sample {who} has an empty prompt: its first token cannot be predicted; add a BOS "
             "token"
@@ -286,8 +292,14 @@ def model_inputs(
         ids = ids.new_zeros(1)
         lengths = torch.ones(1, dtype=torch.int64)
     positions = send(micro.response_positions(), ids.device)
-    images = _images(micro, processor, device) if processor is not None else None
-    sharing = shared_prefixes(ids, lengths) if ids.device.type == "cpu" and images is None else None
+    if processor is not None:
+        images = _images(micro, processor, device)
+    else:
+        images = None
+    if ids.device.type == "cpu" and images is None:
+        sharing = shared_prefixes(ids, lengths)
+    else:
+        sharing = None
     ids, predicting, targets = (
         send(each, device) for each in (ids, positions - before, ids[positions])
     )
@@ -315,9 +327,10 @@ def _images(micro: Batch, processor: ImageProcessor, device: torch.device) -> Im
     is_placeholder = (micro.flat("input_ids") == processor.token_id).cpu()
     is_drawn = torch.zeros_like(is_placeholder)
     lengths = micro.conversation_lengths().tolist()
-    is_drawn[micro.response_positions()] = (
-        (micro.flat("response_mask") > 0).cpu() if "response_mask" in micro else True
-    )
+    if "response_mask" in micro:
+        is_drawn[micro.response_positions()] = (micro.flat("response_mask") > 0).cpu()
+    else:
+        is_drawn[micro.response_positions()] = True
     for places, drawn in zip(is_placeholder.split(lengths), is_drawn.split(lengths), strict=True):
         places[drawn.cumsum(0) > 0] = False
     num_forks = map(len, micro.flat("forks")) if "forks" in micro else [0] * len(held)

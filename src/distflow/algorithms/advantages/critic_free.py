@@ -114,7 +114,10 @@ def compute_gdpo_advantage(
     summed rewards, and any KL in them, are not read.
     """
     summed = torch.zeros(len(response_mask), dtype=torch.float64, device=response_mask.device)
-    is_valid = torch.ones_like(summed, dtype=torch.bool) if valid is None else valid.bool()
+    if valid is None:
+        is_valid = torch.ones_like(summed, dtype=torch.bool)
+    else:
+        is_valid = valid.bool()
     rule = grpo_rule(norm_adv_by_std_in_grpo, adv_epsilon)
     by_domain = reward_weights or {}
     domains = [DEFAULT_DOMAIN] * len(summed) if domain is None else domain
@@ -160,7 +163,10 @@ def compute_gpg_advantage(
     scores = sample_scores(token_level_rewards, response_mask)
     groups = Groups(group_index, valid)
     centred = group_advantage(scores, group_index, GroupRule(), valid)
-    counted = groups.sum(centred != 0) > 0 if alpha_counts == "groups" else scores != 0
+    if alpha_counts == "groups":
+        counted = groups.sum(centred != 0) > 0
+    else:
+        counted = scores != 0
     counts = torch.stack([groups.valid.sum(), (groups.valid & counted).sum()]).double()
     num_samples, num_counted = global_sum(counts, reduce).unbind()
     advantages = on_tokens(num_samples / num_counted.clamp(min=1) * centred / f_norm, response_mask)
@@ -186,7 +192,10 @@ def compute_grpo_passk_advantage(
     is_best = groups.valid & (scores == groups.max(scores))
     second = groups.max(torch.where(is_best, -torch.inf, scores))
     is_only_best = is_best & (groups.sum(is_best) == 1) & (groups.size > 1)
-    scale = groups.std(scores) + adv_epsilon if norm_adv_by_std_in_grpo else torch.ones_like(scores)
+    if norm_adv_by_std_in_grpo:
+        scale = groups.std(scores) + adv_epsilon
+    else:
+        scale = torch.ones_like(scores)
     advantages = on_tokens(under_mask((scores - second) / scale, is_only_best), response_mask)
     return advantages, advantages.clone()
 

@@ -37,7 +37,10 @@ class Groups:
         index = torch.as_tensor(group_index)
         unique, self.group = torch.unique(index, return_inverse=True)
         self.num_groups = len(unique)
-        self.valid = torch.ones_like(index, dtype=torch.bool) if valid is None else valid.bool()
+        if valid is None:
+            self.valid = torch.ones_like(index, dtype=torch.bool)
+        else:
+            self.valid = valid.bool()
         self.size = self.sum(torch.ones_like(index, dtype=torch.float64))
 
     def sum(self, values: Tensor) -> Tensor:

@@ -65,7 +65,10 @@ def token_draws(uid: Sequence[str], loss_mask: Tensor) -> Tensor:
         for name in uid
     ]
     rows = [np.random.Philox(key=key).random_raw(length) for key in keys]
-    bits = np.stack(rows) if rows else np.zeros((0, length), dtype=np.uint64)
+    if rows:
+        bits = np.stack(rows)
+    else:
+        bits = np.zeros((0, length), dtype=np.uint64)
     return torch.from_numpy((bits >> np.uint64(11)).astype(np.float64) * 2.0**-53).to(
         loss_mask.device
     )

@@ -46,7 +46,7 @@ class RejectionSampling:
         or choices."""
         if not isinstance(options, Mapping):
             raise ValueError(
-                f"rejection_sampling is a mapping, e.g. {{metric: kl_k3, upper: 0.1}}, not "
+                "rejection_sampling is a mapping, e.g. {metric: kl_k3, upper: 0.1}, not "
                 f"{options!r}"
             )
         check_options(
@@ -106,11 +106,10 @@ def behaviour_weights(
     if rule.lower is not None:
         outside = outside | (measured < rule.lower)
     outside = outside & inside
-    replacement = (
-        torch.zeros_like(weight)
-        if rule.action == "mask"
-        else weight.clamp(rule.lower or 0.0, rule.upper)
-    )
+    if rule.action == "mask":
+        replacement = torch.zeros_like(weight)
+    else:
+        replacement = weight.clamp(rule.lower or 0.0, rule.upper)
     return torch.where(outside, replacement, weight), outside
 
 
@@ -122,11 +121,10 @@ def _aggregate(measured: Tensor, inside: Tensor, count: Tensor, agg: str) -> Ten
     """One value per row, `(bs, 1)`; 0 for a row without tokens."""
     if agg == "max":
         lowest = torch.where(inside, measured, torch.full_like(measured, -torch.inf))
-        largest = (
-            lowest.amax(dim=-1, keepdim=True)
-            if measured.shape[-1]
-            else measured.sum(dim=-1, keepdim=True)
-        )
+        if measured.shape[-1]:
+            largest = lowest.amax(dim=-1, keepdim=True)
+        else:
+            largest = measured.sum(dim=-1, keepdim=True)
         return torch.where(inside.any(dim=-1, keepdim=True), largest, torch.zeros_like(largest))
     total = torch.where(inside, measured, torch.zeros_like(measured)).sum(dim=-1, keepdim=True)
     return total if agg == "sum" else total / count
@@ -188,11 +186,10 @@ def compute_decoupled_loss(
         )
     elif behav_imp_weight_cap is not None:
         above = weight > behav_imp_weight_cap
-        replacement = (
-            torch.zeros_like(weight)
-            if behav_imp_weight_mode == "mask"
-            else weight.clamp(max=behav_imp_weight_cap)
-        )
+        if behav_imp_weight_mode == "mask":
+            replacement = torch.zeros_like(weight)
+        else:
+            replacement = weight.clamp(max=behav_imp_weight_cap)
         weight = torch.where(above, replacement, weight)
     return loss * weight, stats | {
         "behave_imp_weight": weight,

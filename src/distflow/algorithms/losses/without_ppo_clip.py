@@ -71,7 +71,10 @@ def compute_cpgd_loss(
     """
     current = under_mask(log_probs, loss_mask)
     advantages = under_mask(advantages, loss_mask)
-    old = current.detach() if old_log_probs is None else under_mask(old_log_probs, loss_mask)
+    if old_log_probs is None:
+        old = current.detach()
+    else:
+        old = under_mask(old_log_probs, loss_mask)
     ceiling = old + math.log1p(clip_ratio_high)
     floor = old + (math.log1p(-clip_ratio_low) if clip_ratio_low < 1.0 else -math.inf)
     positive = advantages > 0
@@ -130,11 +133,10 @@ def compute_topr_loss(
     token_level_scores: summed over each row; a `(bs,)` tensor is one score per sample. ratio_level:
     r of each token (ROLL), or the product over the sequence (the paper).
     """
-    score = (
-        token_level_scores
-        if token_level_scores.dim() == 1
-        else sample_scores(token_level_scores, loss_mask)
-    )
+    if token_level_scores.dim() == 1:
+        score = token_level_scores
+    else:
+        score = sample_scores(token_level_scores, loss_mask)
     difference = log_ratio(log_probs, old_log_probs, loss_mask).detach()
     ratio = difference.exp()
     if ratio_level == "sequence":

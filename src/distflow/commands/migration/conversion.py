@@ -153,7 +153,10 @@ def _follow_trl(theirs: ForeignSettings, table: tables.Table) -> None:
     """What TRL writes in its own ways: trackers, and flags that begin with `no_`."""
     trackers = theirs.values.get("report_to")
     if isinstance(trackers, list):
-        theirs.values["report_to"] = trackers[0] if len(trackers) == 1 else ["console", *trackers]
+        if len(trackers) == 1:
+            theirs.values["report_to"] = trackers[0]
+        else:
+            theirs.values["report_to"] = ["console", *trackers]
     for key in [*theirs.values]:
         if key.startswith("no_") and key not in table.names and theirs.values[key] is True:
             del theirs.values[key]
@@ -332,7 +335,10 @@ def _check_target(path: Path) -> None:
             f"--to {path}: the file must be NAME.yaml, where NAME has no dots and is not a preset's"
         )
     if path.exists() or not path.parent.is_dir():
-        what = "is there already" if path.exists() else "is in a folder that does not exist"
+        if path.exists():
+            what = "is there already"
+        else:
+            what = "is in a folder that does not exist"
         raise UserError(f"--to {path}: it {what}; name another file")
 
 

@@ -54,7 +54,10 @@ def read_options(words: Iterable[str]) -> Iterator[tuple[str, object]]:
         if len(override[1] if override else name) > MAX_KEY_LENGTH:
             raise UserError(f"a key has more than {MAX_KEY_LENGTH} characters")
         if override:
-            key = override[1].replace("-", "_") if word.startswith("--") else override[1]
+            if word.startswith("--"):
+                key = override[1].replace("-", "_")
+            else:
+                key = override[1]
             yield key, read_value([override[2]])
         elif word.startswith("--"):
             name = word[2:]

@@ -72,7 +72,10 @@ class Computed:
     def write(self, ours: str, result: object, sources: set[str]) -> None:
         """Set a key of ours. sources: their keys that the result comes from."""
         self.used |= sources
-        self.overrides[ours] = "null" if result == "null" else tables.as_override(result)
+        if result == "null":
+            self.overrides[ours] = "null"
+        else:
+            self.overrides[ours] = tables.as_override(result)
 
 
 class Uncomputed(Unread):

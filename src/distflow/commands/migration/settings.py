@@ -145,7 +145,9 @@ def _leaves(key: str, value: object, tree: DictConfig) -> Iterator[tuple[str, ob
 def _resolved(tree: DictConfig, key: str) -> object:
     try:
         found = OmegaConf.select(tree, key)
-        return OmegaConf.to_container(found, resolve=True) if OmegaConf.is_config(found) else found
+        if OmegaConf.is_config(found):
+            return OmegaConf.to_container(found, resolve=True)
+        return found
     except OmegaConfBaseException as error:
         return Unread(first_line(error))
 

@@ -40,7 +40,7 @@ def run_selftest(arguments: argparse.Namespace) -> int:
         f"the runs are kept: {folder}/PIPELINE/RUN, with report.html in each, and "
         "PIPELINE/runs.log and killed.log\n"
         "Do not trust results of this machine before this is explained: run `distflow doctor`, "
-        "reinstall distflow and the torch that it requires, and if the failure persists, report "
-        "it with these lines and that folder"
+        "reinstall distflow and the torch that it requires, and if the failure persists, report it "
+        "with these lines and that folder"
     )
     return 1

@@ -59,7 +59,10 @@ def find_missing(
 ) -> Iterator[Problem]:
     for key, path, fault in _named(config):
         try:
-            found = fault(path) if _DOMAINS.sub("data", key) in needed else None
+            if _DOMAINS.sub("data", key) in needed:
+                found = fault(path)
+            else:
+                found = None
         # in a folder of somebody else's, too long, or of an unknown ~user
         except (OSError, RuntimeError) as error:
             found = f"cannot be read: {getattr(error, 'strerror', None) or error}", "check the path"
@@ -124,11 +127,9 @@ def data_fault(source: str) -> tuple[str, str] | None:
     if path.is_file():
         known = path.suffix.lower() in DATA_SUFFIXES or is_compressed(path)
         advice = f"rename it, or save it as one of {', '.join(DATA_SUFFIXES)}"
-        return (
-            pointer_fault(path)
-            if known
-            else (f"its extension '{path.suffix}' is not a known format", advice)
-        )
+        if known:
+            return pointer_fault(path)
+        return (f"its extension '{path.suffix}' is not a known format", advice)
     if found := matching_files(source):
         return next(filter(None, (data_fault(str(file)) for file in found)), None)
     if source.startswith("builtin:") or folder.is_dir():
@@ -203,7 +204,10 @@ def _content_fault(file: Path, function: str, advice: str) -> tuple[str, str] | 
     try:
         source = SourceFile(read_file(file, max_bytes=MAX_SOURCE_BYTES))
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
-        line = f" (line {error.lineno})" if isinstance(error, SyntaxError) else ""
+        if isinstance(error, SyntaxError):
+            line = f" (line {error.lineno})"
+        else:
+            line = ""
         return (
             f"is not valid Python: {type(error).__name__}: {error.args[0]}{line}",
             "look at that line",
@@ -214,7 +218,10 @@ def _content_fault(file: Path, function: str, advice: str) -> tuple[str, str] | 
         return None
     there = list(source.functions)
     meant = nearest(function, there) or (there[0] if len(there) == 1 else "")
-    listed = f"it has {', '.join(there)}" if there else "it has no function"
+    if there:
+        listed = f"it has {', '.join(there)}"
+    else:
+        listed = "it has no function"
     return f"it binds no '{function}': {listed}", advice.format(meant or "FUNCTION")
 
 

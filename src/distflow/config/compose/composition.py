@@ -292,9 +292,10 @@ def _takes_text(line: str) -> bool:
     if not value or value[0] in "'\"[ =":
         return False
     info = schema_keys().get(_key_of(line))
-    for arm in info.arms if info else ():
-        if arm is str or (get_origin(arm) is tuple and get_args(arm)[:1] == (str,)):
-            return True
+    if info:
+        for arm in info.arms:
+            if arm is str or (get_origin(arm) is tuple and get_args(arm)[:1] == (str,)):
+                return True
     return False
 
 
@@ -329,7 +330,10 @@ def check_interpolations(values: dict[str, object]) -> None:
 def _at(value: object, path: tuple[str, ...]) -> object:
     for name in path:
         if isinstance(value, list):
-            value = dict(enumerate(value)).get(int(name)) if name.isdecimal() else None
+            if name.isdecimal():
+                value = dict(enumerate(value)).get(int(name))
+            else:
+                value = None
         else:
             value = value.get(name) if isinstance(value, dict) else None
     return value

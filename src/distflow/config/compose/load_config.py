@@ -92,7 +92,9 @@ class Loaded:
     def origin(self, key: str) -> str:
         """Where a key was set, or "default"; for a value that was changed to fit, the reason."""
         why = [fitted.why for fitted in self.fitted if fitted.key == key]
-        return f"made to fit: {why[-1]}" if why else where(key, self.origins)
+        if why:
+            return f"made to fit: {why[-1]}"
+        return where(key, self.origins)
 
     @property
     def set_keys(self) -> dict[str, str]:
@@ -156,7 +158,10 @@ def load_config(
     # of this file: those of files that keys name are problems of the keys
     except (RecursionError, OSError) as error:
         what = "its keys, or those of an override, are nested too deeply"
-        what = f"cannot be read: {error.strerror}" if isinstance(error, OSError) else what
+        if isinstance(error, OSError):
+            what = f"cannot be read: {error.strerror}"
+        else:
+            what = what
         raise ConfigError([Problem(((f"'{preset_or_file}'", COMMAND_LINE),), what)]) from error
 
 
@@ -174,7 +179,9 @@ def fit_to(loaded: Loaded, room: RunLimits) -> Loaded:
     config, fitted = fit(loaded.config, loaded.origins, room)
     if problems := find_size_problems(config, loaded.origins, room):
         raise ConfigError(problems)
-    return replace(loaded, config=config, fitted=(*loaded.fitted, *fitted)) if fitted else loaded
+    if fitted:
+        return replace(loaded, config=config, fitted=(*loaded.fitted, *fitted))
+    return loaded
 
 
 def with_changes(loaded: Loaded, changes: Sequence[Change], complete: bool = False) -> Loaded:
@@ -363,9 +370,9 @@ def _differences_from_verl(loaded: Loaded, accepted: Iterable[str]) -> list[str]
     preset = "verl_ppo" if may_have_critic(loaded.config) else "verl_grpo"
     found = differing(loaded, load_config(preset, complete=False))
     listed = ", ".join(f"{key}={here} (verl {there})" for key, here, there in found)
-    return (
-        [f"verl has other defaults, which the preset {preset} has; here {listed}"] if found else []
-    )
+    if found:
+        return [f"verl has other defaults, which the preset {preset} has; here {listed}"]
+    return []
 
 
 def _register_user_groups(
@@ -377,7 +384,10 @@ def _register_user_groups(
     if not unknown or not named or not named[-1].value:
         return
     given = named[-1].value
-    modules = [str(each) for each in given] if isinstance(given, list) else [str(given)]
+    if isinstance(given, list):
+        modules = [str(each) for each in given]
+    else:
+        modules = [str(given)]
     places = (("trainer.imports", named[-1].where),)
     if not trust_code:
         what = (

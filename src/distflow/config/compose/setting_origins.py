@@ -45,7 +45,9 @@ def base_preset(values: Mapping[str, object], otherwise: str = "grpo") -> str:
     """
     pipeline, workflow_type, estimator = (values.get(key) for key in PIPELINE_KEYS)
     if pipeline is not None:
-        return str(pipeline) if pipeline in preset_names() else otherwise
+        if pipeline in preset_names():
+            return str(pipeline)
+        return otherwise
     return pipeline_of_algorithm(workflow_type, estimator) or otherwise
 
 
@@ -70,7 +72,10 @@ def names_in_defaults(root: yaml.Node | None) -> list[str]:
     chosen = next((value for name, value in pairs if name.value == "defaults"), None)
     if chosen is None:
         return []
-    entries = chosen.value if isinstance(chosen, yaml.SequenceNode) else [chosen]
+    if isinstance(chosen, yaml.SequenceNode):
+        entries = chosen.value
+    else:
+        entries = [chosen]
     return [entry.value if isinstance(entry, yaml.ScalarNode) else "" for entry in entries]
 
 
@@ -85,7 +90,9 @@ def display(path: Path) -> str:
     if path.parent == PRESETS:
         return f"presets/{path.name}"
     here = Path.cwd()
-    return str(path.relative_to(here)) if path.is_relative_to(here) else str(path)
+    if path.is_relative_to(here):
+        return str(path.relative_to(here))
+    return str(path)
 
 
 def read_settings(path: Path, prefix: str, root: yaml.Node | None) -> list[Setting]:
@@ -132,7 +139,10 @@ def yaml_problem(error: yaml.YAMLError | UnicodeDecodeError, path: Path) -> Prob
             ((display(path), "the file"),), f"cannot be read: {error}", "save it as UTF-8 text"
         )
     mark = error.problem_mark or error.context_mark
-    where = f"line {mark.line + 1}, column {mark.column + 1}" if mark else "the file"
+    if mark:
+        where = f"line {mark.line + 1}, column {mark.column + 1}"
+    else:
+        where = "the file"
     advice = (
         "check that line and the one above: keys of one group start in the same column, after "
         'spaces and not tabs; "${...}" is in quotes; tags (!...) are not supported'

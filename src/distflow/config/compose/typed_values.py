@@ -77,15 +77,13 @@ def type_name(annotation: object) -> str:
     if origin is tuple and Ellipsis not in arguments:
         return f"[{', '.join(type_name(argument) for argument in arguments)}]"
     if origin in (tuple, list) or annotation in (tuple, list):
-        return (
-            f"list[{type_name(arguments[0])}]" if arguments and arguments[0] in _SCALARS else "list"
-        )
+        if arguments and arguments[0] in _SCALARS:
+            return f"list[{type_name(arguments[0])}]"
+        return "list"
     if (origin or annotation) is dict:
-        return (
-            f"dict[{', '.join(map(type_name, arguments))}]"
-            if set(arguments[1:]) & set(_SCALARS)
-            else "dict"
-        )
+        if set(arguments[1:]) & set(_SCALARS):
+            return f"dict[{', '.join(map(type_name, arguments))}]"
+        return "dict"
     return "any"
 
 
@@ -115,7 +113,9 @@ def parse_value(given: object, info: KeyInfo) -> object:
     a key that may be null. Raises Mismatch."""
     if given == "None" and type(None) in get_args(info.annotation):
         given = None
-    return info.spec.parse(given) if info.spec.parse else convert(given, info.annotation)
+    if info.spec.parse:
+        return info.spec.parse(given)
+    return convert(given, info.annotation)
 
 
 def parse_differing(
@@ -263,7 +263,10 @@ def _convert_scalar(value: object, wanted: object) -> object:
         return int(value)
     if wanted in (int, float) and isinstance(value, str) and _EXPONENT.fullmatch(value):
         return _convert_scalar(float(value), wanted)
-    or_default = ", or remove the key to use its default" if value is None else ""
+    if value is None:
+        or_default = ", or remove the key to use its default"
+    else:
+        or_default = ""
     raise Mismatch(
         f"is {show(value)}, not of type {type_name(wanted)}", _advise(value, wanted) + or_default
     )
@@ -316,7 +319,10 @@ def parse_band(value: object, of_shares: bool = False) -> object:
     """[low, high], or None; of_shares: within 0..1. Raises Mismatch."""
     band: Any = convert(value, tuple[float, float] | None)
     if band is not None and not (0 <= band[0] < band[1] <= 1 if of_shares else band[0] <= band[1]):
-        what = "is no range within 0..1" if of_shares else "holds no number"
+        if of_shares:
+            what = "is no range within 0..1"
+        else:
+            what = "holds no number"
         raise Mismatch(f"is {show(value)}, which {what}", "write e.g. [0.1, 0.9]")
     return band
 

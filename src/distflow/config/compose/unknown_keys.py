@@ -87,16 +87,16 @@ def judge_settings(
     settled: set[str] = set()
     translated: dict[str, set[str]] = {}  # the systems that have a key below a group
     for setting in settings:
-        for parent in parents(setting.key) if not is_known(setting.key) else ():
-            translated.setdefault(parent, set()).update(find_names(setting.key))
+        if not is_known(setting.key):
+            for parent in parents(setting.key):
+                translated.setdefault(parent, set()).update(find_names(setting.key))
     for setting in settings:
         if settled.intersection(parents(setting.key)):
             continue
-        problem = (
-            _judge(setting, translated, values, accepted)
-            if len(problems) < _MOST_PROBLEMS
-            else None
-        )
+        if len(problems) < _MOST_PROBLEMS:
+            problem = _judge(setting, translated, values, accepted)
+        else:
+            problem = None
         if problem is not None:
             problems.append(problem)
         info = schema_keys().get(setting.key)
@@ -132,7 +132,10 @@ def look_up(values: Mapping[str, object], key: str) -> object:
     """A key in nested plain values; NOT_GIVEN if it is missing."""
     found: object = values
     for part in key.split("."):
-        found = found.get(part, NOT_GIVEN) if isinstance(found, Mapping) else NOT_GIVEN
+        if isinstance(found, Mapping):
+            found = found.get(part, NOT_GIVEN)
+        else:
+            found = NOT_GIVEN
     return found
 
 
@@ -180,7 +183,10 @@ def _judge(
         if line := _acceptance(setting, found, values):
             accepted[key] = line
             return None
-        theirs = f"; {joined(list(found))} {_has_it(found)} it" if found else ""
+        if found:
+            theirs = f"; {joined(list(found))} {_has_it(found)} it"
+        else:
+            theirs = ""
         refers = isinstance(setting.value, str) and "${" in setting.value
         value = look_up(values, key) if refers else setting.value
         advice = _gone(key) or suggest(key, [*_groups()] if setting.is_group else keys, value)
@@ -211,8 +217,13 @@ def _acceptance(setting: Setting, found: dict[str, Name], values: Mapping[str, o
             reasons.append(f"here it is {overrides}, which is already set")
         else:
             return ""
-    given = "" if setting.value is NOT_GIVEN else f"={as_override(setting.value)}"
-    return f"{setting.key}{given} ({joined(list(found))}): {reasons[0]}" if reasons else ""
+    if setting.value is NOT_GIVEN:
+        given = ""
+    else:
+        given = f"={as_override(setting.value)}"
+    if reasons:
+        return f"{setting.key}{given} ({joined(list(found))}): {reasons[0]}"
+    return ""
 
 
 def _has(values: Mapping[str, object], overrides: str) -> bool:

@@ -128,8 +128,7 @@ class ActorConfig:
     weight_update_mode: str = key(
         "store",
         "weight sync to workers that only generate (launcher=ray): Ray's object store, files in "
-        "the run's folder, or "
-        "process groups (gloo; nccl between GPUs)",
+        "the run's folder, or process groups (gloo; nccl between GPUs)",
         choices=WEIGHT_UPDATE_MODES,
         taken_by="remote_rollout",
     )

@@ -72,7 +72,9 @@ def _parse_bound(entry: object) -> Bounds:
     ):
         advice = "write an upper bound such as 0.1, or [0.5, 2.0] for a band"
         raise Mismatch(f"has the entry {show(entry)}, which is no bound", advice)
-    return (numbers[0], numbers[1]) if len(numbers) == 2 else (None, numbers[0])
+    if len(numbers) == 2:
+        return (numbers[0], numbers[1])
+    return (None, numbers[0])
 
 
 def spread(bounds: tuple[Bounds, ...], count: int) -> tuple[Bounds, ...]:
@@ -227,8 +229,7 @@ class FilterGroupsConfig:
     should_accept: str | None = key(
         None,
         "module:function or file.py:function of a group's columns; the group is dropped and "
-        "replaced if it returns "
-        "False, or a str, the reason",
+        "replaced if it returns False, or a str, the reason",
         taken_by="filter_groups",
     )
     max_num_gen_batches: int = key(
@@ -466,24 +467,21 @@ class AlgorithmConfig:
     agent_rewards: str = key(
         "shared",
         "source of an agent's advantages: the episode's score, the agent's own, or the margin of "
-        "its own over the "
-        "mean of the others'",
+        "its own over the mean of the others'",
         choices=("shared", "own", "margin"),
         taken_by=("compute_advantage", "run_workflow"),
     )
     logprob_level: str = key(
         "token",
         "what has a ratio in the policy loss: each token, or each action or chunk of actions in a "
-        "simulator, whose "
-        "log-prob is the sum over their tokens",
+        "simulator, whose log-prob is the sum over their tokens",
         choices=("token", "action", "chunk"),
         taken_by="train_actor",
     )
     reward_level: str = key(
         "token",
         "where an episode's score in a simulator is: on its last token, or each env step's part on "
-        "the last token of "
-        "its action, or each chunk's on that of the chunk",
+        "the last token of its action, or each chunk's on that of the chunk",
         choices=("token", "action", "chunk"),
         taken_by=("place_rewards", "srpo_reward"),
     )

@@ -144,7 +144,10 @@ def _check_node(place: int, node: object, seen: set[str]) -> None:
     needed = ("id",) if "func" not in node and kind in WITHOUT_FUNC else ("id", "func")
     wrong = [name for name in node if name not in NODE_KEYS]
     if wrong or not all(isinstance(node.get(name), str) for name in needed):
-        named = f"the unknown key '{wrong[0]}'" if wrong else f"no {' or '.join(needed)}"
+        if wrong:
+            named = f"the unknown key '{wrong[0]}'"
+        else:
+            named = f"no {' or '.join(needed)}"
         raise Mismatch(
             f"has an entry {place} with {named}",
             f"the keys of a node are {', '.join(NODE_KEYS)} (siiRL's node_id, executable_ref and "

@@ -236,4 +236,6 @@ def _elsewhere(domain: str, key: str) -> str:
     """An error hint: the key to set instead of one that belongs to another group's domains."""
     if key.partition(".")[0] in (*DIFFERING, *DIFFERING_LOSS):
         return f"set algorithm.domains.{domain}.{key}"
-    return f"set reward.domains.{domain}.{key}" if key in JUDGED_BY_DOMAIN else ""
+    if key in JUDGED_BY_DOMAIN:
+        return f"set reward.domains.{domain}.{key}"
+    return ""

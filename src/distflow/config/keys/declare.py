@@ -98,7 +98,9 @@ class KeyInfo:
     def arms(self) -> tuple[object, ...]:
         """The members of a union type, else the type itself."""
         is_union = get_origin(self.annotation) in (Union, types.UnionType)
-        return get_args(self.annotation) if is_union else (self.annotation,)
+        if is_union:
+            return get_args(self.annotation)
+        return (self.annotation,)
 
     @property
     def is_map(self) -> bool:
@@ -160,7 +162,10 @@ def _described_fields(kind: "type[DataclassInstance]") -> list[tuple[str, object
     found = []
     for item in fields(kind):
         spec = item.metadata.get("key")
-        spec = spec if isinstance(spec, KeySpec) else KeySpec(str(item.metadata.get("help", "")))
+        if isinstance(spec, KeySpec):
+            spec = spec
+        else:
+            spec = KeySpec(str(item.metadata.get("help", "")))
         found.append((item.name, hints[item.name], spec))
     return found
 

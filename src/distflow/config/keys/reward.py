@@ -41,7 +41,9 @@ class RewardPart(NamedTuple):
         """The shortest form that a config accepts."""
         weight = {} if self.weight == 1.0 else {"weight": self.weight}
         options = {"options": dict(self.options)} if self.options else {}
-        return {"name": self.name, **weight, **options} if weight or options else self.name
+        if weight or options:
+            return {"name": self.name, **weight, **options}
+        return self.name
 
 
 def parse_functions(value: object) -> dict[str, tuple[RewardPart, ...]]:
@@ -302,23 +304,26 @@ _TAKEN = (
 
 def parse_models(value: object) -> dict[str, ScoringModelConfig]:
     """Scoring models by name from plain data. Raises Mismatch."""
-    for name, settings in value.items() if isinstance(value, Mapping) else ():
-        if isinstance(settings, Mapping) and "sharded" in settings:
-            raise Mismatch(
-                f"has 'sharded' of '{name}', but every device of a judge has it whole",
-                "remove it; serve a judge that is larger than a device, and set reward.functions",
-            )
+    if isinstance(value, Mapping):
+        for name, settings in value.items():
+            if isinstance(settings, Mapping) and "sharded" in settings:
+                raise Mismatch(
+                    f"has 'sharded' of '{name}', but every device of a judge has it whole",
+                    "remove it; serve a judge that is larger than a device, and set "
+                    "reward.functions",
+                )
     found = parse_differing(value, collect(ScoringModelConfig()), _MODELS_FORM, of="model")
     for name, settings in found.items():
         if name in _TAKEN or not (name.isidentifier() and name[0].isalpha()):
             raise Mismatch(f"has a model '{name}'", "choose a word that names no other engine")
         if not settings.get("path"):
             raise Mismatch(f"has no 'path' of the model '{name}'", _MODELS_FORM)
-        for of_judges in settings.keys() & _OF_JUDGES if not settings.get("judge") else ():
-            raise Mismatch(
-                f"has '{of_judges}' of '{name}', which is a reward model",
-                "add judge: true, or remove it",
-            )
+        if not settings.get("judge"):
+            for of_judges in settings.keys() & _OF_JUDGES:
+                raise Mismatch(
+                    f"has '{of_judges}' of '{name}', which is a reward model",
+                    "add judge: true, or remove it",
+                )
     return {name: ScoringModelConfig(**settings) for name, settings in found.items()}
 
 
@@ -351,11 +356,10 @@ def scoring_models(
     """The scoring models by engine name: all, or those of a domain."""
     path = config.model.path
     offloads = config.fsdp_config.param_offload
-    own = (
-        {}
-        if path is None
-        else {REWARD_MODEL: ScoringModelConfig(path, config.weight, param_offload=offloads)}
-    )
+    if path is None:
+        own = {}
+    else:
+        own = {REWARD_MODEL: ScoringModelConfig(path, config.weight, param_offload=offloads)}
     models = own | config.models
     return {
         name: each

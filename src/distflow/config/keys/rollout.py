@@ -180,8 +180,8 @@ class RolloutConfig:
     workflow: str | None = key(
         None,
         "episodes of several turns: single_turn, multi_turn, tools, environment, or your async "
-        "function or class as "
-        "module:attribute or file.py:attribute (docs/workflows.md); null: one prompt, one response",
+        "function or class as module:attribute or file.py:attribute (docs/workflows.md); null: one "
+        "prompt, one response",
         taken_by="run_workflow",
     )
     workflow_kwargs: dict[str, object] = key({}, "options of the workflow", taken_by="run_workflow")

@@ -133,8 +133,7 @@ def _check_group_class(name: str, config_class: type) -> None:
         elif not can_convert(hints[item.name]):
             raise ValueError(
                 f"config group '{name}': '{item.name}: {hints[item.name]}' cannot be read from "
-                "YAML; "
-                "use bool, int, float, str, Literal, list, tuple, dict or a union of them"
+                "YAML; use bool, int, float, str, Literal, list, tuple, dict or a union of them"
             )
 
 

@@ -53,7 +53,9 @@ class StopCondition:
 
 def parse_stop_when(value: object) -> str | None:
     """A condition, or None. Raises Mismatch for anything else."""
-    return None if value is None else str(StopCondition.of(str(value)))
+    if value is None:
+        return None
+    return str(StopCondition.of(str(value)))
 
 
 _OF_A_WORKER = ("worker_cpus", "worker_memory_mb", "worker_env")
@@ -218,8 +220,7 @@ class TrainerConfig:
     worker_roles: Differing = key(
         {},
         f"{', '.join(_OF_A_WORKER)} that differ for workers that only generate (rollout), all "
-        "others (training), or "
-        "those with an engine such as critic",
+        "others (training), or those with an engine such as critic",
         parse=parse_worker_roles,
         taken_by="launched_elsewhere",
     )

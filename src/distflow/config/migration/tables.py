@@ -59,12 +59,18 @@ class Name:
                 return ours
             text = ours
             break
-        template = self.ours if not self.ours or "=" in self.ours else f"{self.ours}={{}}"
+        if not self.ours or "=" in self.ours:
+            template = self.ours
+        else:
+            template = f"{self.ours}={{}}"
         return template.replace("{}", text)
 
     def answer(self, value: object) -> str:
         write = self.overrides(value)
-        parts = [self.note, self.in_words()] if not write else [f"write {write}", self.note]
+        if not write:
+            parts = [self.note, self.in_words()]
+        else:
+            parts = [f"write {write}", self.note]
         return "; ".join(part for part in parts if part)
 
     def in_words(self) -> str:
@@ -175,7 +181,9 @@ def as_override(value: object) -> str:
     if isinstance(value, dict):
         return "{" + ",".join(f"{name}:{as_override(item)}" for name, item in value.items()) + "}"
     text = str(value)
-    return text if _PLAIN.fullmatch(text) else "'" + text.replace("'", "\\'") + "'"
+    if _PLAIN.fullmatch(text):
+        return text
+    return "'" + text.replace("'", "\\'") + "'"
 
 
 def split_overrides(text: str) -> dict[str, str]:
@@ -253,7 +261,9 @@ def _read_values(entry: Mapping[str, str]) -> dict[Any, str]:
 
 def constant(text: str) -> Any:
     """The value of a word of TOML, in which null, true, false and integers are those."""
-    return int(text) if re.fullmatch(r"-?\d+", text) else _CONSTANTS.get(text, text)
+    if re.fullmatch(r"-?\d+", text):
+        return int(text)
+    return _CONSTANTS.get(text, text)
 
 
 def _same(value: object, other: object) -> bool:

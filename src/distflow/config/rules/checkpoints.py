@@ -78,8 +78,8 @@ def restarted_run(config: Config) -> Findings:
     cause = "trainer.launcher" if is_slurm else "trainer.max_restarts"
     yield Finding(
         (_RESUME, cause),
-        "a run that restarts automatically must resume from its own checkpoints, and may have "
-        "none yet",
+        "a run that restarts automatically must resume from its own checkpoints, and may have none "
+        "yet",
         f"train to the first one without {cause}, then use trainer.resume_mode=auto",
     )
 

@@ -73,8 +73,8 @@ def interpolated_policy(config: Config) -> Findings:
     if correction.rollout_is and correction.rollout_is_batch_normalize:
         yield Finding(
             (_IS_NORMALIZE, prox),
-            "the loss computes the weights of an interpolated policy for each micro-batch, so "
-            "they have no mean",
+            "the loss computes the weights of an interpolated policy for each micro-batch, so they "
+            "have no mean",
             f"set {prox}=recompute, or remove it",
         )
     if correction.rollout_rs and correction.rollout_rs_threshold:

@@ -31,20 +31,21 @@ from distflow.config.rules.pipeline import known_names
 def one_form(config: Config) -> Findings:
     """Files are listed per domain, or once for all domains with tags."""
     domains = config.data.domains
-    for name in ("train_files", "val_files") if domains else ():
-        if not getattr(config.data, name):
-            continue
-        if not any(domain.tags for domain in domains.values()):
-            advice = (
-                f"remove data.{name}, turn it into a domain (data.domains.NAME.{name}), or give "
-                "domains tags"
-            )
-            yield Finding((f"data.{name}", "data.domains"), "both name data", advice)
-        for each, domain in domains.items():
-            if domain.tags and getattr(domain, name):
-                what = f"both name data of the domain '{each}', which has tags"
-                keys = (f"data.{name}", f"data.domains.{each}.{name}")
-                yield Finding(keys, what, "keep one of the two")
+    if domains:
+        for name in ("train_files", "val_files"):
+            if not getattr(config.data, name):
+                continue
+            if not any(domain.tags for domain in domains.values()):
+                advice = (
+                    f"remove data.{name}, turn it into a domain (data.domains.NAME.{name}), or "
+                    "give domains tags"
+                )
+                yield Finding((f"data.{name}", "data.domains"), "both name data", advice)
+            for each, domain in domains.items():
+                if domain.tags and getattr(domain, name):
+                    what = f"both name data of the domain '{each}', which has tags"
+                    keys = (f"data.{name}", f"data.domains.{each}.{name}")
+                    yield Finding(keys, what, "keep one of the two")
 
 
 def tags(config: Config) -> Findings:
@@ -99,14 +100,15 @@ def rewards(config: Config) -> Findings:
     """Each domain has reward functions, from one key."""
     functions = config.reward.functions
     scored = reward_functions(config)
-    for name, domain in config.data.domains.items() if is_rl(config) else ():
-        key = f"data.domains.{name}.reward"
-        if name not in scored and find_pipeline(config) is not None:
-            advice = f"set {key}=math, or reward.functions.{name}=[math]"
-            yield Finding((key,), f"the domain '{name}' has no reward function", advice)
-        if domain.reward and name in functions and functions[name] != domain.reward:
-            what = f"they name different reward functions for the domain '{name}'"
-            yield Finding((key, f"reward.functions.{name}"), what, "keep one of the two")
+    if is_rl(config):
+        for name, domain in config.data.domains.items():
+            key = f"data.domains.{name}.reward"
+            if name not in scored and find_pipeline(config) is not None:
+                advice = f"set {key}=math, or reward.functions.{name}=[math]"
+                yield Finding((key,), f"the domain '{name}' has no reward function", advice)
+            if domain.reward and name in functions and functions[name] != domain.reward:
+                what = f"they name different reward functions for the domain '{name}'"
+                yield Finding((key, f"reward.functions.{name}"), what, "keep one of the two")
 
 
 def lengths(config: Config) -> Findings:
@@ -168,10 +170,11 @@ def known(config: Config) -> Findings:
     named = [(f"algorithm.domains.{domain}", domain) for domain in config.algorithm.domains]
     for name, model in config.reward_model.models.items():
         named += [(f"reward_model.models.{name}.domains", domain) for domain in model.domains]
-    for key, domain in named if domains else ():
-        if domain not in domains:
-            advice = f"{did_you_mean(domain, domains)}the domains are {', '.join(domains)}"
-            yield Finding((key, "data.domains"), f"there is no domain '{domain}'", advice)
+    if domains:
+        for key, domain in named:
+            if domain not in domains:
+                advice = f"{did_you_mean(domain, domains)}the domains are {', '.join(domains)}"
+                yield Finding((key, "data.domains"), f"there is no domain '{domain}'", advice)
 
 
 RULES = (

@@ -80,10 +80,11 @@ def engine_options(config: Config) -> Findings:
     """Options of a server belong to an engine."""
     rollout = config.actor_rollout_ref.rollout
     key = f"{ROLLOUT}.engine_kwargs"
-    for name, options in rollout.engine_kwargs.items() if server_of(config) else ():
-        if name not in ROLLOUT_ENGINES or not isinstance(options, dict):
-            advice = f"write for example {key}.{rollout.name}.max_model_len=4096"
-            yield Finding((key,), "options belong to an engine", advice)
+    if server_of(config):
+        for name, options in rollout.engine_kwargs.items():
+            if name not in ROLLOUT_ENGINES or not isinstance(options, dict):
+                advice = f"write for example {key}.{rollout.name}.max_model_len=4096"
+                yield Finding((key,), "options belong to an engine", advice)
 
 
 def judges(config: Config) -> Findings:
@@ -109,7 +110,10 @@ def tensor_parallel(config: Config) -> Findings:
     if "t" not in entry.sizes:
         able = " or ".join(name for name, entry in ROLLOUT_ENGINES.items() if "t" in entry.sizes)
         option = f"{ROLLOUT}.engine_kwargs.{rollout.name}.{entry.size_option}"
-        own = f"set {option}={size}" if entry.size_option else "keep the default 1"
+        if entry.size_option:
+            own = f"set {option}={size}"
+        else:
+            own = "keep the default 1"
         why = f"the engine '{rollout.name}' has one device"
         yield Finding((key, _NAME), why, f"set {_NAME}={able}, or {own}")
         return

@@ -57,14 +57,18 @@ def levels(config: Config) -> Findings:
 
 def pipeline_key(config: Config) -> str:
     """The key that selects the pipeline."""
-    return "dag.pipeline" if config.dag.pipeline else "algorithm.workflow_type"
+    if config.dag.pipeline:
+        return "dag.pipeline"
+    return "algorithm.workflow_type"
 
 
 def scoring_key(config: Config) -> str:
     """The key that names reward models or judges; empty if there are none."""
     if config.reward_model.models:
         return "reward_model.models"
-    return "reward_model.model.path" if config.reward_model.model.path else ""
+    if config.reward_model.model.path:
+        return "reward_model.model.path"
+    return ""
 
 
 def group_of_one(config: Config) -> Findings:
@@ -98,8 +102,8 @@ def remax_and_models(config: Config) -> Findings:
             (key, ADV_ESTIMATOR),
             "ReMax's baseline is scored by reward functions, and would not include the model's "
             "score",
-            "make it a reward function: reward.functions={default: [{name: model, options: "
-            "{path: DIR}}]}",
+            "make it a reward function: reward.functions={default: [{name: model, options: {path: "
+            "DIR}}]}",
         )
 
 

@@ -44,8 +44,8 @@ def remote_code(config: Config) -> Findings:
     if not is_pinned and not model.path.startswith("builtin:"):
         yield Finding(
             (f"{MODEL}.trust_remote_code", _PATH, f"{MODEL}.revision"),
-            f"code of '{model.path}' would run, but its revision is not pinned, so it could "
-            "change later",
+            f"code of '{model.path}' would run, but its revision is not pinned, so it could change "
+            "later",
             f"set {MODEL}.revision to a commit hash, or {_PATH} to a local folder",
         )
 

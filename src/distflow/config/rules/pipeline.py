@@ -50,8 +50,8 @@ def known_names(config: Config) -> Findings:
                 (key,),
                 f"'{name}' is not a built-in name",
                 f"{did_you_mean(name, table, kind)}built-in names are {', '.join(table)}; write "
-                "your own function as "
-                "file.py:function, or add the module that registers the name to trainer.imports",
+                "your own function as file.py:function, or add the module that registers the name "
+                "to trainer.imports",
             )
 
 

@@ -19,10 +19,11 @@ def idle_options(config: Config) -> Findings:
         f"{_FSDP}.fsdp_size",
         "actor_rollout_ref.ref.fsdp_config.param_offload",
     )
-    for key in keys if not is_sharded(config) else ():
-        if attrgetter(key)(config) != schema_keys()[key].default:
-            advice = f"set {_STRATEGY}=fsdp, or remove it"
-            yield Finding((key, _STRATEGY), "each rank has whole weights", advice)
+    if not is_sharded(config):
+        for key in keys:
+            if attrgetter(key)(config) != schema_keys()[key].default:
+                advice = f"set {_STRATEGY}=fsdp, or remove it"
+                yield Finding((key, _STRATEGY), "each rank has whole weights", advice)
 
 
 def several_ranks(config: Config) -> Findings:

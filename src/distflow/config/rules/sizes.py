@@ -63,8 +63,7 @@ def lengths(config: Config, room: RunLimits) -> Iterator[Misfit]:
     finding = Finding(
         (*(keys if prompt_first else reversed(keys)), f"{MODEL}.path"),
         f"prompts of up to {prompt} and responses of up to {response} tokens make "
-        f"{prompt + response}, but the "
-        f"model has a context of {context}",
+        f"{prompt + response}, but the model has a context of {context}",
         f"{advice}, or use a model with a longer context",
     )
     why = f"the model has a context of {context} tokens"

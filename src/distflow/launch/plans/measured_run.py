@@ -203,7 +203,10 @@ class MeasuredRun:
         for node in pipeline.training_nodes:
             if not node.engines:
                 continue
-            part = "update" if node.phase.startswith("train") else "forward"
+            if node.phase.startswith("train"):
+                part = "update"
+            else:
+                part = "forward"
             planned[part] += times.node(node)
             if node.phase not in phases:
                 phases.add(node.phase)
@@ -219,7 +222,10 @@ class MeasuredRun:
             seconds["generate"] = median(decoded)
             waits = waits if times.overlaps else seconds["generate"]
             planned["generate"] = times.generate()
-            planned["rewards"] = 0.0 if times.overlaps else times.rewards()
+            if times.overlaps:
+                planned["rewards"] = 0.0
+            else:
+                planned["rewards"] = times.rewards()
         seconds["rest"] = max(0.0, rest - waits)
         return seconds, planned
 

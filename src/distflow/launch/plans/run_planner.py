@@ -158,7 +158,9 @@ class RunPlanner:
     @property
     def chosen(self) -> list[str]:
         """The overrides that the search adds; empty without one."""
-        return as_overrides(self.search.best[0].change) if self.search else []
+        if self.search:
+            return as_overrides(self.search.best[0].change)
+        return []
 
     def _changed(self, change: Change) -> Config | None:
         try:
@@ -190,7 +192,9 @@ class RunPlanner:
 
     @property
     def _unsearched(self) -> list[str]:
-        return ["trainer.allocation=null"] if self._searches else []
+        if self._searches:
+            return ["trainer.allocation=null"]
+        return []
 
     def _load(self, more: Sequence[str]) -> Loaded:
         return with_changes(self._composed(more), self._without_reference)

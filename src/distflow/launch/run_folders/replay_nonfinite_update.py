@@ -141,7 +141,10 @@ def _samples_alone(
 def _non_finite_columns(batch: Batch) -> Iterator[str]:
     for name in batch.names:
         column = batch.flat(name)
-        wrong = int((~column.isfinite()).sum()) if isinstance(column, Tensor) else 0
+        if isinstance(column, Tensor):
+            wrong = int((~column.isfinite()).sum())
+        else:
+            wrong = 0
         if wrong:
             yield f"column {name}: {wrong} entries are not finite"
 
@@ -163,7 +166,9 @@ def _objective(config: Config, role: str, batch: Batch) -> LossFn:
         return value_objective(config)
     if reads_pairs(config):
         return PairObjective()
-    return policy_objective(config) if "advantages" in batch else SFTObjective()
+    if "advantages" in batch:
+        return policy_objective(config)
+    return SFTObjective()
 
 
 def _load_weights(model: nn.Module, weights: Mapping[str, Tensor]) -> None:
@@ -171,6 +176,5 @@ def _load_weights(model: nn.Module, weights: Mapping[str, Tensor]) -> None:
     if unknown := copy_weights(weights, model):
         raise UserError(
             f"the bundle's weight {unknown} is not a weight of the model: "
-            "actor_rollout_ref.model.path has another "
-            "model than in the run"
+            "actor_rollout_ref.model.path has another model than in the run"
         )

@@ -40,7 +40,9 @@ def _texts(run_dir: Path) -> list[str]:
     from distflow.runtime.saved_groups import TOKEN_TEXTS, TOKENS
 
     texts = read_object(run_dir / TOKENS / TOKEN_TEXTS, run_dir).get("texts")
-    return [str(text) for text in texts] if isinstance(texts, list) else []
+    if isinstance(texts, list):
+        return [str(text) for text in texts]
+    return []
 
 
 def _tokens_of(sample: "Batch", texts: list[str]) -> list[dict[str, Any]]:
@@ -67,10 +69,11 @@ def _owners(sample: "Batch") -> list[str]:
     """Of each token; behind the name of its conversation, or of its agent, if it has one."""
     forks = dict(sample["forks"][0])
     name = "" if sample["agent"][0] == "policy" else sample["agent"][0]
-    for turn in sample["conversation"][0] if "conversation" in sample else ():
-        if "agent" in turn and turn["agent"] not in forks:
-            name = turn["agent"]
-            break
+    if "conversation" in sample:
+        for turn in sample["conversation"][0]:
+            if "agent" in turn and turn["agent"] not in forks:
+                name = turn["agent"]
+                break
     begins = {start: fork for fork, start in forks.items()}
     found = list[str]()
     for owner, number in sample["owners"][0]:

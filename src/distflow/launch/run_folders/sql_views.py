@@ -33,13 +33,13 @@ VIEWS = {
     "metrics": "step BIGINT, kind VARCHAR, key VARCHAR, value DOUBLE, t DOUBLE, restart BIGINT",
     "samples": ", ".join(f"{name} {_KINDS[column.kind]}" for name, column in COLUMNS.items()),
     "spans": (
-        "actor VARCHAR, t0 DOUBLE, t1 DOUBLE, kind VARCHAR, what VARCHAR, step BIGINT, "
-        "group_id BIGINT, version BIGINT, waits_for VARCHAR, restart BIGINT"
+        "actor VARCHAR, t0 DOUBLE, t1 DOUBLE, kind VARCHAR, what VARCHAR, step BIGINT, group_id "
+        "BIGINT, version BIGINT, waits_for VARCHAR, restart BIGINT"
     ),
     "groups": (
-        "group_id BIGINT, state VARCHAR, step BIGINT, epoch BIGINT, data_row BIGINT, "
-        "domain VARCHAR, version BIGINT, tokens BIGINT, attempts BIGINT, worker VARCHAR, "
-        "started DOUBLE, completed DOUBLE, ended DOUBLE, reason VARCHAR"
+        "group_id BIGINT, state VARCHAR, step BIGINT, epoch BIGINT, data_row BIGINT, domain "
+        "VARCHAR, version BIGINT, tokens BIGINT, attempts BIGINT, worker VARCHAR, started DOUBLE, "
+        "completed DOUBLE, ended DOUBLE, reason VARCHAR"
     ),
 }
 """The columns of each view, behind its first, `run VARCHAR`."""
@@ -103,8 +103,8 @@ def _select_samples(runs: Mapping[str, Path], empty: Path, missing: list[str]) -
     for run, run_dir in runs.items():
         files = [empty, *_whole_files(run_dir, missing)]
         select = (
-            f"select {_literal(run)} as run, {', '.join(columns)} "
-            f"from read_parquet([{', '.join(map(_pattern, files))}], union_by_name = true)"
+            f"select {_literal(run)} as run, {', '.join(columns)} from "
+            f"read_parquet([{', '.join(map(_pattern, files))}], union_by_name = true)"
         )
         kept_until = run_reader.read_timeline(run_dir, None).kept_until
         survives = [

@@ -50,7 +50,10 @@ async def check_rollout(config: Config) -> AsyncIterator[Finding]:
     get = _resources(config)
     dtype = engine_dtype(config)
     room = config.data.max_prompt_length + config.data.max_response_length
-    limit = EXACT if dtype is torch.float32 else Tolerance.of(exact=False).hold
+    if dtype is torch.float32:
+        limit = EXACT
+    else:
+        limit = Tolerance.of(exact=False).hold
     longest = min(room, policy_limits(config).context or room)
     async with get("rollout") as engine:
         bench = Bench(

@@ -81,7 +81,9 @@ def name() -> str:
     """The name of the code, from everything that its results depend on; "torch" if there is
     none."""
     found = outcome()
-    return "torch" if isinstance(found, NotNative) else Path(found._name).stem
+    if isinstance(found, NotNative):
+        return "torch"
+    return Path(found._name).stem
 
 
 def _digest(compiler: str) -> str:

@@ -357,7 +357,10 @@ class _AddNorm(Function):
         outputs, weight = ctx.saved_tensors
         of_x = torch.empty_like(outputs)
         of_weight = torch.empty_like(weight)
-        of_added = torch.empty_like(of_normed) if ctx.needs_input_grad[1] else None
+        if ctx.needs_input_grad[1]:
+            of_added = torch.empty_like(of_normed)
+        else:
+            of_added = None
         norm = _norm(weight, of_weight, ctx.epsilon)
         sums = weight.new_empty(torch.get_num_threads(), len(weight))
         given = (outputs, of_outputs.contiguous(), of_normed.contiguous(), len(outputs))

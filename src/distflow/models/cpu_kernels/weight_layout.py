@@ -162,7 +162,9 @@ def pack_weights(causal: Any, panel: int, halves: bool) -> PackedWeights:
         )
 
     def weight(module: Any) -> int | None:
-        return None if module is None else module.weight.data_ptr()
+        if module is None:
+            return None
+        return module.weight.data_ptr()
 
     c_layers = (Layer * len(layers))()
     for place, layer in zip(c_layers, layers, strict=True):

@@ -70,9 +70,10 @@ class _AddNorm(Function):
         rows, width = outputs.shape
         of_x = torch.empty_like(outputs)
         instances = min(INSTANCES, rows)
-        of_added = (
-            of_x if ctx.added_dtype is None else torch.empty_like(of_x, dtype=ctx.added_dtype)
-        )
+        if ctx.added_dtype is None:
+            of_added = of_x
+        else:
+            of_added = torch.empty_like(of_x, dtype=ctx.added_dtype)
         sums = outputs.new_empty(instances, width)
         block = triton.next_power_of_2(width)
         given = (outputs, weight, of_outputs.contiguous(), of_normed.contiguous())
@@ -120,7 +121,10 @@ class _SplitHeads(Function):
         of_projected = cos.new_empty(rows, all_heads * dim, dtype=ctx.dtype)
         has_norms = norms[0] is not None
         instances = min(INSTANCES // 4, triton.cdiv(rows, _TILE))
-        sums = cos.new_empty(instances, all_heads, dim) if has_norms else cos
+        if has_norms:
+            sums = cos.new_empty(instances, all_heads, dim)
+        else:
+            sums = cos
         weights = norms if has_norms else [cos, cos]
         given = (
             projected if has_norms else of_projected,

@@ -103,7 +103,10 @@ def _unfinished(run: RunRecords, is_running: bool) -> Finding | None:
     last = max(
         (s for part in run.activity.spans.values() for s in part), key=lambda s: s.end, default=None
     )
-    where = f" Its last span is {last.what}{f', on {last.on}' if last.on else ''}." if last else ""
+    if last:
+        where = f" Its last span is {last.what}{f', on {last.on}' if last.on else ''}."
+    else:
+        where = ""
     text = (
         f"No step ended for {readable_s(quiet)}; a step takes "
         f"{readable_s(statistics.median(seconds))}.{where}"

@@ -78,7 +78,10 @@ def draws_numbers(config: Config) -> bool:
     workflow = workflow_of(config)
     options: object = config
     for name in ("actor_rollout_ref", "rollout", "workflow_kwargs"):
-        options = options.get(name) if isinstance(options, Mapping) else None
+        if isinstance(options, Mapping):
+            options = options.get(name)
+        else:
+            options = None
     if workflow is None or not workflow.draws_numbers or not isinstance(options, Mapping):
         return False
     return bool(load_function(workflow.draws_numbers)(options))
@@ -112,7 +115,9 @@ def late_mean(steps: Steps, name: str) -> float:
 def over_last_quarter(number: int) -> str:
     """In words, for so many values."""
     quarter = max(number // 4, 1)
-    return f"over the last {count_of(quarter, 'step')}" if quarter > 1 else "in the last step"
+    if quarter > 1:
+        return f"over the last {count_of(quarter, 'step')}"
+    return "in the last step"
 
 
 def steps_with(steps: Steps, metric: str) -> str:

@@ -86,7 +86,10 @@ def tiles(accuracy: Accuracy | None, steps: Steps) -> list[dict[str, str]]:
 
 def _accuracy_tiles(accuracy: Accuracy) -> list[tuple[str, str, str]]:
     (first_step, first), (last_step, last) = accuracy.points[0], accuracy.points[-1]
-    where = "before RL" if accuracy.before_training else f"at step {first_step}"
+    if accuracy.before_training:
+        where = "before RL"
+    else:
+        where = f"at step {first_step}"
     found = [(f"accuracy {where}", f"{first:.2f}", _likely(accuracy, first))]
     if len(accuracy.points) > 1:
         best_step, best = accuracy.best

@@ -56,7 +56,9 @@ class History:
 
     def first(self, name: str) -> float:
         """The mean of its first 20 values, or fewer."""
-        return statistics.fmean(self._first[name]) if name in self._first else math.nan
+        if name in self._first:
+            return statistics.fmean(self._first[name])
+        return math.nan
 
     def setting(self, key: str) -> JSON:
         """The value of a key of the config; None if unknown."""

@@ -81,7 +81,10 @@ def constant_reward(steps: Steps, config: Config) -> Finding | None:
         return None
     right = known_values(steps, _ACCURACY_IN_TRAINING)
     path = setting(config, "custom_reward_function.path")
-    function = f"the reward function ({path})" if path else "the reward function"
+    if path:
+        function = f"the reward function ({path})"
+    else:
+        function = "the reward function"
     if setting(config, _WORKFLOW):
         function = "what scores the episodes"
     if max(right, default=value) == 0:
@@ -237,7 +240,10 @@ class LearningRule(NamedTuple):
         """What it finds in some steps, unless it follows from a policy that came apart. whole:
         with the first steps."""
         broken = broken_policy(whole, config)
-        found = broken if self.check is broken_policy else self.check(steps, config)
+        if self.check is broken_policy:
+            found = broken
+        else:
+            found = self.check(steps, config)
         if found is None:
             return None
         if broken is not None and self.check is not broken_policy:

@@ -131,7 +131,10 @@ def idle_workers(run: RunRecords) -> Finding | None:
     longest_first = sorted(seconds.items(), key=lambda each: -each[1])
     shares = {cause: idle / total for cause, idle in longest_first[:_MAX_NAMED]}
     named = [f"{cause} {part:.0%}" for cause, part in shares.items() if part >= 0.01]
-    waited = f", while something waited for {joined(named)}" if named else ""
+    if named:
+        waited = f", while something waited for {joined(named)}"
+    else:
+        waited = ""
     text = f"Workers were idle in {share:.0%} of the time of the last {len(last)} steps{waited}."
     longest = next(iter(shares), "")
     advice = next(

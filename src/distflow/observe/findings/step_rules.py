@@ -148,7 +148,10 @@ class StepRules:
         except UserError as error:
             self.failed[rule.name] = str(error)
             return None
-        case = cases[-1] if cases and not cases[-1].finding.is_over else None
+        if cases and not cases[-1].finding.is_over:
+            case = cases[-1]
+        else:
+            case = None
         if said:
             if case is None:
                 case = _Case(self._finding(rule, said, numbers))
@@ -156,7 +159,9 @@ class StepRules:
             case.hits += 1
             case.clean = 0
             case.finding = case.finding._replace(last=self.history.step)
-            return case.finding if case.hits == rule.opens else None
+            if case.hits == rule.opens:
+                return case.finding
+            return None
         if case is not None:
             case.clean += 1
             is_over = case.clean >= CLEAN_STEPS
@@ -214,7 +219,10 @@ def _never_updated(h: History) -> str | None:
 def _weights_differ(h: History) -> str | None:
     first = h.last("canary/mean_abs")[0]
     now = h.now("canary/mean_abs")
-    rounding = 1e-3 if h.setting("actor_rollout_ref.model.dtype") == "float32" else 0.05
+    if h.setting("actor_rollout_ref.model.dtype") == "float32":
+        rounding = 1e-3
+    else:
+        rounding = 0.05
     if now <= max(5 * first, rounding):
         return None
     return (
@@ -283,11 +291,9 @@ def _collapse(h: History) -> str | None:
     values = h.last("actor/entropy", 20)
     first = h.first("actor/entropy")
     falls = statistics.fmean(values[10:]) < statistics.fmean(values[:10])
-    return (
-        f"The entropy fell from {first:.3g} to {values[-1]:.3g} nats."
-        if values[-1] < 0.2 * first and falls
-        else None
-    )
+    if values[-1] < 0.2 * first and falls:
+        return f"The entropy fell from {first:.3g} to {values[-1]:.3g} nats."
+    return None
 
 
 @register_doctor_rule(
@@ -339,11 +345,9 @@ def _spike(h: History) -> str | None:
 )
 def _skipped(h: History) -> str | None:
     number = sum(value > 0 for value in h.last("actor/skipped", 20))
-    return (
-        f"In {number} of the last 20 steps the optimizer skipped an update."
-        if number >= 3
-        else None
-    )
+    if number >= 3:
+        return f"In {number} of the last 20 steps the optimizer skipped an update."
+    return None
 
 
 @register_doctor_rule(
@@ -379,18 +383,18 @@ def _lost(h: History) -> str | None:
 def _too_large(h: History) -> str | None:
     clipped = h.now("actor/pg_clipfrac")
     kl = abs(h.now("actor/ppo_kl"))
-    return (
-        f"Of the tokens {clipped:.0%} were clipped, and KL is {kl:.2g} nats."
-        if clipped > 0.3 or kl > 0.1
-        else None
-    )
+    if clipped > 0.3 or kl > 0.1:
+        return f"Of the tokens {clipped:.0%} were clipped, and KL is {kl:.2g} nats."
+    return None
 
 
 def _over_window(rule: LearningRule) -> Check:
     def look(history: History) -> Finding | None:
         whole = {**history.begin, **history.window}
         found = rule.find(history.window, whole, history.config)
-        return found if found and found.tone in ("bad", "flat") else None
+        if found and found.tone in ("bad", "flat"):
+            return found
+        return None
 
     return look
 

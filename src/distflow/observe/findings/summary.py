@@ -146,8 +146,14 @@ def _learned_by_accuracy(accuracy: Accuracy) -> Finding:
     first_step, first = accuracy.points[0]
     last_step, last = accuracy.points[-1]
     noise = accuracy.noise()
-    problems = f" ({accuracy.num_problems:,} problems)" if accuracy.num_problems else ""
-    start = "before RL" if accuracy.before_training else f"at step {first_step}"
+    if accuracy.num_problems:
+        problems = f" ({accuracy.num_problems:,} problems)"
+    else:
+        problems = ""
+    if accuracy.before_training:
+        start = "before RL"
+    else:
+        start = f"at step {first_step}"
     moved = (
         f"accuracy on validation problems{problems} was {first:.2f} {start} and is {last:.2f} at "
         f"step {last_step}"

@@ -247,7 +247,10 @@ def _config_text(run_dir: Path, run: Mapping[str, JSON]) -> str:
             "utf-8", "replace"
         )
     except FileNotFoundError:
-        text = json.dumps(run["config"], indent=2) if "config" in run else ""
+        if "config" in run:
+            text = json.dumps(run["config"], indent=2)
+        else:
+            text = ""
     except OSError as error:
         text = f"(config.yaml cannot be read: {error.strerror})"
     return text[:_MAX_CONFIG]

@@ -125,13 +125,17 @@ def _extremes(bucket: Sequence[float | None]) -> list[float | None]:
         return [*known, None, None][:2]
     low = min(known)
     high = max(known)
-    return [low, high] if known.index(low) < known.index(high) else [high, low]
+    if known.index(low) < known.index(high):
+        return [low, high]
+    return [high, low]
 
 
 def _point(value: float | None) -> float | str | None:
     if value is None:
         return None
-    return float(f"{value:.6g}") if math.isfinite(value) else json.dumps(value)
+    if math.isfinite(value):
+        return float(f"{value:.6g}")
+    return json.dumps(value)
 
 
 def wilson(share: float, number: float) -> tuple[float, float]:

@@ -26,8 +26,7 @@ _PARTS = (
 SCRIPTS = (*_PARTS, "report")
 POLICY_OF_SERVED_PAGES = (
     "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src 'self' "
-    "data:; "
-    "base-uri 'none'; form-action 'none'"
+    "data:; base-uri 'none'; form-action 'none'"
 )
 
 
@@ -49,8 +48,7 @@ def page(data: Mapping[str, Any]) -> bytes:
     style = f"{read('uplot/uPlot.min.css')}\n{read('report.css')}"
     policy = (
         f"default-src 'none'; script-src {' '.join(map(_hash, scripts))}; style-src "
-        f"{_hash(style)}; "
-        "img-src data:; base-uri 'none'; form-action 'none'"
+        f"{_hash(style)}; img-src data:; base-uri 'none'; form-action 'none'"
     )
     filled = _template().substitute(
         {name: _text(text) for name, text in words.items()},

@@ -50,7 +50,10 @@ def cut_response(row: Mapping[str, object], max_text: int = MAX_TEXT) -> dict[st
     versions = row.get("versions")
     if isinstance(versions, list):
         known = [version for version in versions if isinstance(version, int) and version >= 0]
-        shown["versions"] = sorted({min(known), max(known)}) if known else []
+        if known:
+            shown["versions"] = sorted({min(known), max(known)})
+        else:
+            shown["versions"] = []
     if row.get("errors"):
         shown["score"] = None
         shown["acc"] = None
@@ -108,7 +111,10 @@ def thin_samples(
     for split in dict.fromkeys(split for split, _ in files):
         chosen += evenly([each for each in files if each[0] == split], MAX_STEPS)
     read_bytes = min(run_reader.MAX_SAMPLE_BYTES, _MAX_BYTES // max(len(chosen), 1))
-    for_images = max_bytes // 3 if (run_dir / "data" / "images").is_dir() else 0
+    if (run_dir / "data" / "images").is_dir():
+        for_images = max_bytes // 3
+    else:
+        for_images = 0
     left_bytes = max_bytes - for_images
     shown: list[SampleGroup] = []
     num_groups = 0

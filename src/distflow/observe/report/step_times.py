@@ -74,7 +74,9 @@ class StepTimes:
         """Of the time of all workers in these steps; None if there is no such time."""
         chosen = list(self.windows if steps is None else steps)
         total = self.seconds(chosen)
-        return sum(self.idle.get(step, 0.0) for step in chosen) / total if total else None
+        if total:
+            return sum(self.idle.get(step, 0.0) for step in chosen) / total
+        return None
 
     def waits(self, steps: Iterable[int] | None = None) -> dict[tuple[str, str], float]:
         """Seconds by who waits for whom, the longest first."""
@@ -103,7 +105,10 @@ def step_times(activity: RunActivity, records: Sequence[MetricsRecord]) -> StepT
         waits = defaultdict[str, list[Interval]](list)
         for actor, own in spans.items():
             kind, _, worker = actor.partition("-")
-            found = _loop_parts(own) if kind == "training" else _waits_by_cause(own)
+            if kind == "training":
+                found = _loop_parts(own)
+            else:
+                found = _waits_by_cause(own)
             for (phase, waits_for), intervals in found.items():
                 times.parts.append(Part(step, actor, phase, waits_for, covered(intervals)))
                 if not waits_for:
@@ -154,7 +159,10 @@ def _loop_parts(spans: Iterable[Span]) -> dict[tuple[str, str], list[Interval]]:
             until = min(inner.end, span.start)
             if until > now:
                 phases = [each.what for each in running if each.kind == "phase"]
-                waits_for = (inner.on or inner.what) if inner.kind == "wait" else ""
+                if inner.kind == "wait":
+                    waits_for = inner.on or inner.what
+                else:
+                    waits_for = ""
                 found[phases[-1] if phases else "", waits_for].append((now, until))
                 now = until
             if inner.end <= now:

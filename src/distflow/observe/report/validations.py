@@ -30,7 +30,10 @@ def read_validations(run_dir: Path, timeline: Timeline) -> list[Ends]:
     found = []
     for split in sample_splits(run_dir):
         steps = sample_steps(run_dir, split)
-        first = _first_there(run_dir, split, steps, timeline) if split.startswith("val") else None
+        if split.startswith("val"):
+            first = _first_there(run_dir, split, steps, timeline)
+        else:
+            first = None
         if first is None:
             continue
         last = _first_there(run_dir, split, steps[::-1], timeline)
@@ -109,7 +112,10 @@ def _mean_score(rows: Sequence[Row]) -> float | None:
     without a score."""
     scores = []
     for row in rows:
-        score = row.get("score") if row.get("acc") is None else row.get("acc")
+        if row.get("acc") is None:
+            score = row.get("score")
+        else:
+            score = row.get("acc")
         if isinstance(score, float) and not row.get("errors"):
             scores.append(score)
     return sum(scores) / len(scores) if scores else None

@@ -154,9 +154,10 @@ def _take(path: Path) -> None:
         raise
     except (OSError, ValueError) as error:
         in_the_way = isinstance(error, FileExistsError | NotADirectoryError)
-        cause = (
-            "a file is in the way" if in_the_way else getattr(error, "strerror", None) or str(error)
-        )
+        if in_the_way:
+            cause = "a file is in the way"
+        else:
+            cause = getattr(error, "strerror", None) or str(error)
         raise RunFolderError(
             f"the run's folder {path} cannot be used: {cause}; {_OTHER}"
         ) from error
@@ -195,8 +196,7 @@ def _open(path: Path) -> int:
     if not is_ours(path):
         raise RunFolderError(
             f"{path} contains files not from a distflow run ({_listed(path)}), which a run could "
-            "overwrite: "
-            f"{_OTHER}, new or empty"
+            f"overwrite: {_OTHER}, new or empty"
         )
     path.mkdir(mode=0o700, parents=True, exist_ok=True)
     path.chmod(0o700)

@@ -97,7 +97,9 @@ def duration(seconds: float) -> str:
     hours = whole // 3600
     minutes = whole // 60 % 60
     rest = whole % 60
-    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
+    if hours:
+        return f"{hours}:{minutes:02d}:{rest:02d}"
+    return f"{minutes}:{rest:02d}"
 
 
 @contextmanager

@@ -132,7 +132,10 @@ class _TrackerThread:
 
     def finish(self, deadline: float) -> None:
         with contextlib.suppress(queue.Full):
-            wait = max(deadline - time.monotonic(), 0.0) if self._thread.is_alive() else 0.0
+            if self._thread.is_alive():
+                wait = max(deadline - time.monotonic(), 0.0)
+            else:
+                wait = 0.0
             self._queue.put(None, timeout=wait)
         self._thread.join(max(deadline - time.monotonic(), 0.0))
         if self._thread.is_alive():
@@ -197,7 +200,9 @@ def _table(rows: Sequence[Mapping[str, object]]) -> list[dict[str, str]]:
 def _cut(text: str) -> str:
     text = text.encode("utf-8", "backslashreplace").decode()
     half = _MAX_CHARACTERS // 2
-    return text if len(text) <= _MAX_CHARACTERS else f"{text[:half]} … {text[-half:]}"
+    if len(text) <= _MAX_CHARACTERS:
+        return text
+    return f"{text[:half]} … {text[-half:]}"
 
 
 def check_trackers(names: Sequence[str]) -> None:
@@ -207,14 +212,13 @@ def check_trackers(names: Sequence[str]) -> None:
         if name not in TRACKERS:
             raise TrackerError(
                 f"trainer.logger names {name!r}, which is not a tracker (metrics.jsonl is always "
-                "written)"
-                f"{hint(name, TRACKERS)}"
+                f"written){hint(name, TRACKERS)}"
             )
         package = TRACKERS[name].package
         if package and importlib.util.find_spec(package) is None:
             raise TrackerError(
-                f"trainer.logger names {name!r}, but the package {package} is not installed: "
-                f"pip install 'distflow[{name}]', or remove it from trainer.logger"
+                f"trainer.logger names {name!r}, but the package {package} is not installed: pip "
+                f"install 'distflow[{name}]', or remove it from trainer.logger"
             )
 
 
@@ -314,7 +318,10 @@ class WandbTracker(_TrackerRun):
 
         mode: Any = os.environ.get("WANDB_MODE")
         if mode not in _WANDB_MODES:
-            mode = "online" if wandb.login(verify=False, prompt=False) else "offline"
+            if wandb.login(verify=False, prompt=False):
+                mode = "online"
+            else:
+                mode = "offline"
             if mode == "offline":
                 run.say(
                     "wandb has no API key (`wandb login`): its run is offline, and `wandb sync` "
@@ -377,10 +384,14 @@ class MlflowTracker:
 
         def create() -> str:
             found = client.get_experiment_by_name(run.project)
-            artifacts = (folder / "mlartifacts").as_uri() if is_local else None
-            experiment = (
-                found.experiment_id if found else client.create_experiment(run.project, artifacts)
-            )
+            if is_local:
+                artifacts = (folder / "mlartifacts").as_uri()
+            else:
+                artifacts = None
+            if found:
+                experiment = found.experiment_id
+            else:
+                experiment = client.create_experiment(run.project, artifacts)
             created: str = client.create_run(experiment, run_name=run.experiment).info.run_id
             client.log_dict(created, run.config, "config.json")
             return created
@@ -417,7 +428,10 @@ class SwanlabTracker(_TrackerRun):
 
         settings = swanlab.Settings(interactive=False, terminal={"proxy_type": "none"})
         mode = os.environ.get("SWANLAB_MODE") or ("online" if settings.api_key else "offline")
-        known = {"id": run.run_id("swanlab"), "resume": "allow"} if mode == "online" else {}
+        if mode == "online":
+            known = {"id": run.run_id("swanlab"), "resume": "allow"}
+        else:
+            known = {}
         self._run = swanlab.init(
             log_dir=str(run.run_dir / "swanlog"),
             mode=mode,

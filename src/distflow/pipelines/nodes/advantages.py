@@ -324,7 +324,9 @@ def select_tokens(config: Config) -> Callable[..., object]:
     loss = find_policy_loss(actor.policy_loss)
     assert loss.selects is not None
     options = loss.for_selection(actor.policy_loss_kwargs)
-    return partial(loss.selects, **options) if options else loss.selects
+    if options:
+        return partial(loss.selects, **options)
+    return loss.selects
 
 
 def _share(hit: Tensor, counted: Tensor) -> float:

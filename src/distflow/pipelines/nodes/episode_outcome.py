@@ -29,7 +29,10 @@ def read_outcome(returned: object) -> Outcome:
             parts[str(name)] = finite_number(part, where=f" as '{name}'")
     if not parts and "score" not in returned:
         raise ValueError("it returned a mapping without a part")
-    total = returned["score"] if "score" in returned else math.fsum(parts.values())
+    if "score" in returned:
+        total = returned["score"]
+    else:
+        total = math.fsum(parts.values())
     value = finite_number(total)
     accuracy = value
     if ACC in returned:

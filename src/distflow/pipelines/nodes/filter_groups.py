@@ -82,4 +82,6 @@ def drop_unless(accepted: object) -> Drop | None:
     """accepted: the result of a `should_accept`; a str is the reason for rejecting the group."""
     if isinstance(accepted, str):
         return Drop(accepted)
-    return None if accepted is None or bool(accepted) else Drop(REJECTED)
+    if accepted is None or bool(accepted):
+        return None
+    return Drop(REJECTED)

@@ -71,7 +71,7 @@ def _by_domain(config: Config, derives_old: bool) -> dict[str, PolicyObjective]:
         if len({is_decoupled(loss.name) for loss in pair}) == 2:
             raise ValueError(
                 f"{key}: a decoupled loss needs log-probs of a proximal policy, which are computed "
-                f"for all rows, so either all domains have such a loss or none; the run's is "
+                "for all rows, so either all domains have such a loss or none; the run's is "
                 f"{run.name}"
             )
         selecting = [loss.name for loss in pair if loss.selects]

@@ -115,7 +115,9 @@ async def reward_episodes(
     columns = _scored(outcomes, ctx.validating, needed, on_error)
     if isinstance(columns, Drop):
         is_env = any(sample.finish_reason == ENV_ERROR for sample in samples)
-        return replace(columns, reason=ENV_ERROR) if is_env else columns
+        if is_env:
+            return replace(columns, reason=ENV_ERROR)
+        return columns
     for number, sample in enumerate(samples):
         if sample.rejected:
             columns["valid"][number] = False
@@ -129,7 +131,10 @@ def _scored(
     error."""
     results = [outcome.reward_result for outcome in outcomes]
     failed = [str(result) for result in results if not isinstance(result, Score)]
-    substitute = on_error if isinstance(on_error, float) and not validating else None
+    if isinstance(on_error, float) and not validating:
+        substitute = on_error
+    else:
+        substitute = None
     if failed and substitute is None and not validating:
         too_few = len(outcomes) > 1 and len(outcomes) - len(failed) < min_valid
         if too_few or on_error == "drop":

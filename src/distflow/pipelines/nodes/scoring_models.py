@@ -138,11 +138,13 @@ def _counts(said: Mapping[str, Sequence[Answer]], models: Mapping[str, Any]) -> 
 def _check_share(counts: Mapping[str, float], failed: Mapping[int, str], config: Config) -> None:
     """Raises TooManyErrors on every rank, or on none. failed: of this rank."""
     if counts["failed"] > config.reward.max_error_rate * counts["asked"]:
-        first = f" The first here said: {next(iter(failed.values()))}" if failed else ""
+        if failed:
+            first = f" The first here said: {next(iter(failed.values()))}"
+        else:
+            first = ""
         raise TooManyErrors(
             f"models did not score {counts['failed']:.0f} of {counts['asked']:.0f} samples of the "
-            "step, more than "
-            f"reward.max_error_rate={config.reward.max_error_rate:g} allows.{first}"
+            f"step, more than reward.max_error_rate={config.reward.max_error_rate:g} allows.{first}"
         )
 
 

@@ -178,7 +178,10 @@ class EpisodeRequests:
             self._send()
 
     def _send(self) -> None:
-        asked = [] if self._closed else [item for item in self._asked.items() if item[1]]
+        if self._closed:
+            asked = []
+        else:
+            asked = [item for item in self._asked.items() if item[1]]
         self._asked = {}
         in_order = sorted(asked, key=lambda item: (min(item[1]), item[0][0]))
         for (fork, prompt, params, num_drawn, images), waiting in in_order:

@@ -38,7 +38,9 @@ def by_domain(is_on: Callable[[AlgorithmConfig], bool]) -> Callable[[Factory], F
         @wraps(make)
         def factory(config: Config) -> Callable[..., object]:
             is_divided = config.algorithm.domains or _narrows_baselines(config)
-            return _divided(make, is_on, config) if is_divided else make(config)
+            if is_divided:
+                return _divided(make, is_on, config)
+            return make(config)
 
         return factory
 
@@ -61,8 +63,13 @@ def algorithm_node(
             options = dict[str, object]()
             for name in names:
                 value = getattr(config.algorithm, name)
-                options[name] = dict(vars(value)) if is_group(value) else value
-            return partial(function, **options) if options else function
+                if is_group(value):
+                    options[name] = dict(vars(value))
+                else:
+                    options[name] = value
+            if options:
+                return partial(function, **options)
+            return function
 
         return node_factory(by_domain(is_on)(make))
 
@@ -115,7 +122,10 @@ def in_domains(
             own["valid"] = own["in_baselines"]
         if part is not None:
             output = run_part(part, own, replace(ctx, state=_state_of(domain, ctx)), reduce)
-            weight = float(len(own)) if output.weight is None else output.weight
+            if output.weight is None:
+                weight = float(len(own))
+            else:
+                weight = output.weight
             end = "" if domain is None else f"/{domain}"
             measured = over_ranks([(dict(output.metrics), weight)], reduce)
             metrics |= {f"{name}{end}": value for name, value in measured.items()}
@@ -138,7 +148,9 @@ def run_part(part: BoundNode, batch: Batch, ctx: NodeContext, reduce: Collective
     """What the function of a node within a node returns for a batch."""
     arguments = compile_inputs(part, {"reduce": reduce})(batch, {"batch": batch, "ctx": ctx})
     returned = part.fn(**arguments)
-    return returned if isinstance(returned, NodeOutput) else NodeOutput(returned)
+    if isinstance(returned, NodeOutput):
+        return returned
+    return NodeOutput(returned)
 
 
 def masks_samples(algorithm: AlgorithmConfig) -> bool:

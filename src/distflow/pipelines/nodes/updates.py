@@ -44,7 +44,10 @@ def train_actor(config: Config) -> Callable[..., object]:
     """Update the policy with the config's loss, once the critic has warmed up."""
     actor = config.actor_rollout_ref.actor
     objective = policy_objective(config)
-    records = "trainer_log_probs" if interpolates_prox(config) or takes_rollouts(config) else None
+    if interpolates_prox(config) or takes_rollouts(config):
+        records = "trainer_log_probs"
+    else:
+        records = None
     closed = partial(
         update_policies,
         name="actor",

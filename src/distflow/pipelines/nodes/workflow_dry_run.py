@@ -81,7 +81,9 @@ class WorkflowTrial:
                 f"{KEY}: {self._what}: {said}. Correct it; trust.check_rewards=false skips this "
                 "trial"
             )
-        return [] if kind == "fine" else [f"note: {self._what}: {said}"]
+        if kind == "fine":
+            return []
+        return [f"note: {self._what}: {said}"]
 
     def close(self) -> None:
         """End the process, and everything that it started."""
@@ -155,7 +157,10 @@ def _outcome(spec: Spec, workflow: Workflow, row: PromptRow, tokenizer: Any) -> 
         # such as the match of a pattern in the reply
         depends_on_reply = "'NoneType'" in str(error) or users_place(error) is None
         is_mistake = isinstance(error, _MISTAKES) and not depends_on_reply
-        kind = "fault" if is_mistake or isinstance(error, ChatError) else "note"
+        if is_mistake or isinstance(error, ChatError):
+            kind = "fault"
+        else:
+            kind = "note"
         return f"{kind} {describe_fault(error)}"
     return "fine"
 

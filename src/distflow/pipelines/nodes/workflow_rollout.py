@@ -211,7 +211,10 @@ class _Episodes:
         data = self.ctx.config.data
         row = row_of(self.group.row, data.prompt_key, data.answer_key)
         chat = self._chat(index, templated=bool(row.prompt.messages))
-        reward = None if self.reward_fn is None else partial(self._reward, chat, index)
+        if self.reward_fn is None:
+            reward = None
+        else:
+            reward = partial(self._reward, chat, index)
         work = partial(self.workflow, self.workflow.talk(chat, self.agents), row, reward)
         try:
             outcome = await self._outcome(chat, work, index)

@@ -45,7 +45,9 @@ def _refuse(why: str) -> None:
 
 def _with_bools(compute: Callable[[bool, bool], bool]) -> Any:
     def method(self: "Bool", other: Any) -> Any:
-        return compute(self.value, bool(other)) if type(other) in (bool, Bool) else NotImplemented
+        if type(other) in (bool, Bool):
+            return compute(self.value, bool(other))
+        return NotImplemented
 
     return method
 

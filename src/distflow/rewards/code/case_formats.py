@@ -169,7 +169,10 @@ def _returned(value: object, is_text: bool) -> Any:
 
 
 def _function(name: object) -> str:
-    match = _METHOD.fullmatch(name.strip()) if isinstance(name, str) else None
+    if isinstance(name, str):
+        match = _METHOD.fullmatch(name.strip())
+    else:
+        match = None
     if match is None:
         raise ValueError(f"{_short(name)} is not a function name")
     return match[1]

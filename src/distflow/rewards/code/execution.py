@@ -208,7 +208,9 @@ class ProgramUnderTest:
 
     def printed(self) -> str:
         """The last output of the most recently called process."""
-        return _printed(self._session) if self._session else self._printed
+        if self._session:
+            return _printed(self._session)
+        return self._printed
 
     def end_process(self) -> None:
         """End the process: the next call goes to a new one."""
@@ -353,7 +355,9 @@ def _why_fails(
             return ""
         if step[0] == "failed":
             is_clear = step[1] == "AssertionError" or answer[0] == "raised"
-            return result if is_clear else f"{result}, and the test raised {': '.join(step[1:])}"
+            if is_clear:
+                return result
+            return f"{result}, and the test raised {': '.join(step[1:])}"
     return f"the test called it more than {MAX_CALLS} times"
 
 

@@ -46,8 +46,7 @@ _SHOWN = 500
 _IMPORTS = (
     "import bisect, collections, functools, heapq, itertools, math, operator, random, re, string; "
     "from typing import *; from bisect import *; from collections import *; from functools import "
-    "*; "
-    "from heapq import *; from itertools import *; from math import *; from builtins import *\n"
+    "*; from heapq import *; from itertools import *; from math import *; from builtins import *\n"
 )
 _TYPING = "from typing import *\n"
 _METHOD = """
@@ -147,7 +146,9 @@ def _defined(statement: ast.stmt, source: str) -> list[str]:
         case ast.Import(names) | ast.ImportFrom(_, names):
             return [each.asname or each.name.partition(".")[0] for each in names]
         case ast.Assign() | ast.AnnAssign():
-            return [] if _READS_INPUT.search(source) else [*_bound(statement)]
+            if _READS_INPUT.search(source):
+                return []
+            return [*_bound(statement)]
     return []
 
 
@@ -320,7 +321,9 @@ def _names(plan: Plan) -> list[str]:
     """Names that the program must define."""
     if isinstance(plan, CallTests):
         return [plan.name]
-    return list(plan.names.values()) if isinstance(plan, Assertions) else []
+    if isinstance(plan, Assertions):
+        return list(plan.names.values())
+    return []
 
 
 def _whole(program: str, tests: Tests, plan: Plan) -> str:
@@ -335,9 +338,10 @@ def _whole(program: str, tests: Tests, plan: Plan) -> str:
     if not tests.entry:
         return program
     if tests.prompt and not any(defines(program, name) for name in _names(plan)):
-        program = (
-            program if program.lstrip("\r\n")[:1].isspace() else textwrap.indent(program, "    ")
-        )
+        if program.lstrip("\r\n")[:1].isspace():
+            program = program
+        else:
+            program = textwrap.indent(program, "    ")
     return (tests.prompt or _TYPING) + "\n" + program + methods
 
 

@@ -55,7 +55,10 @@ def score_at(
         time.sleep(_WAITS_S[0])
     if status != HTTPStatus.OK:
         reason = str(reply.get("error", ""))[:_SHOWN]
-        hint = f" (see {TOKEN})" if status == HTTPStatus.UNAUTHORIZED else ""
+        if status == HTTPStatus.UNAUTHORIZED:
+            hint = f" (see {TOKEN})"
+        else:
+            hint = ""
         raise SandboxFault(f"the sandbox at {url} answers {status}: {reason}{hint}")
     if "error" in reply:
         raise ValueError(str(reply["error"]))

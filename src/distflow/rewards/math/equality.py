@@ -152,7 +152,9 @@ def _named_tuples(gold: str, answer: str) -> bool | None:
     gold_match = _NAMED_TUPLE.fullmatch(gold)
     match = _NAMED_TUPLE.fullmatch(answer)
     if gold_match is None:
-        return None if match is None else are_equal(gold, match[2])
+        if match is None:
+            return None
+        return are_equal(gold, match[2])
     if match is None:
         return are_equal(gold_match[2], answer)
     have_same_names = gold_match[1].replace(" ", "") == match[1].replace(" ", "")
@@ -233,7 +235,9 @@ def _quotient(numerator: str, denominator: str) -> str:
 
 def _number_of_ratio(parts: list[str]) -> str:
     """parts: one or two."""
-    return parts[0] if len(parts) == 1 else _quotient(parts[0], parts[1])
+    if len(parts) == 1:
+        return parts[0]
+    return _quotient(parts[0], parts[1])
 
 
 def _congruences(gold: str, answer: str) -> bool | None:
@@ -432,7 +436,9 @@ def _lists(gold: str, answer: str) -> bool | None:
         other_words = words(answer)
         if gold_words is not None and other_words is not None:
             return gold_words == other_words
-        return None if _SET_OPERATION.search(gold + answer) else False
+        if _SET_OPERATION.search(gold + answer):
+            return None
+        return False
     if num_items != num_others:
         return False
     if not _brackets_agree(brackets, other_brackets, is_pair=num_items == 2):

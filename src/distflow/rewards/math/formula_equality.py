@@ -131,7 +131,9 @@ class _Reader:
             return self.sequence()
         if token[:1].isdigit():
             return _bits_of_number(token)
-        return _BITS_OF_A_LETTER if token in _VALUES or token.isalpha() else 0.0
+        if token in _VALUES or token.isalpha():
+            return _BITS_OF_A_LETTER
+        return 0.0
 
     def _next(self, *expected: str) -> str:
         """The next token if it is one of the expected ones or none are named; else ''."""
@@ -145,11 +147,9 @@ def _bits_of_number(token: str) -> float:
     """Bits of numerator and denominator together."""
     mantissa, _, exponent = token.lower().partition("e")
     digits = len(mantissa) + (float(exponent or "0").__abs__() if len(exponent) < 9 else math.inf)
-    return (
-        math.log2(max(float(mantissa), 2.0))
-        if mantissa.isdigit() and digits < 16
-        else digits * math.log2(10)
-    )
+    if mantissa.isdigit() and digits < 16:
+        return math.log2(max(float(mantissa), 2.0))
+    return digits * math.log2(10)
 
 
 def _power_of_two(bits: float) -> float:
@@ -317,7 +317,9 @@ def _parse(text: str) -> Basic | MatrixBase | None:
     """LaTeX as a sympy expression, with i as the imaginary unit and ° as π/180 in functions; None
     if it is not a formula."""
     parsed = _attempt(lambda: _to_sympy(text if words(unwrap(text)) is not None else unwrap(text)))
-    return parsed if isinstance(parsed, Basic | MatrixBase) else None
+    if isinstance(parsed, Basic | MatrixBase):
+        return parsed
+    return None
 
 
 def _to_sympy(text: str) -> object:
@@ -338,7 +340,9 @@ def _exactly_equal(gold: Basic | MatrixBase, answer: Basic | MatrixBase) -> bool
     ):
         return None
     values = [side.doit() for side in (gold, answer)]
-    return bool(values[0] == values[1]) if all(value.is_Rational for value in values) else None
+    if all(value.is_Rational for value in values):
+        return bool(values[0] == values[1])
+    return None
 
 
 def _differ_at_a_point(gold: Basic | MatrixBase, answer: Basic | MatrixBase) -> bool:
@@ -405,10 +409,8 @@ _SETS = frozenset(("cup", "cap", "setminus"))
 _NOTATION = frozenset(
     re.findall(
         "[A-Za-z]+",
-        "frac sqrt pi cdot times infty emptyset mathbb begin end circ exp "
-        "alpha beta gamma delta epsilon varepsilon zeta eta theta vartheta iota kappa lambda mu nu "
-        "xi "
-        "rho sigma tau phi "
+        "frac sqrt pi cdot times infty emptyset mathbb begin end circ exp alpha beta gamma delta "
+        "epsilon varepsilon zeta eta theta vartheta iota kappa lambda mu nu xi rho sigma tau phi "
         "varphi chi psi omega Delta Theta Lambda Xi Phi Psi Omega",
     )
 )
@@ -477,7 +479,10 @@ def _is_division(gold: str, answer: str) -> bool:
     if found is None or plain_number(gold) is None:
         return False
     above, below = (int(number) for number in found.groups() if number)
-    is_decimal = above % below > 0 and str(below).strip("0") == "1" if below else False
+    if below:
+        is_decimal = above % below > 0 and str(below).strip("0") == "1"
+    else:
+        is_decimal = False
     return above >= _LARGE and above > below and math.gcd(above, below) > 1 and not is_decimal
 
 

@@ -30,7 +30,9 @@ def _as_integer(match: re.Match[str]) -> str:
     """A number without thousands separators; commas stay if there are brackets, in which they may
     separate items."""
     number = re.sub("[_']", "", match[0])
-    return number if re.search(r"[(\[]|\\\{", match.string) else number.replace(",", "")
+    if re.search(r"[(\[]|\\\{", match.string):
+        return number
+    return number.replace(",", "")
 
 
 def _as_fraction(match: re.Match[str]) -> str:
@@ -129,7 +131,9 @@ def _remark(match: re.Match[str]) -> str:
     is_plural = not others and first.endswith("s") and first.lower() not in _NO_UNITS
     if is_unit(remark) or is_plural or first.lower() in _MULTIPLES:
         return f" {remark}"
-    return "" if first and not _NO_REMARK.match(remark) else match[0]
+    if first and not _NO_REMARK.match(remark):
+        return ""
+    return match[0]
 
 
 def words(text: str) -> str | None:
@@ -171,7 +175,9 @@ def listed(text: str) -> tuple[str, str, list[str]] | None:
     inner = text[len(opening) : len(text) - len(closing)]
     if opening and closing and _is_balanced(inner):
         items = split_top(inner, ",;")
-        return (opening, closing, items) if len(items) > 1 or opening == r"\{" else None
+        if len(items) > 1 or opening == r"\{":
+            return (opening, closing, items)
+        return None
     items = split_top(_AND_OR.sub(",", text), ",;")
     return ("", "", items) if len(items) > 1 else None
 
@@ -320,7 +326,9 @@ def _unit(spelled: str, may_be_unknown: bool) -> Unit | None:
 
 def _known(name: str) -> tuple[str, str] | None:
     if len(name) == 1:
-        return _NAMES.get(name.lower()) if name in "mgshlLJWNCVA" else None
+        if name in "mgshlLJWNCVA":
+            return _NAMES.get(name.lower())
+        return None
     name = name.lower()
     singulars = (
         name,

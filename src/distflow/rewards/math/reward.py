@@ -44,9 +44,9 @@ def compute_score(
 
     Raises ValueError if there is no ground truth.
     """
-    return (
-        1.0 if compute_result(data_source, solution_str, ground_truth, extra_info)["score"] else 0.0
-    )
+    if compute_result(data_source, solution_str, ground_truth, extra_info)["score"]:
+        return 1.0
+    return 0.0
 
 
 def compute_result(
@@ -54,7 +54,10 @@ def compute_result(
 ) -> dict[str, JSON]:
     """As `compute_score`, with what was compared: `extracted` from the response, None if it has no
     answer, and `wanted`, the ground truth that it equals, else all of them."""
-    alternatives = ground_truth if isinstance(ground_truth, list | tuple) else [ground_truth]
+    if isinstance(ground_truth, list | tuple):
+        alternatives = ground_truth
+    else:
+        alternatives = [ground_truth]
     golds = [gold_answer(gold) for gold in alternatives]
     if not golds:
         raise ValueError("the ground truth is an empty list")

@@ -53,8 +53,7 @@ def functions_of(functions: Functions, domain: str) -> Sequence[RewardPart]:
     if parts is None:
         raise UserError(
             f"no reward function for the domain '{domain}': add it to reward.functions, or a "
-            f"'{DEFAULT_DOMAIN}' "
-            f"entry, or see data.domain_key{hint(domain, functions)}"
+            f"'{DEFAULT_DOMAIN}' entry, or see data.domain_key{hint(domain, functions)}"
         )
     return parts
 
@@ -239,7 +238,9 @@ class Pools:
             pool.close()
 
     def _place(self, domain: str) -> str:
-        return domain if domain in self._patience else DEFAULT_DOMAIN
+        if domain in self._patience:
+            return domain
+        return DEFAULT_DOMAIN
 
 
 def _start_all(wanted: Mapping[str, PoolSettings]) -> dict[str, RewardPool]:

@@ -119,7 +119,10 @@ class RewardPool:
         give_up_after: int,
     ) -> list[RewardResult]:
         timeout_s = timeout_s or self.timeout_s
-        parts = [asked] if name in self.takes_groups else [[arguments] for arguments in asked]
+        if name in self.takes_groups:
+            parts = [asked]
+        else:
+            parts = [[arguments] for arguments in asked]
         served: list[_Served | None] = [None] * len(parts)
         waiting = deque(range(len(parts)))
 

@@ -71,7 +71,10 @@ class RewardProcess:
         try:
             self._channel.send(frame, _left_s(due))
             reply = self._channel.receive(_left_s(due))
-            answers = reply.get("answers") if isinstance(reply, dict) else None
+            if isinstance(reply, dict):
+                answers = reply.get("answers")
+            else:
+                answers = None
             if not isinstance(answers, list) or len(answers) != num_asked:
                 raise ValueError("not an answer to each")
             return [_read_answer(answer, timeout_s) for answer in answers]

@@ -65,11 +65,10 @@ def score_all(
 def describe(error: Exception) -> str:
     """The type, the message, and the line that raised it."""
     frames = traceback.extract_tb(error.__traceback__)
-    last = (
-        f"{os.path.basename(frames[-1].filename)}:{frames[-1].lineno}"
-        if frames
-        else "unknown place"
-    )
+    if frames:
+        last = f"{os.path.basename(frames[-1].filename)}:{frames[-1].lineno}"
+    else:
+        last = "unknown place"
     place = users_place(error) or last
     return f"{type(error).__name__}: {error}"[:_SHOWN_ERROR_CHARACTERS] + f" (at {place})"
 
@@ -82,7 +81,9 @@ def _failure(error: Exception) -> Answer:
 
 def _call_batched(function: Callable[..., object], asked: Sequence[Arguments]) -> object:
     returned = call_batched(function, asked)
-    return _event_loop().run(returned) if inspect.iscoroutine(returned) else returned
+    if inspect.iscoroutine(returned):
+        return _event_loop().run(returned)
+    return returned
 
 
 async def _score_concurrently(
@@ -100,7 +101,9 @@ async def _score_concurrently(
                     return _answer(await cast(Awaitable[object], call(function, arguments)))
         except Exception as error:  # the user's code may raise anything
             is_late = deadline.expired() and not isinstance(error, MemoryError)
-            return {"timeout": True} if is_late else _failure(error)
+            if is_late:
+                return {"timeout": True}
+            return _failure(error)
 
     global_random_states.seed(name, [sorted(arguments.items()) for arguments in asked])
     return await asyncio.gather(*map(score_one, asked))
@@ -133,7 +136,10 @@ def _answers(function: Callable[..., object], returned: object, length: int) -> 
         return [_answer(entry) for entry in split_batch(returned, length)]
     except ValueError as error:  # about the returned value: no line of the function raised it
         code = getattr(inspect.unwrap(innermost(function)), "__code__", None)
-        place = f" (at {os.path.basename(code.co_filename)}:{code.co_firstlineno})" if code else ""
+        if code:
+            place = f" (at {os.path.basename(code.co_filename)}:{code.co_firstlineno})"
+        else:
+            place = ""
         return [{"error": f"{error}{place}"}] * length
 
 

@@ -81,11 +81,9 @@ class CudaRequestLane:
                 self.steps.keep(self._root, sequence, self._leases[sequence])
 
     def _found(self, sequence: Sequence) -> list[int]:
-        return (
-            self.steps.prefixes.find(self._root, sequence.context[:-1])
-            if sequence.may_continue
-            else []
-        )
+        if sequence.may_continue:
+            return self.steps.prefixes.find(self._root, sequence.context[:-1])
+        return []
 
     def step(self, weights: object) -> StepTokens | None:
         """Launch the next step, if any, and read the step launched before the last `lag` steps, if
@@ -100,7 +98,9 @@ class CudaRequestLane:
             self._launch(unfinished, leases, self.steps.decode(unfinished, leases))
         elif self._launched:
             return self.read()
-        return self.read() if len(self._launched) > self.steps.lag else None
+        if len(self._launched) > self.steps.lag:
+            return self.read()
+        return None
 
     def read(self) -> StepTokens | None:
         """Wait for the tokens of the oldest unread step, without sequences that ended before. None

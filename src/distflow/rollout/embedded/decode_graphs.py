@@ -54,9 +54,9 @@ class CudaGraphs:
         self._recorded.clear()
 
     def _weights(self) -> list[int]:
-        return (
-            [parameter.data_ptr() for parameter in self._model.parameters()] if self.enabled else []
-        )
+        if self.enabled:
+            return [parameter.data_ptr() for parameter in self._model.parameters()]
+        return []
 
     def _record(self, shape: Hashable, step: Callable[[], Tensor]) -> bool:
         """Record without computing. The trainer's thread may allocate meanwhile, hence the mode."""

@@ -150,6 +150,9 @@ class DecodeState:
             uniform = uniform[rows]
         policy = policy_of(logits, law)
         penalised = law.repetition_penalty != 1.0 and self._seen is not None
-        seen = self._seen[slots] if penalised and self._seen is not None else None
+        if penalised and self._seen is not None:
+            seen = self._seen[slots]
+        else:
+            seen = None
         draws = draw_by_law(policy, logits, law, uniform, seen, (logits.shape[-1],))
         return draws, torch.isfinite(policy.top).squeeze(-1)

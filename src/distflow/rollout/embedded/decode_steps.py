@@ -82,10 +82,9 @@ class AsyncSteps:
         if self._num_needed(sequence) > room:
             raise UserError(
                 f"a prompt of {len(sequence.prompt_ids)} tokens with up to "
-                f"{sequence.params.max_tokens} new ones: the "
-                f"device has memory for keys and values of {room * self._options.page_tokens} "
-                "tokens; lower "
-                "data.max_prompt_length or data.max_response_length"
+                f"{sequence.params.max_tokens} new ones: the device has memory for keys and values "
+                f"of {room * self._options.page_tokens} tokens; lower data.max_prompt_length or "
+                "data.max_response_length"
             )
 
     def num_fitting(self, waiting: Iterable[Sequence], most: int) -> int:

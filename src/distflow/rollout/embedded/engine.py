@@ -125,7 +125,10 @@ class EmbeddedEngine:
         )
 
     def _make_lane(self, name: str) -> Lane:
-        num_fitting = None if self._steps is None else self._steps.num_fitting
+        if self._steps is None:
+            num_fitting = None
+        else:
+            num_fitting = self._steps.num_fitting
         scheduler = Scheduler(self._num_slots, self.max_prefill_tokens, num_fitting)
         parts = (name, scheduler, PromptCache(_PROMPT_CACHE_TOKENS), self._decoder)
         if self._steps is not None:
@@ -149,7 +152,10 @@ class EmbeddedEngine:
         check_request(request.prompt_ids, request.samples, request.params, *sizes)
         number = next(self._numbers)
         future = asyncio.get_running_loop().create_future()
-        lane = self._train if request.stream.name.partition("/")[0] == TRAIN else self._other
+        if request.stream.name.partition("/")[0] == TRAIN:
+            lane = self._train
+        else:
+            lane = self._other
         sequences = sequences_of(
             number, replace(request, may_continue=request.may_continue and not self.batch_invariant)
         )

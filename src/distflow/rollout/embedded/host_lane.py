@@ -86,7 +86,10 @@ class RequestLane:
         """The next step; there must be work. weights: identifies the decoder's weights."""
         self._root = (weights,)
         work = self.scheduler.schedule()
-        hidden = self._prefill(work, weights) if work.prefills else self._decode(work)
+        if work.prefills:
+            hidden = self._prefill(work, weights)
+        else:
+            hidden = self._decode(work)
         draws = sample(self.decoder.logits(hidden), draw_inputs(work.sequences))
         return StepTokens(work.sequences, *(column.tolist() for column in draws))
 
@@ -135,9 +138,9 @@ class RequestLane:
         return [(forward, row) for row in range(len(prefill))]
 
     def _found(self, sequence: Sequence) -> list[KeysValues]:
-        return (
-            self.prefixes.find(self._root, sequence.context[:-1]) if sequence.may_continue else []
-        )
+        if sequence.may_continue:
+            return self.prefixes.find(self._root, sequence.context[:-1])
+        return []
 
     def _decode(self, work: Work) -> Tensor:
         """Decode one token of each running sequence; `(rows, hidden)` in the order of the slots."""

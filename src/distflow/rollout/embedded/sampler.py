@@ -106,7 +106,10 @@ def _draw_tiles(logits: Tensor, inputs: DrawInputs) -> Draws:
     times as fast at 151,936."""
     law = inputs.laws[0]
     uniform = torch.from_numpy(inputs.uniforms).to(logits.device)
-    size = max(1, TILE_NUMBERS // logits.shape[-1]) if logits.device.type == "cpu" else len(logits)
+    if logits.device.type == "cpu":
+        size = max(1, TILE_NUMBERS // logits.shape[-1])
+    else:
+        size = len(logits)
     tiles = [slice(first, first + size) for first in range(0, len(logits), size)]
     drawn = [
         _draw_rows(logits[tile].float(), law, uniform[tile], inputs.contexts[tile])
@@ -163,7 +166,10 @@ def draw_by_law(
         )
         drawn_from = Distribution(torch.where(seen, penalised, logits) / law.temperature)
     drawn_from = _truncated(drawn_from, law, candidates)
-    token_ids = drawn_from.scores.argmax(dim=-1) if law.greedy else drawn_from.draw(uniform)
+    if law.greedy:
+        token_ids = drawn_from.scores.argmax(dim=-1)
+    else:
+        token_ids = drawn_from.draw(uniform)
     log_probs = policy.log_probs(token_ids)
     return Draws(
         token_ids, log_probs, log_probs if drawn_from is policy else drawn_from.log_probs(token_ids)

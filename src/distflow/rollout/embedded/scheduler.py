@@ -239,7 +239,9 @@ class Scheduler:
     def _num_free(self) -> int:
         """Slots for waiting sequences."""
         free = self.max_num_seqs - len(self.running)
-        return free if self.num_fitting is None else self.num_fitting(self.waiting, free)
+        if self.num_fitting is None:
+            return free
+        return self.num_fitting(self.waiting, free)
 
     def remove(self, gone: Collection[Sequence]) -> list[Move]:
         """Forget finished or aborted sequences; returns which slots move into the gaps."""

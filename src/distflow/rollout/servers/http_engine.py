@@ -171,9 +171,10 @@ class HttpEngine(AbstractAsyncContextManager["HttpEngine"], ABC):
         self.folder = PrivateFolder("distflow-server-")
         self.socket = self.folder.path / "socket"
         at_socket = (self.url or self.own_url) == _AT_SOCKET
-        transport = (
-            httpx.AsyncHTTPTransport(uds=str(self.socket), limits=_NO_LIMITS) if at_socket else None
-        )
+        if at_socket:
+            transport = httpx.AsyncHTTPTransport(uds=str(self.socket), limits=_NO_LIMITS)
+        else:
+            transport = None
         self.client = httpx.AsyncClient(
             base_url=self.url or self.own_url,
             headers=self.headers,
@@ -405,9 +406,8 @@ class HttpEngine(AbstractAsyncContextManager["HttpEngine"], ABC):
         if self.longest > self.max_positions:
             raise UserError(
                 f"{self.who} has a context of {self.max_positions} tokens, but "
-                "data.max_prompt_length and "
-                f"data.max_response_length make {self.longest}: lower them, or start the server "
-                "with a longer context"
+                f"data.max_prompt_length and data.max_response_length make {self.longest}: lower "
+                "them, or start the server with a longer context"
             )
         self._moved = time.monotonic()
 
@@ -427,14 +427,14 @@ class HttpEngine(AbstractAsyncContextManager["HttpEngine"], ABC):
             ) from err
 
     def _log_end(self) -> str:
-        return (
-            f". The end of its log:\n{self._process.last_lines()}"
-            if self._process is not None
-            else ""
-        )
+        if self._process is not None:
+            return f". The end of its log:\n{self._process.last_lines()}"
+        return ""
 
     def _cpu_ticks(self) -> int:
-        return self._process.cpu_ticks() if self._process is not None else 0
+        if self._process is not None:
+            return self._process.cpu_ticks()
+        return 0
 
     async def _hear(self) -> None:
         """Wait until the server answers at all."""

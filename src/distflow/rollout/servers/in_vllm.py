@@ -75,18 +75,20 @@ class Extension:
         before = self.distflow_held
         self.distflow_held = {}
         names = {name for path in paths for name in _names_in(path)}
-        of_adapter = {name for name in names if ".lora_" in name} if adapter else set[str]()
+        if adapter:
+            of_adapter = {name for name in names if ".lora_" in name}
+        else:
+            of_adapter = set[str]()
         hashes = dict[str, str]()
         tensors = dict[str, Tensor]()
         for name, tensor in _read(paths, of_adapter):
             tensors[name] = tensor
             hashes[name] = stripe_hash(tensor)
         base = names - of_adapter
-        same = (
-            {name: stripe_hash(tensor) for name, tensor in _read(paths, base)}
-            if adapter and before
-            else {}
-        )
+        if adapter and before:
+            same = {name: stripe_hash(tensor) for name, tensor in _read(paths, base)}
+        else:
+            same = {}
         if not same or any(before.get(name) != own for name, own in same.items()):
             same = self._load_base(paths, base)
         if adapter:
@@ -187,8 +189,9 @@ class Extension:
         `DrawingSampler` kept, as float64 in base64. Forgets them and the abandoned ones."""
         # a server that was started anew has none
         kept = getattr(self.model_runner.sampler, "drawn", {})
-        for owner in [owner for owner in kept if owner[0] in abandoned] if abandoned else ():
-            del kept[owner]
+        if abandoned:
+            for owner in [owner for owner in kept if owner[0] in abandoned]:
+                del kept[owner]
         return [
             [b64encode(kept.pop((name, n), b"")).decode() for n in range(ended[name])]
             for name in ended
@@ -272,7 +275,10 @@ class DrawingSampler(Sampler):
         drawn_from = _truncated(drawn_from, laws)
         places = [len(state.output_token_ids) for state in states]
         drawn, sampling = _draw(drawn_from, laws, _uniforms(laws, places))
-        before = sampling if drawn_from is policy else policy.log_softmax(dim=-1).gather(-1, drawn)
+        if drawn_from is policy:
+            before = sampling
+        else:
+            before = policy.log_softmax(dim=-1).gather(-1, drawn)
         self._keep(laws, places, torch.cat([drawn.double(), before, sampling], dim=-1).tolist())
         return SamplerOutput(drawn.int(), None)
 

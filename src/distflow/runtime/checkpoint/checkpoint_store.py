@@ -152,7 +152,10 @@ class Writing:
                     "checkpoints are complete"
                 )
             files = {path.name: describe(path) for path in parts_in(self.partial)}
-            score = metric if metric is not None and math.isfinite(metric) else None
+            if metric is not None and math.isfinite(metric):
+                score = metric
+            else:
+                score = None
             write_manifest(self.partial, Manifest(self.step, next_serial(folder), score, files))
             self.store.on_point("manifest")
             final = self.partial.with_suffix("")
@@ -289,8 +292,7 @@ class CheckpointStore:
         if faults:
             raise CheckpointError(
                 f"no checkpoint in {self.folder} is complete: {'; '.join(faults)}. Start again "
-                f"with {resume_advice('never')}, or resume from a copy with "
-                f"{resume_advice('PATH')}"
+                f"with {resume_advice('never')}, or resume from a copy with {resume_advice('PATH')}"
             )
         raise CheckpointError(
             f"there is no checkpoint in {self.folder} (trainer.default_local_dir)"
@@ -298,7 +300,9 @@ class CheckpointStore:
 
     def _listing(self) -> str:
         names = ", ".join(path.name for path in by_age(self.folder))
-        return f"There are: {names}" if names else "There is no other"
+        if names:
+            return f"There are: {names}"
+        return "There is no other"
 
 
 @contextmanager

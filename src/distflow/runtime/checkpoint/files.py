@@ -373,4 +373,6 @@ def _folders(folder: Path, end: str) -> list[Path]:
 
 
 def _entries(folder: Path) -> list[Path]:
-    return [Path(entry) for entry in os.scandir(folder)] if folder.is_dir() else []
+    if folder.is_dir():
+        return [Path(entry) for entry in os.scandir(folder)]
+    return []

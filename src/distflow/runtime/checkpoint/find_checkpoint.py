@@ -68,13 +68,15 @@ def done_message(checkpoint: Checkpoint, spec: Spec, resumes: bool) -> str:
     """The message about a finished run. resumes: whether it is the folder's own; raises UserError
     if not."""
     by_steps = spec.data.total_groups is None
-    longer = (
-        f"trainer.total_training_steps={2 * checkpoint.step}"
-        if by_steps
-        else f"trainer.total_epochs={2 * spec.config.trainer.total_epochs}"
-    )
+    if by_steps:
+        longer = f"trainer.total_training_steps={2 * checkpoint.step}"
+    else:
+        longer = f"trainer.total_epochs={2 * spec.config.trainer.total_epochs}"
     ended = _snapshot(checkpoint).get("ended", {})
-    why = f" ({ended['why']})" if ended.get("when") == str(spec.data.stop_when) else ""
+    if ended.get("when") == str(spec.data.stop_when):
+        why = f" ({ended['why']})"
+    else:
+        why = ""
     longer = "trainer.stop_when=null" if why else longer
     if resumes and by_steps and spec.data.total_steps < checkpoint.step:
         why += f", which is more than trainer.total_training_steps={spec.data.total_steps}"
@@ -139,7 +141,10 @@ def policy_checkpoint(source: Path) -> Checkpoint:
         raise UserError(f"there is no folder {source}: {_WANTED}")
     if not is_of_a_run(folder):
         raise UserError(f"{source} is neither a run's folder nor a checkpoint: {_WANTED}")
-    store = folder / CHECKPOINTS if (folder / CHECKPOINTS).is_dir() else folder
+    if (folder / CHECKPOINTS).is_dir():
+        store = folder / CHECKPOINTS
+    else:
+        store = folder
     if (folder / MARK).exists() and not checkpoints_in(store):
         raise UserError(
             f"the run {source} has saved no checkpoint: set trainer.save_freq, and train it again. "

@@ -58,8 +58,14 @@ def check_same_facts(checkpoint: Checkpoint, spec: Spec, facts: Mapping[str, obj
             continue
         if name.endswith("fingerprint"):
             what = name.removesuffix("_fingerprint")
-            group = "data." if what == "data" else "actor_rollout_ref.model."
-            other = "different data" if what == "data" else f"a different {what}"
+            if what == "data":
+                group = "data."
+            else:
+                group = "actor_rollout_ref.model."
+            if what == "data":
+                other = "different data"
+            else:
+                other = f"a different {what}"
             lines = [f"{checkpoint.path} was saved with {other}:"]
             for key, then, here in diff(config, spec.config):
                 if key.startswith(group):

@@ -46,7 +46,9 @@ class _UnderWay:
         """`_WHOLE`, `_WRITING` or `_FAILED`; the highest over all ranks counts."""
         if not self.path.done():
             return _WRITING
-        return _WHOLE if self.path.exception() is None else _FAILED
+        if self.path.exception() is None:
+            return _WHOLE
+        return _FAILED
 
 
 class Saver(AbstractContextManager["Saver"]):
@@ -194,7 +196,9 @@ def _copied(part: object) -> object:
     """A copy of the current state, with tensors on the CPU."""
     if isinstance(part, Shards):
         return replace(part, tensors=_copies(part.tensors))
-    return _copies(part) if is_all_tensors(part) else copy.deepcopy(part)
+    if is_all_tensors(part):
+        return _copies(part)
+    return copy.deepcopy(part)
 
 
 def _copies(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

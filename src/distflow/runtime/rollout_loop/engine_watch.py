@@ -100,7 +100,10 @@ class EngineWatch:
         while not self._left.wait(looks_every_s):
             waiting = self._waiting()
             now = self._signs_of_life()
-            silent_s = silent_s + looks_every_s if waiting and now == seen else 0.0
+            if waiting and now == seen:
+                silent_s = silent_s + looks_every_s
+            else:
+                silent_s = 0.0
             seen = now
             if silent_s >= timeout_s:
                 self._hangs(self._given_up(waiting, deadline))
@@ -119,14 +122,15 @@ class EngineWatch:
         more = len(waiting) - 1
         since = time.strftime("%H:%M:%S", time.localtime(oldest.since))
         others = f" and {more} more requests" if more else ""
-        who = f" ({self._engine.who})" if hasattr(self._engine, "who") else ""
+        if hasattr(self._engine, "who"):
+            who = f" ({self._engine.who})"
+        else:
+            who = ""
         return EngineHangs(
             f"the rollout engine {type(self._engine).__name__}{who} hangs: it was asked "
-            f"{oldest.what} at "
-            f"{since}{others}, and for {deadline.timeout_s:g} s has neither replied nor "
-            "generated a token. The "
-            f"stacks of all threads are in {write_stacks(deadline.stacks)}. If it is only "
-            "slow, raise "
+            f"{oldest.what} at {since}{others}, and for {deadline.timeout_s:g} s has neither "
+            "replied nor generated a token. The stacks of all threads are in "
+            f"{write_stacks(deadline.stacks)}. If it is only slow, raise "
             "actor_rollout_ref.rollout.timeout_s"
         )
 
@@ -138,11 +142,10 @@ def write_stacks(path: Path | None) -> str:
     )
     head = f"{time.strftime('%Y-%m-%d %H:%M:%S')}, process {os.getpid()}\n{names}\n".encode()
     with suppress(OSError):  # a full disk must not keep the hang from being reported
-        descriptor = (
-            os.dup(2)
-            if path is None
-            else os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
-        )
+        if path is None:
+            descriptor = os.dup(2)
+        else:
+            descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
         try:
             os.write(descriptor, head)
             faulthandler.dump_traceback(descriptor, all_threads=True)

@@ -190,11 +190,10 @@ class RolloutLoop:
             errors = [drop.detail]
         elif "reward_errors" in batch:
             errors = batch["reward_errors"]
-        first = (
-            f"{next(filter(None, errors), 'no score')} (node '{node.node_id}')"
-            if num_failed
-            else ""
-        )
+        if num_failed:
+            first = f"{next(filter(None, errors), 'no score')} (node '{node.node_id}')"
+        else:
+            first = ""
         self.call_counts.add(RewardCounts(num_asked, num_failed, first, as_text=as_text))
 
     async def loop(self, queue: SampleQueuePort) -> None:
@@ -364,4 +363,6 @@ def _episode_results(samples: Sequence[Sample]) -> list[RewardResult] | None:
         for sample in samples
         if isinstance(sample.outcome, RewardOutcome)
     ]
-    return results if results or any(sample.rejected for sample in samples) else None
+    if results or any(sample.rejected for sample in samples):
+        return results
+    return None

@@ -130,14 +130,16 @@ class LoopThread:
             while not ticked.wait(_POLL_S) and self._ended is None:
                 place = users_place_of(self._thread.ident)
                 # our own code runs, and will end
-                blocked_s = blocked_s + _POLL_S if place is not None else 0.0
+                if place is not None:
+                    blocked_s = blocked_s + _POLL_S
+                else:
+                    blocked_s = 0.0
                 if place is not None and blocked_s > self._blocked_after_s:
                     error = LoopBlocked(
                         "an async function has blocked everything else for "
-                        f"{self._blocked_after_s:g} s (at "
-                        f"{place}): it must await instead of blocking, or be a synchronous "
-                        "function, which gets its "
-                        "own thread (reward.timeout_s for each sample)"
+                        f"{self._blocked_after_s:g} s (at {place}): it must await instead of "
+                        "blocking, or be a synchronous function, which gets its own thread "
+                        "(reward.timeout_s for each sample)"
                     )
                     self.end(error)
             time.sleep(_POLL_S)

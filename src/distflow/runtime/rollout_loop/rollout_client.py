@@ -83,7 +83,10 @@ class RolloutClient:
     async def load_weights(
         self, version: Version, weights: Iterable[tuple[str, Tensor]] | None
     ) -> WeightReceipt:
-        what = "to load the weights of" if weights is not None else "to number its weights as"
+        if weights is not None:
+            what = "to load the weights of"
+        else:
+            what = "to number its weights as"
         with self._watch.asking(f"{what} step {version.step}"):
             return await self._engine.load_weights(version, weights)
 
@@ -167,6 +170,6 @@ def _described(request: GenerateRequest) -> str:
     many = count_of(len(request.samples), "sample")
     return (
         f"for {many} of row {request.stream.row} ({request.stream.name}, epoch "
-        f"{request.stream.epoch}; a prompt of "
-        f"{len(request.prompt_ids)} tokens, up to {request.params.max_tokens} new ones)"
+        f"{request.stream.epoch}; a prompt of {len(request.prompt_ids)} tokens, up to "
+        f"{request.params.max_tokens} new ones)"
     )

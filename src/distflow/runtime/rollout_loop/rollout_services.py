@@ -161,10 +161,16 @@ class RolloutServices:
 
         writes_stacks: of all threads, into the run's folder, if the engine hangs.
         """
-        check_rewards = partial(_check_rewards, spec) if spec.tests_rewards else None
+        if spec.tests_rewards:
+            check_rewards = partial(_check_rewards, spec)
+        else:
+            check_rewards = None
         timeout_s = spec.config.actor_rollout_ref.rollout.timeout_s
         stacks = spec.run_dir / STACKS if writes_stacks else None
-        deadline = Deadline(timeout_s, stacks) if timeout_s is not None else None
+        if timeout_s is not None:
+            deadline = Deadline(timeout_s, stacks)
+        else:
+            deadline = None
         blocked_after_s = spec.config.reward.timeout_s * max(
             each.group_size or spec.data.group_size for each in spec.data.sources
         )
@@ -214,7 +220,9 @@ class RolloutServices:
     def wait_for(self, blocking: Callable[[], T]) -> T:
         """Call a function that waits for others, on another thread if this one must compute for an
         engine meanwhile."""
-        return blocking() if self._host is None else self._wait(lambda: on_a_thread(blocking))
+        if self._host is None:
+            return blocking()
+        return self._wait(lambda: on_a_thread(blocking))
 
     def release_engine(self) -> None:
         """Have the idle rollout engine free its KV and its own weights until it gets new ones."""
@@ -227,7 +235,9 @@ class RolloutServices:
             self.call(release(self.resources.rollout))
 
     def _wait(self, begin: "Callable[[], concurrent.futures.Future[T]]") -> T:
-        return begin().result() if self._host is None else self._host.wait(begin)
+        if self._host is None:
+            return begin().result()
+        return self._host.wait(begin)
 
     def _give_up(self, error: EngineHangs) -> None:
         """Pass the error to everyone who waits. If the engine hangs on the entering thread, only

@@ -45,8 +45,13 @@ class RowLoader:
         nodes: Sequence[BoundNode], rows: Sequence[PromptRow], tokenizer: Any
     ) -> "RowLoader | None":
         """None if the nodes of the rollout loop do more than to load rows."""
-        samples_of_row = getattr(nodes[0].fn, SAMPLES_OF_ROW, None) if len(nodes) == 1 else None
-        return None if samples_of_row is None else RowLoader(rows, samples_of_row, tokenizer)
+        if len(nodes) == 1:
+            samples_of_row = getattr(nodes[0].fn, SAMPLES_OF_ROW, None)
+        else:
+            samples_of_row = None
+        if samples_of_row is None:
+            return None
+        return RowLoader(rows, samples_of_row, tokenizer)
 
     def load(self, prompt_groups: Sequence[PromptGroup]) -> _Loaded:
         """The samples of these groups."""
@@ -78,7 +83,9 @@ class RowLoader:
     @property
     def batch_ahead(self) -> Batch | None:
         """The samples that were loaded ahead."""
-        return None if self._ahead is None else self._ahead.groups.data
+        if self._ahead is None:
+            return None
+        return self._ahead.groups.data
 
     def _found_ahead(self, prompt_groups: Sequence[PromptGroup]) -> _Loaded | None:
         """These groups as they were loaded ahead; None if one of them was not."""

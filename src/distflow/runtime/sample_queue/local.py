@@ -101,4 +101,6 @@ class LocalSampleQueue(SharedSampleQueue[Batch]):
 
 
 def _own(group: FinishedGroup[Batch]) -> Batch:
-    return group.data if group.rows is None else group.data.select(group.rows)
+    if group.rows is None:
+        return group.data
+    return group.data.select(group.rows)

@@ -136,7 +136,9 @@ class SharedSampleQueue(Generic[T]):
         """The groups that this worker is to start now; None if the run has failed. engine_version:
         the lowest weight version of its engine, or None."""
         with self._lock:
-            return None if self._is_over(worker) else self._hand_out(worker, engine_version)
+            if self._is_over(worker):
+                return None
+            return self._hand_out(worker, engine_version)
 
     def wait_for_groups(self, worker: int, engine_version: int | None) -> list[PromptGroup] | None:
         """As `groups_for`, but waits until there are groups or the worker should call again, e.g.
@@ -256,7 +258,10 @@ class SharedSampleQueue(Generic[T]):
                 if self._coordinator.finished:
                     self._failures.refuse(of_steps=1)
                     return None
-                numbers = None if self._uninformed_ranks else self._ready(step, wanted)
+                if self._uninformed_ranks:
+                    numbers = None
+                else:
+                    numbers = self._ready(step, wanted)
                 if numbers is not None:
                     self._parts = self._divided(step, numbers)
                     self._divided_step = step
@@ -477,22 +482,18 @@ class SharedSampleQueue(Generic[T]):
 
     def _ready(self, step: int, wanted: int | None) -> tuple[int, ...] | None:
         try:
-            return (
-                self._coordinator.ready(step)
-                if wanted is None
-                else self._coordinator.part(step, wanted)
-            )
+            if wanted is None:
+                return self._coordinator.ready(step)
+            return self._coordinator.part(step, wanted)
         except Exhausted:
             self._failures.refuse(of_steps=1)
             raise
 
     def _stalled(self) -> bool:
         """Whether no group is running and none will start during the wait."""
-        return (
-            self._coordinator.stalled
-            if not self._paused
-            else not self._coordinator.checked_counts().running
-        )
+        if not self._paused:
+            return self._coordinator.stalled
+        return not self._coordinator.checked_counts().running
 
     def _so_far(self, wanted: int | None) -> str:
         group_counts = self._coordinator.checked_counts()
@@ -502,10 +503,8 @@ class SharedSampleQueue(Generic[T]):
         awaited = wanted or self._coordinator.plan.consumer_batch
         return (
             f"{self._coordinator.queue.num_untaken} of {awaited} awaited prompt groups are "
-            "finished; "
-            f"{group_counts.running - num_again} are running, {num_offered} submitted ones wait to "
-            "start"
-            f"{f', dropped so far: {dropped}' if dropped else ''}"
+            f"finished; {group_counts.running - num_again} are running, {num_offered} submitted "
+            f"ones wait to start{f', dropped so far: {dropped}' if dropped else ''}"
         )
 
     def _why_stalled(self, wanted: int) -> str:

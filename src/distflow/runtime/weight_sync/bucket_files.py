@@ -144,11 +144,9 @@ class InFile:
             if time.monotonic() - since > APPEARS_WITHIN_S:
                 raise UserError(
                     f"{self.path}, which holds new weights, is not there on "
-                    f"{socket.gethostname()}: with "
-                    "actor_rollout_ref.actor.weight_update_mode=disk the run's folder "
-                    "(trainer.default_local_dir) must "
-                    "be on a file system that all machines of the run see at the same path; else "
-                    "leave it at store"
+                    f"{socket.gethostname()}: with actor_rollout_ref.actor.weight_update_mode=disk "
+                    "the run's folder (trainer.default_local_dir) must be on a file system that "
+                    "all machines of the run see at the same path; else leave it at store"
                 )
             time.sleep(0.05)
 

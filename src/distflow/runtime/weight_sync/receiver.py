@@ -118,7 +118,10 @@ class IncomingWeights:
             )
         self._attached.wait()
         assert self._receive is not None, "it is attached"
-        weights = None if num_buckets is None else [each for bucket in buckets for each in bucket]
+        if num_buckets is None:
+            weights = None
+        else:
+            weights = [each for bucket in buckets for each in bucket]
         receipt = self._receive(version, weights)
         if not self.ready.done():
             self.ready.set_result(None)

@@ -128,7 +128,9 @@ def _count_flipped(stripe: _Stripe, causal: nn.Module, merged: bool) -> float:
     owner, _, leaf = stripe.name.rpartition(".")
     layer = causal.get_submodule(owner)
     if leaf != "weight" or not merged or not hasattr(layer, "base_layer"):
-        return 0.0 if torch.equal(sent, expected.to(sent.dtype)) else math.inf
+        if torch.equal(sent, expected.to(sent.dtype)):
+            return 0.0
+        return math.inf
     delta = _delta(layer, stripe.places)
     sum_of_both = (expected + delta.to(expected.dtype)).to(sent.dtype).double()
     rounding = 16 * torch.finfo(torch.float32).eps * (expected.double().abs() + delta.abs())

@@ -266,7 +266,12 @@ def _make_ruleset() -> int:
         _NET_RIGHTS if version >= 4 else 0,
         _SCOPES if version >= 6 else 0,
     )
-    size = 8 if version < 4 else 16 if version < 6 else 24
+    if version < 4:
+        size = 8
+    elif version < 6:
+        size = 16
+    else:
+        size = 24
     ruleset = _syscall(_CREATE_RULESET, ctypes.addressof(rights), size, 0)
     library = standard_library()
     modules = [os.path.join(library, name) for name in os.listdir(library) if name not in PACKAGES]
