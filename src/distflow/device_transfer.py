@@ -1,6 +1,5 @@
 """Copies of tensors between host and device."""
 
-from collections import defaultdict
 from collections.abc import Sequence
 
 import torch
@@ -30,19 +29,25 @@ def to_host(tensors: Sequence[Tensor]) -> list[Tensor]:
 
 
 def read_numbers(values: Sequence[Tensor | float]) -> list[float]:
-    """Scalars of any devices and types as numbers, in their order: one transfer per device and
-    type."""
+    """Scalars of any devices and types as numbers, in their order: one transfer per device."""
     numbers = [0.0] * len(values)
-    alike = defaultdict[tuple[torch.device, torch.dtype], dict[int, Tensor]](dict)
+    alike = dict[torch.device, dict[torch.dtype, dict[int, Tensor]]]()
     for place, value in enumerate(values):
         if isinstance(value, Tensor):
-            alike[value.device, value.dtype][place] = value.detach()
+            by_type = alike.setdefault(value.device, {})
+            by_type.setdefault(value.dtype, {})[place] = value.detach()
         else:
             numbers[place] = float(value)
-    for tensors in alike.values():
-        read = torch.stack([*tensors.values()]).tolist()
-        for place, number in zip(tensors, read, strict=True):
-            numbers[place] = float(number)
+    for by_type in alike.values():
+        places = list[int]()
+        stacked = list[Tensor]()
+        for same in by_type.values():
+            places += same
+            stacked.append(torch.stack([*same.values()]).double())
+        # The device is waited for here, and nowhere else.
+        read = torch.cat(stacked).tolist()
+        for place, number in zip(places, read, strict=True):
+            numbers[place] = number
     return numbers
 
 
