@@ -3,8 +3,9 @@
 import os
 
 import pytest
+import ray
 
-from distflow.cluster.ray_cluster import check_room
+from distflow.cluster.ray_cluster import _fits, check_room
 from distflow.errors import UserError
 from distflow.planning.plan import Plan, RankPlan
 
@@ -29,3 +30,12 @@ def test_workers_may_share_cores_up_to_some_number(monkeypatch: pytest.MonkeyPat
 def test_several_machines_are_no_plan_for_one() -> None:
     with pytest.raises(UserError, match=r"the plan is for 2 machines .* RAY_ADDRESS is not set"):
         check_room(plan(2, num_nodes=2))
+
+
+def test_what_no_machine_has_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two machines with a device each have room for two bundles of one, and for none of two."""
+    machine = {"Alive": True, "Resources": {"CPU": 8.0, "GPU": 1.0}}
+    monkeypatch.setattr(ray, "nodes", lambda: [machine, dict(machine)])
+    assert _fits([{"CPU": 1.0, "GPU": 1.0}] * 2)
+    assert not _fits([{"CPU": 1.0, "GPU": 2.0}])
+    assert not _fits([{"CPU": 1.0, "GPU": 1.0}] * 3)

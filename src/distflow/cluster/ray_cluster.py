@@ -5,7 +5,6 @@ import logging
 import os
 import socket
 import threading
-from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -244,12 +243,16 @@ def _needs(ranks: Sequence[RankPlan], each: WorkerNeeds) -> dict[str, float]:
 
 
 def _fits(wanted: Sequence[Mapping[str, float]]) -> bool:
-    """Whether the machines have this much in total, in use or not."""
-    have = ray.cluster_resources()
-    needed = Counter[str]()
-    for each in wanted:
-        needed.update(each)
-    return all(have.get(name, 0) >= count for name, count in needed.items())
+    """Whether there is a machine for each bundle, in use or not."""
+    machines = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+    for need in wanted:
+        for machine in machines:
+            if all(machine.get(name, 0) >= count for name, count in need.items()):
+                machines.remove(machine)
+                break
+        else:
+            return False
+    return True
 
 
 def _counted(resources: Mapping[str, float]) -> str:

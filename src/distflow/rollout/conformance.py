@@ -55,12 +55,14 @@ async def log_probs(bench: Bench) -> str:
     quarter = bench.longest // 4 or 1
     most = bench.longest - bench.num_tokens
     lengths = sorted({1, 2, 3, quarter, bench.longest // 2, most})
-    figures = list[str]()
+    gaps = list[float]()
     for heat in (1.0, 0.7, 1.5):
         asked = [bench.ask(bench.prompt(length), (0, 1), temperature=heat) for length in lengths]
         for length, found in zip(lengths, await asyncio.gather(*asked), strict=True):
-            figures.append(bench.compare(bench.prompt(length), found, temperature=heat))
-    return f"{figures[0]}, prompts of {', '.join(map(str, lengths))} tokens"
+            prompt = bench.prompt(length)
+            for each in found:
+                gaps.append(bench.gap(prompt, each, bench.logits(prompt, each), temperature=heat))
+    return f"{bench.within(gaps)}, prompts of {', '.join(map(str, lengths))} tokens"
 
 
 async def greedy(bench: Bench) -> str:

@@ -150,7 +150,7 @@ def test_a_server_that_is_slow_to_update_gets_requests_when_it_has_caught_up(
         servers[1].lie = "updates later"
         update = asyncio.create_task(fleet.load_weights(Version(0, 2), changed(2)))
         await until(lambda: servers[0].label == "0.2")
-        monkeypatch.setattr(http_engine, "SILENT_S", 0.0)
+        monkeypatch.setattr(http_engine, "ATTACH_S", 0.0)
         await update
         monkeypatch.undo()
         before = len(servers[1].prompts)

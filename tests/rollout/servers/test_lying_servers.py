@@ -459,7 +459,7 @@ def test_one_to_which_no_connection_leads_is_found_by_no_open_request(
     monkeypatch.setattr(http_engine, "LOOKS_EVERY_S", 0.05)
 
     async def story(engine: VllmEngine) -> None:
-        monkeypatch.setattr(http_engine, "SILENT_S", 0.5)
+        monkeypatch.setattr(http_engine, "ATTACH_S", 0.5)
 
         def lie(path: str, asked: dict[str, Any], true: Any) -> Any:
             is_gone = [each for each, _ in server.asked].count(GENERATE) == 1

@@ -280,8 +280,10 @@ class HttpEngine(AbstractAsyncContextManager["HttpEngine"], ABC):
         if not (self._running or self.is_shared):
             return False
         ticks = self._cpu_ticks()
+        # of a server that this process has not started, nobody sees whether it computes
+        limit_s = SILENT_S if self._process is not None else ATTACH_S
         try:
-            await asyncio.wait_for(self._hear(), SILENT_S)
+            await asyncio.wait_for(self._hear(), limit_s)
         except TimeoutError:
             return self._cpu_ticks() == ticks
         is_waiting = self._progress is not None and bool(self._running)
