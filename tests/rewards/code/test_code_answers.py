@@ -63,7 +63,7 @@ QUOTES = [
 ]
 
 
-@pytest.mark.parametrize("program", [DOCUMENTED, IN_QUOTES, *QUOTES])
+@pytest.mark.parametrize("program", [DOCUMENTED, "\n".join([DOCUMENTED] * 9), IN_QUOTES, *QUOTES])
 @pytest.mark.parametrize("fence", ["```", "~~~", "````"])
 def test_a_fence_within_a_docstring_ends_no_block(program, fence):
     answer = f'So:\n{fence}python\n{program}\n{fence}\nIt\'s """ done.\n```text\n3\n```'
@@ -92,6 +92,18 @@ MAIN = "def f(x):\n    return helper(x)"
         (["def helper(x): return twice(x)", "def twice(x): return 2 * x", MAIN], ["f"], [0, 1, 2]),
         (["import math", "def helper(x):\n    return math.sqrt(x)", MAIN], ["f"], [0, 1, 2]),
         (["from math import sqrt as helper", MAIN], ["f"], [0, 1]),
+        # what both import
+        (["import math\ndef helper(x): return math.pi", f"import math\n{MAIN}"], ["f"], [0, 1]),
+        (["N = 2\ndef helper(x): return N * x", f"N = 3\n{MAIN}"], ["f"], [0, 1]),
+        # a global of a helper with the name of a local variable
+        (
+            [
+                "memo = {}\ndef helper(x): return memo",
+                "def f(x):\n    memo = 1\n    return helper(x)",
+            ],
+            ["f"],
+            [0, 1],
+        ),
         (["@cache\ndef helper(x):\n    return 2 * x\n", MAIN], ["f"], [0, 1]),
         (["class helper:\n    pass", MAIN], ["f"], [0, 1]),
         (["CACHE: dict = {}\ndef helper(x):\n    return CACHE", MAIN], ["f"], [0, 1]),

@@ -242,6 +242,9 @@ def test_a_program_does_not_change_what_the_tests_mean():
         ("assert (f(1) > 0) + (f(1) > 1) == 1", "1", "3"),  # bools of the test itself
         ("assert f(1) & (f(2) == f(1))", "True", "False"),
         ("assert '%s' % f(1) == 'True'", "True", "1"),
+        ("assert f(1) == f(2) == True", "True", "False"),
+        ("assert f(1) == [True] != f(2)", "[x == 1]", "[True]"),
+        ("assert [*map(int, f(1))] == [1, 0]", "[True, False]", "[False, True]"),
         ("m = {(1, 2): 3}\nassert m[1, f(1)] == 3", "2", "1"),
         ("assert f(1) == 0.3", "0.1 + 0.2", "0.3001"),
         ("assert f(1) == 0.1 + 0.2", "0.3", "0.31"),

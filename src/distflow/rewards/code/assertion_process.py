@@ -75,6 +75,9 @@ class Bool:
     def __bool__(self) -> bool:
         return self.value
 
+    def __int__(self) -> int:
+        return int(self.value)
+
     def __repr__(self) -> str:
         return repr(self.value)
 
@@ -155,7 +158,7 @@ _SCOPE = {
 _EXACT = ("assertEqual", "assertListEqual", "assertIn", "count", "index")
 _ARGUMENTS = {
     **dict.fromkeys(_EXACT, "__exact__"),
-    **dict.fromkeys(("type", "int", "float", "assertIs", "assertIsNot"), "__plain__"),
+    **dict.fromkeys(("type", "float", "assertIs", "assertIsNot"), "__plain__"),
     "dumps": "__all_plain__",
 }
 """By function or method called in an assertion: the function of `_SCOPE` for its arguments."""
@@ -178,10 +181,14 @@ class Guard(ast.NodeTransformer):
     def visit_Compare(self, node: ast.Compare) -> ast.expr:
         self.generic_visit(node)
         operands = [node.left, *node.comparators]
-        for i, op in enumerate(node.ops):
-            if name := _COMPARED.get(type(op)):
-                operands[i] = _call(name, operands[i])
-                operands[i + 1] = _call(name, operands[i + 1])
+        compared = _COMPARED
+        if len(node.ops) > 1:  # here `!=` shares an operand with other operators
+            compared = {**_COMPARED, ast.NotEq: "__exact__"}
+        names = [compared.get(type(op), "") for op in node.ops]
+        for i, operand in enumerate(operands):
+            name = max(names[max(i - 1, 0) : i + 1])
+            if name:
+                operands[i] = _call(name, operand)
         node.left, *node.comparators = operands
         return node
 

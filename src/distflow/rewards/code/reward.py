@@ -59,12 +59,13 @@ _FENCE = re.compile(r"[ \t]*(`{3,}|~{3,})[ \t]*([^\s`{]*)[^`\n]*")
 _PYTHON = ("python", "python3", "py", "py3")
 _MARKDOWN = ("markdown", "md")
 _MOST_ENDS = 4
-"""Fences tried as the end of a block."""
+"""Fences of each kind tried as the end of a block."""
 _CAREFUL_BLOCKS = 8
 """The first blocks, which may have fences in their docstrings. All bounds are for linear time."""
 _MOST_HELPERS = 100
 """The last blocks, which may define what the program uses."""
 _TRIPLE = re.compile(r"\"{3}|'{3}")
+_FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 _READS_INPUT = re.compile(r"\b(?:input|stdin)\b")
 _THOUGHT_END = "</think>"
 
@@ -103,7 +104,7 @@ def _helpers(blocks: list[str], program: str, names: Sequence[str]) -> list[str]
     tree = _parsed(program)
     if tree is None:
         return []
-    functions = {name for statement in tree.body for name in _defined(statement, "")}
+    functions = {each.name for each in tree.body if isinstance(each, _FUNCTIONS)}
     definitions: dict[str, ast.stmt] = {}
     sources: dict[ast.stmt, str] = {}
     for block in blocks[-_MOST_HELPERS:]:
@@ -117,15 +118,13 @@ def _helpers(blocks: list[str], program: str, names: Sequence[str]) -> list[str]
             sources[statement] = "\n".join(lines[start - 1 : statement.end_lineno])
             for name in _defined(statement, sources[statement]):
                 definitions[name] = statement
-    known = functions | _bound(tree)
-    wanted = [*names, *_used(tree)]
+    wanted = list({*names, *_used(tree)} - _bound(tree))
     found = set[ast.stmt]()
     while wanted:
-        name = wanted.pop()
-        if name in definitions and name not in known:
-            known.add(name)
-            found.add(definitions[name])
-            wanted += _used(definitions[name])
+        definition = definitions.get(wanted.pop())
+        if definition is not None and definition not in found:
+            found.add(definition)
+            wanted += _used(definition)
     return [source for statement, source in sources.items() if statement in found]
 
 
@@ -194,20 +193,24 @@ def _block_end(lines: list[str], start: int, fence: str, is_careful: bool) -> in
 
     is_careful: a fence in a docstring does not end it, so the first fence before which the code is
     valid Python does, or the end of the response; if there is none, the first of all."""
-    ends = list[int]()
+    first = len(lines)
+    tried = [0, 0]  # fences outside of triple quotes and within, by the number of these before
+    is_quoted = False
     for i in range(start, len(lines)):
         found = _FENCE.fullmatch(lines[i].rstrip())
-        if found is None or found[2] or not found[1].startswith(fence):
-            continue
-        ends.append(i)
-        code = _code(lines[start:i])
-        if not is_careful or not _TRIPLE.search(code) or _parsed(code) is not None:
-            return i
-        if len(ends) == _MOST_ENDS:
-            break
-    if not ends or _parsed(_code(lines[start:])) is not None:
+        if found is not None and not found[2] and found[1].startswith(fence):
+            if not is_careful:
+                return i
+            first = min(first, i)
+            tried[is_quoted] += 1
+            if tried[is_quoted] <= _MOST_ENDS:
+                code = _code(lines[start:i])
+                if not _TRIPLE.search(code) or _parsed(code) is not None:
+                    return i
+        is_quoted ^= len(_TRIPLE.findall(lines[i])) % 2 == 1
+    if first == len(lines) or _parsed(_code(lines[start:])) is not None:
         return len(lines)
-    return ends[0]
+    return first
 
 
 def _code(lines: list[str]) -> str:
