@@ -55,13 +55,14 @@ def test_a_server_runs_for_the_episode_and_its_failures_are_told() -> None:
         assert tools.schemas[0]["function"]["description"] == "Adds to a total, which it returns."
         assert tools.parameters["add"]["amount"]["type"] == "integer"
         adds = ToolCall("add", {"amount": 2})
-        texts, episode = answers(tools, adds, adds, ToolCall("shouts"), ToolCall("fails"), adds)
+        texts, counts = answers(tools, adds, adds, ToolCall("shouts"), ToolCall("fails"), adds)
         assert texts[:2] == ["2", "4"] and texts[4] == "6"
         assert (
             texts[2].endswith("[cut: the answer has 1,000,000 characters]") and len(texts[2]) < 400
         )
         assert texts[3] == "error: fails raised RuntimeError: Error executing tool fails"
-        assert episode.errors == {"add": 0, "shouts": 1, "fails": 1}
+        errors = [counts[f"tool/{name}/errors"] for name in ("add", "shouts", "fails")]
+        assert errors == [0, 1, 1]
         (text,), _ = answers(tools, adds)
         assert text == "2", "another episode has a server of its own"
 
@@ -69,9 +70,10 @@ def test_a_server_runs_for_the_episode_and_its_failures_are_told() -> None:
 def test_a_server_that_hangs_or_dies_ends_and_the_episode_goes_on(tmp_path: Path) -> None:
     async def run(tools: Tools) -> list[str]:
         with EpisodeTools(tools, ("a seed",)) as episode:
-            first = await episode.run(ToolCall("dies"))
-            hung = await episode.run(ToolCall("hangs", {"file": str(tmp_path / "pid")}))
-            return [first, hung, await episode.run(ToolCall("add", {"amount": 3}))]
+            first = await episode.run("dies", {})
+            hung = await episode.run("hangs", {"file": str(tmp_path / "pid")})
+            last = await episode.run("add", {"amount": 3})
+            return [first.text, hung.text, last.text]
 
     def check(deadline_s: float) -> None:
         with closing(Tools([], deadline_s, 300, [SERVER])) as tools:

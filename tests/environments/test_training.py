@@ -348,7 +348,7 @@ def test_a_class_is_made_with_its_options_and_calls_reward_functions(tmp_path: P
             ["=game.py:echo", "_kwargs={round: 2}"],
             r"workflow_kwargs: .*'round'; its options are .*rounds",
         ),
-        (["=game.py:Twice"], "needs extra"),
+        (["=game.py:Twice"], "missing .*'extra'"),
         (
             ["=game.py:echo", "reward.functions={default: [format]}"],
             "keys without effect.*reward.functions",
