@@ -8,8 +8,16 @@ from typing import Any
 import pytest
 from transformers import PreTrainedTokenizerFast
 
+from distflow.config.keys.rollout import AgentConfig
 from distflow.data.sample import Segment
-from distflow.environments.chat import Chat, ChatError, Limits, Prompt, TemplatedTwice
+from distflow.environments.chat import (
+    Chat,
+    ChatError,
+    Limits,
+    Prompt,
+    TemplatedTwice,
+    begin_agents,
+)
 from distflow.environments.tokens_between_turns import TemplateError, TurnTokens
 from tests.data import chat_templates as of
 
@@ -302,6 +310,12 @@ def test_what_cannot_be_said_is_refused(content: Any) -> None:
     chat = chat_of(FAMILIES["qwen2.5"](), Engine([[5]]))
     with pytest.raises(ChatError, match=r"^ask\(.*: pass a message with 'role' and 'content'"):
         asyncio.run(chat.ask(content))
+
+
+def test_an_agent_that_the_config_does_not_have_is_named() -> None:
+    agents = begin_agents(chat_of(FAMILIES["qwen2.5"](), Engine([])), {"solver": AgentConfig()})
+    with pytest.raises(ChatError, match="agents has no agent of that name.*solver"):
+        agents["solvr"]
 
 
 def test_rewards_of_turns_are_added_to_the_last_reply() -> None:

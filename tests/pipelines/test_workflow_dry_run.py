@@ -29,6 +29,9 @@ async def not_awaited(chat, row):
 async def misspelt(chat, row):
     await chat.ask(row.promt)
 
+async def reads_column(chat, row):
+    await chat.ask(row["question"])
+
 async def asks_nothing(chat, row):
     return 1.0
 
@@ -99,6 +102,7 @@ def test_it_runs_in_a_process_that_ends(
     [
         ("not_awaited", "has no attribute 'text': is `await` missing? (at "),
         ("misspelt", "'Row' object has no attribute 'promt' (at "),
+        ("reads_column", "write row.columns['question'] (at own.py"),
         ("asks_nothing", "it must await chat.ask"),
         ("returns_text", "which is not a number"),
         ("no_tokens", "max_tokens=0: pass at least 1"),

@@ -3,6 +3,7 @@ an engine and returns the trajectory as tensors, whose tokens and mask must be w
 
 import asyncio
 from collections.abc import Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass
 from itertools import compress, groupby, takewhile
 from operator import eq
@@ -136,7 +137,8 @@ class ArealWorkflow:
     def __init__(self, theirs: Any) -> None:
         gconfig: Any = getattr(theirs, "gconfig", None)
         if getattr(gconfig, "n_samples", 1) > 1:  # here they are as many episodes: rollout.n
-            theirs.gconfig = gconfig.new(n_samples=1)
+            theirs.gconfig = copy(gconfig)
+            theirs.gconfig.n_samples = 1
         self._run = next(getattr(theirs, name) for name in METHODS if hasattr(theirs, name))
 
     async def __call__(self, chat: Chat, row: Any) -> float | None:

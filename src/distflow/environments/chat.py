@@ -11,11 +11,11 @@ from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, TypeGuard
+from typing import TYPE_CHECKING, Any, NoReturn, Protocol, TypeGuard
 
 from distflow.data.sample import Owner, Segment, note_event
 from distflow.environments.parse_tool_calls import opens_thought
-from distflow.errors import UserError
+from distflow.errors import UserError, hint
 from distflow.user_values import finite_number
 
 if TYPE_CHECKING:  # it imports torch, which the processes of tools and environments should not
@@ -422,8 +422,14 @@ class Agent(Protocol):
     def stop(self) -> tuple[str, ...]: ...
 
 
-Agents = dict[str, Chat]
-"""The agents' chats by name, in the order of the config."""
+class Agents(dict[str, Chat]):
+    """The agents' chats by name, in the order of the config. Raises ChatError for an unknown
+    name."""
+
+    def __missing__(self, name: object) -> NoReturn:
+        raise ChatError(
+            f"agents[{name!r}]: {AGENTS_KEY} has no agent of that name{hint(str(name), self)}"
+        )
 
 
 def begin_agents(chat: Chat, agents: Mapping[str, Agent]) -> Agents:

@@ -52,6 +52,11 @@ class Row:
     columns: Mapping[str, object] = field(default_factory=dict)
     """All columns, by their names in the data."""
 
+    def __getitem__(self, name: str) -> object:
+        """Raises TypeError, which says how to write it."""
+        attribute = name if name in vars(self) else f"columns[{name!r}]"
+        raise TypeError(f"a row is no mapping: write row.{attribute}")
+
 
 def row_of(row: PromptRow, prompt_key: str, answer_key: str) -> Row:
     """The row that a workflow receives, and may change. prompt_key, answer_key: their columns in
