@@ -341,9 +341,7 @@ def _whole(program: str, tests: Tests, plan: Plan) -> str:
     if not tests.entry:
         return program
     if tests.prompt and not any(defines(program, name) for name in _names(plan)):
-        if program.lstrip("\r\n")[:1].isspace():
-            program = program
-        else:
+        if not program.lstrip("\r\n")[:1].isspace():
             program = textwrap.indent(program, "    ")
     return (tests.prompt or _TYPING) + "\n" + program + methods
 
