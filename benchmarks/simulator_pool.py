@@ -59,7 +59,7 @@ async def played(pool: SimulatorPool, seed: int, chunk: int) -> float:
         result = await episode.step([[0.0]] * chunk)
         seconds += sum(result["rewards"])
         if result["terminated"][-1]:
-            await episode.close()
+            episode.close()
             return seconds
 
 

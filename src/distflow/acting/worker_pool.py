@@ -35,7 +35,8 @@ class SimulatorPool:
         timeout_s: float,
         gl: str | None = None,
     ) -> None:
-        """num_workers: simulators that compute at the same time. timeout_s: of each `reset`, and of
+        """num_workers: simulators that compute at the same time, while as many have a call or an
+        answer on its way. timeout_s: of each `reset`, and of
         each chunk. env, gl: see `SimulatorHost`. Raises UserError if the env cannot be made or
         rendered, or `reset` does not repeat a state."""
         host = {"env": env, "options": dict(options), "gl": gl}
@@ -44,10 +45,11 @@ class SimulatorPool:
         except UserError as error:  # MuJoCo loads what renders when it is imported
             raise UserError(f"{error}{_RENDERING}" if gl else str(error)) from None
         self.close = self._server.close
-        self._num_workers = num_workers
+        # An answer is read, and the next call sent, while as many others compute.
+        self._num_calls = 2 * num_workers
         self._timeout_s = timeout_s
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._computing = asyncio.Semaphore(num_workers)
+        self._computing = asyncio.Semaphore(self._num_calls)
         self._idle = list[UserProcess]()
         with ThreadPoolExecutor(1) as thread:  # the caller's thread may run a loop
             failed = thread.submit(asyncio.run, self._check()).result()
@@ -61,7 +63,7 @@ class SimulatorPool:
         loop = asyncio.get_running_loop()
         if self._loop is not loop:  # processes are read by the loop that forked them
             self._loop = loop
-            self._computing = asyncio.Semaphore(self._num_workers)
+            self._computing = asyncio.Semaphore(self._num_calls)
             self._idle = []
         if self._idle:
             process = self._idle.pop()
