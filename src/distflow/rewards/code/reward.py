@@ -340,9 +340,9 @@ def _whole(program: str, tests: Tests, plan: Plan) -> str:
         return _IMPORTS + program + methods
     if not tests.entry:
         return program
-    if tests.prompt and not any(defines(program, name) for name in _names(plan)):
-        if not program.lstrip("\r\n")[:1].isspace():
-            program = textwrap.indent(program, "    ")
+    completes = tests.prompt and not any(defines(program, name) for name in _names(plan))
+    if completes and not program.lstrip("\r\n")[:1].isspace():
+        program = textwrap.indent(program, "    ")
     return (tests.prompt or _TYPING) + "\n" + program + methods
 
 
