@@ -20,6 +20,7 @@ import pytest
 import torch
 
 from distflow.cli import main
+from distflow.commands import dashboard_page_data
 from distflow.commands.arguments import listen
 from distflow.commands.dashboard import PAGES, make_server
 from distflow.commands.dashboard_page_data import Dashboard
@@ -283,6 +284,18 @@ def test_a_run_without_an_end_is_running_or_has_crashed(tmp_path: Path) -> None:
         assert states() == {"crashed"}
         (tmp_path / "run" / ".writer").write_text("pid 7 on elsewhere since today")
         assert states() == {"no end yet"}
+
+
+def test_a_run_without_an_end_is_read_again_only_if_its_files_changed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with RunFolder(tmp_path / "run", 0) as run:
+        run.event("start", "started")
+    dashboard = Dashboard(tmp_path)
+    (row,) = dashboard.answer("runs", [], {})["runs"]
+    assert row["state"] == "crashed"
+    monkeypatch.setattr(dashboard_page_data, "run_row", pytest.fail)
+    assert dashboard.answer("runs", [], {})["runs"] == [row]
 
 
 def test_the_dashboard_of_one_run_is_that_of_its_folder(runs: Path) -> None:

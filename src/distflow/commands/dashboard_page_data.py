@@ -10,11 +10,12 @@ from typing import Any
 
 from distflow.commands import why
 from distflow.commands.diff import differences
-from distflow.commands.run_row import run_row, run_status, stamp_of
+from distflow.commands.run_row import run_row, run_status, stamp_of, state_of
 from distflow.commands.sample import find_sample
 from distflow.errors import UserError
 from distflow.launch.run_folders.saved_tokens import saved_tokens
 from distflow.observe.crash_safe_files import to_number
+from distflow.observe.findings.summary import NO_END
 from distflow.observe.metrics import headline_names
 from distflow.observe.report import chart_data, samples
 from distflow.observe.report.build import RunPages
@@ -31,7 +32,8 @@ _MAX_DEPTH = 4
 _MAX_FOUND = 10_000
 _MAX_RUNS = 500
 _MARKS = {MARK, "metrics.jsonl", "events.jsonl"}
-_ENDED = ("finished", "stopped", "failed")
+_WITHOUT_END = ("running", "crashed", NO_END["word"])
+"""States that change although no file does."""
 _MAX_TEXT = 100_000
 
 Query = Mapping[str, str]
@@ -112,9 +114,11 @@ class Dashboard:
     def _row(self, path: Path) -> dict[str, Any]:
         version = _version(path)
         known = self._rows.get(path)
-        if known is None or known[0] != version or known[1]["state"] not in _ENDED:
+        if known is None or known[0] != version:
             known = (version, {"run": str(path.relative_to(self.folder)), **run_row(path)})
             self._rows[path] = known
+        elif known[1]["state"] in _WITHOUT_END:
+            known[1]["state"] = state_of(path, NO_END)["word"]
         return known[1]
 
 

@@ -50,7 +50,7 @@ def run_row(run_dir: Path) -> dict[str, Any]:
         row["total"] = read_object(run_dir / "run.json", run_dir).get("total_steps")
     except UserError as error:
         return {**row, "state": str(error)[:200]}
-    row["state"] = _state(run_dir, status(events))["word"]
+    row["state"] = state_of(run_dir, status(events))["word"]
     steps = [record.get("step") for record in records]
     row["step"] = max((step for step in steps if isinstance(step, int)), default=0)
     for record in records:
@@ -70,10 +70,10 @@ def run_row(run_dir: Path) -> dict[str, Any]:
 
 def run_status(run_dir: Path) -> dict[str, str]:
     """The status of a run, from the end of its events."""
-    return _state(run_dir, status(read_events(run_dir, None, _TAIL_BYTES)))
+    return state_of(run_dir, status(read_events(run_dir, None, _TAIL_BYTES)))
 
 
-def _state(run_dir: Path, found: dict[str, str]) -> dict[str, str]:
+def state_of(run_dir: Path, found: dict[str, str]) -> dict[str, str]:
     """Of a run without an end whether it is running, by the lock of its folder."""
     if found != NO_END:
         return found

@@ -6,6 +6,7 @@ from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, fields, replace
+from functools import cached_property
 from itertools import chain
 from pathlib import Path
 from typing import overload
@@ -264,6 +265,10 @@ class PromptSet(PromptRows):
     def fingerprint(self) -> str:
         """A hash of what affects a run in the rows: tokens, texts, ground truths, domains, extra
         info (without the messages, which are added for some reward functions), tags."""
+        return self._fingerprint
+
+    @cached_property
+    def _fingerprint(self) -> str:
         digest = hashlib.sha256()
         for row in self:
             extra = dict(row.extra_info or {})

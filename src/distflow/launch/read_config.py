@@ -76,6 +76,8 @@ class Data:
     def overlap(self) -> str:
         """A warning if validation prompts are also trained on; else empty."""
         held_out = [row for prompts in self.validation.values() for row in prompts]
+        if not held_out:
+            return ""
         wanted = {row.content for row in held_out}
         trained = {row.content: row.origin for row in self.looked_at if row.content in wanted}
         both = [row for row in held_out if row.content in trained]

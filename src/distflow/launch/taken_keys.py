@@ -81,6 +81,8 @@ def refuse_inert_keys(loaded: Loaded, taken: "TakenKeys", pipeline: BoundPipelin
     more = ""
     if any(not is_ours(node.fn) for node in pipeline.nodes):
         more = "; turn a key that only your own node reads into an option of its function"
+    if loaded.config.actor_rollout_ref.rollout.workflow is not None:
+        more += "; a workflow calls reward functions if it has a parameter `reward_fn`"
     shown = "\n".join(f"  {line}" for line in users.values())
     raise InertKeys(
         {key: reasons.get(key, "") for key in users},

@@ -152,15 +152,16 @@ def _chunk(
 ) -> tuple[Tensor, Tensor | None]:
     logits = head(hidden)
     logits = logits if logits.dtype == torch.float64 else logits.float()
-    unheated = logits
+    # before the logits are replaced or overwritten
+    normal = None if isinstance(targets, Tensor) else normal_of(logits, targets.normals)
     if isinstance(temperature, Tensor):
         logits = logits / temperature[:, None]
     elif temperature != 1.0:
         logits = logits / temperature
     if isinstance(targets, Tensor):
         return _LogProbs.apply(logits, targets, with_entropy)
-    # before the logits are overwritten
-    mean, log_std = normal_of(unheated, targets.normals)
+    assert normal is not None, "above"
+    mean, log_std = normal
     log_probs, entropy = _LogProbs.apply(logits, targets.tokens, with_entropy)
     densities = normal_log_probs(targets.values.to(mean.dtype), mean, log_std)
     log_probs = torch.where(targets.is_number, densities, log_probs)

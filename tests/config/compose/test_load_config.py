@@ -111,6 +111,11 @@ def test_a_file_that_names_no_preset_builds_on_that_of_its_pipeline_or_of_the_co
         assert loaded.notes == (f"run.yaml has no defaults: it builds on {expected}",)
 
 
+def test_a_key_that_the_command_removes_chooses_no_preset(write):
+    file = write("algorithm: {adv_estimator: gae}\n" + BASE)
+    assert load_config(file, ["~algorithm.adv_estimator"]).config.dag.pipeline == "grpo"
+
+
 def test_a_whole_config_takes_nothing_from_a_preset(write):
     whole = load_config(
         write("defaults: [rlvr, _self_]\n" + BASE), ["reward.functions={default: [format]}"]

@@ -8,6 +8,7 @@ from statistics import median
 import pytest
 
 from distflow.cli import main
+from distflow.errors import UserError
 from distflow.launch.plans.run_planner import RunPlanner
 from distflow.observe.run_reader import read_metrics
 from tests.launch.plans.measured_folder import KNOWN, TINY, write
@@ -69,6 +70,22 @@ def test_a_run_is_predicted_as_it_was_and_calibrates_the_next(tmp_path: Path) ->
     predicted = json.loads((tmp_path / "second/plan.json").read_text())["predicted"]
     assert predicted["calibrated_by"] == str(tmp_path / "first")
     assert predicted["phases"]["train_step"] == pytest.approx(run.phases["train_step"], rel=1e-6)
+
+
+@pytest.mark.parametrize("shape", [None, {"hidden": "x"}, {"vocabulary": 0}])
+def test_a_damaged_plan_is_named(tmp_path: Path, shape: dict[str, object] | None) -> None:
+    write(tmp_path / "run")
+    file = tmp_path / "run/plan.json"
+    plan = json.loads(file.read_text())
+    shapes = plan["predicted"]["shapes"]
+    if shape is None:
+        shapes.clear()
+    else:
+        shapes["actor"] |= shape
+    file.write_text(json.dumps(plan))
+    planner = RunPlanner("quickstart_grpo", TINY, measured_in=str(tmp_path / "run"))
+    with pytest.raises(UserError, match="plan.json is damaged"):
+        _ = planner.run
 
 
 def test_a_calibrated_plan_does_not_need_the_models_folder(

@@ -9,6 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from distflow import cli
+from distflow.checks.nonfinite import BATCH
 from distflow.data.batch import Batch
 from distflow.errors import UserError
 from distflow.launch.run_folders.replay_nonfinite_update import replay_bundle
@@ -71,8 +72,16 @@ def test_weights_of_the_bundle_are_those_that_are_replayed(
     assert sum("alone" in line for line in lines) > 5, "every sample meets that weight"
 
 
-def test_another_model_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_model_and_a_batch_without_a_column_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     bundle = make_bundle(Playground(tmp_path), monkeypatch, "advantages", "grpo")
+    monkeypatch.undo()
+    batch = Batch.load(bundle / BATCH)
+    batch.only(name for name in batch.names if name != "ref_log_prob").save(bundle / BATCH)
+    with pytest.raises(UserError, match="is damaged.*ref_log_prob"):
+        list(replay_bundle(bundle))
+    batch.save(bundle / BATCH)
     spoil(bundle, lambda weights: weights.update(other=torch.ones(1)))
     with pytest.raises(UserError, match="the bundle's weight other is not a weight of the model"):
         list(replay_bundle(bundle))

@@ -8,7 +8,7 @@ import pytest
 
 from distflow.cli import main
 from distflow.observe.findings.doctor import examine
-from distflow.observe.report.activity import RunActivity
+from distflow.observe.report.activity import RunActivity, read_activity
 from distflow.observe.report.step_times import StepTimes, step_times, times_json, times_lines
 from distflow.observe.run_reader import MetricsRecord
 from distflow.observe.run_records import RunRecords
@@ -202,3 +202,9 @@ def test_the_report_shows_who_waits_for_whom(tmp_path: Path) -> None:
     assert main(["report", str(tmp_path / "run")]) == 0
     page = (tmp_path / "run" / "report.html").read_text().replace('": ', '":')
     assert '"waits for":"reward functions"' in page.replace(': "', ':"')
+
+
+def test_a_file_of_spans_that_leads_nowhere_has_none(tmp_path: Path) -> None:
+    (tmp_path / "spans").mkdir()
+    (tmp_path / "spans/training.jsonl").symlink_to(tmp_path / "missing")
+    assert read_activity(tmp_path) == RunActivity({}, frozenset())

@@ -245,6 +245,9 @@ def _find_base(
     values: dict[str, object] = {}
     for file in files:
         values |= {setting.key: setting.value for setting in file.settings}
+    for override in overrides:
+        if override.deletes:
+            values.pop(override.key, None)
     values |= {setting.key: setting.value for setting in _set_by(overrides)}
     is_whole = schema_keys().keys() <= values.keys()
     if is_whole or any(file.path.parent == PRESETS for file in files):

@@ -1,7 +1,8 @@
 """Calibrates plans by a run: the rates that its folder shows, read without running code that its
 config names."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -61,13 +62,9 @@ def measured_run(named: str) -> "MeasuredRun":
             "prediction (it is older than these, or a plan does not know its model or device)"
         )
     config = config_of_run(values)
-    try:
+    with _blaming_plan(folder):
         device = Device(**predicted["device"])
         shapes = {role: ModelShape(**shape) for role, shape in predicted["shapes"].items()}
-    except (KeyError, TypeError, AttributeError, ValueError) as error:
-        raise UserError(
-            f"{folder} cannot calibrate a plan: its plan.json is damaged: {error!r}"
-        ) from error
     activity = read_activity(folder)
     steps = _steady_steps(folder, activity, "rollout" in shapes)
     pipeline = str(plan_json.get("pipeline"))
@@ -75,6 +72,19 @@ def measured_run(named: str) -> "MeasuredRun":
     return MeasuredRun(
         folder, config, pipeline, device, shapes, prompt, responses, tuple(steps), activity
     )
+
+
+@contextmanager
+def _blaming_plan(folder: Path) -> Iterator[None]:
+    """Turns what a damaged plan.json raises into a UserError."""
+    try:
+        yield
+    except UserError:
+        raise
+    except (KeyError, TypeError, AttributeError, ValueError, ArithmeticError) as error:
+        raise UserError(
+            f"{folder} cannot calibrate a plan: its plan.json is damaged: {error!r}"
+        ) from error
 
 
 @dataclass(frozen=True)
@@ -159,6 +169,11 @@ class MeasuredRun:
             )
         if not pipeline_code(self.config):  # else its code would have to run
             pipeline = bind(self.config)
+        with _blaming_plan(self.folder):
+            return self._fitted(pipeline)
+
+    def _fitted(self, pipeline: BoundPipeline) -> Rates:
+        """pipeline: of this run."""
         score = self._score()
         known = RunFacts(RunLimits(), self.lengths(self.config), Rates(score=score))
         run = predict(self.config, pipeline, self.shapes, self.device, known)

@@ -2,6 +2,7 @@
 wrong."""
 
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -68,8 +69,9 @@ def replay_bundle(bundle: Path, *, trust_code: bool = False) -> Iterator[str]:
             yield f"weight {name}: {wrong} entries are not finite"
     engine = _engine(config, read.role)
     _load_weights(engine.model, read.weights)
-    objective = _objective(config, read.role, batch)
-    replayed = engine.train_step(batch, objective)
+    with _blaming(bundle):  # for columns that are missing or not as long as others
+        objective = _objective(config, read.role, batch)
+        replayed = engine.train_step(batch, objective)
     saved = ", ".join(f"{name} {read.metrics.get(name)}" for name in ("loss", "grad_norm"))
     yield (
         f"loss {replayed['loss']:g}, gradient norm {replayed['grad_norm']:g} (in the run: {saved})"
@@ -93,8 +95,22 @@ class _Bundle:
     weights: dict[str, Tensor]
 
 
-def _read(bundle: Path) -> _Bundle:
+@contextmanager
+def _blaming(bundle: Path) -> Iterator[None]:
+    """Turns whatever a damaged or foreign file raises into a UserError."""
     try:
+        yield
+    except UserError:
+        raise
+    except Exception as error:
+        raise UserError(
+            f"{bundle} is damaged, or from another version of distflow: {type(error).__name__}: "
+            f"{error}"
+        ) from error
+
+
+def _read(bundle: Path) -> _Bundle:
+    with _blaming(bundle):
         keys: Any = load_yaml(read_file(bundle / CONFIG, bundle, MAX_YAML_BYTES))
         facts: Any = read_object(bundle / FACTS, bundle)
         if facts["role"] not in ROLES:
@@ -108,13 +124,6 @@ def _read(bundle: Path) -> _Bundle:
             Batch.load(bundle / BATCH),
             load_file(check_tensors(bundle / WEIGHTS, bundle)),
         )
-    except UserError:
-        raise
-    except Exception as error:  # whatever a damaged or foreign file raises
-        raise UserError(
-            f"{bundle} is damaged, or from another version of distflow: {type(error).__name__}: "
-            f"{error}"
-        ) from error
 
 
 def _samples_alone(

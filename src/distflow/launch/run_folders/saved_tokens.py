@@ -28,7 +28,7 @@ def saved_tokens(run_dir: Path, step: int, uid: str) -> list[dict[str, Any]]:
 
     from distflow.runtime.saved_groups import load_groups
 
-    with suppress(OSError, ValueError, KeyError, SafetensorError):
+    with suppress(OSError, ValueError, LookupError, SafetensorError):
         batch = load_groups(run_dir, step)
         row = [*batch["uid"]].index(uid)
         return _tokens_of(batch.select([row]), _texts(run_dir))

@@ -44,8 +44,9 @@ class RunActivity:
 def read_activity(run_dir: Path, max_bytes: int = 3_000_000) -> RunActivity:
     """The activity of as much of the run as its files' ends hold. max_bytes: see `span_files`."""
     paths, most = span_files(run_dir, max_bytes)
-    cut = frozenset(path.stem for path in paths if path.stat().st_size > most)
-    return RunActivity(read_spans(run_dir, max_bytes), cut)
+    spans = read_spans(run_dir, max_bytes)
+    cut = {path.stem for path in paths if path.stem in spans and path.stat().st_size > most}
+    return RunActivity(spans, frozenset(cut))
 
 
 def covered(intervals: Iterable[Interval], start: float = -inf, end: float = inf) -> float:
