@@ -165,6 +165,18 @@ def test_a_server_that_is_slow_to_update_gets_requests_when_it_has_caught_up(
     with_fleet(story, num_servers=2)
 
 
+def test_a_fleet_that_hangs_is_told_with_its_servers() -> None:
+    """`engine_watch.py` asks for it."""
+    urls = ("http://one", "http://two")
+    fleet = Fleet(
+        [
+            SGLangEngine(make_model(), tiny_tokenizer(), version=FIRST, url=url)
+            for url in (*urls, urls[0])
+        ]
+    )
+    assert [fleet.who.count(url) for url in urls] == [1, 1]
+
+
 def test_a_fleet_has_a_version_only_when_its_servers_have_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -64,7 +64,6 @@ class Fleet(AbstractAsyncContextManager["Fleet"]):
 
     def __init__(self, engines: Sequence[HttpEngine]) -> None:
         self._servers = [_Server(engine, number) for number, engine in enumerate(engines)]
-        self.is_shared = any(engine.is_shared for engine in engines)
         self.version = engines[0].version
         self._files: WeightFiles | None = None  # for all servers
         self._paused = False
@@ -90,6 +89,11 @@ class Fleet(AbstractAsyncContextManager["Fleet"]):
                 for task in (server.task, server.watch):
                     if task is not None:
                         ends.push_async_callback(cancel, task)
+
+    @property
+    def who(self) -> str:
+        """The servers, for messages."""
+        return ", ".join(dict.fromkeys(each.engine.who for each in self._servers))
 
     @property
     def num_generated_tokens(self) -> int:
