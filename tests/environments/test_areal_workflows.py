@@ -144,6 +144,7 @@ def set_all(**values: Any) -> Callable[[Trajectory], object]:
             set_all(attention_mask=torch.ones(1, 4)),
             "rows of different lengths: 4 attention_mask, 9 input_ids",
         ),
+        (set_all(rewards=torch.tensor([0.5, 0.5])), r"returned 2 rewards.*rollout\.n"),
         (lambda row: row.pop("rewards"), "return None, or tensors by name"),
     ],
 )

@@ -160,8 +160,8 @@ class ArealWorkflow:
 def _trajectory(returned: Any) -> tuple[dict[str, list[Any]], object]:
     """The tokens and the mask, without padding, and the reward. returned: tensors with one row, or
     a list of one such. Raises ValueError for anything else."""
-    if isinstance(returned, list | tuple) and len(returned) == 1:
-        returned = returned[0]
+    if isinstance(returned, list | tuple) and returned:
+        returned = _only("trajectories", returned)
     if not isinstance(returned, Mapping) or {"input_ids", "loss_mask", "rewards"} - {*returned}:
         raise ValueError(f"arun_episode returned {returned!r:.80}: return None, or {_NEEDED}")
     columns = {name: _only_row(name, returned[name]) for name in _COLUMNS if name in returned}
@@ -170,8 +170,7 @@ def _trajectory(returned: Any) -> tuple[dict[str, list[Any]], object]:
         raise ValueError(f"arun_episode returned rows of different lengths: {lengths}")
     shown = columns.pop("attention_mask", [True] * len(columns["input_ids"]))
     kept = {name: list(compress(values, shown)) for name, values in columns.items()}
-    (reward,) = _only_row("rewards", returned["rewards"])
-    return kept, reward
+    return kept, _only("rewards", _only_row("rewards", returned["rewards"]))
 
 
 def _only_row(name: str, values: Any) -> list[Any]:
@@ -179,13 +178,17 @@ def _only_row(name: str, values: Any) -> list[Any]:
     if hasattr(values, "tolist"):
         values = values.tolist()
     if isinstance(values, list) and values and isinstance(values[0], list):
-        if len(values) != 1:
-            raise ValueError(
-                f"arun_episode returned {len(values)} rows of '{name}', and an episode is one: "
-                "actor_rollout_ref.rollout.n is the number of samples of a prompt"
-            )
-        return list(values[0])
+        return list(_only(f"rows of '{name}'", values))
     return values if isinstance(values, list) else [values]
+
+
+def _only(what: str, values: Sequence[Any]) -> Any:
+    if len(values) != 1:
+        raise ValueError(
+            f"arun_episode returned {len(values)} {what}, and an episode is one: "
+            "actor_rollout_ref.rollout.n is the number of samples of a prompt"
+        )
+    return values[0]
 
 
 def _set_segments(chat: Chat, calls: Sequence[_Call], columns: Mapping[str, list[Any]]) -> None:
