@@ -302,8 +302,15 @@ def test_services_of_the_program(config):
 
 @pytest.mark.parametrize("name, value", [("flag", "false"), ("scale", "0.1"), ("count", True)])
 def test_an_option_of_another_type_than_its_function_declares(config, name, value):
-    def f(responses, *, flag: bool = False, scale: float = 1.0, count: int = 0): ...
+    def f(
+        responses,
+        *,
+        flag: bool = False,
+        scale: float = 1.0,
+        count: int = 0,
+        limit: int = None,  # noqa: RUF013  # as people write it
+    ): ...
 
-    one(f, flag=True, scale=2, count=3).bind(config, ["responses"])
+    one(f, flag=True, scale=2, count=3, limit=None).bind(config, ["responses"])
     with pytest.raises(PipelineError, match=f"node 'x': option '{name}' is .*{value}"):
         one(f, **{name: value})

@@ -177,7 +177,8 @@ def check_options(node: Node, contract: Contract) -> None:
     for name, value in given.items():
         if name in contract.options or contract.open_options:
             kind = declared.get(name)
-            if kind is not None and not _is_of(kind, value):
+            is_default = value is contract.options.get(name)  # None may stand for any type
+            if kind is not None and not is_default and not _is_of(kind, value):
                 raise PipelineError(
                     f"{node.where}: option '{name}' is {value!r}, and its function declares "
                     f"{kind.__name__}"

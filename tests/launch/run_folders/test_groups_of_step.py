@@ -3,6 +3,7 @@
 import pytest
 
 from distflow.errors import UserError
+from distflow.launch.run_folders import groups_of_step
 from distflow.launch.run_folders.groups_of_step import step_lineage
 from distflow.scheduling.coordinator import Coordinator, mark_of
 from distflow.scheduling.data_plan import DataPlan, place
@@ -31,6 +32,16 @@ def run_step(coordinator, drop=()):
                 coordinator.complete(group_id.group_id, 5 + group_id.group_id)
     coordinator.release(coordinator.step)
     return numbers
+
+
+def test_groups_that_no_step_takes_are_bounded(tmp_path, monkeypatch):
+    path = tmp_path / "ledger.jsonl"
+    with Ledger(path) as ledger:
+        Coordinator(plan_of(), ledger).issue_groups()
+    assert step_lineage(path, 1).groups
+    monkeypatch.setattr(groups_of_step, "_MAX_GROUPS", 1)
+    with pytest.raises(LedgerError, match="more than 1 groups"):
+        step_lineage(path, 1)
 
 
 def test_a_step_has_the_groups_that_it_consumed_and_the_drops_before_it(tmp_path):

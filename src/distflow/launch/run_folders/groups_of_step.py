@@ -12,6 +12,8 @@ from distflow.scheduling.ledger import LedgerError, Record, surviving_records
 from distflow.untrusted_files import check_file
 
 _MAX_BYTES = 2**30
+_MAX_GROUPS = 500_000
+"""Those that no step took, which are kept in memory."""
 
 
 @dataclass(frozen=True)
@@ -69,6 +71,8 @@ def _find(step: int, records: Iterator[Record]) -> StepLineage | str:
     following = 1
     for record in records:
         waiting.add(record)
+        if len(waiting.groups) + len(waiting.dropped) > _MAX_GROUPS:
+            raise TypeError(f"more than {_MAX_GROUPS:,} groups that no step took")
         if record["kind"] == "inherited":
             first = record["step"] + 1
             following = first
