@@ -46,4 +46,4 @@ def test_few_frames_from_main_to_backward(
     assert cli.main([*command, *playground.overrides("run", "trainer.total_training_steps=1")]) == 0
     assert stacks and all(stack[0] == "cli.py:main" for stack in stacks)
     for stack in stacks:
-        assert len(stack) <= MAX_FRAMES, stack
+        assert len(stack) <= MAX_FRAMES, " ".join(stack)

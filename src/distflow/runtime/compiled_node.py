@@ -114,7 +114,9 @@ class Step:
                     raise node_error(self.node, err) from err
         with self._fitting():
             if isinstance(output, Drop):
-                raise BadOutput("returned Drop in the training loop, where no group can be dropped")
+                raise output_error(
+                    self.node, "returned Drop in the training loop, where no group can be dropped"
+                )
             returned, measured = _measured(output, len(batch))
             if isinstance(returned, Batch):
                 _check_unchanged(before, ())

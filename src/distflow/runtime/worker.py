@@ -4,7 +4,7 @@ thread and the training loop on the main thread."""
 import asyncio
 import gc
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import CancelledError, Future
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -26,7 +26,7 @@ from distflow.runtime.checks_protocol import RunChecks, Updates
 from distflow.runtime.compiled_node import Step
 from distflow.runtime.error_limits import ErrorShare
 from distflow.runtime.metric_stop import MetricStop
-from distflow.runtime.node_context import Contexts
+from distflow.runtime.node_context import Contexts, NodeContext
 from distflow.runtime.offload import Offload
 from distflow.runtime.reshard_columns import ColumnReshard
 from distflow.runtime.rollout_loop.group_tasks import RolloutLoop
@@ -138,8 +138,10 @@ class Worker:
                     break
                 if self._spec.frees_engine:
                     self.services.release_engine()
-                measured = self._run_nodes(step)
-                self.finish(step.batch, {**step.metrics, **measured, **rewards})
+                for node, ctx in self._nodes(step):
+                    step.batch, measured = node(step.batch, ctx)
+                    step.measured.append(measured)
+                self.finish(step.batch, {**step.metrics, **self._measured(step), **rewards})
         # a signal may have come just after the step
         if self._spec.data.saves and self._saved_at < self.step:
             assert self._released is not None, "a step that is not saved yet was released"
@@ -216,8 +218,10 @@ class Worker:
         group_ids: of all ranks. Returns the batch with the nodes' columns, and their metrics over
         all ranks."""
         step = TrainingStep(tuple(group_ids), (), batch)
-        metrics = self._run_nodes(step)
-        return step.batch, metrics
+        for node, ctx in self._nodes(step):
+            step.batch, measured = node(step.batch, ctx)
+            step.measured.append(measured)
+        return step.batch, self._measured(step)
 
     def forward(self, role: str, batch: Batch, outputs: tuple[str, ...]) -> Batch:
         """Outputs of an engine outside of the nodes; see `Scorer.forward`."""
@@ -302,37 +306,33 @@ class Worker:
         with self._phases(phase):
             return self.weight_sync.send(Version(self._version.restart, version))
 
-    def _run_nodes(self, step: TrainingStep[Batch]) -> dict[str, float]:
-        """Run the training nodes on a step, whose batch gets their columns. Returns their metrics
-        over all ranks, and their times (`perf/NODE`, in seconds) if `dag.enable_perf` is on."""
-        times = dict[str, float]()
+    def _nodes(self, step: TrainingStep[Batch]) -> Iterator[tuple[Step, NodeContext]]:
+        """The training nodes in turn, each to be run before the next is requested: a loop that runs
+        them itself is few frames away from what they compute. Times them (`perf/NODE`, in seconds)
+        if `dag.enable_perf` is on."""
         for compiled in self.training_nodes:
             name = compiled.node.node_id
             started = time.perf_counter()
-            self._run_node(compiled, step)
-            times[f"perf/{name}"] = time.perf_counter() - started
+            if self.reshard.waits_for(name):
+                with self._phases("exchange"):
+                    step.batch = self.reshard.receive(name, step.batch, self.step)
+            before = step.batch
+            with self._phases(compiled.node.phase):
+                self.offload.only(compiled.node.engines)
+                yield compiled, self.contexts.for_training(self.step, step.group_ids, name)
+            with self._phases("check"):
+                self.checks.node_finished(step.batch)
+            if self.reshard.sends(name):
+                with self._phases("exchange"):
+                    self.reshard.send(name, before, step.batch, self.step)
+            if self._spec.config.dag.enable_perf:
+                step.times[f"perf/{name}"] = time.perf_counter() - started
+
+    def _measured(self, step: TrainingStep[Batch]) -> dict[str, float]:
+        """Metrics of the nodes over all ranks, and their times."""
         with self._phases("record"):
             measured = self._over_dp_groups(over_ranks(step.measured, self._ports.data))
-        if self._spec.config.dag.enable_perf:
-            return measured | times
-        return measured
-
-    def _run_node(self, compiled: Step, step: TrainingStep[Batch]) -> None:
-        name = compiled.node.node_id
-        if self.reshard.waits_for(name):
-            with self._phases("exchange"):
-                step.batch = self.reshard.receive(name, step.batch, self.step)
-        before = step.batch
-        with self._phases(compiled.node.phase):
-            self.offload.only(compiled.node.engines)
-            ctx = self.contexts.for_training(self.step, step.group_ids, name)
-            step.batch, measured = compiled(before, ctx)
-        step.measured.append(measured)
-        with self._phases("check"):
-            self.checks.node_finished(step.batch)
-        if self.reshard.sends(name):
-            with self._phases("exchange"):
-                self.reshard.send(name, before, step.batch, self.step)
+        return measured | step.times
 
     def _over_dp_groups(self, measured: dict[str, float]) -> dict[str, float]:
         """Metrics of the nodes of all dp groups; if several ran a node, of the first."""

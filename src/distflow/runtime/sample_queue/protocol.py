@@ -132,6 +132,8 @@ class TrainingStep(Generic[T]):
     """Since the last step, of workers that do not train, passed to one of the ranks."""
     measured: list[Measured] = field(default_factory=list)
     """By the nodes."""
+    times: dict[str, float] = field(default_factory=dict)
+    """Of the nodes, by the names of their metrics."""
     loads: tuple[int, ...] = ()
     """Tokens of each of this rank's groups."""
 
