@@ -484,3 +484,8 @@ def test_a_key_of_siirl_that_only_has_another_name_is_taken_under_ours(tmp_path:
         assert loaded.config.dag.pipeline == "module.of_mine:pipeline"
         assert any("(siiRL): here it is dag.pipeline" in note for note in loaded.notes)
         assert loaded.origin("dag.pipeline") != "default"
+
+
+def test_a_run_of_another_version_may_have_other_keys():
+    saved = {"actor_rollout_ref": {"model": {"path": "m"}}, "reward": {"of_then": 2}, "then": 1}
+    assert config_of_run(saved).actor_rollout_ref.model.path == "m"

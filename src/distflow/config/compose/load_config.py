@@ -258,14 +258,17 @@ def preset_config(name: str) -> Config:
 def config_from_dict(values: Mapping[str, object], *, judge: bool = True) -> Config:
     """A config from nested plain values; missing keys have their defaults. Raises ConfigError.
 
-    judge: False skips the checks, e.g. for a finished run whose files may be gone.
+    judge: False skips the checks and unknown keys, e.g. for a finished run whose files may be gone,
+    and whose keys may be those of another version.
     """
     settings = [
         setting
         for name, value in values.items()
         for setting in settings_of_value(str(name), value, IN_PYTHON)
     ]
-    problems = judge_settings(settings, values)[0]
+    problems = list[Problem]()
+    if judge:
+        problems = judge_settings(settings, values)[0]
     return _finish(values, _origins(settings, []), problems, judge).config
 
 
