@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from distflow.config import ConfigError, load_config, preset_names, to_yaml
+from distflow.config.compose.load_config import config_of_run
 from distflow.config.keys.reward import RewardPart
 
 GOOD = ["data.train_files=train.jsonl", "actor_rollout_ref.model.path=model"]
@@ -486,6 +487,6 @@ def test_a_key_of_siirl_that_only_has_another_name_is_taken_under_ours(tmp_path:
         assert loaded.origin("dag.pipeline") != "default"
 
 
-def test_a_run_of_another_version_may_have_other_keys():
-    saved = {"actor_rollout_ref": {"model": {"path": "m"}}, "reward": {"of_then": 2}, "then": 1}
+def test_a_run_of_an_earlier_version_may_have_its_keys():
+    saved = {"actor_rollout_ref": {"model": {"path": "m"}}, "reward": {"num_actors": 2}}
     assert config_of_run(saved).actor_rollout_ref.model.path == "m"

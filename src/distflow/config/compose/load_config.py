@@ -30,6 +30,7 @@ from distflow.config.compose.unknown_keys import (
     judge_settings,
     look_up,
     parents,
+    what_replaces,
 )
 from distflow.config.derived_settings import (
     CUSTOM,
@@ -258,17 +259,17 @@ def preset_config(name: str) -> Config:
 def config_from_dict(values: Mapping[str, object], *, judge: bool = True) -> Config:
     """A config from nested plain values; missing keys have their defaults. Raises ConfigError.
 
-    judge: False skips the checks and unknown keys, e.g. for a finished run whose files may be gone,
-    and whose keys may be those of another version.
+    judge: False skips the checks, and keys of earlier versions, e.g. for a finished run whose files
+    may be gone.
     """
     settings = [
         setting
         for name, value in values.items()
         for setting in settings_of_value(str(name), value, IN_PYTHON)
     ]
-    problems = list[Problem]()
-    if judge:
-        problems = judge_settings(settings, values)[0]
+    if not judge:
+        settings = [setting for setting in settings if not what_replaces(setting.key)]
+    problems = judge_settings(settings, values)[0]
     return _finish(values, _origins(settings, []), problems, judge).config
 
 

@@ -158,7 +158,7 @@ _GONE = {
 """Keys and groups that were in earlier versions, with what to use."""
 
 
-def _gone(key: str) -> str:
+def what_replaces(key: str) -> str:
     """What to use in place of a key of an earlier version; empty for another key."""
     for name in (key, *parents(key)):
         if name in _GONE:
@@ -189,7 +189,9 @@ def _judge(
             theirs = ""
         refers = isinstance(setting.value, str) and "${" in setting.value
         value = look_up(values, key) if refers else setting.value
-        advice = _gone(key) or suggest(key, [*_groups()] if setting.is_group else keys, value)
+        advice = what_replaces(key) or suggest(
+            key, [*_groups()] if setting.is_group else keys, value
+        )
         return Problem(places, f"there is no such key{theirs}", advice)
     if setting.has_dots and (key in keys or key in _groups()):
         advice = (
