@@ -215,7 +215,7 @@ def moment(draw: random.Random) -> str:
 def cut(ground: Playground) -> Path:
     """A run that was killed behind its fifth checkpoint, with complete groups in the queue and
     others under way."""
-    assert start(ground, "cut", KILL_AT="latest:5", HELD="23").status() == -9
+    assert start(ground, "cut", KILL_AT="renamed:5", HELD="23").status() == -9
     live = Left(ground.folder / "cut").run["coordinator"]["live"]
     assert {group["complete"] for group in live} == {True, False}
     return ground.folder / "cut"
@@ -304,9 +304,9 @@ def test_epochs_are_added_to_a_run_that_has_ended(ground: Playground) -> None:
 def test_a_synchronous_run_goes_on_asynchronously_and_back(ground: Playground) -> None:
     allow = ("--allow-change", "async.max_staleness")
     assert (
-        start(ground, "there_and_back", "async.max_staleness=0", KILL_AT="latest:3").status() == -9
+        start(ground, "there_and_back", "async.max_staleness=0", KILL_AT="renamed:3").status() == -9
     )
-    assert start(ground, "there_and_back", flags=allow, KILL_AT="latest:4").status() == -9
+    assert start(ground, "there_and_back", flags=allow, KILL_AT="renamed:4").status() == -9
     folder = finish(ground, "there_and_back", "async.max_staleness=0", flags=allow)
     survived = audit(folder, STALENESS, PLACES)
     ages = {step: survived.ages[place] for place, step in survived.step.items()}

@@ -3,7 +3,6 @@ that adds their results to the scores of the reward functions."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -68,11 +67,15 @@ def add_model_scores(config: Config) -> Callable[..., object]:
     changed = ("scores", "valid", "reward_parts", "reward_errors", "reward_extra")
     columns = sorted(map(_column, scoring_models(config.reward_model)))
     reads = ("response_mask", "group_index", "domain", "?turn_index", "?token_level_scores")
-    declared = node(reads=(*changed, *columns, *reads), writes=(*changed, *SCORE_FIELDS))
-    return declared(partial(_add_scores, config=config))
+
+    @node(reads=(*changed, *columns, *reads), writes=(*changed, *SCORE_FIELDS))
+    def add(batch: Batch, reduce: Collective) -> NodeOutput:
+        return _add_scores(batch, reduce, config)
+
+    return add
 
 
-def _add_scores(batch: Batch, reduce: Collective, *, config: Config) -> NodeOutput:
+def _add_scores(batch: Batch, reduce: Collective, config: Config) -> NodeOutput:
     models = scoring_models(config.reward_model)
     said: dict[str, Sequence[Answer]] = {name: batch[_column(name)] for name in models}
     scores = batch["scores"].clone()
