@@ -115,7 +115,7 @@ def test_agents_that_nobody_calls_are_counted_and_one_that_is_not_there_is_an_er
     outcome: Any = group.samples[0].outcome
     assert not group.samples[0].valid and isinstance(outcome.reward_result, Error)
     assert "ChatError: agents['chekker']" in str(outcome)
-        assert "(at test_agents.py" in str(outcome)
+    assert "(at test_agents.py" in str(outcome)
 
     async def frozen(agents: Agents, row: Row) -> float:
         await agents["judge"].ask((7,))
