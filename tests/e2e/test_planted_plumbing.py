@@ -412,9 +412,7 @@ def greedy_rollout(patch: Patch) -> None:
 def other_rows(patch: Patch) -> None:
     from distflow.scheduling import data_plan
 
-    patch.setattr(
-        data_plan, "place", lambda number, num_rows, seed, shuffle: (number // num_rows, 0)
-    )
+    patch.setattr(data_plan, "place", lambda number, num_rows, *order: (number // num_rows, 0))
 
 
 FAULTS = {
