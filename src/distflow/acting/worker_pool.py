@@ -36,9 +36,9 @@ class SimulatorPool:
         gl: str | None = None,
     ) -> None:
         """num_workers: simulators that compute at the same time, while as many have a call or an
-        answer on its way. timeout_s: of each `reset`, and of
-        each chunk. env, gl: see `SimulatorHost`. Raises UserError if the env cannot be made or
-        rendered, or `reset` does not repeat a state."""
+        answer on its way. timeout_s: of each `reset`, and of each chunk. env, gl: see
+        `SimulatorHost`. Raises UserError if the env cannot be made or rendered, or `reset` does not
+        repeat a state."""
         host = {"env": env, "options": dict(options), "gl": gl}
         try:
             self._server = ProcessServer(f"{simulator_host.__name__}:SimulatorHost", host)
