@@ -1,7 +1,9 @@
 """Functions by name: the forms of a name, and what is said where it leads to nothing."""
 
 import multiprocessing
+import os
 import pickle
+import sys
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
@@ -34,6 +36,19 @@ number = 3
 def file(tmp_path: Path) -> Path:
     (tmp_path / "my_file.py").write_text(SOURCE)
     return tmp_path / "my_file.py"
+
+
+def test_the_next_process_sees_a_file_of_equal_size_and_time(
+    file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "dont_write_bytecode", False)
+    for value in (3, 4):
+        file.write_text(f"number = {value}")
+        os.utime(file, (1e9, 1e9))
+        module = load_module(str(file))
+        assert module.number == value
+        monkeypatch.delitem(sys.modules, module.__name__)
+    assert list(file.parent.iterdir()) == [file]
 
 
 def test_a_file_is_loaded_once(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:

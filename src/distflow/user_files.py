@@ -8,10 +8,11 @@ starts, forked or spawned.
 import os
 import sys
 from collections.abc import Sequence
-from importlib.machinery import ModuleSpec
+from importlib.machinery import ModuleSpec, SourceFileLoader
 from importlib.util import spec_from_file_location
 from pathlib import Path
 from types import ModuleType
+from typing import NoReturn
 from urllib.parse import quote_from_bytes, unquote_to_bytes
 
 PREFIX = f"{__name__}."
@@ -31,6 +32,14 @@ def file_of(module: str) -> Path | None:
     return None
 
 
+class _Loader(SourceFileLoader):
+    """Reads the source each time. Bytecode is told from that of an earlier source only by size and
+    second, which a script that writes its reward function again can meet."""
+
+    def path_stats(self, path: object) -> NoReturn:
+        raise OSError("bytecode is neither read nor written")
+
+
 class _Finder:
     @staticmethod
     def find_spec(
@@ -39,7 +48,7 @@ class _Finder:
         file = file_of(name)
         if file is None or not file.is_file():
             return None
-        return spec_from_file_location(name, file)
+        return spec_from_file_location(name, file, loader=_Loader(name, str(file)))
 
 
 sys.meta_path.append(_Finder)

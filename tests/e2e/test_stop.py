@@ -98,7 +98,8 @@ def test_killed_takes_all_its_processes_with_it(ground: Playground) -> None:
     children = wait_for_verdicts(ground, run)
     assert run.kill()
     assert_gone(children)
-    assert start(ground, "killed", seconds=0.0).status() == 0
+    resumed = start(ground, "killed", seconds=0.0)
+    assert resumed.status() == 0, resumed.said()
 
 
 @pytest.mark.parametrize(
