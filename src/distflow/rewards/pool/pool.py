@@ -2,6 +2,7 @@
 score, never the run."""
 
 import asyncio
+import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -24,6 +25,10 @@ OnResult = Callable[[str, Mapping[str, object], RewardResult], None]
 OnRepeat = Callable[[int], None]
 """Called with the number of calls that were repeated because their process died."""
 _CLOSING = "the run was closing its reward workers"
+_QUICK_S = 0.005
+"""Faster calls are sent ahead: waking a process takes about as long as most of them."""
+_MOST_AHEAD = 8
+_AHEAD_BYTES = 2**13
 
 
 class GivenUp(UserError):
@@ -79,6 +84,8 @@ class RewardPool:
         # Of calls that may be given up.
         self._returned = set[str]()
         self._num_hung = Counter[str]()
+        self._quick = set[str]()
+        """Functions whose last call was quick."""
         with ExitStack() as on_failure:
             on_failure.callback(self.close)
             self._start_first()
@@ -118,36 +125,30 @@ class RewardPool:
         on_repeat: OnRepeat,
         give_up_after: int,
     ) -> list[RewardResult]:
-        timeout_s = timeout_s or self.timeout_s
         if name in self.takes_groups:
             parts = [asked]
         else:
             parts = [[arguments] for arguments in asked]
-        served: list[_Served | None] = [None] * len(parts)
-        waiting = deque(range(len(parts)))
-
-        def serve() -> None:
-            while (i := _next(waiting)) is not None:
-                served[i] = self._serve(name, parts[i], timeout_s, give_up_after)
-
+        work = _Work(name, parts, timeout_s or self.timeout_s, give_up_after)
         loop = asyncio.get_running_loop()
         num_threads = min(len(parts), self._settings.num_workers)
         try:
             await asyncio.gather(
-                *(loop.run_in_executor(self._threads, serve) for _ in range(num_threads))
+                *(
+                    loop.run_in_executor(self._threads, self._serve, work)
+                    for _ in range(num_threads)
+                )
             )
         except RuntimeError:  # of threads that have ended
             if not self.closed:
                 raise
         finally:  # the caller may have been cancelled, or the function is given up
-            waiting.clear()
+            work.waiting.clear()
+        if work.crashed and not self.closed:
+            on_repeat(sum(len(parts[i]) for i in work.crashed))
         results = list[RewardResult]()
-        num_repeated = 0
-        for part, of_part in zip(parts, served, strict=True):
-            results += of_part.results if of_part else [Error(_CLOSING)] * len(part)
-            num_repeated += len(part) * (of_part is not None and of_part.is_repeated)
-        if num_repeated and not self.closed:
-            on_repeat(num_repeated)
+        for i, part in enumerate(parts):
+            results += work.results.get(i) or [Error(_CLOSING)] * len(part)
         return results
 
     def close(self) -> None:
@@ -159,42 +160,75 @@ class RewardPool:
         for process in list(self._living):
             self._retire(process)
 
-    def _serve(self, name: str, asked: Calls, timeout_s: float, give_up_after: int) -> "_Served":
-        """Have a process answer the calls together; runs on a thread of the pool. Raises
-        GivenUp."""
-        served = self._answer(name, asked, timeout_s)
-        if give_up_after and all(isinstance(each, Timeout) for each in served.results):
-            self._num_hung[name] += 1
-            if self._num_hung[name] >= give_up_after and name not in self._returned:
-                raise GivenUp(self._why_given_up(name, asked[0], timeout_s))
-        elif give_up_after:
-            self._returned.add(name)
-        return served
+    def _serve(self, work: "_Work") -> None:
+        """Have processes answer the parts that no other thread takes; runs on a thread of the pool.
+        Raises GivenUp."""
+        while not self.closed and (frames := self._take(work)):
+            unanswered = deque(frames)
+            failure: RewardResult | None = None
+            try:
+                with self._process() as process:
+                    process.ask(b"".join(frames.values()), work.timeout_s)
+                    while unanswered:
+                        self._answer(process, work, unanswered[0])
+                        unanswered.popleft()
+            except Crashed as error:
+                if unanswered[0] in work.crashed:
+                    failure = Error(f"{error}, twice")
+                else:
+                    work.crashed.add(unanswered[0])
+            except StartFailed as error:
+                failure = Error(f"no reward worker could be started: {error}")
+            except TimeoutError:
+                failure = Timeout(work.timeout_s * len(work.parts[unanswered[0]]))
+            if failure is not None and not self.closed:
+                self._end(work, unanswered.popleft(), failure)
+            # those that were sent ahead have not caused it
+            work.waiting.extendleft(reversed(unanswered))
 
-    def _answer(self, name: str, asked: Calls, timeout_s: float) -> "_Served":
-        num_asked = len(asked)
-        request = {"name": name, "asked": list(map(dict, asked)), "timeout_s": timeout_s}
-        reason = ""
-        is_repeated = False
-        try:
-            frame = encode(request)
-            while not self.closed:
-                try:
-                    with self._process() as process:
-                        results = process.answer(frame, num_asked, timeout_s)
-                        return _Served(results, is_repeated)
-                except Crashed as error:
-                    if is_repeated:
-                        reason = f"{error}, twice"
-                        break
-                    is_repeated = True
-        except (TypeError, ValueError) as error:
-            reason = f"the sample cannot be sent to a reward worker: {error}"
-        except StartFailed as error:
-            reason = f"no reward worker could be started: {error}"
-        except TimeoutError:
-            return _Served([Timeout(timeout_s * num_asked)] * num_asked, is_repeated)
-        return _Served([Error(_CLOSING if self.closed else reason)] * num_asked, is_repeated)
+    def _take(self, work: "_Work") -> dict[int, bytes]:
+        """The requests of the next parts, by their numbers: several if calls are quick and the
+        requests small, so that they fit into a socket together."""
+        most = _MOST_AHEAD if work.name in self._quick else 1
+        frames = dict[int, bytes]()
+        while len(frames) < most and (i := work.next()) is not None:
+            asked = list(map(dict, work.parts[i]))
+            request = {"name": work.name, "asked": asked, "timeout_s": work.timeout_s}
+            try:
+                frame = encode(request)
+            except (TypeError, ValueError) as error:
+                failure = Error(f"the sample cannot be sent to a reward worker: {error}")
+                work.results[i] = [failure] * len(asked)
+                continue
+            if frames and len(frame) > _AHEAD_BYTES:
+                work.waiting.appendleft(i)
+                break
+            frames[i] = frame
+            if len(frame) > _AHEAD_BYTES:
+                break
+        return frames
+
+    def _answer(self, process: RewardProcess, work: "_Work", i: int) -> None:
+        began = time.monotonic()
+        results = process.answer(len(work.parts[i]), work.timeout_s)
+        if time.monotonic() - began < _QUICK_S:
+            self._quick.add(work.name)
+        else:
+            self._quick.discard(work.name)
+        self._end(work, i, *results)
+
+    def _end(self, work: "_Work", i: int, *results: RewardResult) -> None:
+        """Keep a part's results, or one for all its calls."""
+        part = work.parts[i]
+        work.results[i] = list(results) if len(results) == len(part) else [*results] * len(part)
+        if not work.give_up_after:
+            return
+        if not all(isinstance(each, Timeout) for each in results):
+            self._returned.add(work.name)
+            return
+        self._num_hung[work.name] += 1
+        if self._num_hung[work.name] >= work.give_up_after and work.name not in self._returned:
+            raise GivenUp(self._why_given_up(work.name, part[0], work.timeout_s))
 
     @contextmanager
     def _process(self) -> Iterator[RewardProcess]:
@@ -263,17 +297,28 @@ class RewardPool:
         self._living.discard(process)
 
 
-def _next(waiting: deque[int]) -> int | None:
-    """The next number, unless other threads took them all."""
-    try:
-        return waiting.popleft()
-    except IndexError:
-        return None
+class _Work:
+    """What is asked of a function at once, and its results. Used by several threads together, by
+    atomic calls alone."""
 
+    def __init__(
+        self, name: str, parts: Sequence[Calls], timeout_s: float, give_up_after: int
+    ) -> None:
+        self.name = name
+        self.parts = parts
+        """The calls that one process gets together."""
+        self.timeout_s = timeout_s
+        """Of one call."""
+        self.give_up_after = give_up_after
+        self.waiting = deque(range(len(parts)))
+        """Numbers of parts that no thread has taken."""
+        self.crashed = set[int]()
+        """Numbers of parts whose process crashed."""
+        self.results: dict[int, list[RewardResult]] = {}
 
-class _Served(NamedTuple):
-    """The results of calls that one process got together."""
-
-    results: list[RewardResult]
-    is_repeated: bool
-    """Whether the first process crashed."""
+    def next(self) -> int | None:
+        """The next part's number, unless other threads took them all."""
+        try:
+            return self.waiting.popleft()
+        except IndexError:
+            return None

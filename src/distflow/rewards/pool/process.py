@@ -61,16 +61,21 @@ class RewardProcess:
             for name in ("groups", "batches", "conversations")
         )
 
-    def answer(self, frame: bytes, num_asked: int, timeout_s: float) -> list[RewardResult]:
-        """The results of a request for that many calls. timeout_s: of each.
+    def ask(self, frames: bytes, timeout_s: float) -> None:
+        """Send requests, which are answered in their order. timeout_s: of each call.
 
-        Raises TimeoutError and Crashed, after which the process is of no use.
+        This and `answer` raise TimeoutError and Crashed, after which the process is of no use.
         """
         self._stderr.truncate(0)
-        due = time.monotonic() + timeout_s * num_asked
         try:
-            self._channel.send(frame, _left_s(due))
-            reply = self._channel.receive(_left_s(due))
+            self._channel.send(frames, timeout_s)
+        except PeerGone:
+            raise Crashed(self.cause_of_death()) from None
+
+    def answer(self, num_asked: int, timeout_s: float) -> list[RewardResult]:
+        """The results of the next request, which has that many calls."""
+        try:
+            reply = self._channel.receive(timeout_s * num_asked)
             if isinstance(reply, dict):
                 answers = reply.get("answers")
             else:
