@@ -118,6 +118,7 @@ def run(folder: Path, name: str, staleness: int, steps: int) -> Result:
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
         raise SystemExit(f"{' '.join(command)}\n{done.stdout}{done.stderr}")
+
     return measured(folder / name)
 
 
@@ -130,10 +131,12 @@ def measured(run_dir: Path) -> Result:
     end = steps[-1].t
     activity = read_activity(run_dir)
     seconds = end - start
+
     waits = []
     for span in activity.spans.get("training", ()):
         if span.kind == "wait" and span.what.startswith("step "):
             waits.append((span.start, span.end))
+
     return Result(
         seconds,
         covered(waits, start, end) / seconds,
@@ -156,20 +159,24 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=4)
     arguments = parser.parse_args()
     print(f"{os.cpu_count()} cores, load of the machine {os.getloadavg()[0]:.1f}", flush=True)
+
     found: dict[int, list[Result]] = defaultdict(list)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         prepare(folder, arguments.hidden, arguments.layers)
+
         for index in range(arguments.rounds):
             for staleness in arguments.eta:
                 found[staleness].append(
                     run(folder, f"eta{staleness}-{index}", staleness, arguments.steps)
                 )
+
     print(
         "| η | s | speed | trainer waits | engine idle | oldest token, steps | reward |\n"
         "|---|---|---|---|---|---|---|"
     )
     base = statistics.median(result.seconds for result in found[arguments.eta[0]])
+
     for staleness, results in found.items():
         mid = {
             key: statistics.median(getattr(r, key) for r in results)

@@ -60,12 +60,14 @@ def fine_tuning(num_rows: int, num_processes: int, steps: int) -> None:
     command = [sys.executable, "-m", "distflow", "train", "quickstart_sft"]
     command += [f"data.train_batch_size={num_rows}", "trainer.device=cpu"]
     command += [f"trainer.n_gpus_per_node={num_processes}", "trainer.launcher=local"]
+
     with tempfile.TemporaryDirectory() as folder:
         run = Path(folder) / "run"
         around = Beside()
         subprocess.run([*command, *overrides(run, steps)], check=True, capture_output=True)
         beside = around.cores()
         records = [record.values for record in read_metrics(run) if record.kind == "train"]
+
     data = [values["timing_s/data"] for values in records[WARM_UP:]]
     step = [values["timing_s/step"] for values in records[WARM_UP:]]
     share = median(own / whole for own, whole in zip(data, step, strict=True))
@@ -87,6 +89,7 @@ def timed(
     def call(*arguments: Any, **named: Any) -> Any:
         if inside:
             return function(*arguments, **named)
+
         inside.append(function.__qualname__)
         began = time.thread_time()
         try:
@@ -111,6 +114,7 @@ def groups(folder: Path, steps: int) -> None:
     of_steps = list[Counter[str]]()
     on_loop = list[str]()
     on_trainer = list[str]()
+
     names = {
         Group: ("batch", "write", "set_samples"),
         RolloutLoop: ("_end",),
@@ -119,6 +123,7 @@ def groups(folder: Path, steps: int) -> None:
     for owner, own in {**names, SharedSampleQueue: ("groups_for", "put")}.items():
         for name in own:
             setattr(owner, name, timed(getattr(owner, name), spent, on_loop))
+
     for name in ("_ready", "_divided", "release"):
         setattr(SharedSampleQueue, name, timed(getattr(SharedSampleQueue, name), spent, on_trainer))
     release = SharedSampleQueue.release
@@ -138,6 +143,7 @@ def reinforcement_learning(steps: int) -> None:
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, __file__, "--steps", str(steps), "--groups", f"{folder}/run"]
         printed = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+
     of_steps = json.loads(printed.splitlines()[-1])
     names = sorted({name for spent in of_steps for name in spent if not name.startswith(CALLS)})
     each = dict[str, float]()
@@ -159,9 +165,11 @@ def main() -> None:
     if arguments.groups is not None:
         groups(arguments.groups, arguments.steps)
         return
+
     for num_processes in (1, 2):
         for num_rows in (64, 1024):
             fine_tuning(num_rows, num_processes, arguments.steps)
+
     reinforcement_learning(arguments.steps // 2)
 
 

@@ -71,6 +71,7 @@ class Costs:
         if self._inside:
             yield
             return
+
         self._inside, began = True, self.clock()
         try:
             yield
@@ -103,6 +104,7 @@ class Costs:
             part = "checks" if owner in (Invariants, Canary) else "checked steps"
             for name in names.split():
                 setattr(owner, name, self.wrap(part, getattr(owner, name)))
+
         begins = Checker.loop_begins
         trained = Checker.step_trained
 
@@ -124,10 +126,12 @@ class Costs:
         print(
             "| steps | ms a step | checked steps | every step | together |\n|---|---|---|---|---|"
         )
+
         first = 0
         for end in (*(each for each in RANGES if each < len(self.ends)), len(self.ends)):
             self._row(first, end)
             first = end
+
         if len(self.ends) > RANGES[0]:
             self._row(0, len(self.ends))
         for name, (calls, seconds) in sorted(self.by_check.items(), key=lambda each: -each[1][1]):
@@ -157,6 +161,7 @@ def main() -> None:
     costs = Costs(time.perf_counter if options.wall else time.process_time)
     costs.install(options.by_check)
     steps = f"trainer.total_training_steps={options.steps}"
+
     with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()):
         if options.work == "tiny":
             two_by_two = (
@@ -174,6 +179,7 @@ def main() -> None:
             )
             loaded = load_config("quickstart_grpo", [steps, *own, *options.overrides])
             launch_local(make_spec(loaded, say=lambda line: None))
+
     costs.print()
 
 

@@ -58,6 +58,7 @@ def works(axis: str) -> dict[int, tuple[Work, str]]:
             length: (Work(base.shape, length, prompts=1), f"{SLOTS}=8")
             for length in (64, 256, 512, 1024, 2048, 4096)
         }
+
     return {
         tokens: (replace(base, prompts=64), f"{MICRO}={tokens}")
         for tokens in (512, 1024, 2048, 4096, 8192, 16384, 32768)
@@ -72,6 +73,7 @@ def measure(folder: Path, axis: str, num_tokens: int) -> list[Point]:
         rate = _update_rate(steps, work) if axis == "micro" else _rollout_rate(steps)
         points.append((value, rate, max(step.memory for step in steps) / GB))
         print(f"| {axis} | {value:,} | {rate:,.0f} | {points[-1][2]:.2f} |", flush=True)
+
     return points
 
 
@@ -85,6 +87,7 @@ def cliffs(axis: str, points: list[Point]) -> list[str]:
                 f"cliff: {axis} {value:,} to {more:,}, {left:.2f} of the speed is left each time "
                 "it doubles"
             )
+
     return found
 
 
@@ -118,6 +121,7 @@ def plot(curves: dict[str, list[Point]], path: Path) -> None:
         other.plot(values, memory, "s--", color="tab:gray")
         other.set(ylim=(0, None))
         other.set_ylabel("peak memory of the process, GB", color="tab:gray")
+
     figure.savefig(path, dpi=110)
 
 
@@ -131,10 +135,12 @@ def main() -> None:
     arguments = parser.parse_args()
     print(f"{os.cpu_count()} cores, load of the machine {os.getloadavg()[0]:.1f}\n")
     print("| axis | value | tokens/s | peak memory, GB |\n|---|---|---|---|")
+
     with tempfile.TemporaryDirectory() as folder_name:
         folder = Path(folder_name)
         write_work(folder, WORKS["fixed-1m"].shape)
         curves = {axis: measure(folder, axis, arguments.tokens) for axis in arguments.axis}
+
     told = [line for axis, points in curves.items() for line in cliffs(axis, points)]
     print("\n" + "\n".join(told or ["no cliff"]))
     if arguments.plot:

@@ -47,6 +47,7 @@ def write_metrics(folder: Path, num_steps: int, num_metrics: int) -> None:
     ]
     names += ["throughput/tokens_per_s", "actor/kl_loss", "rollout/avg_response_length"]
     names += [f"group{i % 20}/metric{i}" for i in range(num_metrics - len(names))]
+
     with RunFolder(folder, 0) as run:
         run.write_json("run.json", {"experiment": "many metrics", "total_steps": num_steps})
         for step in range(1, num_steps + 1):
@@ -67,6 +68,7 @@ def write_samples(folder: Path, num_steps: int, num_samples: int) -> None:
         for _ in range(2000)
     ]
     texts = [" ".join(draw.choices(words, k=400)) for _ in range(500)]
+
     with RunFolder(folder, 0) as run:
         run.write_json("run.json", {"experiment": "many samples", "total_steps": num_steps})
         for step in range(1, num_steps + 1):
@@ -145,6 +147,7 @@ def server(folder: Path) -> Iterator[Server]:
                 break
             except ConnectionError:
                 time.sleep(0.05)
+
         try:
             yield Server(ask, process.pid)
         finally:
@@ -163,6 +166,7 @@ def measure_metrics(folder: Path, num_steps: int) -> None:
         print(
             f"first page, in a new server: {found.timed(lambda: first_page(found.ask, 'metrics'))}"
         )
+
     with server(folder) as found:
         time.sleep(_READS_AHEAD_S)
         print(
@@ -171,6 +175,7 @@ def measure_metrics(folder: Path, num_steps: int) -> None:
         )
         print(f"size of its curves: {found.ask('curves', run='metrics')['bytes'] / 1e6:.2f} MB")
         print(f"the doctor's sentences: {found.timed(lambda: found.ask('judged', run='metrics'))}")
+
         for i in range(1, 4):
             _write_step(folder, num_steps + i)
             after = found.timed(
@@ -200,9 +205,11 @@ def measure_peers(python: str, folder: Path, num_steps: int) -> None:
         values = json.loads(file.readline())["m"]
     names = list(values)[:_SHOWN]
     start = time.perf_counter()
+
     with server(folder) as found:
         first_page(found.ask, "metrics")
         print(f"distflow: started, and the first page answered, {found.since(start)}", flush=True)
+
     servers = {
         "tensorboard": [
             "-m",
@@ -217,13 +224,16 @@ def measure_peers(python: str, folder: Path, num_steps: int) -> None:
         ],
     }
     asks = {"tensorboard": partial(_tensorboard_step, names), "trackio": _trackio_step}
+
     for name, command in servers.items():
         (folder / name).mkdir()
         os.environ["TRACKIO_DIR"] = str(folder / name)
+
         with _writer(python, name, folder) as write, socket.create_server(("127.0.0.1", 0)) as free:
             port = free.getsockname()[1]
             free.close()
             start = time.perf_counter()
+
             quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
             with subprocess.Popen([python, *command, str(port)], **quiet) as process:  # type: ignore[call-overload]
                 try:
@@ -244,6 +254,7 @@ def _measure_peer(
     _wait_for_step(found, num_steps)
     print(f"{name}: started, and the first page answered, {found.since(start)}", flush=True)
     print(f"{name}: first page again: {found.timed(found.ask)}", flush=True)
+
     for step in range(num_steps + 1, num_steps + 4):
         write(step)
         print(
@@ -335,11 +346,13 @@ def main() -> None:
         "--peers", metavar="PYTHON", help="that has the packages tensorboard and trackio"
     )
     options = parser.parse_args()
+
     with tempfile.TemporaryDirectory() as name:
         write_metrics(Path(name) / "metrics", options.steps, options.metrics)
         if options.peers:
             measure_peers(options.peers, Path(name), options.steps)
         measure_metrics(Path(name), options.steps)
+
         if options.sample_steps:
             write_samples(Path(name) / "samples", options.sample_steps, options.samples)
             measure_samples(Path(name))

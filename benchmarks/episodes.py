@@ -56,6 +56,7 @@ async def turns(chat: Any, row: Any, reward_fn: Any, *, tokens: int, seconds: fl
             await asyncio.sleep(seconds)
         said = reply.text.split()[-GIVEN:]
         reply = await chat.ask(" " + " ".join(reversed(said)), max_tokens=tokens)
+
     return await reward_fn()
 
 
@@ -107,6 +108,7 @@ def run(folder: Path, name: str, work: Work, steps: int, **own: Any) -> Measured
         **{key.replace("__", "."): value for key, value in own.items()},
     }
     workflow = config.pop("workflow", None)
+
     tokens = 0
     taken = []
     hits = []
@@ -118,6 +120,7 @@ def run(folder: Path, name: str, work: Work, steps: int, **own: Any) -> Measured
             metrics = rollouts.publish()
             hits.append(metrics.get("episodes/prefix_cache_hit_rate", float("nan")))
             began = time.perf_counter(), time.process_time()
+
     seconds, cpu = (sum(column) for column in zip(*taken[1:], strict=True))
     return Measured(tokens, seconds, cpu, hits[-1])
 
@@ -151,16 +154,19 @@ def compare(
         **both,
     )
     assert single.tokens == episodes.tokens, (single, episodes)
+
     return single, episodes
 
 
 def measure(name: str, arguments: argparse.Namespace) -> None:
     found: dict[str, list[tuple[Measured, ...]]] = {case: [] for case in arguments.case}
     delays = {"instant": 0.0, "tools": arguments.tool_ms / 1000}
+
     with tempfile.TemporaryDirectory() as folder_name:
         folder = Path(folder_name)
         work = OURS[name]
         write_work(folder, work.shape)
+
         for index in range(arguments.rounds):
             for case in arguments.case:
                 own = replace(work, prompts=CASES[case] // GROUP)
@@ -173,6 +179,7 @@ def measure(name: str, arguments: argparse.Namespace) -> None:
                     arguments.staleness,
                 )
                 found[case].append(both)
+
     for case, runs in found.items():
         row = [name, f"{CASES[case]}", f"{delays[case] * 1000:.0f}"]
         row += [
@@ -182,6 +189,7 @@ def measure(name: str, arguments: argparse.Namespace) -> None:
         for what in ("seconds", "cpu"):
             ratios = [getattr(single, what) / getattr(episodes, what) for single, episodes in runs]
             row.append(f"{statistics.median(ratios):.2f} ({min(ratios):.2f}-{max(ratios):.2f})")
+
         print(f"| {' | '.join(row)} | {runs[-1][1].hit_rate:.2f} |", flush=True)
 
 
@@ -194,6 +202,7 @@ def main() -> None:
     parser.add_argument("--tool-ms", type=int, default=200)
     parser.add_argument("--staleness", type=int, default=0)
     arguments = parser.parse_args()
+
     # as the command line does; else one collection of all imported objects may be a tenth of a run
     gc.freeze()
     print(

@@ -19,6 +19,7 @@ def worth_it(peer: str, warm_up: Mapping[str, float], most: int | None = None) -
     order = sorted(warm_up, key=lambda setting: warm_up[setting])
     least = warm_up[order[0]]
     kept = [setting for setting in order[:most] if warm_up[setting] <= CLEARLY * least]
+
     dropped = [
         f"{setting} ({warm_up[setting] / least:.2f})" for setting in order if setting not in kept
     ]
@@ -30,6 +31,7 @@ def worth_it(peer: str, warm_up: Mapping[str, float], most: int | None = None) -
             ),
             flush=True,
         )
+
     return kept
 
 

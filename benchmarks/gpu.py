@@ -138,9 +138,11 @@ def data_sheet(name: str) -> Rates | None:
         "device"
     ]
     parts = name.replace("-", " ").split()
+
     for entry in entries:
         if all(word in parts for word in entry["words"]):
             return Rates(entry["gbps"] * 1e9, entry["tflops"] * 1e12)
+
     return None
 
 
@@ -206,6 +208,7 @@ def ours(bench: Bench, work: Sequence[Request]) -> float:
             for _ in range(2):
                 seconds = await _answer(engine, work)
             await engine.pause(release=True)  # its memory is the peer's now
+
         return seconds
 
     return asyncio.run(run())
@@ -224,6 +227,7 @@ async def _answer(engine: EmbeddedEngine, work: Sequence[Request]) -> float:
     results = await asyncio.gather(*tasks)
     seconds = loop.time() - start
     assert [len(result[0].token_ids) for result in results] == [length for _, length in work]
+
     return seconds
 
 
@@ -252,6 +256,7 @@ def decode(bench: Bench, batch: int, new_tokens: int, prompt_tokens: int = 128) 
         lambda: ours(bench, long) - ours(bench, short),
         lambda: theirs(bench, long, batch) - theirs(bench, short, batch),
     )
+
     # contexts of the second token to the last
     steps = range(prompt_tokens + 1, prompt_tokens + new_tokens)
     moved = sum(decode_bytes(bench.decoder, [context] * batch, DTYPE.itemsize) for context in steps)
@@ -263,6 +268,7 @@ def decode(bench: Bench, batch: int, new_tokens: int, prompt_tokens: int = 128) 
         bench, lambda: hf(bench, prompt, batch, new_tokens) - hf(bench, prompt, batch, 1)
     )
     row(bench, f"decode, batch {batch}, engine hf", tokens, by_hf, needed)
+
     if has_vllm():
         row(
             bench,
@@ -304,18 +310,21 @@ def vllm(bench: Bench, long: list[Request], short: list[Request]) -> float:
         seconds: list[float] = run_peer(
             [str(VLLM), str(ROOT / "benchmarks/peers/vllm_rollout.py"), name], folder, job
         )
+
     return statistics.median(seconds[::2]) - statistics.median(seconds[1::2])
 
 
 def prefill(bench: Bench, batch: int, prompt_tokens: int) -> None:
     prompts = prompts_of(bench, batch, prompt_tokens)
     ids = torch.tensor(prompts, device=bench.device)
+
     with torch.inference_mode():
         seconds = in_turns(
             bench,
             lambda: ours(bench, [(prompt, 1) for prompt in prompts]),
             lambda: seconds_of(lambda: bench.model(input_ids=ids, logits_to_keep=1), bench.device),
         )
+
     needed = Needed(forward_flops(bench.decoder, [prompt_tokens] * batch, batch), "flops")
     row(bench, f"prefill, {batch} x {prompt_tokens}", batch * prompt_tokens, seconds, needed)
 
@@ -353,6 +362,7 @@ def update_batch(bench: Bench, rows: int, length: int) -> Batch:
     batch["response_mask"] = torch.ones(rows * half)
     batch["advantages"] = torch.randn(rows * half, generator=generator)
     batch["old_log_probs"] = -torch.rand(rows * half, generator=generator)
+
     return batch
 
 
@@ -382,11 +392,13 @@ def whole_step(rounds: int, num_steps: int = 6) -> None:
     if train_step.TRL.exists():
         train_step.measure("gpu-135m", work, rounds, num_steps)
         return
+
     with tempfile.TemporaryDirectory() as folder:
         write_work(Path(folder), work.shape)
         found = [
             train_step.ours(Path(folder), f"run{index}", work, num_steps) for index in range(rounds)
         ]
+
     seconds, tokens = (statistics.median(column) for column in zip(*found, strict=True))
     compared = "not compared with TRL, which `make bench-peers` installs"
     print(f"\nA GRPO step of gpu-135m: {seconds:.2f} s, {tokens:,.0f} tokens; {compared}")
@@ -419,6 +431,7 @@ def open_device(name: str) -> torch.device:
             "--shape tiny` runs the "
             "same code on the CPU, as a test of the code: its figures say nothing."
         )
+
     return torch.device(name)
 
 
@@ -447,6 +460,7 @@ def measure(
 def main() -> None:
     arguments = parse()
     device = open_device(arguments.device)
+
     command = "python benchmarks/gpu.py " + " ".join(sys.argv[1:])
     with (
         recorded(arguments.record, command.strip())
@@ -479,6 +493,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument(
         "--record", type=Path, nargs="?", const=RESULTS, help="write a section of that file"
     )
+
     return parser.parse_args()
 
 

@@ -76,6 +76,7 @@ def row(name: str, options: argparse.Namespace) -> str:
     unproven: Counter[str] = Counter()
     checked = total = 0.0
     steps = 0
+
     seeds = range(options.first_seed, options.first_seed + options.seeds)
     for seed in seeds:
         with tempfile.TemporaryDirectory() as folder:
@@ -90,6 +91,7 @@ def row(name: str, options: argparse.Namespace) -> str:
             ]
             if options.staleness:
                 overrides.append("data.max_response_length=40")
+
             try:
                 with contextlib.redirect_stdout(io.StringIO()):
                     playground.run(preset, *overrides)
@@ -97,19 +99,23 @@ def row(name: str, options: argparse.Namespace) -> str:
             except Exception as error:
                 kinds["ended"] += 1
                 print(f"  {name}, seed {seed}: {type(error).__name__}: {error}", flush=True)
+
             for event in read_events(playground.folder / "run"):
                 kinds[event.kind] += 1
                 if event.kind == "checks":
                     unproven.update(dict(event.fields["not_checked"]))  # type: ignore[call-overload]
+
                 if event.kind in ("warning", "finding"):
                     print(
                         f"  {name}, seed {seed}, step {event.step}: {event.kind}: {event.message}",
                         flush=True,
                     )
+
             for record in read_metrics(playground.folder / "run"):
                 checked += record.values.get("timing_s/check", 0.0)
                 total += record.values.get("timing_s/step", 0.0)
                 steps += record.kind == "train"
+
     left = ", ".join(unproven) or "none"
     return (
         f"| {name} | {len(seeds)} | {steps:,} | {kinds['checks']} | {left} | {kinds['warning']} | "

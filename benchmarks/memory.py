@@ -58,6 +58,7 @@ def measure(way: str, tokens: int, vocabulary: int, width: int) -> dict[str, flo
     loss = -(log_probs + 0.01 * entropy).mean()
     loss.backward()
     seconds = time.perf_counter() - start
+
     return {
         "bytes": _peak_bytes() - before,
         "seconds": seconds,
@@ -84,15 +85,18 @@ def main() -> None:
     parser.add_argument("--width", type=int, default=64)
     parser.add_argument("--tokens", type=int, nargs="+", default=[1024, 2048, 4096])
     parser.add_argument("--inside", nargs=4, help=argparse.SUPPRESS)
+
     arguments = parser.parse_args()
     if arguments.inside:
         way, *sizes = arguments.inside
         print(json.dumps(measure(way, *(int(size) for size in sizes))))
         return
+
     print(
         "| tokens | full logits, MiB | s | distflow, MiB | s | memory, of full |\n"
         "|---|---|---|---|---|---|"
     )
+
     for tokens in arguments.tokens:
         full, ours = (
             in_process(way, tokens, arguments.vocabulary, arguments.width) for way in WAYS

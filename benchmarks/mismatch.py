@@ -54,15 +54,18 @@ def measure(shape: Shape, tokens: int, wider: float) -> Row:
         folder = Path(name)
         write_work(folder, shape, num_rows=64)
         _sharpen(folder / "model", wider)
+
         stopped = ""
         try:
             train(folder, "run", Work(shape, tokens, PROMPTS), 2, "trust.on_mismatch=warn")
         except SystemExit as error:
             stopped = next(line for line in str(error).splitlines() if line.startswith("distflow:"))
+
         steps = [record.values for record in read_metrics(folder / "run") if record.kind == "train"]
         if not steps:
             raise SystemExit(stopped)
         own = _own_error(folder, getattr(torch, shape.dtype))
+
     mean = sum(step["mismatch/mean_abs"] for step in steps) / len(steps)
     most = max(step["mismatch/max_abs"] for step in steps)
     return Row(mean, most, float(own.mean()), float(own.max()), steps[0]["actor/entropy"], stopped)
@@ -76,6 +79,7 @@ def _sharpen(folder: Path, wider: float) -> None:
         for module in (*layer.self_attn.children(), *layer.mlp.children()):
             if hasattr(module, "weight"):
                 module.weight.mul_(wider)
+
     model.lm_head.weight[:, 1:].mul_(wider)
     model.save_pretrained(folder)
 
@@ -92,6 +96,7 @@ def _own_error(folder: Path, dtype: torch.dtype) -> Tensor:
     ids, targets = (
         torch.tensor(rows) for rows in ([[*a, *b] for a, b in whole], [b for _, b in whole])
     )
+
     return (
         _log_probs(folder, ids, targets, dtype) - _log_probs(folder, ids, targets, torch.float64)
     ).abs()
@@ -102,10 +107,12 @@ def _log_probs(folder: Path, ids: Tensor, targets: Tensor, dtype: torch.dtype) -
     """Float64 `(answers, tokens)`; the softmax is taken in float64."""
     model = LlamaForCausalLM.from_pretrained(folder / "model", dtype=dtype).eval()
     num_tokens = targets.shape[1]
+
     parts = []
     for own, wanted in zip(ids.split(4), targets.split(4), strict=True):
         logits = model(input_ids=own, use_cache=False).logits[:, -num_tokens - 1 : -1]
         parts.append(logits.double().log_softmax(-1).gather(-1, wanted[..., None])[..., 0])
+
     return torch.cat(parts)
 
 
@@ -129,6 +136,7 @@ def main() -> None:
         "precision, mean | max |"
     )
     print("|---|---|---|---|---|---|---|---|")
+
     is_within = True
     for dtype in arguments.dtype:
         for named in arguments.shape:
@@ -145,6 +153,7 @@ def main() -> None:
                 is_within = is_within and (
                     dtype != "float32" or row.most <= max(FLOAT32_BOUND, row.own_most)
                 )
+
     raise SystemExit(0 if is_within else 1)
 
 

@@ -68,6 +68,7 @@ def loop(config: dict[str, Any], on_ranks: bool) -> list[tuple[float, int, int]]
     """(seconds, bytes sent, bytes read) of each step."""
     steps = []
     loss = PolicyObjective("vanilla", {"clip_ratio_low": 0.2, "clip_ratio_high": 0.2})
+
     with distflow.rollouts("grpo", config, reward=reward) as rollouts:
         start = time.perf_counter()
         while batch := rollouts.prepare_batch():
@@ -78,12 +79,14 @@ def loop(config: dict[str, Any], on_ranks: bool) -> list[tuple[float, int, int]]
             else:
                 batch["old_log_probs"] = made["log_probs"]
                 advantages(batch)
+
             rollouts.actor.train_step(batch, loss)
             rollouts.publish()
             steps.append((time.perf_counter() - start, MOVED["out"], MOVED["in"]))
             start = time.perf_counter()
             MOVED["out"] = 0
             MOVED["in"] = 0
+
     return steps
 
 
@@ -113,12 +116,14 @@ def main() -> None:
     for name, default in (("steps", 8), ("prompts", 16), ("length", 64)):
         parser.add_argument(f"--{name}", type=int, default=default)
     options = parser.parse_args()
+
     with tempfile.TemporaryDirectory() as folder:
         run = distflow.train("grpo", settings(options, f"{folder}/train"), reward=reward)
         print(f"train: {in_words([row['timing_s/step'] for row in run.metrics('train')][1:])}")
         ray.put = counted("out", ray.put)
         ray.get = counted("in", ray.get)
         RayRun.call = counted("out", RayRun.call)  # type: ignore[method-assign]
+
         for on_ranks in (True, False):
             steps = loop(settings(options, f"{folder}/{on_ranks}"), on_ranks)[1:]
             seconds, *moved = zip(*steps, strict=True)

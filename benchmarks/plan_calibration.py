@@ -70,6 +70,7 @@ class Run(NamedTuple):
         (model / "config.json").write_text(
             json.dumps({**json.loads(BUILTIN.read_text()), **MODELS[self.model]})
         )
+
         return [
             *(f"actor_rollout_ref.model.path={model}", "actor_rollout_ref.model.init=random"),
             "actor_rollout_ref.model.tokenizer_path=builtin:tiny-arithmetic",
@@ -121,6 +122,7 @@ def train(folder: Path, words: list[str]) -> None:
     run = subprocess.Popen(
         [*command, f"trainer.default_local_dir={folder}"], stdout=subprocess.DEVNULL
     )
+
     before = spent(run.pid)
     while run.poll() is None:
         if metrics.exists() and (number := metrics.read_bytes().count(b"\n")) > seen:
@@ -129,6 +131,7 @@ def train(folder: Path, words: list[str]) -> None:
             steps.append(max(seconds - before.get(thread, 0.0) for thread, seconds in now.items()))
             before = now
         time.sleep(0.02)
+
     if run.returncode:
         raise SystemExit(f"{' '.join(words)}: status {run.returncode}")
     (folder / "processor.json").write_text(json.dumps(steps))
@@ -138,18 +141,22 @@ def spent(root: int) -> dict[tuple[int, int], float]:
     """Processor seconds of each thread of a process and of those that it started."""
     parents = dict[int, int]()
     found = dict[tuple[int, int], float]()
+
     for stat in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):
             parents[int(stat.parent.name)] = int(stat.read_text().rpartition(")")[2].split()[1])
+
     ours = {root}
     while more := {pid for pid, parent in parents.items() if parent in ours} - ours:
         ours |= more
+
     for pid in ours:
         with contextlib.suppress(OSError):
             for stat in Path(f"/proc/{pid}/task").glob("*/stat"):
                 words = stat.read_text().rpartition(")")[2].split()
                 ticks = int(words[11]) + int(words[12])
                 found[pid, int(stat.parent.name)] = ticks / os.sysconf("SC_CLK_TCK")
+
     return found
 
 
@@ -171,6 +178,7 @@ def measured(folder: Path) -> Measured:
     first = max(1, len(steps) // 4)
     processor = json.loads((folder / "processor.json").read_text())[first:]
     peak = max(step["memory/process/peak"] for step in steps)
+
     return Measured(
         median(step["timing_s/step"] for step in steps[first:]), median(processor), peak
     )
@@ -196,6 +204,7 @@ def main() -> None:
     arguments = parser.parse_args()
     folder = arguments.folder or Path(tempfile.mkdtemp())
     runs = {"calibrates": FIRST, **OTHERS}
+
     folders: dict[str, list[Path]] = {name: [] for name in runs}
     for number in range(arguments.rounds):
         for name, run in runs.items():
@@ -203,6 +212,7 @@ def main() -> None:
             if not (place / "processor.json").exists():
                 train(place, run.keys(folder))
             folders[name].append(place)
+
     first = fastest(folders["calibrates"])
     scale = measured(first).processor / measured(first).seconds
     print(
@@ -210,6 +220,7 @@ def main() -> None:
         "| measured | |"
     )
     print("|---|---|---|---|---|---|---|---|---|---|")
+
     near = dict.fromkeys(
         ("processor time within 20 %", "time within 20 %", "memory within 15 %"), 0
     )
@@ -230,6 +241,7 @@ def main() -> None:
         )
         for what, miss, most in zip(near, misses, (0.2, 0.2, 0.15), strict=True):
             near[what] += name != "calibrates" and abs(miss) <= most
+
     print("\n" + ", ".join(f"{what}: {number} of {len(OTHERS)}" for what, number in near.items()))
 
 

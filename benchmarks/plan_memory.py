@@ -88,6 +88,7 @@ def main() -> None:
             words = keys_of(folder, overrides)
             ours = predicted(words)
             real = measured(folder, words)
+
         print(
             f"| {name} | {' '.join(overrides)} | {ours / 1e6:,.0f} | {real / 1e6:,.0f} | "
             f"{ours / real - 1:+.1%} |"

@@ -76,6 +76,7 @@ def predicted(
     planner = RunPlanner("async_grpo", keys, "h100", devices)
     lengths = Lengths(512, lognormal(limit / 4, width, limit), limit)
     known = RunFacts(planner.limits, lengths)
+
     return predict(planner.loaded.config, planner.pipeline, planner.shapes, planner.device, known)
 
 
@@ -90,6 +91,7 @@ def scaling() -> Iterator[str]:
     for name in ("strong", "weak"):
         yield (f"\n| {name}: devices | prompts | step, s | responses/s | of linear |")
         yield "|---|---|---|---|---|"
+
         first = 0.0
         for devices in (64, 256, 1024, 4096):
             prompts = 1024 if name == "strong" else devices
@@ -112,10 +114,12 @@ def asynchrony() -> Iterator[str]:
         + " |"
     )
     yield "|---|---|---|" + "---|" * len(ages)
+
     for width in widths:
         run = predicted(64, 128, 0, 0, width, 16384)
         base = simulated(run, 6).step_seconds
         lengths = run.lengths
+
         cells = []
         for age in ages:
             splits = (16, 32, 40)
@@ -123,18 +127,22 @@ def asynchrony() -> Iterator[str]:
             for split in splits:
                 apart = predicted(64, 128, split, age, width, 16384)
                 steps.append(simulated(apart, 6 + 2 * age).step_seconds)
+
             best = min(steps)
             cells.append(f"{base / best:.2f} × ({splits[steps.index(best)]})")
+
         yield (
             f"| {width} | {lengths.response:,.0f}, {lengths.end:,.0f} | {base:.0f} | "
             f"{' | '.join(cells)} |"
         )
+
     yield "\nspeed against the synchronous run; in brackets the devices of 64 that generate"
 
 
 def prediction() -> Iterator[str]:
     yield "\n| width | devices that generate | staleness | predicted, s | simulated, s | |"
     yield "|---|---|---|---|---|---|"
+
     for width in (0, 0.8, 1.5):
         for split, age in ((0, 0), (32, 0), (32, 1), (32, 2), (32, 4), (48, 2), (16, 1)):
             run = predicted(64, 128, split, age, width, 16384)
@@ -159,17 +167,20 @@ def failures() -> Iterator[str]:
         + " |"
     )
     yield "|---|---|---|---|" + "---|" * len(intervals)
+
     for devices in (4096, 16384):
         mtbf = HOURS_OF_A_DEVICE * 3600 / devices
         young = math.sqrt(2 * save * mtbf)
         ratio = math.sqrt(save / (2 * mtbf))
         daly = young * (1 + ratio / 3 + ratio**2 / 9) - save
+
         cells = []
         for interval in intervals:
             plan = DataPlan(10**5, 2, 1, None, 3_000, saves=Frequency(interval))
             costs = Costs(lambda *_: 0.0, lambda _: 0.0, lambda _: step, save=save, restart=restart)
             found = simulate(Setup(plan, costs, Lengths(1, (1.0,), 1), training_mtbf=mtbf))
             cells.append(f"{found.step_ends[-1] / (3_000 * step) - 1:.1%}")
+
         shown = f"{young / step:.0f} steps | {daly / step:.0f} steps"
         yield f"| {devices:,} | {mtbf / 3600:.1f} | {shown} | {' | '.join(cells)} |"
 
@@ -185,6 +196,7 @@ def coordinator() -> Iterator[str]:
         "\n| workers, groups a step | ask, µs | put, µs | take and release, ms | a step in all, s |"
     )
     yield "|---|---|---|---|---|"
+
     for workers in (64, 512, 4096):
         plan = DataPlan(10**5, workers, 8, None, 6, max_staleness=1)
         queue = SharedSampleQueue[None](
@@ -193,6 +205,7 @@ def coordinator() -> Iterator[str]:
             (DpGroupShares(),),
             [str(number) for number in range(workers)],
         )
+
         asked = put = taken = 0.0
         asks = 0
         for step in range(3):
@@ -212,6 +225,7 @@ def coordinator() -> Iterator[str]:
                 queue._workers.ask(worker, step + 1)
             queue.release(step, 0, True)
             taken += time.process_time() - began
+
         ask = asked / asks
         yield (
             f"| {workers:,} | {1e6 * ask:.0f} | {1e6 * put / 3:.0f} | {1e3 * taken / 3:.1f} "
@@ -225,6 +239,7 @@ def command() -> Iterator[str]:
     cases = {"plan": apart}
     cases["auto, 64 devices"] = ["--devices", "64", "trainer.allocation=auto"]
     cases["auto, 1,024 devices"] = ["--devices", "1024", "trainer.allocation=auto"]
+
     for name, more in cases.items():
         before = resource.getrusage(resource.RUSAGE_CHILDREN)
         subprocess.run(

@@ -93,7 +93,9 @@ def run_tests(path: Path, *arguments: str) -> int:
         if not report.is_file():
             print("pytest left no report, so nothing is recorded")
             return status
+
         text = summary(ElementTree.parse(report).getroot())
+
     write_section(path, f"`pytest {' '.join(arguments)}`: {text}")
     return status
 
@@ -117,6 +119,7 @@ def summary(report: ElementTree.Element) -> str:
     )
     if not failed:
         return text
+
     names = "".join(f"\n- {case.get('classname')}.{case.get('name')}" for case in failed[:_SHOWN])
     more = f"\n- and {len(failed) - _SHOWN} more" if len(failed) > _SHOWN else ""
     return f"{text} Failed:\n{names}{more}"

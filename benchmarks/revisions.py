@@ -42,6 +42,7 @@ def sources_of(revision: str, folder: Path) -> Iterator[Path]:
     subprocess.run(
         ["git", "worktree", "add", "--quiet", "--detach", tree, revision], cwd=ROOT, check=True
     )
+
     try:
         yield tree
     finally:
@@ -70,6 +71,7 @@ def compare(earlier: Path, folder: Path, work: str, rounds: int, steps: int) -> 
         busiest = max(busiest, others.cores())
         for phase in PHASES:
             ratios[phase].append(before[phase] / now[phase])
+
     cells = [
         f"{statistics.median(found):.2f} ({min(found):.2f}-{max(found):.2f})"
         for found in ratios.values()
@@ -85,6 +87,7 @@ def main() -> None:
         "--steps", type=int, default=8, help="of a run; the first two are not counted"
     )
     parser.add_argument("--work", nargs="+", default=["fixed-1m", "long-1m"], choices=WORKS)
+
     arguments = parser.parse_args()
     with (
         tempfile.TemporaryDirectory() as name,

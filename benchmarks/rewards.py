@@ -83,6 +83,7 @@ def all_work() -> dict[str, Work]:
         except UserError as refused:
             print(f"no level '{level}': {refused}")
             continue
+
         target = f"{__file__}:code_at_{level}"
         calls = {
             "fn_name": "add",
@@ -95,6 +96,7 @@ def all_work() -> dict[str, Work]:
         work[f"code at {level}, 2 inputs"] = Work(
             target, [(_SUM, {"inputs": ["1 2", "3 4"], "outputs": ["3", "7"]}, {})]
         )
+
     return work
 
 
@@ -159,6 +161,7 @@ async def longest_beside_a_hang(
             await ask(pool, work, 4)
         hanging = asyncio.create_task(ask_one(pool, *hang, {})) if hang else None
         await asyncio.sleep(0.1)
+
         slowest = 0.0
         for i in range(number):
             began = time.monotonic()
@@ -166,6 +169,7 @@ async def longest_beside_a_hang(
             slowest = max(slowest, time.monotonic() - began)
             if hanging and hanging.done():
                 break
+
         if hanging:
             hanging.cancel()
         return 1000 * slowest
@@ -180,14 +184,17 @@ def main() -> None:
     parser.add_argument("--only", default="", help="verifiers whose name has this in it")
     arguments = parser.parse_args()
     work = {name: each for name, each in all_work().items() if arguments.only in name}
+
     found: dict[tuple[str, int], list[tuple[float, float]]] = {}
     for _ in range(arguments.rounds):
         for name, each in work.items():
             for num_workers in (1, 2):
                 measured = asyncio.run(measure(each, num_workers, arguments.verdicts))
                 found.setdefault((name, num_workers), []).append(measured)
+
     print("| verdicts a second | 1 process | 2 | start of 1, s | of 2 | share of 1,024 verdicts |")
     print("|---|---|---|---|---|---|")
+
     for name in work:
         (one, one_s), (two, two_s) = (
             (max(rate for rate, _ in found[name, n]), min(start for _, start in found[name, n]))
@@ -197,11 +204,13 @@ def main() -> None:
             f"| {name} | {one:.0f} | {two:.0f} | {one_s:.2f} | {two_s:.2f} | "
             f"{two_s / (two_s + STEP / two):.0%} |"
         )
+
     endless = ("work", "```python\nwhile True: pass\n```", {"inputs": [""], "outputs": [""]})
     print(
         "\n| slowest of 100 verdicts, ms | alone | beside a hang in C | beside an endless pipeline "
         "|\n|---|---|---|---|"
     )
+
     for name, each in work.items():
         hangs = (None, ("hang", "hang", None), endless if "code" in name else None)
         alone, in_c, pipeline = (asyncio.run(longest_beside_a_hang(each, hang)) for hang in hangs)

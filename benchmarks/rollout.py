@@ -99,25 +99,30 @@ def measure(name: str, work: Work, rounds: int, num_steps: int) -> None:
         folder = Path(folder_name)
         write_work(folder, work.shape)
         _, warm_up = ours(folder, "warm-up", work, 2)
+
         kept = {}
         for peer, settings in peers_of(work).items():
             taken = {setting: sum(run(folder, warm_up)) for setting, run in settings.items()}
             kept |= {setting: settings[setting] for setting in worth_it(f"{name}: {peer}", taken)}
+
         for index in range(rounds):
             others = Beside()
             seconds, steps = ours(folder, f"run{index}", work, num_steps)
             num_tokens = sum(length for step in steps for _, length in step)
             rates["distflow"].append(num_tokens / seconds)
             beside["distflow"].append(others.cores())
+
             for setting, run in kept.items():
                 others = Beside()
                 rates[setting].append(num_tokens / sum(run(folder, steps)))
                 beside[setting].append(others.cores())
+
     mid = {who: statistics.median(found) for who, found in rates.items()}
     print(
         "| work | system | tokens/s | distflow's speed, of it | busy beside |\n"
         "|---|---|---|---|---|"
     )
+
     for who, found in rates.items():
         spread = f"{mid[who]:,.0f} ({min(found):,.0f}-{max(found):,.0f})"
         print(
@@ -137,6 +142,7 @@ def main() -> None:
     arguments = parser.parse_args()
     if not VLLM.exists():
         raise SystemExit(f"{VLLM} is not there: run `make bench-peers` first")
+
     print(
         f"{os.cpu_count()} cores, load of the machine {os.getloadavg()[0]:.1f}, {arguments.rounds} "
         "rounds\n"

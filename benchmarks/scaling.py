@@ -80,6 +80,7 @@ def train(folder: Path, name: str, workers: int, prompts: int, steps: int) -> Ru
     )
     if done.returncode:
         raise SystemExit(f"{' '.join(command)}\n{done.stdout}{done.stderr}")
+
     return measured(folder / name, began)
 
 
@@ -116,6 +117,7 @@ def measured(run_dir: Path, began: float) -> Run:
         "release": spent("training", "wait", "release"),
     }
     known = sum(value for name, value in parts.items() if name not in ("start", "step"))
+
     return {**parts, "other": parts["step"] - known}
 
 
@@ -152,6 +154,7 @@ def main() -> None:
         "2 workers, strong": (2, arguments.prompts),
         "2 workers, weak": (2, 2 * arguments.prompts),
     }
+
     found: dict[str, list[Run]] = defaultdict(list)
     with tempfile.TemporaryDirectory() as folder:
         for index in range(arguments.rounds):
@@ -167,6 +170,7 @@ def main() -> None:
                     ),
                     flush=True,
                 )
+
     middle = {
         name: {part: statistics.median(run[part] for run in runs) for part in PARTS}
         for name, runs in found.items()

@@ -137,6 +137,7 @@ def setup_of(run: PredictedRun, plan: DataPlan, **given: object) -> Setup:
         raise UserError(
             "a run that generates nothing has no schedule to simulate: its time line is exact"
         )
+
     settings = run.config.actor_rollout_ref
     fields: dict[str, object] = {
         "costs": costs_of(run),
@@ -146,6 +147,7 @@ def setup_of(run: PredictedRun, plan: DataPlan, **given: object) -> Setup:
         "sync_every": settings.actor.model_update_frequency,
         "recompute": settings.rollout.kv_on_update != "keep",
     }
+
     # fields by name
     return Setup(plan, lengths=run.lengths, **(fields | given))  # type: ignore[arg-type]
 
@@ -177,6 +179,7 @@ class _Engine:
     def __init__(self, number: int, worker: int) -> None:
         self.number = number
         self.worker = worker
+
         # end, order, group, start, length
         self.running: list[tuple[float, int, _Group, float, int]] = []
         self.waiting = deque[tuple[_Group, int]]()
@@ -207,6 +210,7 @@ class _Simulation:
         self.surplus: list[_Group] = []
         self.to_score = deque[_Group]()
         self.num_scored = 0
+
         # of the engines' weights; of the training processes
         self.version = 0
         self.attempt = 0
@@ -224,14 +228,17 @@ class _Simulation:
     def run(self) -> SimulatedRun:
         self._fail_later()
         self._next()
+
         for _ in range(MOST_EVENTS):
             if self.coordinator.finished and self.state == "waits":
                 return self._result()
             if not self.events:
                 raise UserError("the simulated run waits for groups that cannot start")
+
             time, _order, action, words = heappop(self.events)
             self._account(time)
             action(*words)
+
         raise UserError(
             f"the simulated run has not ended after {MOST_EVENTS:,} events: simulate fewer steps"
         )
@@ -262,19 +269,24 @@ class _Simulation:
         self.now = time
         if seconds <= 0:
             return
+
         self.slot_seconds += seconds * self.num_running * self._generates
         if self.state == "waits":
             self.training_idle["rollout" if self.num_running else "rewards"] += seconds
         elif self.state in ("syncs", "restarts"):
             self.training_idle["weights" if self.state == "syncs" else "a restart"] += seconds
+
         if self.setup.shared and self.state in ("trains", "saves"):
             return
+
         up = self.setup.engines - self.num_down
         idle = up if self.state == "syncs" else up - len(self.busy)
+
         cause = {"syncs": "weights", "restarts": "a restart"}.get(self.state, "the staleness bound")
         if self.setup.plan.max_staleness == 0 and self.state not in ("syncs", "restarts"):
             generating = "longer responses" if self.num_running else "rewards"
             cause = generating if self.state == "waits" else "training"
+
         for each, number in ((cause, idle), ("a restart", self.num_down)):
             if number:
                 self.rollout_idle[each] += seconds * number
@@ -299,10 +311,12 @@ class _Simulation:
         self._issue()
         if self.state != "waits" or self.coordinator.finished:
             return
+
         step = self.coordinator.step
         numbers = self.coordinator.ready(step)
         if numbers is None:
             return
+
         self.workers.take(numbers)
         self.state = "trains"
         if self.setup.shared:
@@ -322,6 +336,7 @@ class _Simulation:
     def _synced(self, attempt: int, sent: bool) -> None:
         if attempt != self.attempt:
             return
+
         step = self.coordinator.step
         self.version = step + 1 if sent else self.version
         self.coordinator.release(step, sent)
@@ -329,6 +344,7 @@ class _Simulation:
         self.state = "saves"
         if not self.setup.shared:
             self._resume_engines(recomputes=sent and self.setup.recompute)
+
         if "save" in self.coordinator.due:
             self._at(self.costs.save, self._keep_checkpoint, attempt, self.coordinator.snapshot())
             self._issue()
@@ -350,15 +366,18 @@ class _Simulation:
             return
         if self.num_down == self.setup.engines:
             return
+
         issued: dict[_Engine, list[PromptGroup]] = {}
         for record in self.coordinator.issue_groups(self.version):
             engine = self.engines[int(self.workers.assign(record.group_id, record.attempt))]
             self.workers.fetch(engine.worker)
             issued.setdefault(engine, []).append(record)
+
         for engine, records in issued.items():
             if self.setup.plan.oversampling and not self.setup.plan.max_staleness:
                 self.places[engine] = Places(records)
                 self.surplus = [group for group in self.surplus if self._holds(group)]
+
             engine.advance(self.now)
             for record in records:
                 random = Random(self.setup.seed << 40 ^ record.group_id << 8 ^ record.attempt)
@@ -371,6 +390,7 @@ class _Simulation:
                 ]
                 engine.waiting.extend((group, length) for length in lengths)
                 engine.since += self.costs.prefill(self.setup.lengths.prompt)
+
             self._fill(engine)
             if engine in self.places and self.places[engine].is_full:  # none of its groups counts
                 self._abort_rest(engine)
@@ -386,11 +406,14 @@ class _Simulation:
             )
             engine.base += self.setup.lengths.prompt - engine.clock
             self.num_running += 1
+
         if not engine.running:
             self.busy.discard(engine)
             return
+
         self.busy.add(engine)
         engine.stamp += 1
+
         if self._generates:
             left = engine.running[0][0] - engine.clock
             context = engine.base / len(engine.running) + engine.clock + left / 2
@@ -402,14 +425,17 @@ class _Simulation:
         """The shortest responses of an engine have ended."""
         if stamp != engine.stamp:
             return
+
         engine.clock = engine.running[0][0]
         engine.since = self.now
+
         ended = list[tuple[_Group, int]]()
         while engine.running and engine.running[0][0] <= engine.clock:
             _, _, group, start, length = heappop(engine.running)
             engine.base -= self.setup.lengths.prompt - start
             self.num_running -= 1
             ended.append((group, length))
+
         self._fill(engine)
         for group, length in ended:
             seconds = self.costs.tool(group.random)
@@ -437,20 +463,24 @@ class _Simulation:
         self._score()
         if not self._holds(group):
             return
+
         dropped = group.random.random() < self.setup.filtered
         places = self.places.get(group.engine)
         if places is None or dropped or places.has_place(group.record):
             self._end(group, dropped)
         else:  # it is aborted when the step is full, unless a place is left over
             self.surplus.append(group)
+
         if places is not None:
             for other in [
                 each for each in self.surplus if self._holds(each) and places.has_place(each.record)
             ]:
                 if other.engine is group.engine and places.has_place(other.record):
                     self._end(other, dropped=False)
+
             if places.is_full:
                 self._abort_rest(group.engine)
+
         self._progress()
 
     def _end(self, group: _Group, dropped: bool) -> None:
@@ -459,6 +489,7 @@ class _Simulation:
             self.coordinator.drop(number, FILTERED)
         else:
             self.coordinator.complete(number, group.tokens, group.lowest)
+
         del self.groups[number]
         self.workers.end(number, complete=not dropped)
         if group.engine in self.places:
@@ -480,6 +511,7 @@ class _Simulation:
         group = self.groups.pop(record.group_id, None)
         if group is None:  # it was complete
             return
+
         engine = group.engine
         engine.advance(self.now)
         engine.waiting = deque(each for each in engine.waiting if each[0] is not group)
@@ -523,10 +555,12 @@ class _Simulation:
         engine = self.random.choice(self.engines)
         if not engine.is_up or self.state == "restarts":
             return
+
         _, running, stored = self.workers.lose(engine.worker)
         for number in running:
             self.coordinator.retry(number)
             del self.groups[number]
+
         for number in stored:
             self.coordinator.lose(number)
         self._clear(engine)
@@ -553,9 +587,11 @@ class _Simulation:
             self.state = "restarts"
             self.attempt = self.attempt + 1
             self.num_restarts = self.num_restarts + 1
+
             for engine in self.engines:
                 self._clear(engine)
                 engine.is_up = True
+
             self.groups.clear()
             self.to_score.clear()
             self.num_down = 0
@@ -569,9 +605,11 @@ class _Simulation:
         self.workers = GroupsByWorker(
             [str(number) for number in range(self.setup.engines)], self.version
         )
+
         for engine in self.engines:
             engine.worker = engine.number
             engine.since = self.now
+
         self._next()
 
     def _clear(self, engine: _Engine) -> None:

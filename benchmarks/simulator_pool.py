@@ -39,6 +39,7 @@ class Sleeper:
             began = time.perf_counter()
             time.sleep(self.draws.uniform(0.0, 0.01))
             rewards.append(time.perf_counter() - began)
+
         self.num_steps += len(chunk)
         ends = [False] * (len(chunk) - 1) + [self.num_steps >= self.max_steps]
         return ChunkResult(rewards, ends, [False] * len(chunk), ends, self.seen())
@@ -84,6 +85,7 @@ def main() -> None:
     args = parser.parse_args()
     pool = SimulatorPool(f"{__file__}:Sleeper", {"max_steps": args.steps}, args.workers, 30.0)
     print(f"{args.episodes} episodes of {args.steps} steps of 5 ms ± 5, {args.workers} workers")
+
     for chunk in (1, 4, 8):
         found = [asyncio.run(share_of_ideal(pool, args, chunk)) for _ in range(args.rounds)]
         shares = ", ".join(f"{share:.3f}" for share, _ in found)
@@ -91,6 +93,7 @@ def main() -> None:
             f"chunks of {chunk}: {shares} of the ideal; {max(rate for _, rate in found):.0f} env "
             "steps/s"
         )
+
     pool.close()
 
 

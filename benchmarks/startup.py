@@ -75,6 +75,7 @@ def with_rows(number: int, rounds: int) -> None:
                     f'{{"prompt": "{row % 90 + 10}+{row // 90 % 90 + 10}=", "answer": "0", "row": '
                     f"{row}}}\n"
                 )
+
         for _ in range(rounds):
             for lazy in ("true", "false"):
                 seconds = first_token_s(
@@ -96,10 +97,12 @@ def main() -> None:
     if arguments.rows:
         with_rows(arguments.rows, arguments.rounds)
         return
+
     sources = {"this": ROOT / "src"} | (
         {"other": arguments.against.resolve()} if arguments.against else {}
     )
     taken: dict[str, list[float]] = {name: [] for name in ("libraries", *sources)}
+
     # the first fills the disk's cache and writes what is compiled
     for number in range(1 + arguments.rounds):
         round_s = {
@@ -113,6 +116,7 @@ def main() -> None:
             + ", ".join(f"{name} {seconds:.2f} s" for name, seconds in round_s.items()),
             flush=True,
         )
+
     least = {name: min(seconds) for name, seconds in taken.items()}
     for name, seconds in least.items():
         print(

@@ -82,6 +82,7 @@ def trl(folder: Path, work: Work, steps: int, setting: Setting) -> Run:
     command = ["env", f"LD_PRELOAD={setting.preload}"] if setting.preload else []
     command += [str(TRL), str(ROOT / "benchmarks/peers/trl_steps.py"), str(folder)]
     found: list[dict[str, float]] = run_peer(command, folder, wanted)[1:]
+
     return _measured([step["seconds"] for step in found], [step["tokens"] for step in found])
 
 
@@ -96,6 +97,7 @@ def settings_of_trl(name: str, folder: Path, work: Work, vllm: bool = False) -> 
                 f"{name}: TRL, {setting} failed: {str(failed).strip().splitlines()[-1]}", flush=True
             )
             return math.inf
+
         return seconds / tokens
 
     taken = {
@@ -103,6 +105,7 @@ def settings_of_trl(name: str, folder: Path, work: Work, vllm: bool = False) -> 
     }
     faster = min(taken, key=lambda setting: taken[setting])
     library = tcmalloc(ROOT / ".peers")
+
     if torch.cuda.is_available() and not vllm:
         if subprocess.run([TRL, "-c", "import vllm"], capture_output=True).returncode:
             print(f"{TRL} has no vLLM: TRL generates by transformers", flush=True)
@@ -114,10 +117,12 @@ def settings_of_trl(name: str, folder: Path, work: Work, vllm: bool = False) -> 
     else:
         preloaded = replace(faster, preload=library)
         taken[preloaded] = cost(preloaded)
+
     ran = {str(setting): seconds for setting, seconds in taken.items() if seconds < math.inf}
     if not ran:
         raise SystemExit(f"{name}: TRL runs with none of its settings")
     kept = worth_it(f"{name}: TRL", ran)
+
     return [setting for told in kept for setting in taken if str(setting) == told]
 
 
@@ -139,6 +144,7 @@ def measure(name: str, work: Work, rounds: int, steps: int, vllm: bool) -> None:
         folder = Path(folder_name)
         write_work(folder, work.shape)
         settings = settings_of_trl(name, folder, work, vllm)
+
         for index in range(rounds):
             take(
                 "distflow",
@@ -146,6 +152,7 @@ def measure(name: str, work: Work, rounds: int, steps: int, vllm: bool) -> None:
             )
             for setting in settings:
                 take(f"TRL, {setting}", partial(trl, folder, work, steps, setting))
+
     per_token = {
         who: statistics.median(seconds / tokens for seconds, tokens in runs)
         for who, runs in found.items()
@@ -155,6 +162,7 @@ def measure(name: str, work: Work, rounds: int, steps: int, vllm: bool) -> None:
         "| work | system | s a step | tokens a step | speed, of TRL's best | busy beside |\n"
         "|---|---|---|---|---|---|"
     )
+
     for who, runs in found.items():
         seconds = sorted(seconds for seconds, _ in runs)
         tokens = statistics.mean(tokens for _, tokens in runs)
@@ -174,6 +182,7 @@ def main() -> None:
     arguments = parser.parse_args()
     if not TRL.exists():
         raise SystemExit(f"{TRL} is not there: run `make bench-peers` first")
+
     print(
         f"{os.cpu_count()} cores, load of the machine {os.getloadavg()[0]:.1f}, {arguments.rounds} "
         "rounds\n"

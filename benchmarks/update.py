@@ -109,6 +109,7 @@ def best_of_peer(
     masked = replace(min(taken, key=lambda setting: taken[setting]), mask=True)
     taken[masked] = cost(masked)
     (kept,) = worth_it(name, {str(setting): seconds for setting, seconds in taken.items()}, most=1)
+
     return next(setting for setting in taken if str(setting) == kept)
 
 
@@ -131,22 +132,26 @@ def measure(name: str, work: Work, rounds: int, num_steps: int) -> None:
         settings = [
             best_of_peer(name, folder, work, warm_up, by_length) for by_length in (False, True)
         ]
+
         for index in range(rounds):
             others = Beside()
             own, steps = ours(folder, f"run{index}", work, num_steps)
             found["distflow"].append(sum(own.seconds) / sum(own.tokens))
             beside["distflow"].append(others.cores())
+
             for setting in settings:
                 others = Beside()
                 theirs = padded(folder, work, steps, setting)
                 check_same(own, theirs, work.shape.dtype)
                 found[str(setting)].append(sum(theirs.seconds) / sum(theirs.tokens))
                 beside[str(setting)].append(others.cores())
+
     mid = {who: statistics.median(costs) for who, costs in found.items()}
     print(
         "| work | system | answered tokens/s | distflow's speed, of it | busy beside |\n"
         "|---|---|---|---|---|"
     )
+
     for who, costs in found.items():
         spread = f"{1 / mid[who]:,.0f} ({1 / max(costs):,.0f}-{1 / min(costs):,.0f})"
         print(

@@ -58,6 +58,7 @@ def step_s(folder: Path, variables: dict[str, str], steps: int) -> list[float]:
     times = [
         record.values["timing_s/step"] for record in read_metrics(folder) if record.kind == "train"
     ]
+
     return times[WARM_UP:]
 
 
@@ -69,6 +70,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--busy", type=int, nargs="+", default=[0, 1, 3])
     arguments = parser.parse_args()
+
     times = defaultdict[tuple[int, str], list[float]](list)
     beside = 0.0
     for number in range(arguments.rounds):
@@ -86,13 +88,16 @@ def main() -> None:
                 for each in others:
                     each.kill()
                     each.wait()
+
         print(f"round {number + 1} of {arguments.rounds}", file=sys.stderr, flush=True)
+
     alone = statistics.median(times[arguments.busy[0], "always spin"])
     print(f"busy beside: {beside:.2f} cores\n")
     print(
         "| busy processes | " + " | ".join(f"{setting}, s (ratio)" for setting in SETTINGS) + " |"
     )
     print("|---|" + "---|" * len(SETTINGS))
+
     for num_busy in arguments.busy:
         medians = [statistics.median(times[num_busy, setting]) for setting in SETTINGS]
         print(

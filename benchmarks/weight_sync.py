@@ -95,6 +95,7 @@ def measure(mib: int, num_workers: int, rounds: int, run_dir: Path) -> dict[str,
     trainer, steps, session = Trainer(mib), count(1), None
     taken: dict[str, list[float]] = {"hashes alone": []}
     modes = carries(run_dir)
+
     for number in range(1 + rounds):
         round_s = {"hashes alone": timed(lambda: hash_of(pack(list(trainer.weights()))))}
         for mode, carry in modes.items():
@@ -103,8 +104,10 @@ def measure(mib: int, num_workers: int, rounds: int, run_dir: Path) -> dict[str,
                 trainer, port, torch.float32, sends=True, canary=None, session=session
             )  # type: ignore[arg-type]
             round_s[mode] = timed(partial(sender.sync, Version(0, next(steps))))
+
         for name, seconds in round_s.items() if number else ():
             taken.setdefault(name, []).append(seconds)
+
     for worker in workers:
         ray.kill(worker)
     return taken
@@ -132,6 +135,7 @@ def main() -> None:
         object_store_memory=room,
     )
     print("| mode | workers | median s | largest s | MiB/s |\n|---|---|---|---|---|")
+
     with tempfile.TemporaryDirectory(prefix="weight-sync-") as folder:
         for num_workers in arguments.workers:
             taken = measure(arguments.mib, num_workers, arguments.rounds, Path(folder))
@@ -142,6 +146,7 @@ def main() -> None:
                     f"| {name} | {num_workers} | {median:.2f} | {max(seconds):.2f} | {rate:.0f} |",
                     flush=True,
                 )
+
     ray.shutdown()
 
 

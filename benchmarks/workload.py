@@ -111,6 +111,7 @@ def write_work(folder: Path, shape: Shape, num_rows: int = 4096) -> int:
     rows = [{"prompt": " ".join(f"w{word}" for word in row), "answer": ""} for row in words]
     (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (folder / "verifier.py").write_text(VERIFIER)
+
     return sum(parameter.numel() for parameter in model.parameters())
 
 
@@ -136,9 +137,11 @@ def make_model(shape: Shape) -> LlamaForCausalLM:
     )
     model = LlamaForCausalLM(config).eval()
     model.model.embed_tokens.weight[:, 0] = _BIAS_CHANNEL_SIZE
+
     for layer in model.model.layers:
         layer.self_attn.o_proj.weight[0] = 0.0
         layer.mlp.down_proj.weight[0] = 0.0
+
     head = model.lm_head.weight
     head[:, 0] = 0.0
     head[:2] = 0.0
@@ -147,6 +150,7 @@ def make_model(shape: Shape) -> LlamaForCausalLM:
     others = (hidden @ head.T)[..., 2:].logsumexp(-1).mean()
     wanted = _NEVER if shape.ends is None else float(others) - math.log(shape.ends - 1)
     head[PAD, 0], head[EOS, 0] = (bias / float(hidden[..., 0].mean()) for bias in (_NEVER, wanted))
+
     return model
 
 
@@ -175,6 +179,7 @@ def train(folder: Path, name: str, work: Work, steps: int, *options: str) -> lis
     ]
     _run(command)
     records = [record for record in read_metrics(folder / name) if record.kind == "train"]
+
     return [
         _step(record, after, work.prompts)
         for record, after in zip(records[1:], records, strict=False)

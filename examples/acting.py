@@ -32,6 +32,7 @@ def demonstrations(number=12288, seed=0):
     the response."""
     draws = Random(seed)
     grid = GridReach()
+
     for _ in range(number):
         seen = asyncio.run(grid.reset(draws.randrange(2**31), {}))
         actions = [*grid.shortest(), *((0, 0),) * CHUNK][:CHUNK]

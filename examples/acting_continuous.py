@@ -45,6 +45,7 @@ class Plane:
             late.append(not won[-1] and self.steps == 6)
             if won[-1] or late[-1]:
                 break
+
         return ChunkResult(rewards, won, late, won, self.seen())
 
     def gap(self):

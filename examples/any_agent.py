@@ -18,4 +18,5 @@ def guess(prompt, ground_truth):
             return {"found": 1.0}
         is_lower = reply.isdigit() and int(reply) < int(ground_truth)
         text += reply + (">" if is_lower else "<")
+
     return {"found": 0.0}

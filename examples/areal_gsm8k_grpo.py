@@ -43,11 +43,13 @@ def main(*overrides):
     loss = PolicyObjective(
         "vanilla", {"clip_ratio_low": 0.2}, kl_loss_type="low_var_kl", kl_loss_coef=0.001
     )
+
     with distflow.rollouts(
         "examples/tiny.yaml", [*SETTINGS, *overrides], reward=gsm8k_reward_fn
     ) as rollout:
         actor = rollout.actor
         ref = rollout.ref
+
         for global_step in range(rollout.version, rollout.config.trainer.total_training_steps):
             batch = rollout.prepare_batch(should_accept=lambda group: True)
             batch.copy_columns(actor.forward(batch, ("log_probs",)), old_log_probs="log_probs")
@@ -59,6 +61,7 @@ def main(*overrides):
             metrics = rollout.publish()  # update_weights, set_version, save, evaluate, commit
             rollout.resume()
             print(f"step {global_step + 1}: reward {metrics['reward/mean_score']:.3f}")
+
     return rollout.run
 
 

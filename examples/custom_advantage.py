@@ -25,5 +25,6 @@ def compute_median_advantage(
         members = (group_index == group) & valid
         if members.any():
             baselines[members] = scores[members].median()
+
     advantages = scale * ((scores - baselines) * valid)[:, None] * response_mask
     return advantages, advantages.clone()

@@ -39,4 +39,5 @@ def my_custom_pipeline() -> TaskGraph:
         node_type=NodeType.MODEL_TRAIN,
         node_role=NodeRole.ACTOR,
     )
+
     return pipeline.build()

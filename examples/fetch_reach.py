@@ -42,10 +42,12 @@ def demonstrations(number=6144, seed=0):
     for _ in range(number):
         way = draws.uniform(-0.2, 0.2, 3)
         prompt = "".join(f"<s{place}>" for place in STATE.encode(way[None]))
+
         actions = np.zeros((2, 4))  # the gripper stays
         for step in actions:
             step[:3] = np.clip(way / 0.15, -1, 1)
             way -= 0.031 * step[:3]  # as far as the hand moves in a step
+
         random = draws.random((2, 3)) < 0.5
         actions[:, :3][random] = draws.uniform(-1, 1, random.sum())
         response = "".join(f"<a{move}>" for move in ACTIONS.encode(actions))

@@ -22,6 +22,7 @@ def main(**overrides):
         "trainer.total_training_steps": 30,
     }
     objective = PolicyObjective("vanilla", {"clip_ratio_low": 0.2, "clip_ratio_high": 0.2})
+
     with distflow.rollouts(
         "examples/tiny.yaml", {**settings, **overrides}, reward=reward
     ) as rollouts:
@@ -37,6 +38,7 @@ def main(**overrides):
                 rollouts.actor.train_step(minibatch, objective)
             metrics = rollouts.publish()
             print(f"version {rollouts.version}: reward {metrics['reward/mean_score']:.2f}")
+
     return rollouts.run
 
 

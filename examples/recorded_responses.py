@@ -14,6 +14,7 @@ async def recite(group: Group, tokenizer) -> list[Sample]:
     round in."""
     recorded = (group.row.extra_info or {}).get("recorded", group.row.ground_truth)
     texts = recorded if isinstance(recorded, list) else [recorded]
+
     samples = []
     for index in group.wanted:
         ids = tokenizer(texts[index % len(texts)], add_special_tokens=False)["input_ids"]
@@ -24,6 +25,7 @@ async def recite(group: Group, tokenizer) -> list[Sample]:
         versions = (group.prompt_group.version,) * len(ids)
         segment = Segment("policy", ids, zeros, zeros, versions)
         samples.append(group.sample(index, segment, text, "length" if len(ids) == most else "stop"))
+
     return samples
 
 

@@ -40,6 +40,7 @@ def conversation(a: int, b: int) -> dict:
     }
     tool = [{"role": "assistant", "tool_calls": [call]}, {"role": "tool", "content": right}]
     turns, answer = ([], guess) if DRAW.random() < 0.7 else (tool, right)
+
     return {"messages": [asked, *turns, {"role": "assistant", "content": answer}], "tools": [TOOL]}
 
 

@@ -27,6 +27,7 @@ def executed(folder: Path) -> nbformat.NotebookNode:
         coalesce_streams=True,
     )
     client.execute()
+
     return nbformat.reads(nbformat.writes(notebook).replace(f"{folder}/", ""), as_version=4)
 
 

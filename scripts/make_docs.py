@@ -89,6 +89,7 @@ def render_reference() -> str:
             f"{resumable}. A change of any other key is rejected unless `--allow-change` names it."
         ),
     }
+
     return _fill("config.md", parts)
 
 
@@ -111,6 +112,7 @@ def render_migrating() -> str:
         "trl_arguments": _translated_trl(trl["script"]),
         "trl_command": _command("grpo", map(shlex.quote, trl["here"])),
     }
+
     return _fill("migrating.md", parts)
 
 
@@ -130,6 +132,7 @@ def render_schema() -> str:
         "samples": _table(("column", "type", "content"), columns),
         "views": _table(("view", "columns"), views),
     }
+
     return _fill("schema.md", parts)
 
 
@@ -183,6 +186,7 @@ def _differences() -> str:
         for key, ours, there in differing(load_config(base, complete=False), theirs):
             rows.setdefault(key, {})["verl"] = there
             rows[key][base] = ours
+
     columns = ("verl", "grpo", "ppo")
     return _table(
         ("key", "verl", "`grpo`", "`ppo`"),
@@ -203,6 +207,7 @@ def _translated_verl(command: Sequence[str], refused: Sequence[str]) -> str:
     rows = [
         (f"`{override}`", said.get(override.partition("=")[0], "the same")) for override in command
     ]
+
     return (
         _table(("verl", "distflow"), rows)
         + "\n\nThis command trains the rest:\n\n"
@@ -218,6 +223,7 @@ def _refusals(overrides: Sequence[str]) -> Iterable[tuple[str, str]]:
             (problem.places[0][0].partition(" ")[0], f"{problem.what}; {problem.advice}")
             for problem in error.problems
         ]
+
     return []
 
 
@@ -229,12 +235,14 @@ def _translated_trl(script: str) -> str:
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)
     }
     arguments = {**calls["GRPOConfig"], "model": calls["GRPOTrainer"]["model"]}
+
     rows: dict[str, str] = {}
     for key, node in arguments.items():
         value = ast.literal_eval(node)
         name = find_names(str(key))["TRL"]
         answer = "; ".join(part for part in (_code(name.overrides(value)), name.note) if part)
         rows[f"`{key}={value!r}`"] = "as above" if answer in rows.values() else answer
+
     return _table(("TRL", "distflow"), rows.items())
 
 
@@ -254,6 +262,7 @@ def _names(system: str) -> str:
         [(", ".join(keys), meaning) for meaning, keys in rows.items()],
     )
     others = _table((system, "distflow"), table.beside_keys.items())
+
     return f"### {system}'s keys\n\n{keys}\n\n### Other {system} features\n\n{others}"
 
 
@@ -266,12 +275,14 @@ def _meaning(name: Name) -> str:
     if name.values:
         parts.append(name.in_words())
     parts.append(name.note)
+
     if name.harmless == ANY:
         parts.append("accepted")
     elif name.harmless:
         parts.append(
             "accepted for " + ", ".join(f"`{as_override(value)}`" for value in name.harmless)
         )
+
     return "; ".join(part for part in parts if part)
 
 

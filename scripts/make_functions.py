@@ -72,6 +72,7 @@ def write_data(folder: Path) -> None:
         folder / "functions-sft.jsonl",
         [{"prompt": prompt(t), "response": text} for t, text in examples],
     )
+
     for name, tasks in (("rl", parts[2]), ("val", val), ("long", long)):
         rows = [
             {"prompt": prompt(t), "answer": tests(t, draw), "format_regex": WORKED} for t in tasks
@@ -111,6 +112,7 @@ def tests(task: Task, draw: random.Random) -> dict[str, object]:
     telling = [x for x in numbers if eval(expression, {"x": x}) != value(task, x)][: NUM_CASES // 2]
     chosen = (telling + [x for x in numbers if x not in telling])[:NUM_CASES]
     draw.shuffle(chosen)
+
     return {
         "fn_name": "f",
         "inputs": [[x] for x in chosen],
@@ -128,12 +130,14 @@ def _deal(chains: list[Chain], draw: random.Random, *counts: int) -> list[list[T
     """So many tasks each, no task twice; in every part the same share of bent ones."""
     kinds = {bent: [chain for chain in chains if _is_bent(chain) == bent] for bent in (True, False)}
     taken = set[Task]()
+
     parts = []
     for count in counts:
         num_bent = round(SHARE_BENT * count)
         part = [_new_task(kinds[place < num_bent], draw, taken) for place in range(count)]
         draw.shuffle(part)
         parts.append(part)
+
     return parts
 
 

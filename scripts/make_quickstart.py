@@ -62,6 +62,7 @@ def write_data(folder: Path) -> None:
         folder / "arithmetic-sft.jsonl",
         [{"prompt": prompt(*p), "response": text} for p, text in examples],
     )
+
     for name, chosen in (("rl", rl), ("val", val)):
         rows = [
             {"prompt": prompt(*p), "answer": str(sum(p)), "format_regex": WORKED} for p in chosen
@@ -134,6 +135,7 @@ def _deal(problems: list[Problem], *counts: int) -> list[list[Problem]]:
         parts.append([problem for kind in kinds for problem in kind[: count // 2]])
         kinds = [kind[count // 2 :] for kind in kinds]
         assert len(parts[-1]) == count, "there are not so many problems"
+
     return parts
 
 

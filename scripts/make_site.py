@@ -32,12 +32,14 @@ def main() -> int:
         if file not in staged:
             staged.add(file)
             waiting += stage(file)
+
     # Zensical keeps its cache beside its configuration.
     shutil.copy(ROOT / "docs" / "mkdocs.yml", BUILD)
     command = [sys.executable, "-m", "zensical", "build", "--strict"]
     status = subprocess.run(command, cwd=BUILD).returncode
     if status != 0:
         return status
+
     faults = loaded_from_elsewhere()
     for fault in faults:
         print(fault, file=sys.stderr)
@@ -52,6 +54,7 @@ def stage(file: str) -> list[str]:
     if not file.endswith(".md"):
         shutil.copyfile(ROOT / file, place)
         return []
+
     linked = list[str]()
 
     def moved(found: re.Match[str]) -> str:

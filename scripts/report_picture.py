@@ -37,6 +37,7 @@ def main(report: str) -> None:
         )
         PICTURE.parent.mkdir(exist_ok=True)
         Image.open(shot).convert("RGB").quantize(NUM_COLOURS).save(PICTURE, optimize=True)
+
     print(f"{PICTURE}: {PICTURE.stat().st_size / 1024:.0f} KiB")
 
 

@@ -19,6 +19,7 @@ def verify(path: Path) -> GroupCounts:
     counts = LedgerCounts()
     staleness = StalenessAudit()
     quotas = QuotaAudit()
+
     owner: dict[tuple[int, int], int] = {}
     num_consumed = num_versions = 0
     for _, record in timeline(path):
@@ -31,14 +32,17 @@ def verify(path: Path) -> GroupCounts:
                     f"{owner[where]} and "
                     f"{record['group_id']}"
                 )
+
         staleness.apply(record)
         quotas.apply(record)
         num_consumed += record["kind"] == "consumed"
         num_versions += record["kind"] == "version"
+
     if num_consumed > num_versions:
         raise CountsError(
             f"{num_consumed} steps were consumed, but only {num_versions} ended in a version"
         )
+
     counts.group_counts.check()
     return counts.group_counts
 
@@ -99,6 +103,7 @@ class StalenessAudit(_Audit):
                 "backwards, nor ahead of "
                 "the steps"
             )
+
         self._engine_version = version
         self._versions[record["group_id"]] = version
 
@@ -112,6 +117,7 @@ class StalenessAudit(_Audit):
     def on_consumed(self, record: Record) -> None:
         step = record["step"]
         bound = self._max_staleness
+
         for number in record["group_ids"]:
             version = self._versions.pop(number, None)
             if bound is not None and version is not None and not 0 <= step - 1 - version <= bound:
@@ -120,6 +126,7 @@ class StalenessAudit(_Audit):
                     f"{version}, but max_staleness "
                     f"was {bound}"
                 )
+
         self._last_step = step
 
     def on_version(self, record: Record) -> None:
@@ -132,6 +139,7 @@ class StalenessAudit(_Audit):
                 f"the weights of step {self._weights} were there before: versions never go "
                 "backwards"
             )
+
         self._weights = weights
 
     def on_inherited(self, record: Record) -> None:
@@ -170,6 +178,7 @@ class QuotaAudit(_Audit):
             raise CountsError(
                 f"the domains were behind their shares by {self._lags}, but continued from {lags}"
             )
+
         shares = {name: Fraction(quota["share"]) for name, quota in quotas.items()}
         self._changed |= bool(self._shares) and shares != self._shares
         self._changed |= any(abs(lag) >= 1 for lag in lags.values())
@@ -188,16 +197,19 @@ class QuotaAudit(_Audit):
     def on_consumed(self, record: Record) -> None:
         if not self._shares:
             return
+
         self._num_missing += self._batch - len(record["group_ids"])
         for name, share in self._shares.items():
             self._lags[name] += share * self._batch
         for number in record["group_ids"]:
             self._lags[self._domain_of.pop(number, "")] -= 1
+
         for name, lag in self._lags.items():
             if self._changed and lag > 0:
                 fits = lag <= most_behind(len(self._lags)) + self._num_missing
             else:
                 fits = abs(lag) < 1 + self._num_missing
+
             if not fits:
                 raise CountsError(
                     f"after step {record['step']} the domain '{name}' is {float(lag):.2f} groups "

@@ -64,6 +64,7 @@ class LedgerCounts:
         number = record["group_id"]
         attempt = record["attempt"]
         domain = record.get("domain", "")
+
         if number == len(self._states):
             self._states.append(_State.GENERATING)
             self._counts[_State.GENERATING] += 1
@@ -75,6 +76,7 @@ class LedgerCounts:
         elif self._states[number] != _State.GENERATING or attempt <= self._attempts[number]:
             state = _State(self._states[number]).name.lower()
             raise CountsError(f"group {number} was issued twice: it is {state}, attempt {attempt}")
+
         self._attempts[number] = attempt
 
     def on_complete(self, record: Record) -> None:
@@ -99,6 +101,7 @@ class LedgerCounts:
             raise CountsError(
                 f"step {record['step']} was consumed, but {self.last_step + 1} is the next one"
             )
+
         known = [self._tokens[number] for number in record["group_ids"] if number in self._tokens]
         if len(known) == len(record["group_ids"]) and record.get("tokens", sum(known)) != sum(
             known
@@ -107,9 +110,11 @@ class LedgerCounts:
                 f"step {record['step']} consumed {record['tokens']} tokens, but its groups have "
                 f"{sum(known)}"
             )
+
         for number in record["group_ids"]:
             self._move(number, _State.QUEUED, _State.TRAINED)
             self._domains[self._domain_of.pop(number, "")].consumed += 1
+
         self.last_step += 1
 
     def on_inherited(self, record: Record) -> None:
@@ -117,9 +122,11 @@ class LedgerCounts:
             raise CountsError(
                 f"counts were inherited after {len(self._states)} groups had been issued"
             )
+
         self.last_step = record["step"]
         self._states = bytearray([_State.SETTLED]) * record["issued"]
         self._domains = counts_by_domain(record)
+
         for group in record.get("live", ()):
             state = _State.QUEUED if group["complete"] else _State.GENERATING
             self._states[group["group_id"]] = state
@@ -137,6 +144,7 @@ class LedgerCounts:
                 "not "
                 f"{source.name.lower()}"
             )
+
         self._states[number] = target
         self._counts[source] -= 1
         self._counts[target] += 1

@@ -19,7 +19,9 @@ def made_once(factory: pytest.TempPathFactory, name: str, make: Callable[[Path],
         lock.seek(0)
         if found := lock.read():
             return Path(found)
+
         folder = factory.mktemp(name)
         make(folder)
         lock.write(str(folder))
+
     return folder

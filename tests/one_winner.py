@@ -62,13 +62,17 @@ def one_wins(ground: Playground, runs: Sequence[Started], folder: Path) -> None:
     while sum(run.running for run in runs) > 1:
         assert time.monotonic() < deadline, [run.said()[-500:] for run in runs if run.running]
         time.sleep(0.1)
+
     let_end(ground)
     winners = [run for run in runs if run.status() == 0]
     assert len(winners) == 1, [run.said()[-500:] for run in runs]
+
     for run in runs:
         if run is winners[0]:
             continue
+
         assert run.status() == 2, run.said()
+
         # who has just taken the lock has not written its name yet
         named = (
             rf"another process \((pid {winners[0].pid} on \S+ since .*|unknown)\) is writing to "
@@ -77,6 +81,7 @@ def one_wins(ground: Playground, runs: Sequence[Started], folder: Path) -> None:
         assert re.search(named, " ".join(run.said().split())) and "report" not in run.said(), (
             run.said()
         )
+
     assert [
         event.kind for event in read_events(folder) if event.kind in ("start", "error", "end")
     ] == ["start", "end"]

@@ -16,6 +16,7 @@ def at_some_deadline(check: Callable[[float], None], *deadlines_s: float) -> Non
             return
         except AssertionError:
             continue
+
     check(deadlines_s[-1])
 
 

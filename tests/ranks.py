@@ -25,6 +25,7 @@ def run_ranks(
     ]
     for worker in workers:
         worker.start()
+
     try:
         for worker in workers:
             worker.join(500)

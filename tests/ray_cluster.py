@@ -22,6 +22,7 @@ def ray_cluster(num_cpus: int = 4) -> Iterator[None]:
         logging_level="error",
         _node_ip_address="127.0.0.1",
     )
+
     try:
         yield
     finally:

@@ -31,4 +31,5 @@ def first_of_each(values: Iterable[str], kind_of: Callable[[str], object]) -> li
         marks += [BY_HAND] if kind_of(value) in kinds else []
         params.append(pytest.param(value, marks=marks))
         kinds.add(kind_of(value))
+
     return params

@@ -146,6 +146,7 @@ def test_graph_draws_the_pipeline_that_is_bound(capsys: pytest.CaptureFixture[st
     assert status == 0 and out.splitlines()[1].startswith("  rollout_actor")
     _, mermaid, _ = run(capsys, "config", "grpo", *NEEDED, "--mermaid")
     assert mermaid.startswith("flowchart")
+
     for node in (
         "rollout_actor",
         "function_reward",
@@ -154,6 +155,7 @@ def test_graph_draws_the_pipeline_that_is_bound(capsys: pytest.CaptureFixture[st
         "actor_train",
     ):
         assert node in out and node in mermaid
+
     _, ppo, _ = run(capsys, "config", "ppo", *NEEDED, "--graph")
     assert "critic_train" in ppo and "critic_train" not in out
 
@@ -243,4 +245,5 @@ def test_output_that_nobody_reads_ends_the_command_with_the_status_of_its_signal
         assert process.stdout is not None and process.stderr is not None
         process.stdout.close()
         said = process.stderr.read()
+
     assert (process.returncode, said) == (128 + signal.SIGPIPE, b"")

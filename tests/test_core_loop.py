@@ -23,10 +23,12 @@ def test_the_script_equals_the_command(tmp_path: Path, monkeypatch: pytest.Monke
     model, batches = asyncio.run(runpy.run_path("core_loop.py")["train"]())
     assert main(shlex.split(command.code)[1:]) == 0
     run = distflow.load_run(RUN)
+
     for step, batch in enumerate(batches, start=1):
         rows = run.samples(step=step, split="train")
         assert [row["response"] for row in rows] == batch["responses"]
         assert [row["score"] for row in rows] == batch["scores"].tolist()
+
     trained = load_file(Path(run.export(tmp_path / "trained")) / "model.safetensors")
     weights = dict(model.named_parameters())
     assert trained.keys() == weights.keys() - {"lm_head.weight"}

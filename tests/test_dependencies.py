@@ -25,11 +25,14 @@ def core() -> dict[str, importlib.metadata.Distribution]:
         name = re.sub(r"[-_.]+", "-", re.split(r"[^\w.-]", requirement)[0]).lower()
         if name in found or "extra ==" in requirement:
             continue
+
         try:
             found[name] = importlib.metadata.distribution(name)
         except importlib.metadata.PackageNotFoundError:  # for another system or Python
             continue
+
         waiting += found[name].requires or []
+
     return found
 
 
@@ -44,6 +47,7 @@ def declared(extra: str) -> list[Requirement]:
                 waiting += requirement.extras
             else:
                 asked.append(requirement)
+
     return asked
 
 
@@ -51,6 +55,7 @@ def test_the_lock_fits_what_the_project_asks_for() -> None:
     text = LOCK.read_text()
     entries = LOCKED.findall(text)
     assert len(entries) > 100 and all(hashes for *_, hashes in entries)
+
     # nothing but versions with their hashes
     assert len(re.findall(r"^\S", text, re.MULTILINE)) == len(entries)
     assert not re.search(r"://|^(torch|triton|nvidia|cuda)\b", text, re.MULTILINE)

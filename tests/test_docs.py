@@ -151,8 +151,10 @@ def test_commands_are_accepted(
     """Those that only look are run; of the others the arguments and the config are checked.
     `test_docs_commands` runs them all."""
     monkeypatch.chdir(saved)
+
     # `distflow doctor` finds more threads than cores wrong
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+
     for line in block.code.splitlines() if block.runs else ():
         words = shlex.split(line, comments=True)
         if not words or words[0] != "distflow":
@@ -160,6 +162,7 @@ def test_commands_are_accepted(
         if words[1] in EXECUTED:
             assert main(words[1:]) == 0, capsys.readouterr().err
             continue
+
         arguments = make_parser().parse_args(words[1:])
         if words[1] in ("train", "sft", "eval") and not arguments.preset.startswith(
             ("runs/", "first/")
@@ -184,6 +187,7 @@ def test_yaml_is_a_config(block: Block, tmp_path: Path) -> None:
     content = yaml.safe_load(block.code)
     if isinstance(content, list) or not block.runs:
         return
+
     content.setdefault("defaults", ["grpo", "_self_"])
     needs = (
         ["data.train_files=[]"]
@@ -200,11 +204,13 @@ def test_every_key_that_is_named_exists(page: Path) -> None:
     groups = {
         name.rsplit(".", depth)[0] for name in keys for depth in range(1, name.count(".") + 1)
     }
+
     for text in quoted(page):
         key = re.split(r"[=\s,({]", text)[0].rstrip(".*")
         first, _, rest = key.partition(".")
         if not rest or not re.fullmatch(r"[a-z_]+(\.[a-z_0-9]+)+", key) or _is_no_key(key):
             continue
+
         full = (
             key
             if first in group_names()
@@ -214,6 +220,7 @@ def test_every_key_that_is_named_exists(page: Path) -> None:
         )
         if full is None:
             continue
+
         known = full in keys or full in groups or any(name.startswith(full) for name in keys)
         is_foreign = page.name == "migrating.md" and (find_names(key) or is_group_elsewhere(key))
         inside = any(
@@ -240,9 +247,11 @@ def test_links_lead_somewhere(page: Path) -> None:
     for target in re.findall(r"\]\(([^)\s]+)\)", prose(page)):
         if target.startswith(("http://", "https://", "mailto:")):
             continue
+
         path, _, anchor = target.partition("#")
         file = (page.parent / path).resolve() if path else page
         assert file.exists(), f"{name_of(page)} links to {target}"
+
         if anchor:
             assert anchor in anchors(file), (
                 f"{name_of(page)} links to {target}: there are {sorted(anchors(file))}"

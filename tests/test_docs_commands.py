@@ -35,6 +35,7 @@ def pages_in_order() -> list[Path]:
         ROOT / "examples" / "README.md",
     ]
     assert set(pages) >= set((ROOT / "docs").glob("*.md"))
+
     return pages
 
 
@@ -58,9 +59,11 @@ def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
     write_tool(tools / "python", f'{python} "$@"')
     write_tool(tools / "pip", "echo not installing: $@")
     (tools / "activate").write_text(f"export PATH={shlex.quote(str(tools))}:$PATH\n")
+
     for command in made_by_quickstart():
         status, said = run(command, folder)
         assert status == 0, said
+
     return folder
 
 
@@ -81,6 +84,7 @@ def run(code: str, folder: Path) -> tuple[int, str]:
         text=True,
         timeout=LIMIT_S,
     )
+
     return done.returncode, done.stdout + done.stderr
 
 
@@ -90,6 +94,7 @@ def fault(block: Block, folder: Path) -> str | None:
     )
     needed = next((told for line, told in NEEDS.items() if block.code.startswith(line)), None)
     works = status == 0 or (needed is not None and status == 2 and needed in said)
+
     return (
         None if works else f"{block.page}:{block.line} exits {status}\n{block.code}{said[-3000:]}"
     )
@@ -106,5 +111,6 @@ def test_every_command_works_in_the_order_of_reading(checkout: Path) -> None:
         if block.language == "bash" or (block.language == "python" and OF_QUICKSTART in block.code):
             num_run += 1
             faults.append(fault(block, checkout))
+
     assert num_run > 20
     assert not any(faults), "\n\n".join(filter(None, faults))

@@ -69,6 +69,7 @@ def edits() -> list[Edit]:
                 else block.code[head.end() :].removesuffix("\n")
             )
             found.append(Edit(head["file"], head["new"] or head["how"], head["text"] or "", code))
+
     return found
 
 
@@ -93,6 +94,7 @@ def apply(edit: Edit, package: Path) -> None:
     if edit.how == "new":
         path.write_text(edit.code)
         return
+
     lines = path.read_text().split("\n")
     if edit.how == "below":
         place = next(
@@ -172,12 +174,15 @@ def test_a_copy_with_all_parts_passes_the_tests(tmp_path: Path) -> None:
         shutil.copytree(
             ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__", "*.egg-info")
         )
+
     for path in ROOT.iterdir():
         if path.is_file():
             shutil.copy(path, tmp_path)
+
     for edit in edits():
         apply(edit, tmp_path / "src" / "distflow")
     environment = {**os.environ, "PYTHONPATH": str(tmp_path / "src")}
+
     for words in (
         ["scripts/make_docs.py"],
         ["-m", "ruff", "check", "."],
@@ -297,10 +302,12 @@ def test_a_part_that_is_registered_in_part_is_told_what_it_lacks(
     table, target, expected = REGISTERED_IN_PART[case]
     kind = next(kind for kind, own in TABLES.items() if own is table)
     table["mine"] = type(next(iter(table.values())))("a part of mine", target)
+
     try:
         said = "\n".join(faults_of(Part(kind, "key", "mine", target)))
     finally:
         del table["mine"]
+
     assert all(text in said for text in expected), said
 
 

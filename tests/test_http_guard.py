@@ -61,6 +61,7 @@ class Served:
         headers = self.headers | {name.replace("_", "-"): value for name, value in changes.items()}
         headers.pop(leave_out, None)
         body = None if self.body is None else json.dumps(self.body).encode()
+
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
         with closing(connection):
             connection.request(self.method, self.path, body, headers)
@@ -91,6 +92,7 @@ def dashboard(folder: Path) -> Iterator[Served]:
     server = make_server(shown, "127.0.0.1", "a-token")
     thread = threading.Thread(target=server.run, args=([listening],))
     thread.start()
+
     try:
         yield Served(listening.getsockname()[1], "/api/samples?run=run", "a-token")
     finally:
@@ -128,6 +130,7 @@ def sandbox(folder: Path) -> Iterator[Served]:
     with Sandbox() as local, ScoreServer(local, 2, "127.0.0.1", 0, "") as server:
         thread = threading.Thread(target=server.serve_forever, args=(0.05,))
         thread.start()
+
         try:
             port = server.server_address[1]
             yield Served(port, PATH, token_of(port), SCORE, score_server.MAX_BODY_BYTES)
@@ -232,6 +235,7 @@ def test_what_is_too_long_is_not_read(served: Served) -> None:
             400,
             413,
         )
+
     assert (
         status_of(
             served.connect(served.head(key, "X-Long: " + "x" * http_guard.MAX_HEAD_BYTES)[:-4])
@@ -297,6 +301,7 @@ def test_a_place_that_is_taken_is_free_again(
                 pass
             first.sendall(body)
             assert b"200" in first.recv(100)
+
         while served.ask()[0] == 503:
             pass
 
@@ -316,4 +321,5 @@ def test_the_token_of_a_server_is_in_a_file_of_this_user_alone(
         (tmp_path / "other").write_text("a-token")
         file.symlink_to(tmp_path / "other")
         assert token_of(served.port) == ""
+
     assert file.read_text() != served.key

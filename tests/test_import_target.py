@@ -48,6 +48,7 @@ def test_the_next_process_sees_a_file_of_equal_size_and_time(
         module = load_module(str(file))
         assert module.number == value
         monkeypatch.delitem(sys.modules, module.__name__)
+
     assert list(file.parent.iterdir()) == [file]
 
 
@@ -74,10 +75,12 @@ def test_what_a_file_defines_can_be_sent_to_processes(
     (tmp_path / name).write_text(SOURCE)
     judge = load(f"{tmp_path / name}:Judge")
     assert isinstance(judge, type)
+
     context = multiprocessing.get_context(start)
     with ProcessPoolExecutor(1, mp_context=context) as pool:
         assert pool.submit(judge(3.0).judge).result() == 3.0
         assert pool.submit(load_function(f"{tmp_path / name}:first")).result() == "first"
+
     assert pickle.loads(pickle.dumps(judge)) is judge
 
 

@@ -65,6 +65,7 @@ def _imports(path: Path) -> Iterator[str]:
             names = [alias.name for alias in node.names]
         else:
             continue
+
         yield from (
             name.removeprefix("distflow.") for name in names if name.startswith("distflow.")
         )
@@ -104,6 +105,7 @@ def test_no_cycle_of_modules() -> None:
             name if name in known else name.rpartition(".")[0] for name in _at_import_time(path)
         }
         graph[module] = {name for name in found if name in known and name != module}
+
     TopologicalSorter(graph).prepare()
 
 

@@ -15,9 +15,11 @@ from distflow.untrusted_files import MAX_HEADER_BYTES, OutOfTime, check_tensors,
 def test_time_is_limited_and_the_handler_put_back() -> None:
     before = signal.getsignal(signal.SIGVTALRM)
     started = time.process_time()
+
     with pytest.raises(OutOfTime), limited_time(0.1):
         while True:
             pass
+
     assert time.process_time() - started < 1.0
     assert (
         signal.getsignal(signal.SIGVTALRM) == before

@@ -41,6 +41,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )
     pip(sys.executable, "wheel", "--no-build-isolation", "-w", folder / "dist", folder)
     (made,) = (folder / "dist").glob("*.whl")
+
     return made
 
 
@@ -52,12 +53,14 @@ def bare(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     subprocess.run([sys.executable, "-m", "venv", folder], check=True)
     pip(folder / "bin" / "python", "install", "--no-index", wheel)
     (packages,) = (folder / "lib").glob("python*/site-packages")
+
     for required in required_by(distribution("distflow"), frozenset()):
         for path in required.files or ():
             top = path.parts[0]
             link = packages / path.parts[0]
             if top != ".." and not link.exists():
                 link.symlink_to(Path(str(required.locate_file(top))))
+
     return folder
 
 
@@ -119,6 +122,7 @@ def test_every_file_of_the_package_is_in_it(wheel: Path) -> None:
     files = {name for name in files if not name.endswith(".pyc")}
     held = {name for name in zipfile.ZipFile(wheel).namelist() if name.startswith("distflow/")}
     assert held == files
+
     for kind in (
         "py.typed",
         "presets/grpo.yaml",

@@ -36,6 +36,7 @@ def tiny_tokenizer() -> PreTrainedTokenizerFast:
         tokenizer_object=tokenizer, pad_token=PAD, bos_token=BOS, eos_token=EOS
     )
     wrapped.chat_template = CHAT_TEMPLATE
+
     return wrapped
 
 
@@ -96,6 +97,7 @@ def write_tiny_reward_model(
         model = AutoModelForSequenceClassification.from_config(
             tiny_config(family, **{"num_labels": 1, **changes})
         )
+
     model.save_pretrained(folder)
     (tokenizer or tiny_tokenizer()).save_pretrained(folder)
     return Path(folder)
@@ -113,6 +115,7 @@ def write_tiny_judge(folder: Path) -> Path:
     tokenizer.chat_template = None
     tokenizer.add_tokens([GOOD, BAD, NOTHING])
     size = len(tokenizer)
+
     model = AutoModelForCausalLM.from_config(
         tiny_config(vocab_size=size, hidden_size=128, max_position_embeddings=256)
     )
@@ -120,12 +123,15 @@ def write_tiny_judge(folder: Path) -> Path:
         for name, weight in model.named_parameters():
             if name.endswith(("o_proj.weight", "down_proj.weight", "lm_head.weight")):
                 weight.zero_()  # so that the last token alone decides
+
         model.get_input_embeddings().weight.copy_(torch.eye(size, 128))
         for character in CHARACTERS:
             answer = tokenizer.convert_tokens_to_ids(tiny_verdict(character))
             model.lm_head.weight[answer, tokenizer.convert_tokens_to_ids(character)] = 1.0
+
         for answer in (GOOD, BAD, NOTHING):
             model.lm_head.weight[2, tokenizer.convert_tokens_to_ids(answer)] = 1.0
+
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return Path(folder)

@@ -76,9 +76,11 @@ def write_tiny_llava(folder: Path, seed: int = 0) -> Path:
         vision_feature_layer=-1,
         vision_feature_select_strategy="default",
     )
+
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = LlavaForConditionalGeneration(config)
+
     model.save_pretrained(folder)
     processor.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
@@ -125,6 +127,7 @@ class TinyProcessor:
                 self.image_processor(images=[image], return_tensors="pt")
             )
             whole += piece
+
         return self.tokenizer([whole], **special)
 
 
@@ -209,6 +212,7 @@ def _qwen3_vl() -> tuple[TinyProcessor, Any]:
         "deepstack_visual_indexes": [0],
     }
     text = _text(processor, head_dim=8, rope_parameters=_rope(mrope_interleaved=True))
+
     return processor, transformers.Qwen3VLConfig(
         vision_config=vision, text_config=text, **_of_tokens(processor, *_QWEN_TOKENS)
     )
@@ -222,6 +226,7 @@ def _qwen3_5() -> tuple[TinyProcessor, Any]:
     rope = _rope(mrope_interleaved=True, partial_rotary_factor=1.0)
     kinds = ["linear_attention", "full_attention"]
     text = _text(processor, **heads, **sizes, layer_types=kinds, rope_parameters=rope)
+
     return processor, transformers.Qwen3_5Config(
         vision_config=vision, text_config=text, **_of_tokens(processor, *_QWEN_TOKENS)
     )
@@ -232,6 +237,7 @@ def _glm4v() -> tuple[TinyProcessor, Any]:
     processor = _with_grid("glm4v", "Glm4vImageProcessorPil", size=limits)
     text = _text(processor, rope_parameters=_rope(partial_rotary_factor=1.0))
     others = ("video", "image_start", "image_end", "video_start", "video_end")
+
     return processor, transformers.Glm4vConfig(
         vision_config={**_OF_QWEN, "out_hidden_size": 32, "image_size": 56},
         text_config=text,
@@ -264,6 +270,7 @@ def _mistral3() -> tuple[TinyProcessor, Any]:
     vision = transformers.PixtralVisionConfig(**{**_VISION, "image_size": 56, "head_dim": 16})
     text = transformers.MistralConfig(**_text(processor, sliding_window=None))
     token = processor.image_token_id
+
     return processor, transformers.Mistral3Config(
         vision_config=vision,
         text_config=text,
@@ -284,6 +291,7 @@ def _smolvlm() -> tuple[TinyProcessor, Any]:
     )
     processor = TinyProcessor(resizer, lambda _: 4)
     text = {"model_type": "llama", **_text(processor)}
+
     return processor, transformers.SmolVLMConfig(
         vision_config=_VISION, text_config=text, scale_factor=2, **_of_tokens(processor)
     )
@@ -323,9 +331,11 @@ def tiny_vision_model(family: str, seed: int = 0) -> tuple[TinyProcessor, Any]:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = transformers.AutoModelForImageTextToText.from_config(config)
+
         with torch.no_grad():
             for weight in model.parameters():
                 # Gemma 3 begins with images that are all zeros
                 if weight.dim() > 1 and not weight.any():
                     weight.normal_(0.0, 0.2)
+
     return processor, model

@@ -22,11 +22,13 @@ def forgotten(*modules: str) -> Iterator[None]:
         # a built-in that is first asked for inside must not be forgotten: it is imported once
         for name in table:
             find(name)
+
     before = [
         (registry, dict(registry))
         for registry in (ADV_ESTIMATORS, POLICY_LOSSES, schema._user_groups)
     ]
     paths = list(sys.path)
+
     registered = set(names.REGISTERED)
     try:
         yield
@@ -34,10 +36,13 @@ def forgotten(*modules: str) -> Iterator[None]:
         for registry, entries in before:
             registry.clear()
             registry.update(entries)
+
         names.REGISTERED &= registered
         schema.schema_keys.cache_clear()
+
         for name in [
             name for name in sys.modules if name.split(".")[0] in modules or name in modules
         ]:
             del sys.modules[name]
+
         sys.path[:] = paths

@@ -43,11 +43,13 @@ def trackio(folder: str) -> Log:
 def main() -> None:
     name, metrics, folder = sys.argv[1:]
     log = {"tensorboard": tensorboard, "trackio": trackio}[name](folder)
+
     values = dict[str, float]()
     for line in Path(metrics).read_text("utf-8").rstrip("\n").split("\n"):
         record = json.loads(line)
         values = record["m"]
         log(record["step"], values)
+
     print("written", flush=True)
     for line in sys.stdin:
         log(int(line), values)

@@ -32,6 +32,7 @@ def step(model: Any, work: list[tuple[list[int], int]], batch_size: int) -> floa
             pad_token_id=0,
         )
         assert out.shape[1] == prompts.shape[1] + longest
+
     return time.perf_counter() - start
 
 

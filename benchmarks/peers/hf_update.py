@@ -31,6 +31,7 @@ def step(
     if job["by_length"]:
         samples = sorted(samples, key=lambda sample: len(sample[1]))
     num_tokens = sum(len(answer) for _, answer, _ in samples)
+
     for first in range(0, len(samples), job["micro_batch"]):
         prompts, answers, advantages = zip(
             *samples[first : first + job["micro_batch"]], strict=True
@@ -45,6 +46,7 @@ def step(
         seen = torch.cat(
             (torch.ones(len(ids), len(prompts[0]), dtype=torch.bool), is_answer), dim=1
         )
+
         with torch.autocast("cpu", dtype=torch.bfloat16, enabled=job["bfloat16"]):
             logits = model(
                 input_ids=ids,
@@ -52,6 +54,7 @@ def step(
                 use_cache=False,
                 logits_to_keep=longest + 1,
             ).logits[:, :-1]
+
         log_probs = -cross_entropy(
             logits.float().flatten(0, 1), ids[:, -longest:].flatten(), reduction="none"
         )
@@ -59,6 +62,7 @@ def step(
         gain = torch.tensor(advantages)[:, None]
         surrogate = torch.minimum(ratio * gain, ratio.clamp(1 - CLIP, 1 + CLIP) * gain)
         (-(surrogate * is_answer).sum() / num_tokens).backward()
+
     norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
@@ -70,6 +74,7 @@ def main() -> None:
     job = json.loads((folder / "job.json").read_text())
     model = AutoModelForCausalLM.from_pretrained(folder / "model", dtype="float32")
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-9, weight_decay=0.01, fused=True)
+
     found = []
     for samples in job["steps"]:
         seconds, norm = step(model, optimizer, samples, job)
@@ -80,6 +85,7 @@ def main() -> None:
                 "tokens": sum(len(answer) for _, answer, _ in samples),
             }
         )
+
     (folder / "done.json").write_text(json.dumps(found))
 
 

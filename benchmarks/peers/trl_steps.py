@@ -56,6 +56,7 @@ def main() -> None:
     clock = Clock()
     if wanted["vllm"] and not wanted["on_gpu"]:
         VLLMGeneration.sync_weights = load_at_once
+
     with tempfile.TemporaryDirectory() as output_dir:
         config = GRPOConfig(
             output_dir=output_dir,
@@ -90,6 +91,7 @@ def main() -> None:
             callbacks=[clock],
         )
         trainer.train()
+
     lengths = [
         log["completions/mean_length"]
         for log in trainer.state.log_history

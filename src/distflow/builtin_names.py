@@ -150,6 +150,7 @@ def _entries(table: str, kind: type[Kind]) -> dict[str, Kind]:
             field: tuple(v) if isinstance(v, list) else v for field, v in entry.items()
         }
         made[name] = kind(**values)
+
     return made
 
 

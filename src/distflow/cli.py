@@ -116,10 +116,12 @@ def main(argv: Sequence[str] | None = None) -> int:
             handed = (
                 getattr(arguments, "preset", None) or getattr(arguments, "model", None) or ""
             )  # maybe a run's folder
+
             runs_code = COMMANDS[arguments.command].runs_code and not os.path.isdir(handed)
             if runs_code or getattr(arguments, "trust_code", False):
                 # a user's "module:function" is searched in the current folder first
                 sys.path.insert(0, "")
+
             try:
                 status = int(arguments.run(arguments))
                 # at the end of the process a closed reader would be a separate error
@@ -151,6 +153,7 @@ class _Help(argparse.RawDescriptionHelpFormatter):
         )
         if is_said:
             return action.help
+
         return f"{action.help}; default: %(default)s"
 
 
@@ -167,6 +170,7 @@ class _Parser(argparse.ArgumentParser):
         if found := re.search(r"invalid choice: '(.*)' \(choose from (.*)\)", message, re.DOTALL):
             near = nearest(found[1], re.findall(r"[\w-]+", found[2]))
             message += f"; did you mean '{near}'?" if near else ""
+
         if message.startswith("argument "):  # the usage, a line for each few options, would hide it
             self.exit(2, f"{self.prog}: {message}\n")
         super().error(message)
@@ -182,12 +186,14 @@ def make_parser() -> argparse.ArgumentParser:
     parser = _Parser(prog="distflow", description=about)
     parser.add_argument("--version", action="version", version=__version__)
     parsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+
     for name, entry in COMMANDS.items():
         command = parsers.add_parser(name, description=entry.help, epilog=entry.more)
         module = import_module(f"distflow.commands.{entry.module}")
         getattr(module, f"add_{name}_arguments")(command)
         command.add_argument("--debug", action="store_true", help="show the traceback of an error")
         command.set_defaults(run=getattr(module, f"run_{name}"))
+
     return parser
 
 
@@ -196,11 +202,13 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     place."""
     parser = make_parser()
     arguments, rest = parser.parse_known_args(argv)
+
     unknown = [word for word in rest if word.startswith("-") or not hasattr(arguments, "overrides")]
     if unknown:
         command = f"{parser.prog} {arguments.command}"
         what = _unrecognized(unknown, command, hasattr(arguments, "overrides"))
         parser.exit(2, f"{command}: {what}\n")
+
     if rest:
         arguments.overrides += rest
     return arguments
@@ -212,6 +220,7 @@ def _unrecognized(words: list[str], command: str, takes_keys: bool) -> str:
     name, _, value = words[0].lstrip("-").partition("=")
     if not (takes_keys and words[0].startswith("-") and name):
         return f"{message}; see {command} --help"
+
     from distflow.config.compose.unknown_keys import suggest
     from distflow.config.keys.schema import schema_keys
 
@@ -220,6 +229,7 @@ def _unrecognized(words: list[str], command: str, takes_keys: bool) -> str:
         advice = f"write {key}={value or 'VALUE'}"
     else:
         advice = suggest(key, schema_keys())
+
     return f"{message}\nconfig keys are written key=value, without dashes: {advice}"
 
 
@@ -238,12 +248,15 @@ def _report_error(err: Exception, debug: bool) -> int:
         else:
             message = f"{type(err).__name__}: {err} (--debug shows where)"
         print(f"distflow: {message}", file=sys.stderr)
+
     if is_users:
         status = USER_FAULT
     else:
         status = int(getattr(err, "exit_status", OUR_FAULT))
+
     if isinstance(err, LoopGivenUp):
         for stream in (sys.stdout, sys.stderr):
             stream.flush()
         leave_at_once(status)
+
     return status

@@ -25,6 +25,7 @@ def to_host(tensors: Sequence[Tensor]) -> list[Tensor]:
         for place, part in zip(places, copied, strict=True):
             # a part may begin where its type may not
             found[place] = part.clone().view(tensors[place].dtype)
+
     return found
 
 
@@ -38,16 +39,19 @@ def read_numbers(values: Sequence[Tensor | float]) -> list[float]:
             by_type.setdefault(value.dtype, {})[place] = value.detach()
         else:
             numbers[place] = float(value)
+
     for by_type in alike.values():
         places = list[int]()
         stacked = list[Tensor]()
         for same in by_type.values():
             places += same
             stacked.append(torch.stack([*same.values()]).double())
+
         # The device is waited for here, and nowhere else.
         read = torch.cat(stacked).tolist()
         for place, number in zip(places, read, strict=True):
             numbers[place] = number
+
     return numbers
 
 

@@ -113,6 +113,7 @@ def count_of(number: int, noun: str) -> str:
         ending = "es"
     else:
         ending = "s"
+
     return f"{number} {noun}{ending}"
 
 
@@ -153,6 +154,7 @@ def missing_path(path: Path) -> tuple[str, str]:
             "is an address, from which nothing is downloaded",
             "download the file, and write its path",
         )
+
     if not os.path.isdir(path.parent):
         absent = next(folder for folder in reversed(path.parents) if not os.path.isdir(folder))
         looked = "" if path.is_absolute() else f" in {Path.cwd()}"
@@ -160,8 +162,10 @@ def missing_path(path: Path) -> tuple[str, str]:
             f"there is no folder '{absent}'{looked}",
             "check the path, or start the command in its folder",
         )
+
     entries = sorted(path.parent.iterdir())
     stems = {entry.stem: entry.name for entry in entries if entry.suffix == path.suffix}
+
     near = stems.get(nearest(path.stem, stems)) or next(
         (each.name for each in entries if each.stem == path.stem), ""
     )
@@ -169,6 +173,7 @@ def missing_path(path: Path) -> tuple[str, str]:
         meant = f"did you mean '{path.with_name(near)}'?"
     else:
         meant = f"see the content of '{path.parent.resolve()}'"
+
     return "there is no such file or folder", meant
 
 
@@ -178,6 +183,7 @@ def hint(name: str, known: Iterable[str]) -> str:
     names = sorted(set(known))
     if guess := nearest(name, names):
         return f"; did you mean '{guess}'?"
+
     more = ", ..." if len(names) > _MAX_LISTED else ""
     if names:
         return f"; known: {', '.join(names[:_MAX_LISTED])}{more}"
@@ -211,13 +217,16 @@ def _innermost(frames: traceback.StackSummary) -> str | None:
     for frame in reversed(frames):
         if frame.filename == "<dynamic-code>":  # of a pickled function, which has lost its file
             return f"{frame.name}, line {frame.lineno}"
+
         # a script's may be relative
         if frame.filename.startswith("<"):
             file = ""
         else:
             file = os.path.abspath(frame.filename)
+
         if file and not file.startswith(_library_folders()):
             return f"{Path(frame.filename).name}:{frame.lineno}"
+
     return None
 
 

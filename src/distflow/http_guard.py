@@ -114,6 +114,7 @@ class Guard:
                 raise Refused(
                     HTTPStatus.BAD_REQUEST, f"the request has more than one header '{name}'"
                 )
+
         found = dict(headers)
         host = found.get("host", "")
         if not self._is_own(host) and (is_loopback(self.host) or not key_of(headers)):
@@ -124,6 +125,7 @@ class Guard:
                     "that it printed"
                 ),
             )
+
         origin = found.get("origin")
         if origin is not None and origin.lower() not in (
             f"http://{host}".lower(),
@@ -137,9 +139,11 @@ class Guard:
         """Whether it is a name of this server. Nobody but us can lead a number here."""
         name = host.lower().removesuffix(f":{_port_of(host)}").strip("[]")
         is_everywhere = self.host in ("0.0.0.0", "::")
+
         with suppress(ValueError):
             address = ipaddress.ip_address(name)
             return is_everywhere or address.is_loopback or name == self.host.lower()
+
         own = {*_LOOPBACK, self.host.lower()}
         if is_everywhere:
             own |= {socket.gethostname().lower(), socket.getfqdn().lower()}
@@ -151,6 +155,7 @@ class Guard:
         site = found.get("sec-fetch-site", "none")
         if site in ("none", "same-origin"):
             return
+
         is_link = (
             found.get("sec-fetch-mode") == "navigate" and found.get("sec-fetch-dest") == "document"
         )
@@ -163,6 +168,7 @@ class Guard:
     def _check_body(self, found: dict[str, str]) -> None:
         if not any(name in found for name in _HAS_BODY) or found.get("content-length") == "0":
             return
+
         # A page sends text and forms wherever it likes, and a body of no type if it needs no header
         # of its own.
         kind = found.get("content-type", "").partition(";")[0].strip().lower()
@@ -170,6 +176,7 @@ class Guard:
             raise Refused(
                 HTTPStatus.UNSUPPORTED_MEDIA_TYPE, f"a body is application/json, not {kind!r:.80}"
             )
+
         length = found.get("content-length", "0")
         if self.max_body_bytes is None:
             return
@@ -184,21 +191,25 @@ class Guard:
     ) -> None:
         if is_same(key_of(headers), token):
             return
+
         if self.cookie and path not in self.by_scripts:
             found = dict(headers)
             cookie = f"{self.cookie}_{_port_of(found['host'])}"
             asked = parse_qsl(query, keep_blank_values=True)
             if is_same(dict(asked).get("token", ""), token):
                 raise _redirection(f"{cookie}={token}", path, asked)
+
             kept = dict(
                 each.strip().partition("=")[::2] for each in found.get("cookie", "").split(";")
             )
             if is_same(kept.get(cookie, ""), token):
                 return
+
         if self.cookie:
             where = "open the whole address that it printed"
         else:
             where = "send it as 'Authorization: Bearer ...'"
+
         raise Refused(HTTPStatus.UNAUTHORIZED, f"this server wants its token: {where}")
 
 
@@ -242,6 +253,7 @@ class Door(socket.socket):
             accepted = self._ready.popleft()
             if not self._ready:
                 self.recv(1)
+
         return accepted
 
     def listen(self, backlog: int = 0) -> None:
@@ -261,24 +273,29 @@ class Door(socket.socket):
         with self._listening, self._bell, select.epoll() as poll:
             poll.register(self._listening, select.EPOLLIN)
             poll.register(self._bell, 0)  # reports that the other end is closed
+
             while True:
                 oldest = next(iter(self._waiting.values()), None)
                 if oldest is None:
                     left_s = None
                 else:
                     left_s = max(oldest.due - time.monotonic(), 0.0)
+
                 happened = poll.poll(left_s)
                 if any(place == self._bell.fileno() for place, _ in happened):
                     break
+
                 for place, _ in happened:
                     if place == self._listening.fileno():
                         self._take_in(poll)
                     elif place in self._waiting:
                         self._look(self._waiting[place])
+
                 for late in [
                     each for each in self._waiting.values() if each.due <= time.monotonic()
                 ]:
                     self._end(late, HTTPStatus.REQUEST_TIMEOUT)
+
             for each in [*self._waiting.values()]:
                 self._end(each, HTTPStatus.SERVICE_UNAVAILABLE)
             while self._ready:
@@ -296,11 +313,13 @@ class Door(socket.socket):
             else:
                 time.sleep(0.05)
             return
+
         if len(self._waiting) >= MAX_WAITING:
             self._end_oldest()
         connection = _Connection(self._listening, number, self._release)
         connection.setblocking(False)
         self._waiting[number] = _Waiting(connection, address, time.monotonic() + HEAD_WITHIN_S)
+
         # By edges: what has come stays in the connection, for the server.
         poll.register(connection, select.EPOLLIN | select.EPOLLET)
 
@@ -311,6 +330,7 @@ class Door(socket.socket):
             return
         except OSError:
             come = b""
+
         if _END_OF_HEAD.search(come):
             self._let_in(waiting)
         elif not come or len(come) == MAX_HEAD_BYTES:
@@ -320,9 +340,11 @@ class Door(socket.socket):
         if self._num_open >= self._max:
             self._end(waiting, HTTPStatus.SERVICE_UNAVAILABLE)
             return
+
         waiting.connection.is_in = True
         del self._waiting[waiting.connection.fileno()]
         waiting.connection.setblocking(True)
+
         with self._lock:
             self._num_open += 1
             if not self._ready:
@@ -337,6 +359,7 @@ class Door(socket.socket):
         del self._waiting[waiting.connection.fileno()]
         body = Refused(status, status.description or status.phrase).body()
         head = f"HTTP/1.1 {status} {status.phrase}\r\nContent-Type: application/json\r\n"
+
         with waiting.connection, suppress(OSError):
             waiting.connection.send(
                 f"{head}Content-Length: {len(body)}\r\nConnection: close\r\n\r\n".encode() + body
@@ -391,6 +414,7 @@ def make_server(app: Any, guard: Guard, headers: Headers, stops_within_s: int) -
     config = uvicorn.Config(_Guarded(app, guard, tuple(headers)), http="h11", **options)
     config.h11_max_incomplete_event_size = MAX_HEAD_BYTES
     config.timeout_graceful_shutdown = stops_within_s
+
     return Server(config)
 
 
@@ -406,6 +430,7 @@ class _Guarded:
         target = scope["path"] + (
             "?" + scope["query_string"].decode("latin-1") if scope["query_string"] else ""
         )
+
         headers = [
             (name.decode("latin-1"), value.decode("latin-1")) for name, value in scope["headers"]
         ]
@@ -422,6 +447,7 @@ class _Guarded:
             await send({"type": "http.response.start", "status": refused.status, "headers": raw})
             await send({"type": "http.response.body", "body": refused.body()})
             return
+
         await self._app(scope, receive, send)
 
 
@@ -442,6 +468,7 @@ def token_for_this_user(port: int, token: str) -> Iterator[Path | None]:
             stack.callback(_forget, file, token)
         except (OSError, RuntimeError):  # the latter without a home
             file = None
+
         yield file
 
 

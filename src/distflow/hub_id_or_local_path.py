@@ -26,6 +26,7 @@ def unreachable() -> str | None:
 
     if constants.HF_HUB_OFFLINE:
         return "HF_HUB_OFFLINE is set"
+
     url = urlsplit(getproxies().get("https") or constants.ENDPOINT)
     reason = _connects(url.hostname or "", url.port or (80 if url.scheme == "http" else 443))
     if reason is not None:
@@ -33,6 +34,7 @@ def unreachable() -> str | None:
         import datasets.config
 
         datasets.config.HF_HUB_OFFLINE = True
+
     return reason
 
 
@@ -51,10 +53,12 @@ def _connects(host: str, port: int) -> str | None:
     thread = threading.Thread(target=connect, name="distflow-hub", daemon=True)
     thread.start()
     thread.join(REACHED_WITHIN_S)
+
     if outcome:
         answer = outcome[0]
     else:
         answer = f"no answer within {REACHED_WITHIN_S:g} s"
+
     return answer and f"{host}: {answer}"
 
 
@@ -66,6 +70,7 @@ def model_fault(text: str) -> tuple[str, str] | None:
     """Checks `model.path`. A possible hub id passes, unless its first part is a local folder."""
     if is_local_model(text):
         return None
+
     path = Path(text).expanduser()
     if path.is_file():
         if path.suffix == ".gguf":
@@ -73,6 +78,7 @@ def model_fault(text: str) -> tuple[str, str] | None:
         else:
             gguf = ""
         return "is a file", f"use its folder, {path.parent}{gguf}"
+
     looks_like_a_path = text.startswith((".", "/", "~")) or not HUB_MODEL.fullmatch(text)
     if looks_like_a_path or ("/" in text and path.parent.is_dir() and not _is_cached(text)):
         return missing_path(path)

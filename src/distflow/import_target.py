@@ -51,6 +51,7 @@ def load(path: str) -> object:
         raise LoadError(f"'{path}' names no function; write \"module:function\"")
     if is_pickled(path):
         return read_pickled(Path(module_name))
+
     owner: object = load_module(module_name)
     found = owner
     for name in attributes.split("."):
@@ -63,6 +64,7 @@ def load(path: str) -> object:
             else:
                 kind = f"'{getattr(owner, '__name__', owner)}'"
             raise LoadError(f"'{path}': {kind} has no '{name}'{hint(name, public)}")
+
     return _bound(owner, name, found, path)
 
 
@@ -169,6 +171,7 @@ def _bound(owner: object, name: str, found: object, path: str) -> object:
             f"'{path}' is a method, and {owner.__name__} needs {', '.join(required)} to be "
             "constructed; make it a static method, or pass the method of an instance"
         )
+
     return getattr(owner(), name)
 
 
@@ -178,6 +181,7 @@ def shown_name(fn: Callable[..., object]) -> str:
     name = getattr(fn, "__qualname__", None)
     if not (module and name):
         return repr(fn)
+
     file = file_of(module)
     if file is None:
         return f"{module}.{name}"
@@ -246,12 +250,14 @@ class SourceFile:
             files = [Path(module).expanduser()]
         else:
             files = []
+
         files += module_files(module)
         file = next((file for file in files if file.is_file()), None)
         if module.endswith(".py") and file is None:
             raise LoadError(f"there is no file '{module}'")
         if file is None and "." not in module and importlib.util.find_spec(module) is None:
             raise LoadError(_not_found(module, module))
+
         try:
             if file is None:
                 return None
@@ -269,18 +275,21 @@ class SourceFile:
         node = self.functions.get(name)
         if node is None or node.decorator_list:
             return None
+
         function = eval(
             compile(
                 ast.fix_missing_locations(ast.Expression(_without_values(node.args))), name, "eval"
             )
         )
         assert callable(function), "a lambda"
+
         return function
 
     def methods(self, name: str) -> set[str]:
         """The methods of the class of that name and of its bases in the file."""
         if (node := self._classes.get(name)) is None:
             return set()
+
         bases = (
             self.methods(base.id)
             for base in node.bases
@@ -311,6 +320,7 @@ def _without_values(arguments: ast.arguments) -> ast.Lambda:
         argument.annotation = None
     arguments.defaults = [ast.Constant(None) for _ in arguments.defaults]
     arguments.kw_defaults = [value and ast.Constant(None) for value in arguments.kw_defaults]
+
     return ast.Lambda(arguments, ast.Constant(None))
 
 
@@ -327,8 +337,10 @@ def _bound_names(node: ast.AST) -> Iterator[str]:
                 for name in inner.names
             )
             continue
+
         if isinstance(child, ast.alias):
             yield (child.asname or child.name).partition(".")[0]
         elif isinstance(child, ast.Name) and isinstance(child.ctx, ast.Store):
             yield child.id
+
         yield from _bound_names(child)

@@ -50,11 +50,13 @@ def own_cache() -> Path:
     if there is none."""
     folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "distflow"
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+
     state = folder.stat()
     if state.st_uid != os.getuid() or state.st_mode & 0o022:
         raise PermissionError(
             errno.EPERM, f"{folder} is writable by other users: run chmod 700 on it"
         )
+
     return folder
 
 
@@ -76,6 +78,7 @@ def pointer_fault(path: Path) -> tuple[str, str] | None:
                 f"{path.name} is a pointer of git-lfs, not the file itself",
                 "download it with `git lfs pull`",
             )
+
     return None
 
 
@@ -98,12 +101,14 @@ def open_file(
     # before opening, which alone may block or act on a device
     _check(path, os.stat(path), folder, max_bytes)
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY)
+
     file = os.fdopen(descriptor, "rb")
     try:
         _check(path, os.fstat(descriptor), folder, max_bytes)
     except OSError:
         file.close()
         raise
+
     return file
 
 
@@ -123,6 +128,7 @@ def check_tensors(path: Path, folder: Path | None = None) -> Path:
         if size > MAX_HEADER_BYTES and file.seek(0, os.SEEK_END) > size:
             why = f"its header has {size:,} bytes, but at most {MAX_HEADER_BYTES:,} are read"
             raise OSError(errno.EFBIG, why, str(path))
+
     return path
 
 
@@ -157,6 +163,7 @@ def load_yaml(text: bytes | str) -> object:
     check_aliases(root)
     if root is None:
         return None
+
     return loader.construct_document(root)
 
 
@@ -181,7 +188,9 @@ def _num_values(node: "yaml.Node", known: dict[int, float]) -> float:
                 for each in node.value
                 for part in (each if isinstance(each, tuple) else (each,))
             )
+
         known[id(node)] = 1 + sum(_num_values(part, known) for part in below)
+
     return known[id(node)]
 
 
@@ -210,10 +219,12 @@ def load_image(path: str) -> Any:
         raise UserError(
             f"the image '{path}' of the run cannot be read: {error}; start the run again"
         ) from error
+
     if image_hash(image) != Path(path).stem:
         raise UserError(
             f"the image '{path}' of the run has changed since it was written: start the run again"
         )
+
     return image
 
 
@@ -237,9 +248,12 @@ def limited_time(seconds: float = CPU_LIMIT_S) -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return
+
     previous = signal.signal(signal.SIGVTALRM, _raise_out_of_time)
+
     # repeated: exceptions in destructors are lost
     signal.setitimer(signal.ITIMER_VIRTUAL, seconds, _REPEAT_S)
+
     try:
         yield
     finally:

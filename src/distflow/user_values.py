@@ -24,12 +24,15 @@ def finite_number(value: object, said: str = "it returned", where: str = "") -> 
                 f"{said} a {type(value).__name__} of shape {shape}{where}, which is not a number"
             )
         value = item()
+
     if not isinstance(value, Real | Decimal):
         raise ValueError(f"{said} {value!r:.80}{where}, which is not a number")
+
     try:
         number = float(value)
     except OverflowError:
         raise ValueError(f"{said}{where} a number that is too large for a float") from None
+
     if not math.isfinite(number):
         raise ValueError(f"{said} {number}{where}, which is not finite")
     if abs(number) > LARGEST_NUMBER:
@@ -37,6 +40,7 @@ def finite_number(value: object, said: str = "it returned", where: str = "") -> 
             f"{said} {number:g}{where}, which is beyond {LARGEST_NUMBER:.4g}, the largest number "
             "of float32, in which losses are computed"
         )
+
     return number
 
 
@@ -45,6 +49,7 @@ def plain_value(value: object) -> object:
     else unchanged."""
     if value is None or isinstance(value, bool | str):
         return value
+
     try:
         if isinstance(value, Integral):
             return int(value)
@@ -55,4 +60,5 @@ def plain_value(value: object) -> object:
     # too large, sparse, on a device that is gone
     except (OverflowError, RuntimeError, TypeError, ValueError):
         pass
+
     return value

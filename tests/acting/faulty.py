@@ -37,6 +37,7 @@ class Line:
             ends.append(self.steps >= self.ends_at)
             if ends[-1]:
                 break
+
         won = [end and self.success for end in ends]
         return ChunkResult(
             rewards, won, [end and not self.success for end in ends], won, self.seen()
@@ -83,6 +84,7 @@ class Fails(Line):
         result = await super().step(chunk)
         if self.place < 100:
             return result
+
         if self.how == "dies":
             os._exit(3)
         if self.how == "hangs":
@@ -100,6 +102,7 @@ class Fails(Line):
                 "observation": Observation({"front": np.zeros((2, 2, 3))}, np.zeros(1, np.float32))
             },
         }
+
         return result._replace(**changes[self.how])
 
 

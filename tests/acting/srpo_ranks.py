@@ -21,6 +21,7 @@ def episodes(rows: list[int]) -> dict[str, Any]:
     success = torch.arange(NUMBER) % 3 == 0
     valid = torch.arange(NUMBER) % 7 != 5
     vectors[success] = vectors[success].round()
+
     return {
         "uid": [f"{row // 4}-{row % 4}" for row in rows],
         "embeddings": [vectors[row].tolist() for row in rows],

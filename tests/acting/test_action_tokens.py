@@ -77,12 +77,14 @@ def test_bounds_from_numbers_lists_and_statistics(tmp_path: Path) -> None:
     )
     own = {"statistics": str(path), "unnorm_key": "bridge", "action_dim": 2}
     assert action_bounds(own) == ((-1.0, 0.0), (1.0, 0.5), True)
+
     for changes, says in [
         ({"unnorm_key": "fractal"}, "unnorm_key=fractal"),
         ({"action_dim": 7}, "action_dim=7"),
     ]:
         with pytest.raises(UserError, match=says):
             action_bounds({**own, **changes})
+
     for wrong in ({}, {"low": 0}, {"low": [0, 2], "high": [1, 2]}, {"low": [0], "high": [1, 2]}):
         with pytest.raises(UserError, match="low"):
             action_bounds(wrong)

@@ -35,6 +35,7 @@ def test_rewards_of_two_tasks(won: Any, lost: Any, eps: float, min_samples: int)
     distances = [-1.0] * len(won) + places + [-1.0] * len(lost)
     assert [each.reward for each in found] == pytest.approx(wanted, rel=1e-9, abs=1e-12)
     assert [each.distance for each in found] == pytest.approx(distances, rel=1e-9, abs=1e-12)
+
     for each, task in zip(found, tasks, strict=True):
         is_alone = task == "b" or not won
         assert each.clusters == (0 if is_alone else number)

@@ -59,6 +59,7 @@ def embedded(
         [None] * len(frames),
         embedder=embedder,
     )
+
     return asyncio.run(work).batch
 
 

@@ -40,6 +40,7 @@ def play(
             ids = tuple(
                 int(chat.head["first"] + chat.head["bins"] * place) for place in range(len(own))
             )
+
         drew = Segment("policy", ids, (-0.5,) * len(ids), (-0.5,) * len(ids), (0,) * len(ids))
         values = own if chat.head is not None else ()
         return replace(drew, values=values, finish_reason="length")
@@ -52,6 +53,7 @@ def play(
         **{"env": f"{FILE}Line", "actions": ACTIONS, "prompt": "{instruction}{state}", **options}
     )
     row = Row(Prompt("x", [5]), extra_info={"seed": seed})
+
     return asyncio.run(workflow(chat, row)), chat
 
 
@@ -69,6 +71,7 @@ def test_masks_reach_up_to_the_action_that_ended_the_episode(
     assert result["env_steps"] == ends_at and result["episode_len"] == decisions
     assert result["score"] == result["success"] == float(success)
     assert chat.conversations[-1].finish_reason == ("stop" if success else "max_steps")
+
     for number, talk in enumerate(
         chat.conversations[-1:] if decisions == 1 else [*chat.conversations][:decisions]
     ):
@@ -132,6 +135,7 @@ def test_numbers_are_recorded_as_drawn_and_executed_within_their_bounds(
     values = [0.5, 0.0, -2.0, 0.0, 1.25, 3.0, -0.25, 0.5]
     prompt = {"env_kwargs": {"ends_at": ends_at}, "prompt": "{state}"}
     _, chat = play(tmp_path, values, actions=NUMBERS, **prompt)
+
     talks = sorted(chat.conversations, key=lambda talk: talk.name)
     for number, talk in enumerate(talks):
         policy, *unused = talk.segments[1:]
@@ -141,6 +145,7 @@ def test_numbers_are_recorded_as_drawn_and_executed_within_their_bounds(
         assert [(each.owner, len(each.token_ids), each.values) for each in unused] == [
             ("unused", 8 - used, ())
         ] * (used < 8)
+
     if ends_at > 4:  # from 1, by 1.5, -3, 3 and -0.75
         assert chat.tokens.decode(talks[1].segments[0].token_ids) == "1.75"
 
@@ -164,6 +169,7 @@ def test_a_flow_executes_what_its_last_denoising_step_gives(tmp_path: Path, ends
         "bins": 3,
         "noise": 0.5,
     }
+
     talks = sorted(chat.conversations, key=lambda talk: talk.name)
     for number, talk in enumerate(talks):
         policy, *unused = talk.segments[1:]
@@ -172,6 +178,7 @@ def test_a_flow_executes_what_its_last_denoising_step_gives(tmp_path: Path, ends
         assert [(each.owner, len(each.token_ids)) for each in unused] == [("unused", 24 - used)] * (
             used < 24
         )
+
     if ends_at > 4:  # from 1, by 1.5, -3, 3 and -0.75
         assert chat.tokens.decode(talks[1].segments[0].token_ids) == "1.75"
 

@@ -62,6 +62,7 @@ def drawn_batch(seed: int, longest: int, all_valid: bool) -> Drawn:
     sizes = [rng.randint(1, 4) for _ in range(rng.choice((0, 1, 2, 3, 3, 4, 4)))]
     length = rng.randint(1, longest)
     bs = sum(sizes)
+
     # a row without a token now and then
     bits = [rng.getrandbits(length) * (rng.random() < 0.9) for _ in range(bs)]
     valid = [all_valid or rng.random() < 0.75 for _ in range(bs)]
@@ -83,16 +84,20 @@ def drawn_batch(seed: int, longest: int, all_valid: bool) -> Drawn:
     for name in OTHERS:
         columns[name] = normal(bs, length)
     columns["is_weights"] = columns["is_weights"].exp()
+
     # some tokens have no advantage
     columns["advantages"] *= uniform(bs, length) < 0.8
     columns["selected"] = (uniform(bs, length) < 0.3).double()
+
     if has_ties:
         columns["rewards"] = torch.randint(3, (bs, length), generator=generator).double() / 2.0
         columns["rewards"] *= uniform(bs, length) < 0.3
+
     noise = torch.tensor(POISON)[torch.randint(len(POISON), (bs, length), generator=generator)]
     for name, column in columns.items():
         # a batch stores float32
         columns[name] = torch.where(mask > 0, column.float().double(), noise)
+
     turns, orders = drawn_turns(mask, uniform(bs, length))
     shuffled = torch.randperm(bs, generator=generator)
     groups = torch.tensor(
@@ -100,6 +105,7 @@ def drawn_batch(seed: int, longest: int, all_valid: bool) -> Drawn:
     )
     has_part = uniform(bs, 2) < 0.7
     part_scores = torch.randint(3, (bs, 2), generator=generator).double() / 2.0
+
     return Drawn(
         mask,
         groups.long()[shuffled],
@@ -136,12 +142,15 @@ def drawn_turns(mask: Tensor, chances: Tensor) -> tuple[Tensor, Tensor]:
             if not counts:
                 is_inside = False
                 continue
+
             if not is_inside or chances[row, token] < 0.3:
                 turn += 1
             is_inside = True
             turns[row, token] = turn
+
             # 7 is prime to the number of turns: a permutation
             orders[row, token] = turn * 5 % 7
+
     return turns, orders
 
 

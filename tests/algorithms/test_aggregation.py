@@ -35,11 +35,13 @@ def test_shares_of_micro_batches_add_up(
     wanted = float(aggregate(rows_of(batch, "rewards"), mode, 5.0, every_row))
     counts = loss_counts(batch.mask)
     micros = parts_of(batch, data.draw(st.lists(st.booleans(), min_size=1, max_size=4)))
+
     found = 0.0
     for rows in micros:
         mask = batch.mask[rows]
         weights = token_weights(mask, mode, counts, 5.0, every_row=every_row)
         found += float(weighted_sum(batch["rewards"][rows], weights))
+
     assert found == pytest.approx(wanted, rel=1e-12, abs=1e-14)
 
 

@@ -136,6 +136,7 @@ def test_the_off_policy_mask(batch: Drawn, threshold: float) -> None:
         log_probs, batch["rollout_log_probs"], batch["advantages"], batch.mask, threshold
     )
     assert not found.requires_grad and found.dtype is torch.float64
+
     for row, gaps in enumerate(gaps_of(batch)):
         if not gaps:
             continue
@@ -148,6 +149,7 @@ def test_the_off_policy_mask_at_its_bound() -> None:
     log_probs = torch.tensor([[-1.0, -3.0]])
     rollout = torch.tensor([[-1.0, -2.0]])
     advantages = torch.tensor([[-1.0, 0.0]])
+
     for threshold, kept in ((0.5, [[1.0, 1.0]]), (0.49, [[0.0, 1.0]])):
         found = off_policy_sequence_mask(
             log_probs, rollout, advantages, torch.ones(1, 2), threshold
@@ -166,6 +168,7 @@ def test_the_proximal_policy_between_two_versions(batch: Drawn, step: int, data:
     now = batch["log_probs"].clone().requires_grad_()
     found = interpolate(now, batch["old_log_probs"], alpha)
     assert not found.requires_grad
+
     for row in range(len(batch)):
         for token in (batch.mask[row] > 0).nonzero()[:, 0].tolist():
             ends = float(batch["log_probs"][row, token]), float(batch["old_log_probs"][row, token])
@@ -179,6 +182,7 @@ def test_each_token_has_one_cause(batch: Drawn, keeps_kv: bool, data: Any) -> No
     drawn = data.draw(st.lists(st.integers(1, 3), min_size=batch.mask.numel(), max_size=200))
     versions = torch.tensor(drawn[: batch.mask.numel()]).view(batch.mask.shape)
     found = causes(versions, batch.mask, step, keeps_kv)
+
     for row, own in enumerate(batch.mask.tolist()):
         first = -1
         for token, counts in enumerate(own):
@@ -187,6 +191,7 @@ def test_each_token_has_one_cause(batch: Drawn, keeps_kv: bool, data: Any) -> No
                 assert not names
                 first = -1
                 continue
+
             version = int(versions[row, token])
             first = version if first < 0 else first
             assert names == {reference.cause(version, first, step, keeps_kv)}

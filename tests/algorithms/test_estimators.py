@@ -90,6 +90,7 @@ def samples_of(batch: Drawn) -> list[Sample]:
             parts=batch.parts[row],
         )
         found.append(sample)
+
     return found
 
 
@@ -101,6 +102,7 @@ def laid_out(batch: Drawn, advantages: Advantages) -> tuple[Tensor, Tensor]:
         for row, own in zip(batch.rows(), rows, strict=True):
             values[row][batch.mask[row] > 0] = torch.tensor(own, dtype=torch.float64)
         found.append(values)
+
     return found[0], found[1]
 
 

@@ -69,10 +69,12 @@ def test_weights_over_two_ranks(
     ]
     wanted = torch.zeros(len(batch), dtype=torch.float64)
     shares_right = torch.zeros(len(batch), dtype=torch.float64)
+
     numbers = sample_weights.weigh(responses, difficulty, length)
     for row, own, weight in zip(batch.rows(), responses, numbers, strict=True):
         wanted[row] = weight
         shares_right[row] = sample_weights.share_right(own, responses)
+
     shares = parts_of(batch, first)
 
     def of_rank(rows: list[int]) -> Any:

@@ -70,11 +70,13 @@ def test_the_penalty_in_the_reward_over_two_ranks(
     for row in range(len(batch)):
         own = batch.of_tokens(row, "old_log_probs"), batch.of_tokens(row, "ref_log_prob")
         penalties.append(reference.kl(*own, kind))
+
     wanted = reference.mean_kl([penalties[row].tolist() for row in batch.rows()], mean)
     for rows, found in zip(shares, run_on_ranks([of_rank(rows) for rows in shares]), strict=True):
         assert found[1] == pytest.approx(wanted, rel=1e-12, abs=1e-14)
         assert found[0].dtype is torch.float64
         assert not found[0][batch.mask[rows] == 0].any()
+
         for place, row in enumerate(rows):
             rewards = batch.of_tokens(row, "scores") - 0.3 * penalties[row]
             is_token = batch.mask[row] > 0

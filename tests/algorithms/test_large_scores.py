@@ -49,11 +49,13 @@ def root(value: Fraction) -> Fraction:
     """A square root to far more digits than float64 has."""
     scale = 10**60
     size = value.numerator * scale * scale // value.denominator
+
     low = 0
     high = 1 << (size.bit_length() // 2 + 1)
     while low < high:
         middle = (low + high + 1) // 2
         low, high = (middle, high) if middle * middle <= size else (low, middle - 1)
+
     return Fraction(low, scale)
 
 
@@ -95,6 +97,7 @@ def by_group(columns: dict[str, Any], rule: Reference) -> list[Fraction]:
     valid = columns["valid"].tolist()
     scores = [Fraction(score) for score in columns["scores"].tolist()]
     lengths = [int(own) for own in columns["response_mask"].sum(-1)]
+
     found = []
     for row, group in enumerate(groups):
         peers = [i for i, other in enumerate(groups) if other == group and valid[i]]
@@ -104,12 +107,14 @@ def by_group(columns: dict[str, Any], rule: Reference) -> list[Fraction]:
             else 0
         )
         found.append(Fraction(own))
+
     return found
 
 
 def check(found: Tensor, wanted: list[Fraction], mask: Tensor, relative: float) -> None:
     assert found.dtype is torch.float64
     size = max(map(abs, wanted))
+
     for row, own in enumerate(wanted):
         for value, counts in zip(found[row].tolist(), mask[row].tolist(), strict=True):
             assert abs(Fraction(value) - own * int(counts)) <= relative * size, (

@@ -81,10 +81,12 @@ def run(
         "token_level_scores": batch["scores"],
         "selected_tokens": batch["selected"],
     }
+
     given_columns = {}
     for column in (*loss.reads, *loss.optional):
         if column not in without:
             given_columns[column] = columns[column]
+
     found: Any = loss.fn(log_probs=log_probs, **given_columns, **options)
     return found[0], log_probs, found[1]
 
@@ -115,17 +117,20 @@ def check_loss(
     assert log_probs.grad is not None
     assert not log_probs.grad[batch.mask == 0].any()
     leaf = batch["log_probs"].clone().requires_grad_()
+
     total = torch.zeros((), dtype=torch.float64)
     for row in range(len(batch)):
         is_token = batch.mask[row] > 0
         if not is_token.any():
             continue
+
         wanted: Loss = reference(tokens_of(batch, row, leaf), **options)
         close(loss[row][is_token].detach(), wanted[0].detach())
         assert stats.keys() == wanted[1].keys()
         for statistic, value in wanted[1].items():
             close(stats[statistic][row][is_token], value.double())
         total = total + (wanted[0] * weights[row][is_token]).sum()
+
     if total.requires_grad:
         total.backward()
         assert leaf.grad is not None

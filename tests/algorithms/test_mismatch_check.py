@@ -75,6 +75,7 @@ def spans_an_update(by: float, of_now: float = 0.0) -> Batch:
     trainer = batch["old_log_probs"]
     trainer[3] = batch["rollout_log_probs"][3] + of_now
     batch["old_log_probs"] = trainer
+
     return batch
 
 
@@ -99,6 +100,7 @@ def test_keys_and_values_that_should_be_made_anew_and_were_not() -> None:
     wrong[2] = batch["rollout_log_probs"][2]
     batch["old_log_probs"] = wrong
     check_mismatch(batch, 4, EXACT)
+
     with pytest.raises(
         TrustError, match=r"0\.0009 nats a token on \d+ tokens behind a weight sync, and by \S+ on"
     ):

@@ -24,11 +24,13 @@ def values_of(batch: Drawn, name: str, group_size: int | None) -> list[Value]:
     for row in batch.rows():
         run = row // group_size if group_size else 0
         groups[row] = (int(batch.group[row]), run)
+
     sizes = Counter(groups.values())
     found = []
     for row, group in groups.items():
         for number in batch.of_tokens(row, name).tolist():
             found.append(Value(number, group, sizes[group]))
+
     return found
 
 
@@ -74,6 +76,7 @@ def test_over_two_ranks(
                 ranks,
                 moments,
             )
+
             return found, moments
 
         return call
@@ -82,6 +85,7 @@ def test_over_two_ranks(
     for row in batch.rows():
         for token in (batch.mask[row] > 0).nonzero()[:, 0].tolist():
             expected[row, token] = next(wanted)
+
     for rows, found in zip(shares, run_on_ranks([of_rank(rows) for rows in shares]), strict=True):
         torch.testing.assert_close(found[0], expected[rows], rtol=1e-8, atol=1e-9)
         assert found[1].count == len(so_far)

@@ -62,6 +62,7 @@ def batch_of(drawn: Drawn, versions: list[int]) -> Batch:
     behind = (STEP - of_tokens).double()
     batch["prox_alpha"] = behind / (behind + 1.0)
     batch["domain"] = drawn.domains
+
     return batch
 
 
@@ -82,12 +83,14 @@ def responses_of(
         old = drawn.of_tokens(row, "old_log_probs")
         if derives_old:
             old = now.detach()
+
         prox = drawn.of_tokens(row, "prox_log_probs")
         if versions is not None:
             between = []
             for place, one, other in zip(places, now.tolist(), old.tolist(), strict=True):
                 between.append(rollout_correction.proximal(one, other, versions[place], STEP))
             prox = torch.tensor(between, dtype=torch.float64)
+
         tokens = Tokens(
             now=now,
             old=old,
@@ -106,6 +109,7 @@ def responses_of(
             domain=drawn.domains[row],
         )
         found.append(response)
+
     return found
 
 
@@ -116,6 +120,7 @@ def run(
     leaves = {name: drawn[name].clone().requires_grad_() for name in names}
     outputs = {"entropy": "entropy", "log_probs": "log_probs", "values": "values"}
     counts = found.counts(batch)
+
     sums = dict[str, float]()
     for part in range(3):
         rows = [row for row in range(len(drawn)) if split[row % len(split)] == part]
@@ -127,6 +132,7 @@ def run(
             loss.backward()
         for name, value in own.items():
             sums[name] = sums.get(name, 0.0) + float(value)
+
     gradients = {}
     for name, leaf in leaves.items():
         gradients[name] = torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
@@ -142,6 +148,7 @@ def check(
     leaves: dict[str, Tensor],
 ) -> None:
     assert metrics.pop("log_ratio_abs", 0.0) >= 0.0
+
     # a statistic of a domain without rows is 0, where a reference has none
     missing = metrics.keys() - wanted.keys()
     assert not any(metrics[name] for name in missing)
@@ -149,6 +156,7 @@ def check(
     assert present == pytest.approx(wanted, rel=1e-9, abs=1e-12)
     if loss.requires_grad:
         loss.backward()
+
     for name, leaf in leaves.items():
         grad = torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
         inside = grad.where(drawn.mask > 0, 0.0)
@@ -316,6 +324,7 @@ def test_the_critic(drawn: Drawn, mode: str, split: list[int], kind: Any) -> Non
     batch["values"] = batch.flat("rollout_log_probs")
     metrics, gradients = run(found, drawn, batch, split, ("values",))
     leaf = drawn["values"].clone().requires_grad_()
+
     rows = []
     sums = {"vf_clipfrac": 0.0, "vpred_mean": 0.0}
     for row in range(len(drawn)):
@@ -331,6 +340,7 @@ def test_the_critic(drawn: Drawn, mode: str, split: list[int], kind: Any) -> Non
         rows.append(own)
         for name, values in stats.items():
             sums[name] += float(values.double().sum())
+
     loss = aggregate(rows, mode, 5.0)
     number = max(float(drawn.mask.sum()), 1.0)
     wanted = {name: total / number for name, total in sums.items()}

@@ -25,6 +25,7 @@ def test_a_distance_beyond_the_clamp_is_told_and_its_loss_and_gradient_are_finit
     objective = PolicyObjective("vanilla")
     batch = toy_batch(seed=7, bs=ROWS)
     counts = objective.counts(batch)
+
     for gap in (100.0, -100.0):
         batch["old_log_probs"] = (
             outputs(toy_weights(), batch)["log_probs"].detach().nan_to_num() - gap
@@ -94,6 +95,7 @@ def test_what_an_off_policy_mask_drops_is_not_read() -> None:
             {},
         )
     )
+
     try:
         objective = PolicyObjective("test_inf", off_policy_mask_threshold=1e-6)
         batch = toy_batch(seed=6, bs=ROWS)

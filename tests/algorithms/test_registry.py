@@ -120,6 +120,7 @@ def test_a_loss_may_take_whatever_else_there_is() -> None:
     register_policy_loss("test_open")(
         lambda log_probs, advantages, **rest: (-log_probs * advantages, {})
     )
+
     try:
         assert find_policy_loss("test_open").reads == ("advantages",)
         assert PolicyObjective("test_open").reads == ("advantages", "loss_mask")

@@ -40,6 +40,7 @@ def seed_vanilla(
     if rollout_is_weights is not None:
         losses = losses * rollout_is_weights
     lower = torch.gt(worst, bound) * (advantages < 0).float()
+
     return (
         agg_loss(losses, response_mask, loss_agg_mode),
         masked_mean(torch.gt(clipped, plain).float(), response_mask),
@@ -83,6 +84,7 @@ def test_with_agg_loss_it_equals_the_built_in_one_for_every_split(
     counts = seed.counts(batch)
     wanted, wanted_sums = gradient(built_in, [batch], counts)
     wanted_metrics = built_in.finish(wanted_sums, counts)
+
     for parts in ([batch], random_split(batch, 0)):
         actual, sums = gradient(seed, parts, counts)
         torch.testing.assert_close(actual, wanted, rtol=1e-10, atol=1e-12)
@@ -104,6 +106,7 @@ def test_weights_reach_a_loss_that_takes_them_by_name_or_with_all_else() -> None
     register_policy_loss("test_without")(
         lambda old_log_prob, log_prob, advantages, response_mask: None
     )
+
     try:
         names = ("test_seed_vanilla", "test_seed_mean", "test_without", "vanilla", "test_unknown")
         assert [takes_weights(name) for name in names] == [True, True, False, True, False]

@@ -43,6 +43,7 @@ def select(name: str, batch: Drawn, first: list[bool], options: dict[str, Any]) 
     for rows, found in zip(shares, run_on_ranks([of_rank(rows) for rows in shares]), strict=True):
         assert found.dtype is torch.float32 and {*found.flatten().tolist()} <= {0.0, 1.0}
         chosen |= {(rows[int(row)], int(token)) for row, token in found.nonzero()}
+
     return chosen
 
 

@@ -30,6 +30,7 @@ def test_the_loss_of_the_critic(kind: Any, batch: Drawn, clip: float | None, del
     weights = batch["is_weights"].where(batch.mask > 0, 0.0)
     (found * weights).sum().backward()
     leaf = batch["log_probs"].clone().requires_grad_()
+
     total = torch.zeros((), dtype=torch.float64)
     for row in range(len(batch)):
         is_token = batch.mask[row] > 0
@@ -42,8 +43,10 @@ def test_the_loss_of_the_critic(kind: Any, batch: Drawn, clip: float | None, del
         for name, value in wanted_stats.items():
             torch.testing.assert_close(stats[name][row][is_token], value.double())
         total = total + (wanted * weights[row][is_token]).sum()
+
     if not total.requires_grad:
         return
+
     total.backward()
     assert values.grad is not None and leaf.grad is not None
     torch.testing.assert_close(values.grad, leaf.grad.where(batch.mask > 0, 0.0))
@@ -65,10 +68,12 @@ def test_pairs_of_a_reward_model(
     bs = 2 * len(pairs)
     batch = Batch(torch.ones(bs, dtype=torch.int64), torch.tensor(lengths[:bs]))
     batch["loss_mask"] = torch.ones(sum(lengths[:bs]))
+
     scores = torch.full((bs, max(lengths[:bs])), torch.nan, dtype=torch.float64)
     for row in range(bs):
         scores[row, : lengths[row]] = 99.0
         scores[row, lengths[row] - 1] = pairs[row // 2][row % 2]
+
     counts = objective.counts(batch)
     sums = dict.fromkeys(("loss", "accuracy", "margin"), 0.0)
     for rows in (range(min(2 * cut, bs)), range(min(2 * cut, bs), bs)):
@@ -77,6 +82,7 @@ def test_pairs_of_a_reward_model(
         _, own = objective({"text_scores": scores[list(rows)][:, :width]}, micro, counts)
         for name, value in own.items():
             sums[name] += float(value)
+
     number = len(pairs)
     assert sums["loss"] == pytest.approx(sum(pair_loss(*pair) for pair in pairs) / number)
     assert sums["accuracy"] == pytest.approx(sum(a > b for a, b in pairs) / number)

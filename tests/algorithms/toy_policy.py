@@ -40,6 +40,7 @@ def toy_batch(seed: int, bs: int) -> Batch:
     mask[bs // 2] = 0.0
     batch["response_mask"] = mask
     batch["valid"] = torch.arange(bs) % 4 != 3
+
     for name in COLUMNS:
         values = torch.randn(tokens, generator=generator)
         if name.endswith(("log_probs", "log_prob")):
@@ -47,6 +48,7 @@ def toy_batch(seed: int, bs: int) -> Batch:
         if name == "rollout_is_weights":
             values = values.exp()
         batch[name] = (values > 0.5).float() if name == "selected_tokens" else values
+
     return batch
 
 
@@ -69,6 +71,7 @@ def outputs(weights: Tensor, micro: Batch) -> dict[str, Tensor]:
     entropy = -(logits.exp() * logits).sum(-1)
     poison = torch.where(micro["loss_mask"] > 0, 0.0, float("nan"))
     columns = {"log_probs": log_probs, "entropy": entropy, "values": weights[before, ids] * 0.7}
+
     return {name: value + poison for name, value in columns.items()}
 
 
@@ -83,6 +86,7 @@ def gradient(
         loss.backward()
         for name, value in stats.items():
             sums[name] = sums.get(name, 0.0) + float(value)
+
     grad = torch.zeros_like(weights) if weights.grad is None else weights.grad
     return grad, sums
 
@@ -93,11 +97,13 @@ def random_split(batch: Batch, seed: int) -> list[Batch]:
     masked = [i for i in range(len(batch)) if batch["loss_mask"][i].sum() == 0]
     rest = [i for i in range(len(batch)) if i not in masked]
     rng.shuffle(rest)
+
     parts: list[list[int]] = [masked, []]
     while rest:
         size = rng.randint(1, 5)
         parts.append(rest[:size])
         rest = rest[size:]
+
     rng.shuffle(parts)
     return [batch.select(part) for part in parts]
 

@@ -69,4 +69,5 @@ def run_on_ranks(calls: Sequence[Callable[[Ranks], T]]) -> list[T]:
         thread.join()
     if errors:
         raise errors[0]
+
     return [result for result in results if result is not None]

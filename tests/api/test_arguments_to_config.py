@@ -89,9 +89,11 @@ def test_a_dict_without_defaults_is_the_config_of_the_same_file(
     nested["actor_rollout_ref"] = {
         "model": {"path": OPEN["actor_rollout_ref.model.path"], "init": "random"}
     }
+
     for key, value in keys.items():
         group, name = key.split(".")
         nested.setdefault(group, {})[name] = value
+
     (tmp_path / "run.yaml").write_text(yaml.safe_dump(nested))
     of_dict, of_file = (
         read(given, (), PythonInputs(), None).config for given in (nested, tmp_path / "run.yaml")

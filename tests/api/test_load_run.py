@@ -21,6 +21,7 @@ def folder(tmp_path: Path) -> Path:
         with RunFolder(tmp_path / "run", restart, resumed_at=-1 if restart == 0 else 1) as run:
             if restart == 0:
                 run.metrics(0, "val", {"val_correct/all/mean": 0.25})
+
             for step in steps:
                 run.metrics(
                     step,
@@ -31,8 +32,10 @@ def folder(tmp_path: Path) -> Path:
                     {"uid": "0-0", "prompt": "<b>1+1=</b>", "response": "2\x1b[2J", "score": 1.0}
                 ]
                 run.samples(step, rows)
+
             run.event("warning", "look <here>", step=2)
             run.event("end", "the run finished", status="finished")
+
     with (tmp_path / "run" / "config.yaml").open("w") as file:
         file.write("trainer:\n  seed: 3\n")
     return tmp_path / "run"
@@ -64,6 +67,7 @@ def test_findings(tmp_path: Path) -> None:
     with RunFolder(tmp_path / "run", 0) as run:
         for step in range(1, 21):
             run.metrics(step, "train", {"actor/pg_clipfrac": 0.5 * (step > 4), "actor/ppo_kl": 0.0})
+
     (found,) = distflow.load_run(tmp_path / "run").findings()
     assert (found["rule"], found["level"], found["first"], found["last"]) == (
         "update-too-large",
@@ -106,10 +110,12 @@ def test_views_as_tables_and_a_comparison(folder: Path, tmp_path: Path) -> None:
     assert {row["key"] for row in run.sql("from metrics")} >= {"reward/mean_score"}
     with pytest.raises(UserError, match="nothing"):
         run.sql("select nothing from metrics")
+
     other = tmp_path / "other"
     with RunFolder(other, 0) as written:
         for step in range(1, 41):
             written.metrics(step, "train", {"reward/mean_score": 10.0 + step % 2, "unknown": 1.0})
+
     compared = distflow.load_run(other).compare([run, str(other)])
     assert [(row["metric"], row["run"]) for row in compared] == [
         ("reward/mean_score", folder.name), ("reward/mean_score", "other"),

@@ -92,11 +92,13 @@ def test_at_staleness_0_its_batches_are_those_of_a_run(
         torch.get_rng_state(),
         torch.get_num_threads(),
     )
+
     with opened(tmp_path / "run") as rollouts:
         while batch := rollouts.prepare_batch():
             update(rollouts, batch)
             rollouts.publish()
         assert rollouts.version == 4 and rollouts.prepare_batch() is None
+
     after = (
         signal.getsignal(signal.SIGINT),
         random.getstate(),
@@ -129,10 +131,12 @@ def test_generate_draws_from_the_newest_weights_and_leaves_the_groups_as_they_ar
     async def trained_meanwhile(rollouts: distflow.Rollouts, ids: list[int], batch: Batch) -> None:
         waiting = asyncio.create_task(rollouts.agenerate(ids))
         await asyncio.sleep(0)
+
         with pytest.raises(
             UserError, match="1 prompt groups or requests are still being generated"
         ):
             rollouts.train(batch)
+
         await waiting
 
     drawn = []
@@ -141,6 +145,7 @@ def test_generate_draws_from_the_newest_weights_and_leaves_the_groups_as_they_ar
         while batch := rollouts.prepare_batch():
             drawn.append([*rollouts.generate(ids, n=2, temperature=0.7, max_tokens=6)])
             drawn[-1] += [made for (made,) in asyncio.run(asked(rollouts, ids))]
+
             for made in drawn[-1]:
                 at = 0.7 if made in drawn[-1][:2] else 1.0
                 logits = rollouts.actor.model(torch.tensor([[*ids, *made.token_ids]])).logits[
@@ -150,11 +155,13 @@ def test_generate_draws_from_the_newest_weights_and_leaves_the_groups_as_they_ar
                 assert made.rollout_log_probs == pytest.approx(wanted.tolist(), abs=1e-4)
                 assert set(made.versions) == {rollouts.version}
                 assert made.finish_reason in ("stop", "length") and 1 <= len(made.token_ids) <= 6
+
             asyncio.run(trained_meanwhile(rollouts, ids, batch))
             rollouts.train(batch)
             with pytest.raises(UserError, match="trained since the last publish"):
                 rollouts.generate(ids)
             rollouts.publish()
+
     tokens = [[tuple(made.token_ids) for made in each] for each in drawn]
     assert len({answer for each in tokens for answer in each}) > 10, (
         "each request has draws of its own"
@@ -191,6 +198,7 @@ def test_submitted_prompts_that_are_aborted_come_in_a_later_step(tmp_path: Path)
     with opened(tmp_path / "run", None, **MORE) as rollouts:
         for row in OWN:
             rollouts.submit(row)
+
         found = []
         for _ in range(4):
             found += [*prompts(rollouts.wait(1)), *prompts(rollouts.wait(1))]
@@ -202,6 +210,7 @@ def test_submitted_prompts_that_are_aborted_come_in_a_later_step(tmp_path: Path)
             with pytest.raises(NothingToWaitFor, match=said):
                 rollouts.wait(1)
             rollouts.publish()
+
     assert sorted(found) == sorted(row["prompt"] for row in OWN)
     assert verify(tmp_path / "run" / "ledger.jsonl").aborted > 2
 
@@ -217,6 +226,7 @@ def test_ahead_of_the_loop_nothing_is_staler_than_the_bound(tmp_path: Path) -> N
             rollouts.train(batch)
             rollouts.publish()
         stats = rollouts.stats
+
     assert len(oldest) == 8 and max(oldest) == 2 and min(oldest) == 0
     assert (stats.submitted, stats.accepted, stats.running, stats.rejected) == (16, 16, 0, 0)
     account = verify(tmp_path / "run" / "ledger.jsonl")
@@ -228,13 +238,16 @@ def test_a_loop_that_forgets_to_publish_is_told_so(tmp_path: Path, staleness: in
     with opened(tmp_path / "run", async__max_staleness=staleness) as rollouts:
         for _ in range(staleness + 1):
             assert len(rollouts.prepare_batch()) == 4
+
         with pytest.raises(
             NothingToWaitFor, match=r"weight version 0.*further groups start after publish\(\)"
         ):
             rollouts.prepare_batch()
+
         metrics = rollouts.publish()
         assert metrics["async/accepted"] == 2 * (staleness + 1)
         assert len(rollouts.prepare_batch()) == 4
+
     verify(tmp_path / "run" / "ledger.jsonl")
 
 
@@ -246,6 +259,7 @@ def test_submitted_prompts_come_back_in_their_order(tmp_path: Path) -> None:
         for row in OWN:
             rollouts.submit(row)
         begun = {row["prompt"]: row["answer"] for row in OWN[:4]}
+
         # of four that run, those that have ended
         first = rollouts.wait(2)
         second = rollouts.wait(2)
@@ -257,21 +271,26 @@ def test_submitted_prompts_come_back_in_their_order(tmp_path: Path) -> None:
         assert (rollouts.stats.enqueued, rollouts.stats.submitted) == (4, 4), (
             "one batch may be a version ahead"
         )
+
         with pytest.raises(
             NothingToWaitFor, match="0 of .* are finished; 0 are running, 4 submitted ones wait"
         ):
             rollouts.wait(1)
+
         rollouts.publish()
         batch = rollouts.wait(2)
         assert prompts(batch) == [row["prompt"] for row in OWN[4:6]]
         assert set(batch.flat("versions").tolist()) == {1}
         learn(rollouts, batch)
         rollouts.publish()
+
         with pytest.raises(
             NothingToWaitFor, match="2 of .* are finished; .*submit more, or wait for fewer"
         ):
             rollouts.wait(3)
+
         assert prompts(rollouts.wait(2)) == [row["prompt"] for row in OWN[6:]]
+
     assert verify(tmp_path / "run" / "ledger.jsonl").complete == 2, (
         "the last two were taken, and no step consumed them"
     )
@@ -306,6 +325,7 @@ def test_each_call_may_bring_a_function_of_its_own(tmp_path: Path) -> None:
         rollouts.submit(OWN[1])
         assert prompts(rollouts.wait(2)) == [OWN[3]["prompt"], OWN[1]["prompt"]]
         rollouts.publish()
+
     assert set(verify(tmp_path / "run" / "ledger.jsonl").dropped) == {"not 5", "not 3"}
 
 
@@ -319,10 +339,12 @@ def test_weights_that_the_engine_shares_are_not_changed_while_it_answers(
         rollouts.submit(OWN[0])
         with pytest.raises(TimeoutError):
             rollouts.wait(1, timeout=0.3)
+
         with pytest.raises(
             UserError, match="1 prompt groups or requests are still being generated"
         ):
             learn(rollouts, batch)
+
         go_on.touch()
         rollouts.wait(1)
         learn(rollouts, batch)
@@ -348,11 +370,14 @@ def test_leaving_by_an_error_ends_everything(tmp_path: Path, error: type[BaseExc
     with pytest.raises(error), opened(tmp_path / "run", async__max_staleness=2) as rollouts:
         rollouts.prepare_batch()
         raise error
+
     until = time.monotonic() + 60.0
+
     # one that looks every quarter of a second has to see it
     while left := set(threading.enumerate()) - before:
         assert time.monotonic() < until, left
         time.sleep(0.1)
+
     events = [
         json.loads(line) for line in (tmp_path / "run" / "events.jsonl").read_text().splitlines()
     ]
@@ -374,11 +399,14 @@ def test_what_cannot_be_used_is_refused_where_it_is_given(tmp_path: Path) -> Non
         ):
             with pytest.raises(UserError, match=said):
                 rollouts.submit(row)
+
         with pytest.raises(UserError, match="there is no data"):
             rollouts.prepare_batch()
+
         for count in (0, 1.5, True):
             with pytest.raises(UserError, match="a number of prompt groups"):
                 rollouts.wait(count)
+
         with pytest.raises(UserError, match="should_accept is 3"):
             rollouts.submit(OWN[0], should_accept=3)
         with pytest.raises(UserError, match="this run has no episodes: pass a workflow to"):

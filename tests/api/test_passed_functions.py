@@ -62,11 +62,13 @@ def test_what_a_cell_registered_is_seen_and_the_command_line_resumes_with_it(
             algorithm__adv_estimator="cells_level",
         )
         run = distflow.train(TINY, settings, data=ROWS, reward=lengths, loss=cells()["plain"])
+
     assert advantages(run) == pytest.approx([0.25])
     with forgotten():
         assert (
             main(["train", str(run.folder / "config.yaml"), "trainer.total_training_steps=2"]) == 0
         )
+
     assert advantages(run) == pytest.approx([0.25, 0.25])
 
 

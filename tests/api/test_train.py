@@ -54,6 +54,7 @@ def trained(folder: Path, told: list[tuple]) -> distflow.Run:
     made = asyncio.run(cell())
     assert (signal.getsignal(signal.SIGINT), random.getstate()) == before[:2]
     assert torch.equal(torch.get_rng_state(), before[2])
+
     return made
 
 
@@ -73,6 +74,7 @@ def test_what_was_given_is_what_it_trained_on(run: distflow.Run, folder: Path) -
     answers = {row["prompt"]: row["answer"] for row in ROWS}
     samples = run.samples(split="train")
     assert len(samples) == 2 * 2 * 2
+
     for sample in samples:
         assert sample["ground_truth"] == answers[sample["prompt"]]
         assert sample["score"] == lengths(sample["response"], sample["ground_truth"])["score"]
@@ -306,6 +308,7 @@ def test_a_reward_that_fails_is_told_before_the_model_is_loaded(
         distflow.train(
             TINY, small(tmp_path / "run", trust__check_rewards=True), data=ROWS, reward=fails
         )
+
     assert not (tmp_path / "run" / "events.jsonl").exists(), "no run has begun"
     with pytest.raises(UserError, match="takes 'trainer_state'"):
         distflow.train(
@@ -333,6 +336,7 @@ def test_several_at_once_each_with_its_own_rows_and_functions(tmp_path: Path) ->
                 "preset_or_config": TINY,
                 "overrides": small(tmp_path / name, trainer__num_threads=1),
             }
+
         return distflow.train_several(
             {name: given[name] for name in names},
             {"trainer.n_gpus_per_node": len(names), "trainer.device": "cpu"},

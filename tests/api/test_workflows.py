@@ -57,6 +57,7 @@ def test_a_loop_of_ones_own_gets_episodes(tmp_path: Path) -> None:
             rollouts.submit(row)
         batch = rollouts.wait(2)
         given = (batch["response_mask"] == 0) & batch.mask("response")
+
         # two drawn and one given; two more have no room
         assert batch.lengths("response").tolist() == [3] * 4
         assert given.sum(-1).tolist() == [1] * 4 and batch["finish_reason"] == ["length"] * 4

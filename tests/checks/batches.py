@@ -24,6 +24,7 @@ def sampled_batch(version: int = 0, tool_tokens: int = 0) -> Batch:
         if tool_tokens:
             segments += [Segment("tool", (1,) * tool_tokens), _policy(2, version, generator)]
         samples.append(Sample(f"{i // 2}-{i % 2}", i // 2, segments, episode=i % 2))
+
     batch = Batch.from_samples(samples)
     batch["old_log_probs"] = batch.flat("rollout_log_probs")
     return batch

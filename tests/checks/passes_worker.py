@@ -41,6 +41,7 @@ def passes(model: nn.Module, plain: nn.Module, rank: int) -> None:
                 strict=True,
             ):
                 torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)
+
         turns.finish()
 
 
@@ -66,6 +67,7 @@ def updates(model: nn.Module, rank: int, folder: Path) -> None:
         max_grad_norm=0.5,
         group=TorchCollective(),
     )
+
     for step in range(3):
         batch = ragged_batch(seed=step).select(SHARES[rank])
         watch = UpdateWatch("actor", engine, batch, TokenMeanLoss())
@@ -75,6 +77,7 @@ def updates(model: nn.Module, rank: int, folder: Path) -> None:
         assert metrics["grad_norm"] > 0.5 and record.norm == pytest.approx(0.5, rel=1e-4)
         check_optimizers.run(recorded(record, config, step))
         assert "sharded weights" in str(check_gradients.run(recorded(record, config, step)))
+
     record.stripes = {
         name: replace(stripe, after=stripe.before) for name, stripe in record.stripes.items()
     }

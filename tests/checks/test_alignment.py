@@ -50,6 +50,7 @@ def test_something_that_is_no_log_probability(value: float) -> None:
     column = batch.flat("rollout_log_probs").clone()
     column[LENGTHS[0]] = value
     batch["rollout_log_probs"] = column
+
     with pytest.raises(
         TrustError, match="of sample 0-1 is .* at token 0, which is not a log-probability"
     ):
@@ -80,6 +81,7 @@ def test_swapped_groups_and_prompts() -> None:
     prompts = batch["prompt_ids"]
     prompts[3, 0] = 0
     batch["prompt_ids"] = prompts
+
     with pytest.raises(
         TrustError, match="samples 1-0 and 1-1 are one group but differ in their prompts"
     ):

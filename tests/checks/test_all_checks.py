@@ -363,10 +363,12 @@ def test_what_users_functions_give_for_a_sample_or_group_alone(
     with forgotten("users_code"):
         run = playground.run("grpo", override, code, *ALWAYS, f"{ACTOR}.use_kl_loss=false")
     check = "loss" if "loss" in name else "advantages"
+
     if message is None:
         assert run.notes("warning") == []
         assert all(check in fields["passed"] for fields in steps(run))
         return
+
     (warning,) = run.notes("warning")
     assert message in warning
     assert all(check in fields["not_checked"] for fields in steps(run))
@@ -425,10 +427,12 @@ def test_on_mismatch(playground: Playground, monkeypatch: pytest.MonkeyPatch, an
     apart(monkeypatch, 5e-4)
     scored = "algorithm.recompute_old_log_probs=true"
     given = ("grpo", f"trust.on_mismatch={answer}", scored, *ALWAYS)
+
     if answer == "stop":
         with pytest.raises(TrustError, match=r"above 0\.0001, and trust\.on_mismatch=stop"):
             playground.run(*given)
         return
+
     run = playground.run(*given)
     (warning,) = run.notes("warning")
     assert "rollout_correction.rollout_is=token" in warning

@@ -43,6 +43,7 @@ def make_canary(
     )
     engine = EmbeddedEngine(load_model(folder), load_tokenizer(str(folder)), version=Version(0, 0))
     sampling = SamplingParams(12, temperature=0.7)
+
     return Canary(
         engine,
         trainer,
@@ -77,10 +78,12 @@ def test_it_sings_greedily_at_the_runs_temperature_and_is_judged_by_the_trainer(
     assert len(song) == 4 and int(song.lengths("response").max()) <= 12
     found = canary.compare(song, at_start=True)
     assert found["canary/max_abs"] < 1e-5
+
     for i, prompt in enumerate(PROMPTS):
         with torch.no_grad():
             logits = canary.actor.model(input_ids=torch.tensor([prompt])).logits[0, -1]  # type: ignore[attr-defined]
         assert int(song["response_ids"][i, 0]) == int(logits.argmax())
+
     again = song_of(make_canary(folder))
     assert torch.equal(again.flat("response_ids"), song.flat("response_ids"))
 
@@ -147,6 +150,7 @@ def test_keys_and_values_that_outlive_their_weights_are_found_behind_short_promp
         step = RequestLane.step
         monkeypatch.setattr(RequestLane, "forget_prefixes", lambda lane: None)
         monkeypatch.setattr(RequestLane, "step", lambda lane, weights: step(lane, "all weights"))
+
     own = make_canary(folder)
     spec: Any = SimpleNamespace(
         config=SimpleNamespace(
@@ -174,5 +178,6 @@ def test_keys_and_values_that_outlive_their_weights_are_found_behind_short_promp
     if not stale:
         asyncio.run(over_a_sync())
         return
+
     with pytest.raises(TrustError, match="KV kept from older weights"):
         asyncio.run(over_a_sync())

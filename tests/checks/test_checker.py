@@ -200,6 +200,7 @@ def test_responses_that_continue_after_a_stop_string(
     plant_from(
         monkeypatch, BEGIN, lambda patch: patch.setattr(embedded, "finish_reason", misses_strings)
     )
+
     says = (
         rf"step {BEGIN + 2} found \(responses\): sample \S+ continues after a stop "
         r"token or text"

@@ -30,6 +30,7 @@ def make_checks(folder: Path, ratio_limit: float = 1e-4) -> tuple[Invariants, No
         {"actor": Movement(5), "critic": Movement(5)},
         LossTerms(("actor/loss_term/kl",), after=2),
     )
+
     return checks, notes
 
 

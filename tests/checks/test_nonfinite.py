@@ -49,9 +49,11 @@ def test_an_update_that_was_taken_leaves_nothing(tmp_path: Path) -> None:
 def test_only_skips_in_a_row_of_one_engine_end_the_run(tmp_path: Path) -> None:
     check = NonFinite(tmp_path, 3, "")
     batch = sampled_batch()
+
     for metrics in (SKIPPED, SKIPPED, TAKEN, SKIPPED, SKIPPED):
         check.updated("actor", engine(), batch, metrics, step=0)
         check.updated("critic", engine(), batch, TAKEN, step=0)
+
     with pytest.raises(TrustError, match="3 updates of the actor in a row.*distflow replay"):
         check.updated("actor", engine(), batch, SKIPPED, step=1)
 
@@ -59,10 +61,12 @@ def test_only_skips_in_a_row_of_one_engine_end_the_run(tmp_path: Path) -> None:
 def test_bundles_do_not_fill_the_disk(tmp_path: Path) -> None:
     check = NonFinite(tmp_path, 3, "")
     batch = sampled_batch()
+
     bundles = []
     for step in range(8):
         bundles += [check.updated("actor", engine(), batch, SKIPPED, step) for _ in range(2)]
         check.updated("actor", engine(), batch, TAKEN, step)
+
     assert {bundle.name for bundle in bundles[-3:] if bundle} == {
         path.name for path in tmp_path.iterdir()
     }
@@ -87,6 +91,7 @@ def test_all_ranks_make_sharded_weights_whole_whichever_bundles_are_left(
     calls: list[torch.Tensor] = []
     monkeypatch.setattr(nonfinite, "whole", lambda tensor: calls.append(tensor) or tensor)
     ranks = [NonFinite(tmp_path, 3, "") for _ in range(3)]
+
     # the last ones remove the bundle of the first one before it makes another
     for order in (ranks, ranks[::-1]):
         numbers = []
@@ -95,6 +100,7 @@ def test_all_ranks_make_sharded_weights_whole_whichever_bundles_are_left(
             rank.updated("actor", engine(), sampled_batch(), SKIPPED, step=0)
             numbers.append(len(calls))
         assert len(set(numbers)) == 1, numbers
+
     assert len(list(tmp_path.iterdir())) == 3
 
 

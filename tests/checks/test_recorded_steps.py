@@ -59,6 +59,7 @@ def recorded(
         state={},
         rows_used={},
     )
+
     return RecordedStep(run, 0, {}, [0, 1], batch, None, {}, {})
 
 
@@ -113,9 +114,11 @@ def test_the_score_of_every_episode_is_what_its_workflow_returned(paid: float) -
     key = "actor_rollout_ref.rollout.workflow=theirs.py:theirs"
     step = recorded(batch, key, pipeline=(writer("scores"),))
     step.records = {number: GroupRecord(PromptGroup(number, 0, number, 2, 0)) for number in (0, 1)}
+
     for sample in step.samples:
         index = int(sample["uid"].rpartition("-")[2])
         step.records[int(sample["group_index"])].add_event(index, "returned", 0.75)
+
     is_wrong = paid != 0.75
     with pytest.raises(Wrong, match="sample 1-1 has the score 0.5") if is_wrong else nullcontext():
         assert check_rewards.run(step) is None
@@ -206,6 +209,7 @@ def test_a_column_may_not_change_between_mini_batches(column: str) -> None:
     later[column] = torch.zeros_like(batch.flat("response_mask"))
     step = recorded(batch, "actor_rollout_ref.actor.ppo_epochs=2")
     step.updates += [update(step), update(step, later)]
+
     with pytest.raises(
         Wrong, match=f"{column} of sample 0-0 in mini-batch 2 of the actor differs from its value"
     ):

@@ -73,6 +73,7 @@ def test_whatever_a_checked_step_may_meet_was_expected(staleness: int) -> None:
             assert set(range(max(step - staleness, 0), step)) <= kept
         if schedule.expects(step):
             kept.add(step)
+
     assert len(kept) < 60, "no copy is made where no checked step is near"
 
 
@@ -85,11 +86,13 @@ def test_copies_are_few_are_cast_and_are_those_of_their_time() -> None:
     layer = nn.Linear(3, 2)
     kept = KeptWeights(3, torch.bfloat16)
     layer.bias.requires_grad_(False)
+
     for version in range(6):
         with torch.no_grad():
             layer.weight.fill_(version)
         kept.keep(version, layer)
         assert len(kept) <= 3
+
     assert kept.of(2) is None
     found = kept.of(4)
     assert found is not None and list(found) == ["weight"]

@@ -12,6 +12,7 @@ from distflow.cluster.process_groups import TorchCollective
 def main(rank: int, folder: Path) -> None:
     ranks = TorchCollective()
     tensor = torch.tensor([[1.0, -2.0], [float(rank), 0.5]])
+
     found: dict[str, object] = {
         "place": [ranks.rank, ranks.size],
         "tensor": [ranks.sum(tensor).tolist(), ranks.max(tensor).tolist()],
@@ -29,5 +30,6 @@ def main(rank: int, folder: Path) -> None:
         ranks.sum({"loss": 1.0} if rank == 1 else {"loss": 1.0, "kl": 0.0})
     except ValueError as error:
         found["refused"] = str(error)
+
     found["afterwards"] = ranks.sum(1.0)
     (folder / f"{rank}.json").write_text(json.dumps(found))

@@ -30,6 +30,7 @@ def made(first_group: int, num_groups: int, samples: int = 3) -> Batch:
     )
     batch["scores"] = torch.tensor([float(index) for _, index in places])
     batch["notes of the user"] = [{"group": group, "text": "é" * index} for group, index in places]
+
     return batch
 
 

@@ -30,6 +30,7 @@ class Held:
             for target in opened
             if target.startswith("/dev/shm/") and not target.endswith(" (deleted)")
         }
+
         return Held(pids, frozenset(sockets & _listening()), frozenset(shared))
 
     def left(self) -> "Held":
@@ -49,11 +50,13 @@ def named(name: str, root: int) -> list[int]:
         ["ps", "-ww", "-eo", "pid,args", "--sort", "start_time"], capture_output=True, text=True
     ).stdout
     below = _descendants(root)
+
     found = []
     for line in listed.splitlines():
         pid = line.split()[0]
         if name in line and "distflow.processes.keeper" not in line and pid.isdigit():
             found.append(int(pid))
+
     return [pid for pid in found if pid in below]
 
 
@@ -64,12 +67,14 @@ def _descendants(root: int) -> set[int]:
     ).stdout.splitlines():
         pid, parent = map(int, line.split())
         children.setdefault(parent, []).append(pid)
+
     found = set[int]()
     look = [root]
     while look:
         below = children.get(look.pop(), [])
         found.update(below)
         look += below
+
     return found
 
 

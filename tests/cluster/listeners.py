@@ -37,6 +37,7 @@ def family(pid: int) -> list[int]:
     while _name(parents.get(root, 0)) == "raylet":
         raylet = parents[root]
         root = raylet if parents[raylet] <= 1 else parents[raylet]
+
     found = [root]
     for known in found:
         found += [child for child, parent in parents.items() if parent == known]
@@ -55,9 +56,11 @@ def listeners(pids: list[int]) -> list[Listener]:
             }
         except OSError:
             continue
+
         found |= {
             Listener(pid, _name(pid), *open_here[inode]) for inode in sockets & open_here.keys()
         }
+
     return sorted(
         found, key=lambda listener: (pids.index(listener.pid), listener.port, listener.address)
     )
@@ -70,6 +73,7 @@ def _parents() -> dict[int, int]:
             parents[int(entry.name)] = int(
                 (entry / "stat").read_text().rpartition(")")[2].split()[1]
             )
+
     return parents
 
 
@@ -80,6 +84,7 @@ def _name(pid: int) -> str:
         words = (_PROC / str(pid) / "cmdline").read_text("utf-8", "replace").split("\0")
     except OSError:
         return ""
+
     if words[0].startswith(name):  # the name ends at 15 characters; a process may change it
         name = words[0].strip()
     script = next((Path(word).name for word in words[1:] if word.endswith(".py")), "")

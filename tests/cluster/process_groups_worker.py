@@ -51,6 +51,7 @@ def main(place: int, folder: Path) -> None:
     everyone = TorchCollective(groups.of(dp_group))
     met = meet(place % 2 == 0, folder / f"{dp_group}", {"reduce": data_line, "dp_group": everyone})
     mesh = groups.mesh(dp_group, layout, rank, "cpu")
+
     found: dict[str, object] = {
         "dp_group": TorchCollective(groups.of(dp_group)).sum(float(rank)),
         "data": TorchCollective(groups.of(data)).sum(float(rank)),
@@ -63,4 +64,5 @@ def main(place: int, folder: Path) -> None:
             DATA
         ].get_group() is groups.of(data)
         found["coordinate"] = mesh.get_coordinate()
+
     (folder / f"{rank}.json").write_text(json.dumps(found))

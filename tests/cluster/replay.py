@@ -37,4 +37,5 @@ async def replay(group: Group, tokenizer: transformers.PreTrainedTokenizerBase) 
         text = str(tokenizer.decode(ids, skip_special_tokens=True))
         reason = "length" if len(ids) == group.params.max_tokens else "stop"
         samples.append(group.sample(index, segment, text, reason))
+
     return samples

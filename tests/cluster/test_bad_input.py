@@ -48,10 +48,12 @@ def test_what_is_missing_on_a_worker_is_told_with_its_name(
     (ground.folder / "only_here.py").write_text("")
     _, spec = ground.spec("grpo", *TWO, "trainer.imports=[only_here]")
     (ground.folder / "only_here.py").unlink()
+
     with pytest.raises(
         UserError, match=r"worker \d of 2 \(pid \d+ on [\d.]+\): trainer.imports: .*'only_here'"
     ) as told:
         launch_ray(spec)
+
     assert "provide it on every machine" in str(told.value)
     _, spec = ground.spec("grpo", *TWO)
     shutil.move(ground.folder / "model", ground.folder / "elsewhere")
@@ -64,10 +66,12 @@ def test_engines_that_cannot_be_built_are_told_with_the_workers_traceback(
 ) -> None:
     _, spec = ground.spec("grpo", *TWO, "trainer.n_gpus_per_node=1")
     shutil.rmtree(ground.folder / "run" / "data")
+
     with pytest.raises(
         WorkerFailed, match="worker 0 of 1 .*could not be started: .*No such file"
     ) as told:
         launch_ray(spec)
+
     assert "encoded_rows_file.py" in str(told.value.__cause__), "where it was"
 
 
@@ -109,11 +113,13 @@ def test_room_that_others_hold_is_waited_for_aloud_and_not_for_ever(
     held = placement_group([{"CPU": 3}])
     said = list[str]()
     held.wait()
+
     try:
         with pytest.raises(UserError, match="end other jobs"):
             launch_ray(spec, LaunchOptions(say=said.append))
     finally:
         remove_placement_group(held)
+
     assert any("waiting up to 1 s for 1 machine(s) with 2 CPU" in line for line in said)
 
 

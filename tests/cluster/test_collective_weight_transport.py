@@ -48,11 +48,13 @@ def test_tensors_of_any_dtype_and_shape_arrive(
     sent = pairs(Version(0, 1), 0, packed, [3])[3]
     away = multiprocessing.get_context("spawn")
     hashes = away.Queue()
+
     with monkeypatch.context() as patch:
         # of the other process: nccl wants one device each
         patch.setenv("CUDA_VISIBLE_DEVICES", "1")
         worker = away.Process(target=receive, args=(sent, hashes))
         worker.start()
+
     assert hashes.get(timeout=ENDS_WITHIN_S) == hash_of(packed)
     worker.join()
     sent.drop()

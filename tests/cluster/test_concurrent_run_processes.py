@@ -80,10 +80,12 @@ def grounds(tmp_path: Path) -> dict[str, Playground]:
         "large": Playground(tmp_path / "large", hidden_size=96),
     }
     grounds["large"].write_rows([{"prompt": f"{i}*{i}=", "answer": "7"} for i in range(20)])
+
     for ground in grounds.values():
         ground.write_reward(REWARD)
         (ground.folder / "looking.py").write_text(PIPELINE)
         config_file(ground)
+
     return grounds
 
 
@@ -158,6 +160,7 @@ def test_two_graphs_killed_at_random_and_resumed_end_as_each_does_alone(
     files = {name: f"{ground.folder}/{name}.yaml" for name, ground in grounds.items()}
     words = ["train", *files.values(), *(f"{name}:{key}" for name in NAMES for key in keys[name])]
     words += ["trainer.n_gpus_per_node=2", "trainer.device=cpu", f"trainer.launcher={launcher}"]
+
     for start, victim in enumerate(["command", "command", drawn.choice(NAMES)]):
         watched = grounds[drawn.choice(NAMES) if victim == "command" else victim]
         for ground in grounds.values():
@@ -168,13 +171,17 @@ def test_two_graphs_killed_at_random_and_resumed_end_as_each_does_alone(
         os.kill(
             command.pid if victim == "command" else process_of(command, watched), signal.SIGKILL
         )
+
         if victim != "command":
             for ground in grounds.values():
                 limit(ground, sys.maxsize)
+
         assert command.status() == (-signal.SIGKILL if victim == "command" else 1), command.said()
         assert victim == "command" or f"{victim}: FAILED (status -9)" in command.said()
+
     last = CliRun(tmp_path / "last.log", words)
     assert last.status() == 0, last.said()
+
     for name, ground in grounds.items():
         folder = f"trainer.default_local_dir={ground.folder}/alone"
         alone = CliRun(tmp_path / f"{name}.log", ["train", files[name], *keys[name], folder])

@@ -14,6 +14,7 @@ def test_progress_is_not_read_while_a_move_is_half_done() -> None:
     """The counts by reason may grow while they are read."""
     actor = object.__new__(CoordinatorActor)
     SharedSampleQueue.__init__(actor, coordinator(), Waits())
+
     with ThreadPoolExecutor(1) as threads:
         with actor._lock:
             asked = threads.submit(actor.progress)

@@ -56,6 +56,7 @@ def draw(seed: int) -> tuple[str, Fault]:
     rank = rng.randrange(only_generate + learn)
     leads = LEADS if rank == only_generate else ()
     point = rng.choice(GENERATES if rank < only_generate else (*LEARNS, *leads))
+
     return allocation, Fault(
         point, rank, 1 + rng.randrange(CALLS.get(point, 4)), rng.choice(["SIGKILL", "SIGSTOP"])
     )
@@ -93,6 +94,7 @@ def test_a_run_goes_on_or_ends_by_name_and_is_resumed(
     started = time.monotonic()
     config, spec = ground.spec("grpo", *keys, name=name)
     folder = ground.folder / name
+
     if goes_on:
         check_whole(Run(folder, config, launch_ray(spec)))
     else:
@@ -100,14 +102,17 @@ def test_a_run_goes_on_or_ends_by_name_and_is_resumed(
             WorkerDied, match=rf"worker {fault.rank} .* The same command resumes from"
         ):
             launch_ray(spec)
+
     assert fault_injection.fired(fault_plan), (
         f"{fault} is not reached: something else came of it, or this seed tests nothing"
     )
     assert time.monotonic() - started < ENDS_WITHIN_S
     wait_until(lambda: not workers(), "no worker is left, a stopped one neither")
+
     if not goes_on:
         config, spec = ground.spec("grpo", *keys, name=name)
         assert launch_ray(spec).steps == 4
+
     found = Left(folder)
     assert (
         found.trained_rows() == alone.trained_rows()

@@ -94,6 +94,7 @@ def command(ground: Playground, *overrides: str) -> Iterator["subprocess.Popen[s
         "grpo",
         *ground.overrides("run", *overrides),
     ]
+
     environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
     with subprocess.Popen(
         arguments,
@@ -121,6 +122,7 @@ def held_until_the_end(driver: "subprocess.Popen[str]") -> tuple[Held, str]:
     out, _ = driver.communicate(timeout=10 * WITHIN_S)
     looking.join()
     columns = zip(*((each.pids, each.listening, each.shared) for each in seen), strict=True)
+
     return Held(*(frozenset().union(*column) for column in columns)), out
 
 
@@ -139,6 +141,7 @@ def test_a_driver_that_is_killed_takes_all_its_processes_with_it_as_does_one_tha
 
         with struck(ground.folder / "run", kill):
             driver.wait(10 * WITHIN_S)
+
     assert len(held[0].pids) > 4 and held[0].listening
     wait_until(lambda: not held[0].left(), f"nothing of its Ray is left: {held[0].left()}")
     with command(ground, *TWO, "trainer.total_training_steps=20") as driver:
@@ -164,6 +167,7 @@ def test_a_signal_saves_the_step_under_way_and_ends_with_its_status(tmp_path: Pa
 
         with struck(ground.folder / "run", ask):
             out, _ = driver.communicate(timeout=10 * WITHIN_S)
+
     assert driver.returncode == 128 + signal.SIGTERM, out
     assert held[0] and not held[0].left()
     folder = ground.folder / "run"

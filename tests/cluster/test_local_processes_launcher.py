@@ -135,6 +135,7 @@ def test_a_signal_to_the_command_ends_all_and_the_first_saves(
         "run", TWO, "trainer.total_training_steps=5000", "trainer.save_freq=2"
     )
     command = [sys.executable, "-m", "distflow", "train", "grpo", *arguments]
+
     environment = {**os.environ, "PYTHONPATH": str(tmp_path / "without")}
     with subprocess.Popen(
         command,
@@ -155,8 +156,10 @@ def test_a_signal_to_the_command_ends_all_and_the_first_saves(
 
         threading.Thread(target=strike, daemon=True).start()
         out, _ = driver.communicate(timeout=WITHIN_S)
+
     assert len(held) == 2, out
     wait_until(lambda: not any(map(leftovers._lives, held)), "no process is left")
+
     if number == signal.SIGINT:
         assert driver.returncode == 128 + number, out
         assert notes(tmp_path / "run", "end") == ["the run stopped"]

@@ -119,6 +119,7 @@ def train(cluster: Any, ground: Playground, *overrides: str) -> tuple[int, str, 
         timeout=WITHIN_S,
         check=False,
     )
+
     return ended.returncode, ended.stdout, time.monotonic() - since
 
 
@@ -169,9 +170,11 @@ def test_a_run_that_loses_a_machine_starts_again_on_another(cluster: Any, tmp_pa
         environment = {**os.environ, "RAY_ADDRESS": cluster.address}
         command = [sys.executable, "-m", "distflow", *arguments]
         run = subprocess.Popen(command, stdout=log, stderr=log, env=environment)
+
     try:
         wait_until(lambda: run.poll() is not None or num_saved(), "a checkpoint", WITHIN_S)
         (second,) = cluster.worker_nodes
+
         # as the second, for others
         third = cluster.add_node(num_cpus=2, num_gpus=2, object_store_memory=200_000_000)
         cluster.wait_for_nodes()
@@ -185,6 +188,7 @@ def test_a_run_that_loses_a_machine_starts_again_on_another(cluster: Any, tmp_pa
         status = run.wait(WITHIN_S)
     finally:
         run.kill()
+
     said = (tmp_path / "log").read_text()
     assert status == 143 and "Restart 1 of 1 (trainer.max_restarts)" in said, said
     assert started() == [0, 1] and list(cluster.worker_nodes) == [third]
@@ -277,10 +281,12 @@ def test_a_cluster_of_other_versions_is_told_in_one_message(
 
     own = client.internal_kv_get(CLUSTER_METADATA_KEY, namespace=KV_NAMESPACE_CLUSTER)
     write(json.dumps({**json.loads(own), **other}).encode())
+
     try:
         status, said, _ = train(cluster, Playground(tmp_path), "trainer.n_gpus_per_node=2")
     finally:
         write(own)
+
     (version,) = other.values()
     assert status == 2 and "Traceback" not in said, said
     assert f"the Ray at RAY_ADDRESS={cluster.address} cannot be used" in said

@@ -70,12 +70,14 @@ def recorded(run: Run, step: int) -> list[dict[str, object]]:
     batch = groups(run, step)
     rows = dict[int, dict[str, list[object]]]()
     lengths = batch.lengths("response").tolist()
+
     columns = [batch.flat(name).split(lengths) for name in ("response_ids", "rollout_log_probs")]
     for place, (ids, sampled) in enumerate(zip(*columns, strict=True)):
         row = rows.setdefault(int(batch["group_index"][place]), {ANSWERS: [], SAMPLED: []})
         row["prompt"] = batch["prompts"][place]
         row[ANSWERS].append(ids.tolist())
         row[SAMPLED].append(sampled.tolist())
+
     return [{**rows[prompt_group], "answer": "7"} for prompt_group in sorted(rows)]
 
 
@@ -112,9 +114,11 @@ def test_recorded_groups_train_the_same_weights_on_any_number_of_workers(
     if (strategy, num_workers) == ("fsdp", 4):
         # two copies of the weights, each over two workers
         keys = (*keys, f"{ACTOR}.fsdp_config.fsdp_size=2")
+
     found = on_workers(ground, num_workers, *keys, name=f"{strategy}-{num_workers}")
     off = distance(trained(found), trained(alone))
     print(f"{strategy} on {num_workers}: {off:.2g} of the weights' norm")
+
     # Weights that are spread, be it over one worker, are computed by torch, and not by native code.
     assert off == 0 if (strategy, num_workers) == ("torch", 1) else off <= 1e-5
     check_updates(found, alone, free, STEPS)

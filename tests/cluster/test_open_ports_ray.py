@@ -50,6 +50,7 @@ def worker(tmp_path: Path) -> Iterator[tuple[int, int]]:
         text=True,
     )
     assert process.stdout and process.stdin
+
     try:
         yield process.pid, int(process.stdout.readline())
     finally:

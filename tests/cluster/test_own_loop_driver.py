@@ -54,6 +54,7 @@ def areal(folder: Path, *overrides: str) -> distflow.Run:
         f"default_local_dir={folder}",
     )
     data = ("data.train_batch_size=4", "data.max_response_length=8")
+
     return main(*data, *(f"trainer.{key}" for key in keys), *overrides)
 
 
@@ -79,6 +80,7 @@ def test_areals_loop_trains_the_same_weights_on_one_process_and_on_two_workers(
 ) -> None:
     monkeypatch.chdir(ROOT)
     alone = areal(tmp_path / "alone")
+
     two = areal(
         tmp_path / "two", "trainer.launcher=ray", "trainer.n_gpus_per_node=2", "trainer.device=cpu"
     )
@@ -87,6 +89,7 @@ def test_areals_loop_trains_the_same_weights_on_one_process_and_on_two_workers(
         assert {name: here.get(name) for name in wanted} == pytest.approx(
             wanted, rel=1e-4, abs=1e-5
         )
+
     ours, theirs = (
         CheckpointStore(run.folder / "checkpoints").load(3).load("actor") for run in (two, alone)
     )
@@ -110,10 +113,12 @@ def test_a_batch_stays_with_the_ranks_and_their_engines_answer_in_turn(tmp_path:
     with opened(tmp_path / "alone", None) as rollouts:
         ids = rollouts.tokenizer.encode("2+2=")
         alone = asyncio.run(asked(rollouts, ids))
+
     with opened(tmp_path / "run", None, **TWO) as rollouts:
         for (here,), (there,) in zip(asyncio.run(asked(rollouts, ids)), alone, strict=True):
             assert (here.token_ids, here.versions) == (there.token_ids, there.versions)
             assert here.rollout_log_probs == pytest.approx(there.rollout_log_probs, abs=1e-4)
+
         for row in OWN[:4]:
             rollouts.submit(row)
         first = rollouts.wait(1)
@@ -161,6 +166,7 @@ def test_submitted_prompts_come_back_in_their_order_if_their_function_accepts_th
         for number, row in enumerate(OWN[:5]):
             workflow = counts if number == 2 else None
             rollouts.submit(row, should_accept=never if number == 1 else None, workflow=workflow)
+
         first = rollouts.wait(1)
         learn(rollouts, first)
         second = rollouts.wait(1)
@@ -180,6 +186,7 @@ def test_submitted_prompts_come_back_in_their_order_if_their_function_accepts_th
         assert "actor/grad_norm" in rollouts.publish(), (
             "the loop goes on after an error of the loss"
         )
+
     assert dict(verify(tmp_path / "run" / "ledger.jsonl").dropped) == {"unwanted": 1}
 
 
@@ -199,8 +206,10 @@ def test_a_rollout_worker_that_dies_is_replaced_within_a_step(
         assert [*first, *prompts(rollouts.wait(1))] == [OWN[0]["prompt"], OWN[1]["prompt"]]
         assert set(rollouts.generate(ids)[0].versions) == {0}
         rollouts.publish()
+
         while batch := rollouts.prepare_batch():
             rollouts.train(batch)
             rollouts.publish()
+
     assert "worker 0 runs again" in [row["message"] for row in rollouts.run.events("warning")]
     assert verify(tmp_path / "run" / "ledger.jsonl").consumed == 8

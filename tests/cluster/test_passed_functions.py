@@ -34,6 +34,7 @@ def test_two_workers_run_what_a_cell_passes_and_registers(tmp_path: Path, launch
         )
         passed = {"loss": own["plain"], "pipeline": own["counting"]}
         run = distflow.train(TINY, settings, data=ROWS, reward=lengths, **passed)
+
     assert run.status == "finished" and advantages(run) == pytest.approx([0.25])
     assert [row["rollout/rows"] for row in run.metrics("train")] == [2.0]
 

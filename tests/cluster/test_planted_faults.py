@@ -135,12 +135,14 @@ def test_a_fault_is_named_on_two_workers(
 ) -> None:
     code, seen = FAULTS[name]
     module = ground.folder / f"fault_{list(FAULTS).index(name)}.py"
+
     # Only in the workers: the tests' own process stays as it is.
     module.write_text(
         "import ray\nif ray.get_runtime_context().get_actor_id():\n"
         + textwrap.indent(textwrap.dedent(code), "    ")
     )
     monkeypatch.syspath_prepend(str(ground.folder))
+
     with forgotten(module.stem):
         _, spec = ground.spec(
             *TWO_WORKERS, *MORE.get(name, ()), f"trainer.imports=[{module.stem}]", name=module.stem

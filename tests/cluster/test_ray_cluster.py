@@ -21,6 +21,7 @@ def test_workers_may_share_cores_up_to_some_number(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(os, "cpu_count", lambda: 2)
     check_room(plan(8))
     check_room(plan(40, device="cuda"))  # whether these are there, Ray knows
+
     with pytest.raises(
         UserError, match=r"40 workers .* this machine has 2 cores, which 8 can share .* RAY_ADDRESS"
     ):

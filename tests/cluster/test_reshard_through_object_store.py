@@ -67,6 +67,7 @@ def test_from_one_rank_to_two_to_one_is_exact(start: Start, peers: list[ActorHan
     start()
     whole = made(0, 5)
     ray.get(peers[0].make.remote(0, 5))
+
     for num_writers, wanted in ((1, [uids(whole)[::2], uids(whole)[1::2]]), (2, [uids(whole)])):
         key = Key(f"{num_writers} to {len(wanted)}", 4, 3)
         picks = [
@@ -80,6 +81,7 @@ def test_from_one_rank_to_two_to_one_is_exact(start: Start, peers: list[ActorHan
         )
         shares = ray.get(picks)
         assert [uids(share) for share in shares] == wanted
+
     assert columns(shares[0]) == columns(whole)
 
 
@@ -97,12 +99,14 @@ def test_a_writer_that_was_killed_leaves_nobody_waiting(
     os.kill(ray.get(doomed.pid.remote()), signal.SIGKILL)
     with pytest.raises(RayActorError):
         ray.get(doomed.waiting.remote())
+
     try:
         assert columns(ray.get(peers[1].pick.remote(STEP, 0, 1, uids(made(0, 2))))) == columns(
             made(0, 2)
         )
     except ReshardError as lost:
         assert f"samples of {STEP} are lost, because one of their writers [0] has died" in str(lost)
+
     ray.get(exchange.fail.remote(ReshardError("worker 2 died")))
     with pytest.raises(ReshardError, match="worker 2 died"):
         ray.get(later)

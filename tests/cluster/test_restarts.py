@@ -179,6 +179,7 @@ def test_episodes_under_way_are_issued_again_under_their_group_ids_and_end_as_un
     assert attempts(found) and set(attempts(found)) == {1}
     assert max(step["async/version_diff/max"] for step in found.metrics()) <= staleness
     assert min(step["episodes/turns"] for step in found.metrics()) > 2
+
     if staleness == 0:
         alone = ground.run("grpo", *STEPS, *more, *keys, name="turns-alone")
         assert distance(found.weights(4), alone.weights(4)) < 1e-6

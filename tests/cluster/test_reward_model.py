@@ -75,6 +75,7 @@ def test_a_reward_model_on_devices_of_its_own_scores_as_beside_the_policy(
     )
     alone = ground.run("grpo", *keys[:-1], name="alone")  # one process shards nothing
     apart = "embedded:d1|torch[actor]:d1+torch[reward_model]:d1"
+
     # two ranks have both models, in shards
     allocation = {"torch": apart, "fsdp": "embedded:d2|fsdp:d2"}[engine]
     found = on_workers(ground, "grpo", *keys, f"trainer.allocation='{allocation}'", name=engine)
@@ -84,6 +85,7 @@ def test_a_reward_model_on_devices_of_its_own_scores_as_beside_the_policy(
         {row["uid"]: row for row in read_samples(run.folder, 1)} for run in (found, alone)
     )
     assert ours.keys() == theirs.keys()
+
     for name, row in theirs.items():
         parts = ours[name]["reward_parts"]
         assert (

@@ -58,6 +58,7 @@ def test_all_ranks_end_at_the_step_with_the_value(
         "trainer.test_freq_epochs=1",
         "trainer.stop_when=actor/lr < 0.0007",
     )
+
     folders = []
     for name in (tmp_path.name, tmp_path.name):  # the second start finds the run done
         config, spec = ground.spec("grpo", *keys, name=name)
@@ -69,12 +70,14 @@ def test_all_ranks_end_at_the_step_with_the_value(
             and run.outcome.steps == len(rates) == 5
             and not run.outcome.stopped
         )
+
     validated = [record.step for record in read_metrics(run.folder) if record.kind == "val"]
     assert validated == [3, 5], "an epoch, and the end"
     assert sorted(path.name[-1] for path in (run.folder / "checkpoints").glob("step-*")) == [
         "3",
         "5",
     ]
+
     for step in (3, 5):
         loaded = AutoModelForCausalLM.from_pretrained(
             run.folder / "huggingface" / f"step-{step:06d}"
@@ -83,6 +86,7 @@ def test_all_ranks_end_at_the_step_with_the_value(
             CheckpointStore(run.folder / "checkpoints").load(step).load("actor")
         ).trained_weights()
         assert all(torch.equal(loaded[name], tensor) for name, tensor in saved.items()) and saved
+
     ends = [event for event in read_events(run.folder) if event.kind == "end"]
     assert [end.fields["status"] for end in ends] == ["finished"] and "actor/lr is " in str(
         ends[0].fields["why"]

@@ -53,6 +53,7 @@ def ground(tmp_path: Path, on_ray: None, monkeypatch: pytest.MonkeyPatch) -> Pla
         ]
     )
     ground.write_reward(REWARD)
+
     return ground
 
 
@@ -123,5 +124,7 @@ def most_live(journal: Path) -> int:
             live.remove(int(record["group_id"]))
         elif record["kind"] == "consumed":
             live -= {int(number) for number in record["group_ids"]}
+
         most = max(most, len(live))
+
     return most

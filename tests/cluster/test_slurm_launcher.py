@@ -78,6 +78,7 @@ class Slurm:
         )
         command = ["train", "grpo", *self.ground.overrides("unused", *keys, *overrides)]
         self._monkeypatch.setattr(sys, "argv", ["distflow", *command])
+
         return main(command)
 
     @property
@@ -105,6 +106,7 @@ class Slurm:
         self.script.write_text(
             text.replace(f"python={python} ", f"python={shlex.quote(str(self.tools / 'python'))} ")
         )
+
         return words
 
     def job(self, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -266,9 +268,11 @@ def test_the_job_is_requeued_after_a_loss_or_at_the_end_of_its_time_if_it_has_sa
 def test_ray_has_a_private_folder_on_each_node_that_nobody_can_guess(slurm: Slurm) -> None:
     assert slurm.submit() == 0
     slurm.pretend()
+
     for number in (1, 2):
         done = slurm.job(STATUS="0", NODES=str(2 * number))
         assert done.returncode == 0, done.stdout + done.stderr
+
     places = [line.split() for line in (slurm.tools / "places").read_text().splitlines()]
     assert [mode for mode, _ in places] == ["700"] * 4 and len({path for _, path in places}) == 4
     assert not any(Path(path).exists() or str(os.getpid()) in path for _, path in places)
@@ -307,4 +311,5 @@ def _command_lines() -> bytes:
                 lines.append((entry / "cmdline").read_bytes())
             except OSError:
                 continue  # it ended
+
     return b"\n".join(lines)

@@ -93,11 +93,13 @@ def test_a_worker_that_does_not_come_is_named_with_its_step_and_phase(
 ) -> None:
     plan(Fault("train.update", rank=1, call=3, action="sleep"))
     _, spec = ground.spec("grpo", *TOGETHER, *STEPS, "trainer.peers_timeout_s=8", name="hangs")
+
     with pytest.raises(
         WorkerHangs,
         match=r"worker 1 is in step 3, phase 'train_step', .* 8 s .* resumes from step-000002",
     ):
         launch_ray(spec)
+
     assert "_strike" in (ground.folder / "hangs" / "stacks.txt").read_text()
     wait_until(lambda: not workers(), "no worker is left")
 

@@ -131,6 +131,7 @@ def test_who_dies_or_stops_in_a_weight_update_is_fenced_and_named_and_the_others
     victims = start_workers(3, 4, 6)
     stopped = pid_of(victims[4])
     everyone = workers | victims
+
     # half of it is for each operation of a process group
     within_s = 10.0 if way == "collective" else 5.0
     arm(everyone)

@@ -32,6 +32,7 @@ def greedy(model: Path, prompt: str | list[dict[str, str]], num_tokens: int) -> 
     """By transformers alone, without our code."""
     tokenizer = AutoTokenizer.from_pretrained(model)
     network = AutoModelForCausalLM.from_pretrained(model)
+
     if not isinstance(prompt, str):
         prompt = str(
             tokenizer.apply_chat_template(prompt, tokenize=False, add_generation_prompt=True)
@@ -39,12 +40,14 @@ def greedy(model: Path, prompt: str | list[dict[str, str]], num_tokens: int) -> 
         ids = tokenizer(prompt, add_special_tokens=False, return_tensors="pt")["input_ids"]
     else:
         ids = tokenizer(prompt, return_tensors="pt")["input_ids"]
+
     with torch.no_grad():
         for _ in range(num_tokens):
             best = network(ids).logits[:, -1].argmax(-1, keepdim=True)
             ids = torch.cat([ids, best], 1)
             if int(best) == tokenizer.eos_token_id:
                 break
+
     return str(tokenizer.decode(ids[0, -num_tokens:], skip_special_tokens=True))
 
 
@@ -138,10 +141,12 @@ def test_a_runs_policy_is_asked_as_it_was_trained(
     assert main(["export", str(run.folder), "--to", str(tmp_path / "exported")]) == 0
     asked = "Hello" if format == "text" else [{"role": "user", "content": "Hello"}]
     expected = greedy(tmp_path / "exported", asked, 6)
+
     for model in (run.folder, run.folder / "checkpoints" / "step-000001", tmp_path / "exported"):
         status, out, err = ask("Hello\n", str(model), "--temperature", "0", "--max-tokens", "6")
         assert status == 0 and "\n".join(out[-1:]).split() == expected.split(), err
         assert ("chat template" in err) == (format == "chat")
+
     _, _, err = ask(
         "Hello\n", str(run.folder), f"data.prompt_format={'text' if format == 'chat' else 'chat'}"
     )

@@ -56,6 +56,7 @@ class Client:
             answer.read().decode(),
         )
         connection.close()
+
         return found
 
     def part(self, name: str, **query: Any) -> Any:
@@ -71,6 +72,7 @@ def serve(folder: Path, host: str = "127.0.0.1") -> Iterator[Client]:
     server = make_server(dashboard, host, TOKEN)
     thread = threading.Thread(target=server.run, args=([listening],))
     thread.start()
+
     try:
         yield Client(listening.getsockname()[1])
     finally:
@@ -158,6 +160,7 @@ def test_foreign_hosts_and_origins_are_refused(
 def test_only_get_is_answered_and_every_answer_forbids_foreign_content(client: Client) -> None:
     for method in ("POST", "PUT", "DELETE"):
         assert client.ask("/api/runs", method)[0] == 405
+
     for path in ("/", "/api/runs", "/static/dom.js", "/nothing", f"/overview?run={TINY}"):
         _, headers, text = client.ask(path)
         policy = headers["content-security-policy"]
@@ -232,6 +235,7 @@ def test_what_takes_more_than_reading_wants_the_token_of_the_page(client: Client
     assert client.ask(path, **kept)[0] == 401
     assert client.ask(f"{path}&token=a-token", Authorization="")[0] == 401
     own = {**kept, **{"Authorization": client.headers["Authorization"]}}
+
     for site in ("cross-site", "same-site"):
         link = {"Sec-Fetch-Mode": "navigate", "Sec-Fetch-Dest": "document"}
         assert client.ask(path, **own, **{"Sec-Fetch-Site": site})[0] == 403
@@ -240,6 +244,7 @@ def test_what_takes_more_than_reading_wants_the_token_of_the_page(client: Client
         assert (
             client.ask("/", **kept, **{"Sec-Fetch-Site": site, "Sec-Fetch-Dest": "image"})[0] == 403
         )
+
     # The page of a run without measured steps says so; nothing refuses the question.
     assert client.ask(path, **own, **{"Sec-Fetch-Site": "same-origin"})[0] in (200, 400)
     assert json.dumps(TOKEN) in client.ask("/", **kept)[2].partition('id="data">')[2]
@@ -269,6 +274,7 @@ def test_a_run_without_an_end_is_running_or_has_crashed(tmp_path: Path) -> None:
     write += (
         " run.metrics(1, 'train', {'a': 1.0})\n run.flush()\n print(flush=True)\n time.sleep(600)"
     )
+
     command = [sys.executable, "-c", write, str(tmp_path / "run")]
     with subprocess.Popen(command, stdout=subprocess.PIPE) as writer, serve(tmp_path) as client:
         assert writer.stdout is not None and writer.stdout.readline()
@@ -330,9 +336,11 @@ def test_what_a_step_adds_is_shown_and_changes_the_version(tmp_path: Path) -> No
         first = client.part("state", run="run")["version"]
         assert client.part("curves", run="run")["series"]["x"] == [1]
         run.metrics(2, "train", {"reward/mean_score": 0.5, "timing_s/step": 1.0})
+
         with (tmp_path / "run" / "metrics.jsonl").open("a") as file:
             # killed within a line
             file.write('{"step": 3, "t": 1.0, "restart": 0, "kind": "train", "m": {"reward')
+
         assert client.part("state", run="run")["version"] != first
         series = client.part("curves", run="run")["series"]
         assert series["x"] == [1, 2] and series["y"]["reward/mean_score"] == [0.25, 0.5]
@@ -350,6 +358,7 @@ def test_asking_for_everything_changes_nothing_of_a_run(tmp_path: Path) -> None:
     write_run(tmp_path / "a")
     write_asynchronous_run(tmp_path / "b")
     before = hashes(tmp_path)
+
     with serve(tmp_path) as client:
         for name in (
             "top",
@@ -361,8 +370,10 @@ def test_asking_for_everything_changes_nothing_of_a_run(tmp_path: Path) -> None:
             "samples",
         ):
             client.part(name, run="a")
+
         client.part("step", run="b", step=3)
         client.part("compare", run=["a", "b"])
+
     assert hashes(tmp_path) == before and before
 
 
@@ -376,6 +387,7 @@ def test_samples_are_those_of_a_report_or_all_of_one_step(client: Client) -> Non
     of_step = client.part("samples", run=TINY, step="train 3")
     assert [group["step"] for group in of_step["groups"]] == [3] * 4
     assert of_step["places"] == found["places"]
+
     for step in ("x", "train -1", "train 1e300"):
         status, _, text = client.ask(f"/api/samples?run={TINY}&step={quote(step)}")
         assert status == 400
@@ -406,10 +418,12 @@ def test_the_tokens_of_a_sample_have_what_was_saved_of_them(tmp_path: Path) -> N
     batch["response_mask"] = torch.ones(2, 2)
     batch["old_log_probs"] = torch.tensor([[-1.0, -2.0], [-3.0, 0.0]])
     batch["rollout_log_probs"] = torch.tensor([[-1.5, -2.0], [-3.0, 0.0]])
+
     with RunFolder(tmp_path / "run", 0) as run:
         run.samples(
             1, [{"uid": f"0-{i}", "prompt": "p", "response": "r", "score": 1.0} for i in range(2)]
         )
+
     batch["agent"] = ["policy", "solver"]
     batch["forks"] = [[["checker", 1]], []]
     batch["owners"] = [[["policy", 1], ["tool", 1]], [["policy", 1]]]
@@ -439,6 +453,7 @@ def test_a_killed_server_leaves_nothing_behind(tmp_path: Path) -> None:
     write_run(tmp_path / "runs" / "run")
     before = hashes(tmp_path / "runs")
     (tmp_path / "tmp").mkdir()
+
     command = [sys.executable, "-m", "distflow", "dashboard", str(tmp_path / "runs"), "--port", "0"]
     with subprocess.Popen(
         command,
@@ -451,4 +466,5 @@ def test_a_killed_server_leaves_nothing_behind(tmp_path: Path) -> None:
         client = Client(*port_and_token(server.stdout.readline()))
         assert client.part("samples", run="run")["groups"]
         server.kill()
+
     assert hashes(tmp_path / "runs") == before and [*(tmp_path / "tmp").iterdir()] == []

@@ -21,13 +21,16 @@ def compared_run(folder: Path, seed: int, reward: float = 0.0, response: str = "
         facts = {"torch": "2", "device": "cpu", "data_fingerprint": str(seed)}
         run.write_json("run.json", facts)
         run.write_text("config.yaml", f"data: {{seed: {seed}}}\ntrainer: {{x: [1, 2]}}\n")
+
         for step in range(1, 61):
             values = {
                 "reward/mean_score": 0.5 + reward + 0.02 * draw.gauss(0, 1),
                 "actor/entropy": draw.random(),
             }
             run.metrics(step, "train", values | ({"only": 1.0} if seed else {}))
+
         run.samples(1, [{"uid": "0-0", "response": "same"}, {"uid": "0-1", "response": response}])
+
     return folder
 
 

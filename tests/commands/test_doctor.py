@@ -24,6 +24,7 @@ def sections(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, l
         else:
             title = line
             found[title] = []
+
     return found
 
 

@@ -24,6 +24,7 @@ def test_runs_below_a_folder_called_earlier_are_listed_and_earlier_ones_of_a_run
     for folder in (runs / "grpo", runs / "grpo" / "earlier" / "1"):
         folder.mkdir(parents=True)
         (folder / "events.jsonl").touch()
+
     assert main(["runs", str(runs)]) == 0
     (line,) = capsys.readouterr().out.splitlines()
     assert line.startswith(f"{runs}/grpo ")

@@ -62,6 +62,7 @@ def test_every_command_is_in_a_group_and_every_argument_has_help() -> None:
                 pending += action.choices.values()
             else:
                 assert action.help, f"{parser.prog}: {action.dest}"
+
     shown = make_parser().format_help()
     assert all(entry.help in shown for entry in COMMANDS.values()) and os.linesep in shown
 
@@ -88,4 +89,5 @@ def test_a_folder_with_signs_of_yaml_is_written_as_it_is(
             f"{name}/reward.py",
             name,
         )
+
     capsys.readouterr()

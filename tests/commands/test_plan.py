@@ -70,12 +70,14 @@ def test_it_does_not_load_ray_and_gives_the_plan_of_the_run(tmp_path: Path) -> N
     ]
     out = subprocess.run(code, capture_output=True, text=True, check=True).stdout
     decoder = json.JSONDecoder()
+
     found = []
     at = 0
     for _ in RUNS:
         plan, end = decoder.raw_decode(out, at)
         found.append(plan)
         at = end + 1
+
     assert out[at:].strip() == "[]"
     for (preset, *overrides), planned in zip(RUNS, found, strict=True):
         own = [
@@ -196,10 +198,12 @@ def test_a_timeout_of_rewards_cuts_their_times(capsys: pytest.CaptureFixture[str
         "data.train_batch_size=8",
     ]
     words += ["actor_rollout_ref.actor.ppo_mini_batch_size=8", "--reward-seconds", "5"]
+
     seconds = []
     for timeout_s in ("10", "1"):
         plan = planned(capsys, *words, f"reward.timeout_s={timeout_s}")
         seconds.append(plan["step"]["seconds"])
+
     before, cut = seconds
     assert cut < 0.5 * before
 

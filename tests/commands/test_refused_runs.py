@@ -45,6 +45,7 @@ def refusal(
     assert status == 2, (command, error)
     assert "Traceback" not in error
     assert not list(folder.glob(f"{command}/checkpoints"))
+
     return error[error.index("distflow: ") :]
 
 

@@ -24,6 +24,7 @@ def test_a_reward_without_and_one_with_faults(
         "answers found, of 4: box 4, phrase 0, hashes 4, alone 4" in said
         and "no fault found" in said
     )
+
     for name in ("ends.py", "ends.py:compute_score", "ends:compute_score"):
         assert main(["reward", "check", name, *DATA]) == 1
         said = capsys.readouterr().out

@@ -29,6 +29,7 @@ def test_a_model_is_served_until_ctrl_c(tmp_path: Path, openai: Any) -> None:
     command = [sys.executable, "-m", "distflow", "serve", str(model), "--port", "0"]
     server = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     assert server.stdout is not None
+
     try:
         told: dict[str, str] = {}
         while "OPENAI_API_KEY" not in told:
@@ -36,6 +37,7 @@ def test_a_model_is_served_until_ctrl_c(tmp_path: Path, openai: Any) -> None:
             assert line, "it has ended"
             name, _, value = line.strip().partition("=")
             told[name] = value
+
         client = openai.OpenAI(
             base_url=told["OPENAI_BASE_URL"], api_key=told["OPENAI_API_KEY"], max_retries=0
         )
@@ -77,6 +79,7 @@ def test_a_key_of_the_environment_is_asked_for_and_not_printed(tmp_path: Path, o
         "--port",
         "0",
     ]
+
     environment = {**os.environ, "DISTFLOW_API_KEY": "of-mine"}
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as server:
         assert server.stdout is not None
@@ -85,6 +88,7 @@ def test_a_key_of_the_environment_is_asked_for_and_not_printed(tmp_path: Path, o
             while not lines or not lines[-1].startswith("model: "):
                 lines.append(server.stdout.readline())
                 assert lines[-1], "it has ended"
+
             (url,) = [
                 line.strip().partition("=")[2]
                 for line in lines

@@ -28,13 +28,16 @@ def write_run(folder: Path) -> Path:
             shuffle=False,
         )
         coordinator = Coordinator(plan, ledger)
+
         for step in (1, 2):
             _collect(coordinator)
             numbers = coordinator.ready(step - 1)
             assert numbers is not None
             coordinator.release(step - 1)
             run.samples(step, [_sample(number, i) for number in numbers for i in range(2)])
+
         coordinator.issue_groups()
+
     return folder
 
 

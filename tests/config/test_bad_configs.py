@@ -1423,10 +1423,12 @@ def test_the_registration_of_an_engine_says_what_its_server_can(monkeypatch):
         "vllm",
         replace(plain, sizes="d", reports_truncated=False, size_option="gpus"),
     )
+
     with pytest.raises(ConfigError) as caught:
         load_config(
             "grpo", [*server, f"{ROLLOUT}.top_p=0.9", f"{ROLLOUT}.tensor_model_parallel_size=2"]
         )
+
     devices, sampled = (str(problem) for problem in caught.value.problems)
     assert f"{ROLLOUT}.engine_kwargs.vllm.gpus=2" in devices
     assert f"{ROLLOUT}.top_p" in sampled and "'vllm' does not report log-probs" in sampled

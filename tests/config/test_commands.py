@@ -83,6 +83,7 @@ def test_a_command_is_answered_key_by_key(name):
     if not answers:
         load_config(preset, command(name))
         return
+
     with pytest.raises(ConfigError) as caught:
         load_config(preset, command(name))
     said = {
@@ -98,6 +99,7 @@ def test_a_command_is_answered_key_by_key(name):
 def test_with_the_answers_it_trains_what_it_says(name):
     preset, answers, written = ANSWERS[name]
     taken = {*answers, f"{ROLLOUT}.name", TENSOR}  # vLLM is in no environment of these tests
+
     kept = [override for override in command(name) if key_of(override) not in taken]
     if offloads := [override for override in kept if override.endswith("_offload=True")]:
         with pytest.raises(
@@ -105,6 +107,7 @@ def test_with_the_answers_it_trains_what_it_says(name):
         ):
             read_config(load_config(preset, [*kept, *written]))
         kept = [override for override in kept if override not in offloads]
+
     if name in INERT:
         with pytest.raises(
             UserError,
@@ -112,6 +115,7 @@ def test_with_the_answers_it_trains_what_it_says(name):
         ):
             read_config(load_config(preset, [*kept, *written]))
         kept = [override for override in kept if key_of(override) != INERT[name]]
+
     loaded = load_config(preset, [*kept, *written])
     read_config(loaded)
     told = {line.partition("=")[0].partition(" ")[0] for line in loaded.notes}

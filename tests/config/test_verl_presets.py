@@ -216,10 +216,12 @@ def check(config, text):
             same = ours[key] == (tuple(value) if isinstance(value, list) else value)
             unlike += [] if same or str(value).lower() == ours[key] else [(key, value, ours[key])]
             continue
+
         name = find_names(key)["verl"]
         for override in name.overrides(value).split(" ") if not name.accepts(value) else []:
             here, _, wanted = override.partition("=")
             unlike += [] if ours[here] == yaml.safe_load(wanted) else [(key, override, ours[here])]
+
     assert not unlike
 
 

@@ -164,6 +164,7 @@ def byte_level(
         vocab_size=320, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
     )
     tokenizer.train_from_iterator(_CORPUS, trainer)
+
     return _finished(tokenizer, template, tokens, eos, bos)
 
 
@@ -185,6 +186,7 @@ def metaspace(
     tokenizer.decoder = decoders.Sequence(
         [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
     )
+
     return _finished(tokenizer, template, tokens, eos, bos)
 
 

@@ -52,6 +52,7 @@ def test_each_mini_batch_of_a_step_is_as_even_as_if_it_were_alone(lengths, size,
     mini_batches = [order[start : start + size] for start in range(0, len(order), size)]
     parts = divide_step(lengths, [mini_batches], num_parts)
     assert sorted(itertools.chain(*parts)) == list(range(len(lengths)))
+
     for mini_batch in mini_batches:
         alone = [lengths[i] for i in mini_batch]
         own = [[i for i in part if i in mini_batch] for part in parts]
@@ -92,6 +93,7 @@ def test_mini_batches_of_all_passes_are_even():
             for mini_batches in passes
             for mini_batch in mini_batches
         ]
+
         return sum(slowest) * len(parts) / sum(map(sum, whole))
 
     for seed in range(5):

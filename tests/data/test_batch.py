@@ -36,6 +36,7 @@ def make(shapes: list[tuple[int, int]]) -> Batch:
         samples.append(
             Sample(f"{i // 2}-{i % 2}", i // 2, segments, prompt=f"p{i}", response=f"r{i}")
         )
+
     return Batch.from_samples(samples)
 
 
@@ -77,6 +78,7 @@ def test_select_keeps_each_sample_whole(shape: list[tuple[int, int]], random) ->
     batch = make(shape)
     order = [random.randrange(len(shape)) for _ in range(random.randint(1, 9))]
     picked = batch.select(order)
+
     for row, source in enumerate(order):
         assert picked["prompts"][row] == batch["prompts"][source]
         for name in ("prompt_ids", "response_ids", "rollout_log_probs", "input_ids"):
@@ -299,6 +301,7 @@ def test_an_unknown_column_that_fits_two_axes_is_refused(
         ValueError, match=r"'mine' of shape .* fits more than one axis .*register_field\('mine'"
     ) as error:
         batch["mine"] = value
+
     assert all(f"{axis}: (" in str(error.value) for axis in axes)
     assert "mine" not in batch
 
@@ -326,6 +329,7 @@ def test_batches_meet_only_where_their_fields_are_the_same(tmp_path: Path) -> No
     one["mine"] = torch.ones(1, 2)
     other["mine"] = torch.ones(1, 2)
     third["mine"] = torch.ones(1, 2).long()
+
     for meet in (
         lambda: Batch.concat([one, other]),
         lambda: Batch.concat([one.select([0]), other.select([0])]),
@@ -335,11 +339,13 @@ def test_batches_meet_only_where_their_fields_are_the_same(tmp_path: Path) -> No
             match="'mine' is float32 per response in one batch and float32 per prompt in",
         ):
             meet()
+
     with pytest.raises(
         ValueError,
         match="'mine' is float32 per prompt in one batch and int64 per prompt in another",
     ):
         other.merge(third)
+
     other.save(tmp_path / "other")
     loaded = Batch.load(tmp_path / "other")
     assert loaded.field("mine") == other.field("mine")

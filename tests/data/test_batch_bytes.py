@@ -41,16 +41,19 @@ def batches(
     prompts = torch.tensor([prompt for prompt, _ in lengths], dtype=torch.int64)
     responses = torch.tensor([response for _, response in lengths], dtype=torch.int64)
     tokens = Batch(prompts, responses)
+
     made: list[tuple[Field, torch.Tensor | list[object]]] = []
     for name, dtype, axis in draw(columns()) if wanted is None else wanted:
         if axis is Axis.OBJECT:
             made.append((Field(name, "object", axis), [draw(values) for _ in lengths]))
             continue
+
         size = int(tokens.lengths(axis).sum()) if axis in TOKEN_AXES else len(lengths)
         numbers = torch.tensor(
             draw(st.lists(st.floats(-200, 200), min_size=size, max_size=size)), dtype=torch.float64
         )
         made.append((Field(name, dtype, axis), numbers.to(getattr(torch, dtype))))
+
     return Batch.from_columns(prompts, responses, made)
 
 
@@ -65,10 +68,12 @@ def frozen(buffers: Buffers) -> Buffers:
 def assert_same(one: Batch, other: Batch) -> None:
     assert one.names == other.names
     assert all(torch.equal(one.lengths(axis), other.lengths(axis)) for axis in TOKEN_AXES)
+
     for name in one.names:
         assert one.field(name) == other.field(name)
         ours = one.flat(name)
         theirs = other.flat(name)
+
         if isinstance(ours, torch.Tensor):
             assert ours.dtype == theirs.dtype and torch.equal(
                 ours.view(torch.uint8), theirs.view(torch.uint8)
@@ -144,6 +149,7 @@ def test_parts_of_different_columns_are_refused_by_name() -> None:
         batch = Batch(torch.tensor([1]), torch.tensor([2]))
         batch["mine"] = torch.ones(2, dtype=dtype)
         parts.append(to_buffers(batch))
+
     with pytest.raises(ValueError, match="column 'mine'"):
         gather(parts, [(0, 0), (1, 0)])
     assert gather(parts, [(1, 0)]).flat("mine").tolist() == [1.0, 1.0]

@@ -77,6 +77,7 @@ def encode(tokenizer: Any, messages: Any, bad: BadRows | None = None, **changes:
     options = PromptOptions(
         **{"max_prompt_length": 500, "max_response_length": 500, "num_workers": 0, **changes}
     )
+
     return encode_rows([row], tokenizer, options, bad or BadRows(), end_token_ids(tokenizer))
 
 
@@ -207,6 +208,7 @@ def test_thinking_is_learnt_in_the_turn_where_it_was_thought() -> None:
         shown(tokenizer, encode(tokenizer, THOUGHT, template_kwargs={"enable_thinking": True}))
         == expected
     )
+
     with pytest.raises(
         UserError,
         match=r"f:7: .* prompts turn 1 of the assistant by .*set data.enable_thinking=true",
@@ -243,12 +245,14 @@ def test_tokens_are_those_of_the_whole_conversation_at_once(
         for i, message in enumerate(messages)
         if message["role"] == "assistant"
     ]
+
     rows = list(encode(tokenizer, messages, tools=tools))
     for row in rows:
         ids = [*row.prompt_ids, *row.response_ids]
         assert ids[: len(row.prompt_ids) + row.turns[-1][0]] in asked, (
             "a turn is learnt as it is asked for"
         )
+
     whole = tokenizer.apply_chat_template(messages, **kwargs)
     rest = tokenizer.decode(whole[len(ids) :]).replace("<|endoftext|>", "")
     assert ids == whole[: len(ids)] and not rest.strip()
@@ -339,10 +343,12 @@ def test_arguments_of_the_template_come_from_the_row_then_from_the_config() -> N
 def test_arguments_that_nothing_reads_are_refused() -> None:
     options = PromptOptions(500, 500, template_kwargs={"date_sting": "then"})
     rows = [RawRow("f:1", TALK[:2], None, "d", None, {})]
+
     with pytest.raises(
         UserError, match="date_sting does nothing: no 'date_sting' is in the chat template of"
     ):
         encode_rows(rows, TOKENIZERS["llama3"], options, BadRows())
+
     with pytest.raises(UserError, match="date_sting does nothing: the prompts are plain text"):
         encode_rows(
             [RawRow("f:1", "1+1", None, "d", None, {})], TOKENIZERS["llama3"], options, BadRows()
@@ -395,10 +401,12 @@ class TestLengths:
 def test_messages_that_are_kept_for_a_reward_are_no_other_data() -> None:
     asked = [{"role": "user", "content": "1+1?"}]
     rows = [RawRow("f:1", asked, "2", "d", None, {"level": 1})]
+
     sets = []
     for kept in (False, True):
         options = PromptOptions(99, 99, keep_chats=kept, keep_messages=kept, num_workers=0)
         sets.append(encode_rows(rows, TOKENIZERS["qwen2"], options, BadRows()))
+
     assert sets[0][0].extra_info != sets[1][0].extra_info
     assert sets[0].fingerprint() == sets[1].fingerprint()
 

@@ -52,6 +52,7 @@ def test_chat_prompts_go_through_the_chat_template(tokenizer):
     prompts = encode(
         [row("hi"), row(messages)], tokenizer, prompt_format="chat", system_prompt="be kind"
     )
+
     system = {"role": "system", "content": "be kind"}
     for prompt, expected in zip(prompts, [[system, messages[0]], [system, *messages]], strict=True):
         by_hand = tokenizer.apply_chat_template(
@@ -129,6 +130,7 @@ def many_rows(num_rows: int) -> list[RawRow]:
         "".join(map(chr, generator.integers(32, 127, size=generator.integers(1, 60))))
         for _ in range(num_rows)
     ]
+
     return [
         row(t if i % 3 else [{"role": "user", "content": t}], origin=f"f:{i}")
         for i, t in enumerate(texts)
@@ -140,8 +142,10 @@ def test_threads_chunks_and_neighbours_change_nothing(tokenizer):
     rows = many_rows(1300)
     sets = [encode(rows, tokenizer, num_workers=number) for number in (0, 1, 4)]
     assert len({prompts.fingerprint() for prompts in sets}) == 1
+
     for i in (0, 1, 511, 512, 1299, -1):
         (alone,) = encode([rows[i]], tokenizer)
         assert sets[2][i].prompt_ids == alone.prompt_ids and sets[2][i].origin == rows[i].origin
+
     assert [prompt.index for prompt in sets[2][-3:]] == [1297, 1298, 1299]
     assert sets[2][-1].index == 1299

@@ -92,6 +92,7 @@ def test_a_sequence_over_several_chunks(tmp_path):
     assert len(rows) == 2345
     for index in (0, 999, 1000, 2344, -1, -2345):
         assert rows[index] == prompts[index]
+
     for part in (
         slice(995, 1005),
         slice(-3, None),
@@ -100,9 +101,11 @@ def test_a_sequence_over_several_chunks(tmp_path):
         slice(9, 9),
     ):
         assert rows[part] == prompts[part]
+
     for index in (2345, -2346):
         with pytest.raises(IndexError):
             rows[index]
+
     assert rows.domains == ["d0", "d1", "d2"]
 
 
@@ -207,15 +210,18 @@ def test_a_flipped_bit_anywhere_changes_no_row_unseen(tmp_path):
     file = write_encoded(prompts, tmp_path, "train")
     content = file.read_bytes()
     rng = random.Random(0)
+
     num_found = 0
     for position in range(len(content)):
         damaged = bytearray(content)
         damaged[position] ^= 1 << rng.randrange(8)
         file.write_bytes(damaged)
+
         try:
             rows = EncodedRows(file)
             assert list(rows) == list(prompts)
             assert (rows.domains, rows.fingerprint()) == (prompts.domains, prompts.fingerprint())
         except UserError:
             num_found += 1
+
     assert num_found > len(content) / 5, "the rest is white space"

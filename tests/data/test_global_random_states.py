@@ -53,10 +53,12 @@ def test_several_draw_in_turns_as_each_does_alone_and_leave_the_global_generator
     found = [list[float]() for _ in range(4)]
     turns = [number for number in range(4) for _ in range(200)]
     random.Random(7).shuffle(turns)
+
     for number in turns:
         with global_random_states.lent(begins[number]):
             found[number].append(DRAWS[next(orders[number])]())
             begins[number] = partial(global_random_states.put_back, global_random_states.states())
+
     assert found == wanted
     assert [draw() for draw in DRAWS.values() for _ in range(3)] == outside
 
@@ -65,6 +67,7 @@ def test_several_draw_in_turns_as_each_does_alone_and_leave_the_global_generator
 def test_another_generator_of_numpy_is_lent_too() -> None:
     before = np.random.get_bit_generator()
     np.random.set_bit_generator(np.random.PCG64(3))
+
     try:
         first = global_random_states.states()
         drawn = np.random.rand()

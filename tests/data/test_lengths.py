@@ -93,6 +93,7 @@ def test_responses_that_are_too_long_are_left_out_cut_or_refused(tokenizer):
     assert (
         cut[1].response_ids == tuple(tokenizer("12345")["input_ids"]) and cut[1].prompt_text == "q"
     )
+
     with pytest.raises(
         UserError, match="f:9: the response has 6 tokens, more than data.max_response_length=5"
     ):

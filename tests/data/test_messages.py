@@ -195,6 +195,7 @@ def test_the_columns_are_named_where_none_is_found(tmp_path: Path) -> None:
     with pytest.raises(UserError) as found:
         load(tmp_path, {"conversations": []})
     assert "'messages' (data.messages_key); columns: conversations" in str(found.value)
+
     with pytest.raises(
         UserError, match=r"'response' \(data.response_key\), nor one of conversations"
     ):
@@ -214,6 +215,7 @@ def test_messages_of_prompts_may_call_tools(tmp_path: Path) -> None:
         tmp_path, {"prompt": "1+1?", "tools": "hammer"}, columns=Columns(answer_required=False)
     )
     assert unused.tools == [] and unused.extra_info == {"tools": "hammer"}, "no template sees it"
+
     with pytest.raises(
         UserError, match="chat.jsonl:1: message 1 of the prompt .* has the role 'human'"
     ):

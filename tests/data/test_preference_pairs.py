@@ -20,13 +20,16 @@ def pair(chosen: object, rejected: object, template: bool) -> tuple[str, str] | 
     found = encode_pair(row, tokenizer, ("better", "worse"))
     if isinstance(found, str):
         return found
+
     (found,) = found
     assert found.prompt_ids and found.response_ids and found.rejected_ids
+
     for ids, response in ((found.response_ids, chosen), (found.rejected_ids, rejected)):
         said = response if isinstance(response, str) else response[-1]["content"]
         assert [*found.prompt_ids, *ids] == encode_text(tokenizer, ASKED, said)[0], (
             "as the reward function reads it"
         )
+
     return str(tokenizer.decode(found.response_ids)), str(tokenizer.decode(found.rejected_ids))
 
 

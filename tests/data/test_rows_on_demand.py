@@ -26,6 +26,7 @@ def odd_lines(seed: int) -> bytes:
             {"prompt": "äß𝔘" * draw.randrange(4) + str(number)}, ensure_ascii=draw.random() < 0.5
         ).encode()
         lines.append(draw.choice([row, row, row, b"", b"  \t", b"[1]", b"{", b"\xff", b" " + row]))
+
     ends = [draw.choice([b"\n", b"\r\n"]) for _ in lines]
     text = b"".join(line + end for line, end in zip(lines, ends, strict=True))
     return draw.choice([b"", b"\xef\xbb\xbf"]) + (
@@ -60,10 +61,12 @@ def test_the_fingerprint_is_of_the_content_and_not_of_the_place(
     def write(name: str, last: str) -> Any:
         file = tmp_path / f"{name}{suffix}"
         rows = [{"prompt": "a"}, {"prompt": last}]
+
         if suffix == ".jsonl":
             file.write_text("".join(json.dumps(row) + "\n" for row in rows))
         else:
             pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), file)
+
         return index_file(file, tmp_path, KEY)
 
     assert (
@@ -78,12 +81,15 @@ def test_a_file_that_has_changed_since_or_is_of_another_kind_is_refused(tmp_path
     file.write_text('{"prompt": "a"}\n{"prompt": "b"}\n')
     found = index_file(file, tmp_path, KEY)
     file.write_text('{"prompt": "longer"}\n{"prompt": "b"}\n')
+
     with pytest.raises(
         UserError, match=r"row 2 of .*rows.jsonl' cannot be read: the file has changed since"
     ):
         found.row(1)
+
     other = tmp_path / "rows.csv"
     other.write_text("prompt\na\n")
+
     with pytest.raises(
         UserError,
         match=r"data.train_files: data.lazy reads .jsonl and .parquet .*rows.csv'.*lazy=false",

@@ -62,10 +62,12 @@ def test_the_same_rows_from_every_format(tmp_path):
     write_jsonl(tmp_path / "a.jsonl", rows)
     (tmp_path / "a.json").write_text(json.dumps(rows, indent=2))
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "a.parquet")
+
     with open(tmp_path / "a.csv", "w", newline="") as file:
         writer = csv.DictWriter(file, list(rows[0]))
         writer.writeheader()
         writer.writerows(rows)
+
     (tmp_path / "bom.jsonl").write_bytes(b"\xef\xbb\xbf" + (tmp_path / "a.jsonl").read_bytes())
     (tmp_path / "lines.json").write_bytes((tmp_path / "a.jsonl").read_bytes())
 
@@ -203,11 +205,13 @@ def test_files_that_hold_or_stand_for_too_much_are_refused(tmp_path):
         (tmp_path / name).write_text(start)
         with (tmp_path / name).open("r+b") as file:
             file.truncate(10 * 2**30)
+
     (tmp_path / "many.json").write_text("[" + "1," * 4_000_000 + "1]")
     (tmp_path / "field.csv").write_text('prompt,answer\na,"' + f"{'y' * 1_200_000}\n" * 8)
     (tmp_path / "wide.csv").write_text(
         ",".join(f"c{i}" for i in range(1000)) + "\n" + "1," * 999 + "1\n"
     )
+
     for name, text, rows in (
         ("long", "a" * 150_000_000, 1),
         ("same", "a" * 4_000_000, 100),
@@ -220,6 +224,7 @@ def test_files_that_hold_or_stand_for_too_much_are_refused(tmp_path):
         pyarrow.parquet.write_table(
             table, tmp_path / f"{name}.parquet", compression="zstd", write_statistics=False
         )
+
     said = {
         "long.json": (
             "is one list of 10,737,418,240 bytes, too large to be read at once: save it as .jsonl"

@@ -97,6 +97,7 @@ def test_files_that_are_missing_or_want_a_container_are_named(tmp_path: Path) ->
     (make(tmp_path / "e") / "task.toml").write_bytes(b"\xff")
     with pytest.raises(UserError) as raised:
         load_rows(str(tmp_path), Columns(answer_required=False))
+
     reasons = [line for line in str(raised.value).splitlines() if line.startswith(f"  {tmp_path}")]
     for reason, said in zip(
         reasons,
@@ -120,6 +121,7 @@ def test_files_that_are_none_and_nested_tables_are_named(tmp_path: Path) -> None
     make(tmp_path / "c", "a = " + "[" * 50_000)
     with pytest.raises(UserError) as raised:
         load_rows(str(tmp_path), Columns(answer_required=False))
+
     reasons = [line for line in str(raised.value).splitlines() if line.startswith(f"  {tmp_path}")]
     for reason, said in zip(
         reasons, ("no regular file", "no regular file", "recursion"), strict=True

@@ -37,6 +37,7 @@ def build() -> Path:
             "the rehearsal's device is C++: it wants the compiler `g++` on the PATH (Debian's "
             "package is g++)"
         )
+
     version = subprocess.run(
         [compiler, "--version"], capture_output=True, text=True, check=True
     ).stdout
@@ -50,6 +51,7 @@ def build() -> Path:
         CODE.read_text(),
     ]
     library = _made(what, functools.partial(_compile, compiler))
+
     return _made([*what, MODULE.read_text()], functools.partial(_write_package, library))
 
 
@@ -58,6 +60,7 @@ def _made(of: list[str], make: Callable[[Path], None]) -> Path:
     caches = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "distflow-rehearsal"
     made = caches / hashlib.blake2b(repr(of).encode(), digest_size=8).hexdigest()
     caches.mkdir(parents=True, exist_ok=True)
+
     with (caches / "lock").open("w") as lock, tempfile.TemporaryDirectory(dir=caches) as temporary:
         fcntl.flock(lock, fcntl.LOCK_EX)  # of several processes one compiles, and the others wait
         if not made.exists():
@@ -65,6 +68,7 @@ def _made(of: list[str], make: Callable[[Path], None]) -> Path:
             folder.mkdir()
             make(folder)
             folder.rename(made)
+
     return made
 
 
@@ -128,9 +132,11 @@ def on_device(test: Callable[..., Any]) -> Callable[..., Any]:
         process.start()
         theirs.close()
         process.join(DEADLINE_S)
+
         if process.is_alive():
             process.kill()
             pytest.fail(f"{test.__name__} did not end within {DEADLINE_S:.0f} s")
+
         assert process.exitcode == 0, (
             ours.recv() if ours.poll() else f"it ended with status {process.exitcode}"
         )

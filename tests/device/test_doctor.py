@@ -26,6 +26,7 @@ def doctor(*words: str) -> tuple[int, dict[str, list[str]]]:
         for line in out.getvalue().splitlines()[1:-1]
         if line[:24].strip() in {"device", *CHECKS}
     ]
+
     return status, {line[:24].strip(): [line[25:34].strip(), line[35:]] for line in lines}
 
 

@@ -66,6 +66,7 @@ def send(
         assert worker.poll(DEADLINE_S)
         assert (why := worker.recv()) is None, why
         sent.drop()
+
     assert number > 2
     worker.send((version, number))
     assert worker.poll(DEADLINE_S)
@@ -79,11 +80,13 @@ def test_an_engine_on_the_device_of_another_process_gets_them_bit_for_bit(tmp_pa
     worker, theirs = forks.Pipe()
     process = forks.Process(target=hold, args=(folder, theirs))
     process.start()
+
     try:
         send(model, Version(0, 1), partial(write_bucket, tmp_path), worker)
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.mul_(1.1)
+
         from torch_rehearsal import Events
 
         with Events() as events:
@@ -94,6 +97,7 @@ def test_an_engine_on_the_device_of_another_process_gets_them_bit_for_bit(tmp_pa
                 worker,
                 "rehearsal",
             )
+
         (read,) = (place for place in events.of("wait") if "bucket_files" in place[2])
         assert (
             events.counts[read] == len(list(model.parameters()))

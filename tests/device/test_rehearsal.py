@@ -19,6 +19,7 @@ def test_tensors_of_the_host_and_of_the_device_do_not_mix() -> None:
     ):
         with pytest.raises(RuntimeError, match="(?s)same device.*cpu"):
             mistake()
+
     with pytest.raises(TypeError, match="convert rehearsal:0 device type tensor to numpy"):
         x.numpy()
     assert (x * torch.tensor(2.0)).sum().item() == 12  # a number may come from the host
@@ -30,6 +31,7 @@ def test_waits_are_counted() -> None:
 
     x = torch.arange(4.0, device="rehearsal")
     counts = x.long()
+
     waiting = {
         "a number read": lambda: x[1].item(),
         "copy to the host": lambda: x.cpu(),
@@ -43,12 +45,14 @@ def test_waits_are_counted() -> None:
         with Events() as events:
             call()
         assert [place[1] for place in events.of("wait")] == [what]
+
     pinned = torch.ones(4).pin_memory()
     with Events() as events:
         y = (x + pinned.to("rehearsal", non_blocking=True)).relu()
         counts.repeat_interleave(counts, output_size=6)
         y[torch.arange(2, device="rehearsal")] = 0
         torch.empty(4, pin_memory=True).copy_(y, non_blocking=True)
+
     assert (
         not events.of("wait")
         and events.of("to device").total() == events.of("to host").total() == 1

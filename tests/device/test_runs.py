@@ -74,6 +74,7 @@ def run_on(device: str, ground: Playground, preset: str, *more: str) -> Run:
         == 0
     )
     config, _ = ground.spec(preset, STEPS, *ALIKE, f"trainer.device={device}", *more, name="read")
+
     return Run(ground.folder / device, config, None)
 
 
@@ -172,6 +173,7 @@ def test_an_engine_that_frees_its_own_weights_while_training_generates_the_same_
             "rehearsal", ground, "grpo", f"{MODEL}.dtype=bfloat16", *more, "trust.check_freq=1"
         )
         passed(runs[name])
+
     weights = runs["plain"].weights(3)
     assert all(
         torch.equal(weight, weights[name]) for name, weight in runs["freed"].weights(3).items()
@@ -200,6 +202,7 @@ def test_a_column_that_is_left_on_the_host_is_found(tmp_path: Path, name: str | 
 
     batch = ragged_batch()
     batch["old_log_probs"] = -torch.rand(batch.flat("advantages").shape)
+
     with (
         pytest.raises(RuntimeError, match="rehearsal.*cpu|cpu.*rehearsal")
         if name
@@ -230,6 +233,7 @@ def test_a_run_resumes_bit_for_bit_and_exports(tmp_path: Path) -> None:
     ground = Playground(tmp_path, num_rows=8)
     keys = (f"data.val_files={tmp_path}/rows.jsonl", "trainer.test_freq=1", "trainer.save_freq=1")
     whole, other = (run_on(device, ground, "grpo", *keys) for device in ("rehearsal", "cpu"))
+
     for name, begun in (("resumed", "rehearsal"), ("moved", "cpu")):
         more = (*ALIKE, *keys, f"trainer.default_local_dir={tmp_path}/{name}")
         saved = tmp_path / begun / "checkpoints/step-000002"
@@ -242,4 +246,5 @@ def test_a_run_resumes_bit_for_bit_and_exports(tmp_path: Path) -> None:
         if name == "resumed":
             assert all(torch.equal(weight, exact[key]) for key, weight in weights.items())
         close(weights, exact)
+
     close(exported(Run(tmp_path / "resumed", whole.config, whole.outcome)), whole.weights(3))

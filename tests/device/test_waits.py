@@ -98,9 +98,11 @@ def test_receipts_and_the_check_of_sent_weights_wait_once_for_a_bucket(tmp_path:
     here = stripe_hashes(model.named_parameters(), torch.bfloat16)
     model.to("rehearsal")
     bucket = [(name, parameter.detach().bfloat16()) for name, parameter in model.named_parameters()]
+
     with Events() as events:
         assert stripe_hashes(bucket) == here
         check_sent(bucket, model, 1)
+
     assert len(bucket) > 20 and events.of("wait").total() == 2
     bucket[7][1].view(-1)[0] += 1
     with pytest.raises(TrustError, match=f"not the trainer's: {bucket[7][0]} "):

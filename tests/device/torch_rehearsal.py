@@ -25,10 +25,12 @@ def load() -> None:
     """Once in a process."""
     if hasattr(torch, NAME):
         return
+
     torch.utils.rename_privateuse1_backend(NAME)
     torch._register_device_module(NAME, _Module(NAME))
     torch.utils.generate_methods_for_privateuse1_backend(for_storage=True)
     dist.Backend.register_backend("rehearsal_ccl", _over_gloo, devices=[NAME])
+
     if folder := os.environ.get("REHEARSAL_LOG"):
         events = Events()
         events.start()
@@ -150,6 +152,7 @@ def _place_in_src() -> str:
         if "/distflow/" in name and "site-packages" not in name and function not in _HELPERS:
             return f"{name.rpartition('/distflow/')[2]} {function}"
         frame = frame.f_back
+
     return ""
 
 

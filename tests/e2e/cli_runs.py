@@ -166,6 +166,7 @@ class Left:
         )
         records = read_metrics(self.folder)
         assert len({(r.step, r.kind) for r in records}) == len(records), "a step was recorded twice"
+
         return {
             (record.step, record.kind): {
                 k: v for k, v in record.values.items() if not k.startswith(varying)

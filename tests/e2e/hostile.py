@@ -29,10 +29,12 @@ def speak_hostile(model: Path) -> None:
     them."""
     file = model / "tokenizer.json"
     content = json.loads(file.read_text())
+
     vocabulary = content["model"]["vocab"]
     for own, other in zip(string.ascii_uppercase, HOSTILE_CHARACTERS * 2, strict=False):
         if other not in vocabulary:
             vocabulary[other] = vocabulary.pop(own)
+
     file.write_text(json.dumps(content))
 
 

@@ -249,6 +249,7 @@ class Lab:
         log_probs = torch.tensor([old]) + torch.tensor([ratios]).log()
         outputs = {"log_probs": log_probs, "entropy": torch.ones(1, 3)}
         loss, _ = objective(outputs, batch, objective.counts(batch))
+
         return round(float(loss), 5)
 
     def _load(self, base: str, changes: Sequence[str]) -> Loaded:
@@ -261,6 +262,7 @@ class Lab:
             for group in groups:
                 values = values[group]
             values[last] = yaml.safe_load(value) if value else None
+
         origins = {key.lstrip("~+"): "command line" for key in settings}
         return Loaded(config_from_dict(plain), origins)
 
@@ -281,6 +283,7 @@ class Lab:
         key = (base, tuple(self._merged(base, changes).items()))
         if key in self._runs:
             return self._runs[key]
+
         folder = self.folder / "runs" / str(len(self._runs))
         run = self._runs[key] = Run(folder)
         try:
@@ -289,6 +292,7 @@ class Lab:
             launch_local(replace(spec, factories=_watched(spec.factories, run)))
         except Exception as error:  # kept for the test to look at
             run.error = error
+
         return run
 
 
@@ -301,6 +305,7 @@ def same(one: Any, other: Any) -> bool:
     if isinstance(one, list):
         pairs = zip(one, other, strict=False)
         return len(one) == len(other) and all(same(*pair) for pair in pairs)
+
     return one == other
 
 
@@ -312,9 +317,11 @@ def _watched(factories: Mapping[str, Factory], run: Run) -> dict[str, Factory]:
         def built(get: Any, device: torch.device) -> object:
             part: Any = build(get, device)
             run.built[name] = part
+
             if name in ("actor", "critic"):
                 weights = part.state().trained_weights()
                 run.start[name] = {key: weight.clone() for key, weight in weights.items()}
+
             if name in ("actor", "critic", "ref"):
                 _part(part.model, "embed_tokens").register_forward_pre_hook(_note(run, name))
             if name == "actor":
@@ -382,6 +389,7 @@ def _write_files(folder: Path) -> None:
     said = [{"role": "user", "content": "say"}, {"role": "assistant", "content": "1"}]
     asked = [{"role": "user", "content": "what"}, {"role": "assistant", "content": "1"}]
     talks = [{"messages": said, "other_messages": asked, "answer": "1"}] * 4
+
     files = {
         "train": rows,
         "val": rows[:6],

@@ -31,6 +31,7 @@ def read_step(path: Path) -> list[Sample]:
     groups = kept["column.group_index"].tolist()
     valid = kept["column.valid"].tolist()
     rows = zip(prompts, responses, groups, valid, scores, strict=True)
+
     return [
         Sample(torch.cat([p, r]), len(p), group, ok, float(s.sum())) for p, r, group, ok, s in rows
     ]
@@ -62,6 +63,7 @@ class Trained:
         per_token.mean().backward()
         norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.settings.max_grad_norm)
         self.adamw.step()
+
         return {
             "loss": per_token.mean().item(),
             "grad_norm": norm.item(),
@@ -85,6 +87,7 @@ class ReferenceLoop:
         )
         self.critic = None
         c = config.critic
+
         if config.algorithm.adv_estimator == "gae":
             value = AutoModelForTokenClassification.from_pretrained(c.model.path, num_labels=1)
             self.critic = Trained(value, c, c.optim, updates * c.ppo_epochs)
@@ -95,6 +98,7 @@ class ReferenceLoop:
             old = [self.log_probs(self.actor.model, s)[0] for s in samples]
             ref = [self.log_probs(self.ref, s)[0] for s in samples]
             values = [self.values(s) for s in samples] if self.critic else []
+
         advantages, returns = (
             self.gae(samples, old, ref, values) if self.critic else (self.grpo(samples), [])
         )
@@ -102,6 +106,7 @@ class ReferenceLoop:
         critic = self.critic and self.train(
             self.critic, samples, number, self.value_loss, values, returns
         )
+
         return {"actor": actor, **({"critic": critic} if critic else {})}
 
     def train(
@@ -115,6 +120,7 @@ class ReferenceLoop:
             [(samples[i], *(c[i] for c in columns)) for i in part if samples[i].valid]
             for part in parts
         ]
+
         return [trained.update(torch.cat([loss(*term) for term in part])) for part in terms]
 
     def log_probs(self, model, sample: Sample) -> tuple[Tensor, Tensor]:
@@ -136,6 +142,7 @@ class ReferenceLoop:
         scores = {
             group: torch.tensor(scores, dtype=torch.float64) for group, scores in of_group.items()
         }
+
         return [
             float((s.score - scores[s.group].mean()) / (scores[s.group].std() + 1e-6))
             for s in samples
@@ -152,6 +159,7 @@ class ReferenceLoop:
             for r, v in zip(reward.tolist()[::-1], value.tolist()[::-1], strict=True):
                 following, row = v, [r + a.gamma * following - v + a.gamma * a.lam * row[0], *row]
             advantages.append(torch.tensor(row[:-1]).double())
+
         returns = [(a + v).float() for a, v in zip(advantages, values, strict=True)]
         judged = torch.cat([a for a, s in zip(advantages, samples, strict=True) if s.valid])
         return [
@@ -167,6 +175,7 @@ class ReferenceLoop:
         loss = torch.maximum(-advantage * ratio, -advantage * ratio.clamp(1 - low, 1 + high))
         loss = torch.where(advantage < 0, torch.minimum(loss, -advantage * a.clip_ratio_c), loss)
         kl = ((ref - new).exp() - (ref - new) - 1).clamp(max=10) if a.use_kl_loss else 0.0
+
         return loss - a.entropy_coef * entropy + a.kl_loss_coef * kl
 
     def value_loss(self, sample: Sample, old: Tensor, target: Tensor) -> Tensor:

@@ -61,6 +61,7 @@ class Playground:
             AutoModelForTokenClassification.from_config(config).save_pretrained(
                 self.folder / "critic"
             )
+
         return self.folder / "critic"
 
     def overrides(self, name: str, *more: str) -> list[str]:
@@ -71,6 +72,7 @@ class Playground:
         on_cpu = (
             ("trainer.device=cpu",) if is_shared and not torch.accelerator.is_available() else ()
         )
+
         return [
             f"data.train_files={self.folder}/rows.jsonl",
             "data.train_batch_size=4",

@@ -36,11 +36,13 @@ def records(folder: Path) -> list[dict[str, Any]]:
             record = json.loads(line)
         except ValueError:  # torn by a kill
             record = None
+
         if record and record["kind"] == "rolled_back":
             held = [(position, kept) for position, kept in held if position < record["to"]]
         if record:
             held.append((offset, record))
         offset += len(line)
+
     return [record for _, record in held]
 
 
@@ -61,17 +63,20 @@ def audit(folder: Path, max_staleness: int, places: set[Place]) -> Survivors:
             version[number] = record["version"]
         if record["kind"] == "dropped":
             dropped[number] = record["reason"]
+
         if record["kind"] == "consumed":
             for trained in record["group_ids"]:
                 assert trained not in step_of, f"group {trained} was trained twice"
                 step_of[trained] = record["step"]
                 ages[place[trained]] = record["step"] - 1 - version[trained]
+
     assert sorted(place.values()) == sorted(places)
     assert not step_of.keys() & dropped.keys()
     lost = place.keys() - step_of.keys() - dropped.keys()
     assert not lost, f"lost: {sorted(lost)}"
     assert all(0 <= age <= max_staleness for age in ages.values()) and all(dropped.values())
     lengths = _lengths(folder, step_of, max_staleness)
+
     return Survivors(
         {place[number]: step for number, step in step_of.items()},
         {place[number]: own for number, own in lengths.items()},
@@ -93,5 +98,6 @@ def _lengths(folder: Path, step_of: dict[int, int], max_staleness: int) -> dict[
                 step - 1 - max_staleness <= made < step for made in json.loads(row["versions"])
             )
             found.setdefault(number, []).append(row["response_length"])
+
     assert found.keys() == step_of.keys()
     return found

@@ -45,6 +45,7 @@ def options(**changes: Any) -> str:
         "action_chunks_len": 4,
         "first_token": 0,
     }
+
     return f"actor_rollout_ref.rollout.workflow_kwargs={flow({'env': 'gridreach', 'actions': actions, **changes})}"  # noqa: E501
 
 

@@ -155,6 +155,7 @@ def test_numbers_that_are_not_finite_are_errors_of_their_episodes(
     """They are neither executed nor trained on, and the run ends with their cause."""
     right = hf.normal_of
     monkeypatch.setattr(hf, "normal_of", lambda *given: [each * math.nan for each in right(*given)])
+
     with pytest.raises(
         TooManyErrors,
         match="160 of 160 scores are reward errors .* is nan: the policy has diverged",

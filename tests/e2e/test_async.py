@@ -72,6 +72,7 @@ def test_answers_span_three_versions_and_a_group_is_trained_four_steps_behind_it
         at_work[group["group_id"]] = {
             s["version"] for s in decoded if s["t0"] < group["t1"] and s["t1"] > group["t0"]
         }
+
     assert max(map(len, at_work.values())) >= 3
     rows = [row["versions"] for row in samples(long_tail)]
     assert max(map(len, rows)) >= 3, "no sample has tokens of three versions"

@@ -65,10 +65,12 @@ def test_any_number_of_groups_in_flight_comes_to_the_end(
     run(ground, staleness, f"async.max_concurrent_rollouts={at_once}", "trainer.total_epochs=1")
     survived = whole(ground, staleness, 1)
     assert not survived.dropped and max(survived.step.values()) == 3
+
     running = most = 0
     for record in records(ground.folder / "run"):
         running += {"issued": 1, "complete": -1, "dropped": -1}.get(record["kind"], 0)
         most = max(most, running)
+
     assert most == min(at_once, 10)
 
 
@@ -85,6 +87,7 @@ DYNAMIC = (
 
 def test_a_step_that_does_not_fill_goes_on_with_what_there_is(ground: Playground) -> None:
     ground.write_reward(NOW_AND_THEN.format(one_in=3))
+
     # the same answers at any version
     same = ("actor_rollout_ref.actor.optim.lr=0", "actor_rollout_ref.rollout.n=4")
     keys = (

@@ -206,6 +206,7 @@ def start(ground: Playground, fault: str, *overrides: str) -> CliRun:
         "trust.canary_freq=0",
         f"dag.pipeline={ground.folder}/faulty.py:make",
     )
+
     return CliRun(
         ground.folder / "log",
         ["train", "grpo", *ground.overrides("run", *keys, *overrides)],
@@ -283,10 +284,12 @@ def test_a_run_that_cannot_go_on_ends_with_one_message_and_is_resumed(
     status, message = ENDS[fault]
     patience = ("actor_rollout_ref.rollout.timeout_s=2",) if fault == "lost_request" else ()
     run = start(ground, fault, *patience)
+
     children: list[int] = []
     while run.running:
         children += children_of(run.pid)
         time.sleep(0.05)
+
     assert run.status() == status and message in run.said(), run.said()
     assert (ground.folder / "fired").exists()
     assert run.said().count("distflow: ") == 1 and "Traceback" not in run.said()
@@ -294,6 +297,7 @@ def test_a_run_that_cannot_go_on_ends_with_one_message_and_is_resumed(
     verify(ground.folder / "run" / "ledger.jsonl")
 
     assert (again := start(ground, "none", *patience)).status() == 0, again.said()
+
     # Those of a step that was saved before it was seen that all fail.
     assert set(unharmed(ground)) <= {"error", "max_retries"}
 

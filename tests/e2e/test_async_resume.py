@@ -146,6 +146,7 @@ def start(
         f"dag.pipeline={ground.folder}/killed.py:make",
     )
     arguments = ["train", "grpo", *flags, *ground.overrides(name, *keys, *overrides)]
+
     return CliRun(ground.folder / f"{name}.log", arguments, environment)
 
 
@@ -233,6 +234,7 @@ def test_complete_groups_are_trained_as_they_were_and_begun_ones_start_again(
     folder = finish(ground, copied(cut, "as_they_were"))
     audit(folder, STALENESS, PLACES)
     issued = {r["group_id"]: r for r in records(folder) if r["kind"] == "issued"}
+
     for group in left["live"]:
         again = issued[group["prompt_group"]["group_id"]]
         assert (again["restart"] == left["restart"]) == group["complete"]

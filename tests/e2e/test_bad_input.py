@@ -237,6 +237,7 @@ def test_one_message_names_what_to_change(
 
         if torch.cuda.is_available():
             pytest.skip("wants a machine without CUDA")
+
     prepare, overrides, needed = BAD_INPUT[what]
     prepare(ground)
     monkeypatch.syspath_prepend(str(ground.folder))

@@ -31,6 +31,7 @@ def playground(
         )
     ]
     made.write_rows(rows)
+
     return made
 
 
@@ -55,6 +56,7 @@ def test_broken_tests_are_an_error_where_asked_or_where_most_rows_have_them(tmp_
         UserError, match="(?s)1 row whose tests are broken.*rows.jsonl:4.*data.broken_tests=skip"
     ):
         ground.spec("grpo", *CODE, "data.broken_tests=error")
+
     ground = playground(tmp_path, [RIGHT], broken=3)
     with pytest.raises(UserError, match="(?s)3 rows whose tests are broken.*data.answer_key"):
         ground.spec("grpo", *CODE)

@@ -53,6 +53,7 @@ def reference(folder: Path, rows: list[dict[str, Any]]) -> tuple[float, float]:
     """The mean loss of a learnt token, and the norm of its gradient."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)
     tokenizer = tiny_tokenizer()
+
     losses = []
     for row in rows:
         text = tokenizer.apply_chat_template(row["messages"], tokenize=False)
@@ -61,6 +62,7 @@ def reference(folder: Path, rows: list[dict[str, Any]]) -> tuple[float, float]:
         for found in re.finditer(r"assistant: (.*?<eos>)", text, re.DOTALL):
             start, end = (len(tokenizer(text[:place])["input_ids"]) for place in found.span(1))
             losses += [-log_probs[place - 1, ids[0, place]] for place in range(start, end)]
+
     loss = torch.stack(losses).mean()
     loss.backward()
     norm = (
@@ -68,6 +70,7 @@ def reference(folder: Path, rows: list[dict[str, Any]]) -> tuple[float, float]:
         .sum()
         .sqrt()
     )
+
     return float(loss.detach()), float(norm)
 
 

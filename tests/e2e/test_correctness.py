@@ -172,6 +172,7 @@ def test_a_reward_of_the_user_s_own_is_filtered_and_validated_by_its_verdict(
         )
         == 0
     )
+
     rows = read_samples(ground.folder / "run", 1)
     for start in range(0, len(rows), 4):
         rights = [row["acc"] for row in rows[start : start + 4]]
@@ -179,6 +180,7 @@ def test_a_reward_of_the_user_s_own_is_filtered_and_validated_by_its_verdict(
         assert rights == [
             float(sum(map(ord, row["response"])) % 2 == 0) for row in rows[start : start + 4]
         ]
+
     held_out = read_samples(ground.folder / "run", 1, "val")
     right = [sum(map(ord, row["response"])) % 2 == 0 for row in held_out]
     assert len(right) == 3 and validated(ground)["val_correct/all/mean"] == pytest.approx(

@@ -48,6 +48,7 @@ FILTERED = ("algorithm.filter_groups.enable=true", "algorithm.filter_groups.max_
 def ground(tmp_path_factory: pytest.TempPathFactory) -> Playground:
     ground = Playground(tmp_path_factory.mktemp("domains"))
     ground.write_reward(REWARD)
+
     for name, key, num_rows in (("math", "prompt", 7), ("code", "question", 5)):
         rows = [
             {key: f"{'ab' * (i % 3 + 1)}{i}=", "answer": "7", "number": i, "data_source": "x"}
@@ -56,6 +57,7 @@ def ground(tmp_path_factory: pytest.TempPathFactory) -> Playground:
         (ground.folder / f"{name}.jsonl").write_text(
             "".join(json.dumps(row) + "\n" for row in rows)
         )
+
     return ground
 
 
@@ -65,13 +67,16 @@ def given(ground: Playground, *more: str, domains: Any = DOMAINS) -> tuple[str, 
         for key in ("train_files", "val_files"):
             if key in domain:
                 domain[key] = str(ground.folder / domain[key])
+
     text = json.dumps(found).replace('"', "'")
+
     # JSON quotes keys, which Hydra's grammar does not take.
     for key in {key for name, domain in found.items() for key in (name, *domain)} | {
         "name",
         "weight",
     }:
         text = text.replace(f"'{key}':", f"{key}:")
+
     return (
         "data.train_files=[]",
         f"data.domains={text}".replace("True", "true").replace("False", "false"),
@@ -94,6 +99,7 @@ def steps_of(run: Run) -> list[Counter[str]]:
             domains[record["group_id"]] = record["domain"]
         if record["kind"] == "consumed":
             steps.append(Counter(domains[prompt_group] for prompt_group in record["group_ids"]))
+
     return steps
 
 
@@ -177,6 +183,7 @@ def test_ahead_of_training_the_shares_are_as_exact(ground: Playground) -> None:
     )  # fmt: skip
     run = ground.run("grpo", *settings, name="ahead")
     go_back(run, 2, "ahead_killed")
+
     killed = ground.run("grpo", *settings, name="ahead_killed")
     for each in (run, killed):
         assert steps_of(each) == [Counter(math=3, code=1)] * 4 and not each.notes("warning")
@@ -231,9 +238,11 @@ def test_a_domain_may_have_groups_of_another_size(ground: Playground, estimator:
         ("math", 3): 2,
         ("code", 5): 2,
     }
+
     for rows in groups.values() if estimator == "rloo" else ():
         scores = [float(batch["scores"][row]) for row in rows]
         for row, score in zip(rows, scores, strict=True):
             others = (sum(scores) - score) / (len(rows) - 1)
             assert float(batch["advantages"][row, 0]) == pytest.approx(score - others, abs=1e-5)
+
     assert all("sampled policy" in note for note in run.notes("warning"))

@@ -119,6 +119,7 @@ def start(ground: Playground, command: str, builder: str, *more: str) -> CliRun:
     if builder not in ("judging", "answering"):
         unused = ("reward.functions", "reward.num_workers", "custom_reward_function.", "trust.")
         keys = [key for key in keys if not key.startswith(unused)]
+
     pipeline = (f"dag.pipeline={ground.folder}/endless.py:{builder}",)
     quiet = "actor_rollout_ref.actor.use_kl_loss=false"
     return CliRun(
@@ -143,10 +144,12 @@ def test_a_run_ends_in_time_and_says_which_function_it_was(
         "data.train_batch_size=2",
         "actor_rollout_ref.actor.ppo_mini_batch_size=2",
     )
+
     children: list[int] = []
     while run.running:
         children += children_of(run.pid)
         time.sleep(0.05)
+
     assert run.status() == 2 and CASES[builder] in run.said(), run.said()
     assert (
         run.said().count("distflow: ") == 1

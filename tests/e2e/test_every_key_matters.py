@@ -97,6 +97,7 @@ def of_normalization(name: str) -> list[Change]:
     of_batch = (*REINFORCE, f"{group}.mean_level=batch", f"{group}.std_level=batch")
     with_std = (*of_group, f"{group}.std_level=group")
     shows = "column advantages"
+
     return [
         Change(f"{group}.mean_level", "group", shows, given=REINFORCE),
         Change(f"{group}.mean_leave1out", "true", shows, given=of_group),
@@ -403,6 +404,7 @@ def test_a_change_shows(change: Change, lab: Lab) -> None:
     after = lab.look(change.base, changed, change.shows)
     assert not same(before, after)
     assert change.to is None or same(after, change.to)
+
     if change.keeps:
         kept = lab.look(change.base, change.given, change.keeps)
         assert same(lab.look(change.base, changed, change.keeps), kept)

@@ -115,6 +115,7 @@ def fingerprint(run: Run) -> dict[str, Any]:
                 weights.update(
                     name.encode() + tensor.contiguous().view(torch.uint8).numpy().tobytes()
                 )
+
     files = [file for file, split, _ in sample_files(run.folder) if split != DROPPED]
     rows = [row for file in files for row in read_sample_file(file, run.folder)[0]]
     texts = [[row["uid"], row["response"], row["score"], row["advantage"]] for row in rows]
@@ -123,6 +124,7 @@ def fingerprint(run: Run) -> dict[str, Any]:
     metrics = [
         {name: step[name] for name in KEPT_METRICS if name in step} for step in run.metrics()
     ]
+
     return {
         "weights": weights.hexdigest(),
         "texts": hashlib.sha256(json.dumps(texts).encode()).hexdigest(),
@@ -145,6 +147,7 @@ def machine() -> dict[str, str]:
     chosen = sorted(
         f"{key}={value}" for key, value in os.environ.items() if key.startswith(CHOOSES_CODE)
     )
+
     return {
         "torch": torch.__version__,
         "cpu": cpu.partition(":")[2].strip(),
@@ -184,6 +187,7 @@ def test_a_run_ends_where_it_ended(name: str, tmp_path: Path) -> None:
 def check_near(name: str, now: dict[str, Any], before: dict[str, Any]) -> None:
     assert [list(step) for step in now["metrics"]] == [list(step) for step in before["metrics"]]
     assert now["group_ids"] == before["group_ids"]
+
     # its products round in another order on another processor, and other tokens are drawn
     if "bfloat16" in name:
         return
@@ -207,11 +211,13 @@ def record() -> None:
     for name in RUNS:
         with tempfile.TemporaryDirectory() as folder:
             runs[name] = run(name, Path(folder))
+
     bits = {name: bits_of(each) for name, each in runs.items()}
     recorded = json.loads(FILE.read_text())
     before = recorded_bits(recorded)
     if bits == before:
         return
+
     if before is None and all_near(runs, recorded["runs"]):
         recorded["machines"].append({"machine": machine(), "bits": bits})
     else:
@@ -220,6 +226,7 @@ def record() -> None:
             for name, each in runs.items()
         }
         recorded = {"machines": [{"machine": machine(), "bits": bits}], "runs": kept}
+
     FILE.write_text(json.dumps(recorded, indent=1) + "\n")
 
 

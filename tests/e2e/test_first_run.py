@@ -113,6 +113,7 @@ def test_a_mistake_is_refused_with_its_fix(
         status = main(["train", "grpo", MODEL, "data.train_files=rows.jsonl", REWARD, *more])
     except SystemExit as left:  # argparse's way
         status = int(left.code or 0)
+
     said = capsys.readouterr().err
     assert status == 2 and all(word in said for word in words), said
 

@@ -83,6 +83,7 @@ def test_export_runs_no_code_of_the_model_unless_asked(
     assert cli.main(command) == 2
     err = capsys.readouterr().err
     assert not trap.sprung and not (ground.folder / "out").exists()
+
     model = ground.folder / "model"
     for named in (
         f"{model}/evil.py:EvilConfig",
@@ -91,6 +92,7 @@ def test_export_runs_no_code_of_the_model_unless_asked(
         "--trust-code",
     ):
         assert named in err
+
     cli.main([*command, "--trust-code"])
     assert trap.sprung and "evil.py:EvilConfig" in capsys.readouterr().out
 
@@ -110,11 +112,13 @@ def test_training_a_model_that_needs_its_code_names_it(
 ) -> None:
     model = ground.folder / "model"
     bring_code(model, trap.code)
+
     if file == "config.json":
         edit_json(model / file, model_type="evil", architectures=["EvilModel"])
     else:
         edit_json(model / file, tokenizer_class="EvilTokenizer")
         (model / "tokenizer.json").unlink()
+
     assert cli.main(["train", "grpo", *ground.overrides("run", *CHEAP)]) == 2
     err = capsys.readouterr().err
     assert not trap.sprung and f"{model}/evil.py:Evil" in err and "trust_remote_code" in err
@@ -149,12 +153,14 @@ def test_a_folder_of_data_is_no_program(
 ) -> None:
     folder = ground.folder / "handed"
     folder.mkdir()
+
     if kind == "script":
         (folder / "handed.py").write_text(trap.code)
     else:
         (folder / "rows.pkl").write_bytes(
             b"cbuiltins\nexec\n(V" + trap.code.strip().encode() + b"\ntR."
         )
+
     assert (
         cli.main(["train", "grpo", *ground.overrides("run", *CHEAP, f"data.train_files={folder}")])
         == 2
@@ -221,6 +227,7 @@ def test_eval_and_chat_run_no_code_of_a_run_unless_asked(
     evil = ground.folder / "evil.py"
     evaluate = ["eval", str(run), f"data.val_files={rows}", f"--to={ground.folder}/out"]
     evil.write_text(trap.code + "def compute_score(**_): return 0.0\n")
+
     judge = {
         "name": "judge",
         "options": {"model": "m", "base_url": "http://localhost:9/v1", "key_variable": "KEY"},
@@ -234,6 +241,7 @@ def test_eval_and_chat_run_no_code_of_a_run_unless_asked(
         assert cli.main(evaluate) == 2
         err = capsys.readouterr().err
         assert not trap.sprung and str(named) in err and "--trust-code" in err
+
     assert cli.main(["chat", str(run)]) == 2 and "trainer.imports: evil" in capsys.readouterr().err
     edit_config(run, trainer={"imports": []})
     assert cli.main([*evaluate, "--trust-code"]) == 0 and trap.sprung
@@ -309,6 +317,7 @@ def test_modules_in_the_folder_that_is_looked_at_stand_for_no_others(
 ) -> None:
     folder = tmp_path / "handed"
     (folder / "checkpoints").mkdir(parents=True)
+
     for name in (
         "torch",
         "transformers",
@@ -320,6 +329,7 @@ def test_modules_in_the_folder_that_is_looked_at_stand_for_no_others(
         "safetensors",
     ):
         (folder / f"{name}.py").write_text(trap.code)
+
     (folder / "events.jsonl").write_text('{"kind": "start", "restart": 0}\n')
     (folder / "run.json").write_text('{"distflow": "0"}')
     path = os.pathsep.join(entry for entry in sys.path if entry)

@@ -46,6 +46,7 @@ def test_a_killed_run_that_goes_by_the_clock_is_bit_equal_when_it_is_resumed(
         "trainer.stop_when=actor/lr < 0.0005",
     )
     command = [sys.executable, "-m", "distflow", "train", "grpo", *ground.overrides("run", *keys)]
+
     killed = subprocess.Popen(
         command, env={**os.environ, "OMP_NUM_THREADS": "1"}, stdout=subprocess.DEVNULL
     )
@@ -53,6 +54,7 @@ def test_a_killed_run_that_goes_by_the_clock_is_bit_equal_when_it_is_resumed(
         (tmp_path / "run").glob("checkpoints/step-00000[2-9]")
     ):
         time.sleep(0.01)
+
     killed.send_signal(signal.SIGKILL)
     killed.wait()
     resumed = ground.run("grpo", *keys)

@@ -52,6 +52,7 @@ def groups_of(run: Run) -> list[torch.Tensor]:
             batch["scores"][batch["group_index"] == group]
             for group in batch["group_index"].unique()
         ]
+
     return found
 
 

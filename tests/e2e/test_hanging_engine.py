@@ -63,10 +63,12 @@ def test_a_run_ends_in_time_and_names_the_engine(
         f"data.val_files={tmp_path}/rows.jsonl",
     )
     run = CliRun(tmp_path / "log", [command, "grpo", *ground.overrides("run", *keys)])
+
     children: list[int] = []
     while run.running:
         children += children_of(run.pid)
         time.sleep(0.05)
+
     said = run.said()
     assert run.status() == 1, said
     assert (

@@ -35,6 +35,7 @@ def test_each_kept_checkpoint_has_the_model_that_transformers_loads(tmp_path: Pa
     plain = ground.run("grpo", *CHEAP, "trainer.total_training_steps=3", name="plain")
     models = run.folder / "huggingface"
     assert names(models) == ["step-000002", "step-000003"], "as many as checkpoints are kept"
+
     for step in (2, 3):
         folder = models / f"step-{step:06d}"
         loaded = AutoModelForCausalLM.from_pretrained(folder).state_dict()
@@ -43,9 +44,11 @@ def test_each_kept_checkpoint_has_the_model_that_transformers_loads(tmp_path: Pa
             torch.equal(loaded[name], tensor) for name, tensor in wanted.items() if name in loaded
         )
         assert len(AutoTokenizer.from_pretrained(folder)) > 1
+
     assert all(
         torch.equal(tensor, plain.weights(3)[name]) for name, tensor in run.weights(3).items()
     )
+
     # What a kill, or somebody else, left: gone or written again by the next start, and what is not
     # ours stays.
     shutil.rmtree(models / "step-000003")
@@ -70,6 +73,7 @@ def test_an_export_that_was_killed_is_made_again(
         writing.write("run", {})
         writing.commit(["run"])
         (tmp_path / "huggingface" / f"step-{step:06d}").mkdir(parents=True)
+
     (tmp_path / "huggingface" / "step-000001" / NOTE).write_text(
         json.dumps({"checkpoint": identity(tmp_path / "checkpoints" / "step-000001")})
     )

@@ -26,6 +26,7 @@ def ours(frame: FrameType | None) -> list[str]:
                 f"{Path(frame.f_code.co_filename).relative_to(SOURCE)}:{frame.f_code.co_name}"
             )
         frame = frame.f_back
+
     return found[::-1]
 
 

@@ -117,6 +117,7 @@ def test_tokens_that_are_no_files(
         ):
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
             save_file({"x": torch.zeros(2)}, folder / name)
+
     for name in ("tokens/000001.safetensors", "tokens/000001.1.safetensors"):
         KINDS[kind](run / name)
         assert look("report", run, "--views", tmp_path / "views.sql") == 0
@@ -132,10 +133,12 @@ def test_a_config_of_a_run_is_shown_or_left_out(
         (run / "config.yaml").write_bytes(text if isinstance(text, bytes) else text.encode())
     else:
         KINDS[kind](run / "config.yaml")
+
     assert look("report", run) == 0
     one_message(capsys, 0)
     if kind in KINDS:
         assert "(config.yaml cannot be read: " in (run / "report.html").read_text()
+
     if kind in (*KINDS, "aliases", "deep", "NUL"):
         with pytest.raises(UserError, match="config.yaml' cannot be read: "):
             assert distflow.load_run(run).config
@@ -148,6 +151,7 @@ def test_configs_that_stand_for_too_much(
     text = YAML[kind]
     (tmp_path / "own.yaml").write_bytes(text if isinstance(text, bytes) else text.encode())
     (tmp_path / "built.yaml").write_text("defaults: [own, _self_]\ntrainer: {seed: 2}\n")
+
     for command, file in product(("config", "train"), ("own", "built")):
         status = look(command, tmp_path / f"{file}.yaml")
         assert status == 2
@@ -171,6 +175,7 @@ def watched(commands: list[list[str]]) -> tuple[list[int], int]:
     )
     assert done.returncode == 0, done.stderr
     statuses, peak = json.loads(done.stdout.splitlines()[-1])
+
     return statuses, peak
 
 
@@ -183,6 +188,7 @@ def test_they_take_little_memory(sound: Path, tmp_path: Path) -> None:
         shutil.copytree(sound, run)
         spoil_journal(run, name)
         commands += [["report", str(run)], ["why", str(run), "1"]]
+
     statuses, peak = watched(commands)
     assert set(statuses) <= {0, 2} and peak < MOST_MB
 
@@ -206,12 +212,14 @@ def test_checkpoints_and_models(trained: Playground, tmp_path: Path, kind: str) 
         commands.append(["export", str(run), "--to", str(tmp_path / f"out{number}")])
         commands.append(["eval", str(run), f"data.val_files={trained.folder}/rows.jsonl"])
         commands.append(["doctor", str(run)])
+
     for number, file in enumerate(("config.json", "tokenizer.json", "model.safetensors")):
         model = tmp_path / "models" / f"model{number}"
         shutil.copytree(trained.folder / "model", model)
         KINDS[kind](model / file)
         named = f"actor_rollout_ref.model.path={model}"
         commands.append(["train", "grpo", *trained.overrides(f"of{number}", named)])
+
     statuses, peak = watched(commands)
     assert statuses[:9] == [2, 2, 0] * 3 and peak < MOST_MB
     assert kind == "link out" or statuses[9:] == [2, 2, 2], "a hub's cache has links"

@@ -41,6 +41,7 @@ def ground(tmp_path: Path) -> Playground:
         ]
     )
     ground.write_reward(f"CANARY = {CANARY!r}\n{REWARD}")
+
     return ground
 
 
@@ -88,6 +89,7 @@ def test_what_a_run_prints() -> None:
     shown = out.getvalue()
     assert "reward errors 1 (" in shown
     assert "\\x1b[2J" in shown and "[red]boo" in shown
+
     for acting in (
         "\x1b[2J\x1b]52",
         "\x1b]8",

@@ -32,6 +32,7 @@ def playground(tmp_path: Path) -> Playground:
     """Rows with an image, with two, and with none."""
     made = Playground(tmp_path)
     write_tiny_llava(tmp_path / "model")
+
     rows = []
     for number in range(12):
         colours = ["rgb"[number % 3], "rgb"[number // 3 % 3]][: number % 3]
@@ -39,6 +40,7 @@ def playground(tmp_path: Path) -> Playground:
             (tmp_path / f"{number}-{place}.png").write_bytes(png(square(colour, at=number)))
         images = [f"{number}-{place}.png" for place in range(len(colours))]
         rows.append({"prompt": f"{number}?", "answer": "7", "response": "r", "images": images})
+
     made.write_rows(rows)
     return made
 

@@ -65,6 +65,7 @@ def start(ground: Games, name: str, staleness: int, *more: str, kill_at: int = 0
         *more,
     )
     arguments = ["train", "grpo", *ground.overrides(name, *keys)]
+
     return CliRun(ground.folder / f"{name}.log", arguments, {"KILL_AT": str(kill_at)})
 
 

@@ -23,6 +23,7 @@ def ground(tmp_path_factory: pytest.TempPathFactory) -> Playground:
     )
     more = [json.dumps({"prompt": f"{i}=", "answer": "7", "response": "7"}) for i in range(256)]
     (ground.folder / "broken.jsonl").write_text("\n".join([*more, *["{ no JSON"] * 100]))
+
     return ground
 
 

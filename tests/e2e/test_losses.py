@@ -105,6 +105,7 @@ def test_weights_are_of_whole_sequences_and_rejected_tokens_leave_every_count(
     assert step["rejection/masked"] == pytest.approx(1 - float(kept.sum() / made.sum()), abs=1e-6)
     assert step["rejection/seq_mean_k2_masked"] == 0.0
     wanted = -(batch["advantages"].double() * weights * kept).sum() / kept.sum()
+
     # 0 on a processor where engine and trainer round alike
     assert step["actor/pg_loss"] == pytest.approx(float(wanted), rel=2e-2, abs=1e-7)
 

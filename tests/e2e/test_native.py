@@ -16,6 +16,7 @@ def test_in_bfloat16_the_engine_rounds_as_the_trainer_does(tmp_path: Path) -> No
     (tmp_path / "eager").mkdir()
     bfloat16 = ("actor_rollout_ref.model.dtype=bfloat16", "trainer.total_training_steps=2")
     native = Playground(tmp_path).run("grpo", *bfloat16)
+
     eager = Playground(tmp_path / "eager").run(
         "grpo", *bfloat16, "actor_rollout_ref.rollout.enforce_eager=true"
     )

@@ -228,10 +228,12 @@ def test_each_process_tokenises_the_rows_of_its_own_groups_and_the_driver_a_few_
     subprocess.run(
         command, env={**os.environ, "PYTHONPATH": paths}, check=True, capture_output=True
     )
+
     encoded = defaultdict[str, list[int]](list)
     for line in (ground.folder / "read.txt").read_text().splitlines():
         process, _, origin = line.split(maxsplit=2)
         encoded[process].append(int(origin.rpartition(":")[2]) - 1)
+
     first = next(process for process, rows in encoded.items() if rows == list(range(256)))
     driver = encoded.pop(first)
     issued = [

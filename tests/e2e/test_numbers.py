@@ -40,23 +40,28 @@ def test_log_probs_stand_at_their_tokens_from_the_border_on(tmp_path: Path, fami
     batch = recorded(playground.run("grpo", f"{ROLLOUT}.temperature=0.8", *ONE_STEP))
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float32).eval()
     tokenizer = load_tokenizer(str(tmp_path / "model"))
+
     prompts, responses = (batch.lengths(axis).tolist() for axis in ("prompt", "response"))
     for i, (num_prompt, num_response) in enumerate(zip(prompts, responses, strict=True)):
         prompt = batch["prompt_ids"][i, :num_prompt]
         response = batch["response_ids"][i, :num_response]
         assert tokenizer.decode(prompt) == batch["prompts"][i]
         assert tokenizer.decode(response, skip_special_tokens=True) == batch["responses"][i]
+
         context = prompt
         for t, token in enumerate(response):  # the plainest way: one token at a time
             with torch.no_grad():
                 wanted = (model(input_ids=context[None]).logits[0, -1] / 0.8).log_softmax(-1)[token]
+
             for column in ("rollout_log_probs", "old_log_probs", "ref_log_prob"):
                 assert float(batch[column][i, t]) == pytest.approx(float(wanted), abs=1e-5), (
                     column,
                     i,
                     t,
                 )
+
             context = torch.cat([context, token[None]])
+
         at_end = int(response[-1]) == tokenizer.eos_token_id
         assert batch["finish_reason"][i] == ("stop" if at_end else "length")
         assert bool(batch["truncated"][i]) == (not at_end)
@@ -88,21 +93,25 @@ def test_each_domain_has_the_policy_of_its_own_temperature(playground: Playgroun
         playground.folder / "model", dtype=torch.float32
     ).eval()
     assert set(batch["domain"]) == set(heats)
+
     for i, domain in enumerate(batch["domain"]):
         num_prompt, num_response = (int(batch.lengths(axis)[i]) for axis in ("prompt", "response"))
         prompt = batch["prompt_ids"][i, :num_prompt]
         response = batch["response_ids"][i, :num_response]
+
         with torch.no_grad():
             logits = (
                 model(input_ids=torch.cat([prompt, response])[None])
                 .logits[0, num_prompt - 1 : -1]
                 .double()
             )
+
         wanted = (logits / heats[domain]).log_softmax(-1).gather(-1, response[:, None])[:, 0]
         for column in ("rollout_log_probs", "old_log_probs", "ref_log_prob"):
             assert batch[column][i, :num_response].tolist() == pytest.approx(
                 wanted.tolist(), abs=1e-5
             ), column
+
     assert all(step["mismatch/max_abs"] < 1e-4 for step in run.metrics())
     assert run.notes("warning") == [] or all(
         "sampled policy" in note for note in run.notes("warning")
@@ -136,6 +145,7 @@ def test_engine_trainer_and_reference_mean_one_policy(
         if number == 0:  # nothing has been learned yet: the reference is the policy
             gap = recorded(run).flat("ref_log_prob") - recorded(run).flat("old_log_probs")
             assert float(gap.abs().max()) < 1e-4
+
     assert run.notes("warning") == [] or all(
         "sampled policy" in note for note in run.notes("warning")
     )
@@ -201,6 +211,7 @@ def test_samples_without_a_verdict_are_in_no_statistic(playground: Playground) -
     scores = batch["token_level_scores"].sum(-1).double()
     groups = batch["group_index"].tolist()
     assert 0 < sum(valid) < len(valid)
+
     for i, group in enumerate(groups):
         own = [float(scores[j]) for j in range(len(batch)) if groups[j] == group and valid[j]]
         mean = sum(own) / len(own)
@@ -212,6 +223,7 @@ def test_samples_without_a_verdict_are_in_no_statistic(playground: Playground) -
         )
         assert batch["loss_mask"][i, :length].tolist() == [float(valid[i])] * length
         assert batch["response_mask"][i, :length].tolist() == [1.0] * length
+
     judged = [float(score) for score, ok in zip(scores, valid, strict=True) if ok]
     assert metrics["reward/mean_score"] == pytest.approx(sum(judged) / len(judged))
     assert metrics["reward/errors"] >= len(valid) - len(judged), (

@@ -38,11 +38,13 @@ def same_run(one: Run, other: Run) -> None:
         one.weights(3).items(), other.weights(3).values(), strict=True
     ):
         torch.testing.assert_close(weight, wanted, rtol=1e-5, atol=1e-7, msg=name)
+
     for mine, theirs in zip(one.metrics(), other.metrics(), strict=True):
         compared = {name for name in theirs if name.startswith(("actor/", "mismatch/", "reward/"))}
         assert compared <= mine.keys()
         for name in compared:
             assert mine[name] == pytest.approx(theirs[name], rel=1e-4, abs=1e-6), name
+
     for step in (1, 2, 3):
         found = tokens(one, step).flat("old_log_probs")
         wanted = tokens(other, step).flat("old_log_probs")

@@ -26,6 +26,7 @@ def test_of_many_starts_one_wins_and_the_others_leave_nothing(tmp_path: Path) ->
         )
         # the first two start at the same time, if the machine lets them
         time.sleep(0.1 * (number > 1))
+
     one_wins(ground, runs, tmp_path / "run")
     alone = CliRun(tmp_path / "log", ["train", "grpo", *ground.overrides("alone", *KEYS)])
     assert alone.status() == 0, alone.said()
@@ -50,11 +51,13 @@ def test_a_start_from_python_is_refused_and_leaves_nothing(tmp_path: Path, start
     before = state_of(tmp_path / "run")
     keys = [key for key in ground.overrides("run") if not key.startswith("data.train_files")]
     rows = [{"prompt": "1+1=", "answer": "2"}] * 4
+
     with pytest.raises(UserError, match=rf"another process \(pid {other.pid} on"):
         if start == "train":
             distflow.train("grpo", keys, data=rows)
         else:
             distflow.rollouts("grpo", keys, data=rows).__enter__()
+
     assert state_of(tmp_path / "run") == before
     leave.set()
     other.join()

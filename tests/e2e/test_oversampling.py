@@ -32,6 +32,7 @@ def rows_of(run: Run) -> Counter[tuple[int, int]]:
             where[record["group_id"]] = (record["epoch"], record["row"])
         if record["kind"] == "consumed":
             taken.update(where[prompt_group] for prompt_group in record["group_ids"])
+
     return taken
 
 

@@ -50,6 +50,7 @@ def timed(
         for metrics in run.metrics()
     ]
     clocks = [end - start for start, end in zip(ends, ends[1:], strict=False)]
+
     return [{**step, "clock": clock} for step, clock in zip(steps[1:], clocks, strict=True)]
 
 
@@ -89,6 +90,7 @@ def test_named_phases_add_up_to_the_clock(
     steps = timed(ground, preset, *keys, "trust.check_freq=0", on_step=pause)
     if slow == "save":
         assert steps[0]["clock"] + steps[1].get("save_wait", 0.0) >= SLOW_S
+
     for step in steps:
         assert slow == "save" or step[slow] >= SLOW_S
         named = sum(
@@ -96,6 +98,8 @@ def test_named_phases_add_up_to_the_clock(
         )
         assert named + step["other"] == pytest.approx(step["step"], rel=1e-6)
         left_out.append(named != pytest.approx(step["step"], rel=0.03, abs=0.03))
+
         # less what is recorded before `on_step`
         beside_the_clock.append(step["step"] != pytest.approx(step["clock"], abs=SLOW_S / 3))
+
     assert not all(left_out) and not all(beside_the_clock)

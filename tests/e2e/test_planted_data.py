@@ -54,6 +54,7 @@ def ground(tmp_path_factory: pytest.TempPathFactory) -> Playground:
     (ground.folder / "words.py").write_text(
         "def score(solution_str, ground_truth, **_):\n    return len(set(solution_str)) / 10\n"
     )
+
     return ground
 
 
@@ -69,6 +70,7 @@ def setup(ground: Playground, name: str) -> tuple[str, ...]:
         ),
     }
     domains = f"data.domains={{{', '.join(f'{name}: {own}' for name, own in each.items())}}}"
+
     return {
         "epochs": ("grpo", f"{file}/one.jsonl", "trainer.total_epochs=2"),
         "domains": ("grpo", "data.train_files=[]", domains, "~reward.functions", ONE),

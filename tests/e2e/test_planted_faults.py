@@ -111,6 +111,7 @@ def test_a_gap_of_a_hundred_nats(playground: Playground, monkeypatch: Patch) -> 
         playground.run(*GRPO, *SCORED, name="old")
     monkeypatch.undo()
     plant_in_group(monkeypatch, change("rollout_log_probs", lambda values: values - 100))
+
     with pytest.raises(
         TrustError, match=r"disagree by 100 nats a token|\(versions\): .* differ by 100 on average"
     ):
@@ -121,6 +122,7 @@ def test_group_ids_that_are_swapped(playground: Playground, monkeypatch: Patch) 
     plant_before_update(
         monkeypatch, change("group_index", lambda groups: torch.arange(len(groups)) % 4)
     )
+
     with pytest.raises(
         TrustError, match="sample 0-1 carries group_index 1: a node mixed up the groups"
     ):
@@ -142,6 +144,7 @@ def test_prompt_kv_kept_across_a_publish_on_shared_weights(
     keep_prompts_for_ever(monkeypatch)
     with pytest.raises(TrustError, match="disagree by .* on the same weights.*KV of old weights"):
         playground.run(*GRPO, "trainer.total_training_steps=6", "trust.check_freq=0", *FAST)
+
     with pytest.raises(TrustError, match=r"the checks of step \d found \((draws|versions)\)"):
         playground.run(
             *GRPO, "trainer.total_training_steps=6", "trust.check_freq=1", *FAST, name="checked"
@@ -309,6 +312,7 @@ def test_weights_that_overflow_are_never_published_or_saved(
         TrustError, match="after an update in step 2 weights of the actor are not finite"
     ):
         playground.run(*GRPO, "trainer.save_freq=1")
+
     assert [path.name for path in (playground.folder / "run" / "checkpoints").glob("step-*")] == [
         "step-000001"
     ]

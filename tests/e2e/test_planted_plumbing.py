@@ -192,6 +192,7 @@ def changed_scores(change: Callable[[str, Any, Score], float]) -> Callable[[Any]
             found = await original(self, name, asked, *more)
             if name not in ("custom", FAILS):
                 return found
+
             return [
                 replace(own, value=change(name, call, own)) if isinstance(own, Score) else own
                 for call, own in zip(asked, found, strict=True)
@@ -313,9 +314,11 @@ def critic_by_a_copy(patch: Patch) -> None:
     def planted(self: TorchScorer, batch: Batch, outputs: tuple[str, ...]) -> Batch:
         if outputs != ("values",):
             return original(self, batch, outputs)
+
         frozen = copies.setdefault(id(self), copy.deepcopy(self.model))
         model = self.model
         self.model = frozen
+
         try:
             return original(self, batch, outputs)
         finally:
@@ -622,6 +625,7 @@ def test_a_fault_that_begins_late_and_is_rare(
     with pytest.MonkeyPatch.context() as late:
         monkeypatch.setattr(Checker, "step_taken", planted)
         preset, *overrides = fault.config
+
         with pytest.raises(
             TrustError, match=rf"step ([6-9]|1[0-4]) found \(({fault.seen})\)|{fault.seen}"
         ):
@@ -632,6 +636,7 @@ def test_a_fault_that_begins_late_and_is_rare(
                 "trust.check_freq=1000",
                 name=f"late-{LATE.index(name)}",
             )
+
     assert 5 <= steps[-1] <= 8, "in the first or second step with the fault"
 
 
@@ -643,6 +648,7 @@ def test_a_group_of_another_row_is_found(playground: Playground, monkeypatch: Pa
     monkeypatch.setattr(
         data_plan, "place", lambda number, *more: original(number + (number == 13), *more)
     )
+
     with pytest.raises(
         TrustError, match=r"step 4 found \(groups\): group 1[34] was generated from row"
     ):

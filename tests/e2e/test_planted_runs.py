@@ -66,6 +66,7 @@ def ground(tmp_path_factory: pytest.TempPathFactory) -> Playground:
     (ground.folder / "held_out.jsonl").write_text(
         "".join(json.dumps(row) + "\n" for row in held_out)
     )
+
     return ground
 
 
@@ -81,6 +82,7 @@ def saved(ground: Playground, config: tuple[str, ...]) -> Path:
             "trainer.total_training_steps=4",
             name=name,
         )
+
     return ground.folder / name / "checkpoints" / "step-000002"
 
 
@@ -90,6 +92,7 @@ def resume(ground: Playground, config: tuple[str, ...], checkpoint: Path, name: 
     steps = ("trainer.total_training_steps=4", f"trainer.resume_mode={checkpoint}")
     run = ground.run(preset, *overrides, *steps, name=name)
     assert run.notes("warning") == run.notes("finding") == []
+
     return [
         name
         for event in read_events(run.folder)
@@ -431,6 +434,7 @@ def validating(ground: Playground) -> tuple[str, ...]:
         "trainer.val_before_train=true",
         "trainer.test_freq=1",
     )
+
     return (
         "grpo",
         *files,
@@ -445,6 +449,7 @@ def test_a_wrong_validation_is_named(ground: Playground, monkeypatch: Patch, nam
     plant, seen = VALIDATION_FAULTS[name]
     plant(monkeypatch)
     preset, *overrides = validating(ground)
+
     with pytest.raises(
         TrustError, match=rf"validation after step 0 found \(validation\): .*{seen}"
     ):
@@ -514,6 +519,7 @@ def fine_tuned(ground: Playground, rows: list[dict[str, Any]], name: str) -> lis
         (ground.folder / f"{name}-{part}.jsonl").write_text(
             "".join(json.dumps(row) + "\n" for row in own)
         )
+
     files = [f"data.{part}_files={ground.folder}/{name}-{part}.jsonl" for part in ("train", "val")]
     lengths = (
         "data.max_prompt_length=60",
@@ -523,6 +529,7 @@ def fine_tuned(ground: Playground, rows: list[dict[str, Any]], name: str) -> lis
     away = (f"~{key}" for key in RL_ONLY)
     run = ground.run("sft", *files, *lengths, *away, "trainer.test_freq=1", name=name)
     assert run.notes("warning") == run.notes("finding") == []
+
     return [
         name
         for event in read_events(run.folder)
@@ -669,10 +676,12 @@ def rows_file(request: pytest.FixtureRequest, ground: Playground) -> Path:
         for i in every(20)
     ]
     path = ground.folder / f"rows-{request.param}.{request.param}"
+
     if request.param == "jsonl":
         path.write_text("\n" + "".join(json.dumps(row) + "\n\n" for row in rows))
     else:
         pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path, row_group_size=7)
+
     return path
 
 

@@ -100,10 +100,12 @@ def test_an_adapter_that_is_not_sent_as_it_is(
 ) -> None:
     fired: Fired = []
     fault(monkeypatch, fired)
+
     with pytest.raises(
         TrustError, match="weights of version 1 are not the trainer's: .*self_attn.q_proj.weight"
     ):
         run(playground, mode, *ADAPTER)
+
     assert fired
 
 
@@ -183,6 +185,7 @@ def test_a_tensor_that_is_exchanged_on_its_way(
         TrustError, match="version 1 arrived incompletely; different tensors: lm_head.weight"
     ):
         run(playground, mode)
+
     assert len(fired) > 1
 
 
@@ -292,6 +295,7 @@ def test_versions_that_are_counted_ahead_or_late(
         (TrustError, CountsError), match="which step . may not train on|would leave"
     ):
         run(playground, mode)
+
     assert fired
 
 
@@ -372,6 +376,7 @@ def test_a_new_version_number_in_the_place_of_changed_weights(
             TrustError, match=r"found \(weights\): the rollout engine serves version 1, but"
         ):
             run(playground, mode, name=mode)
+
     assert all(fired)
 
 

@@ -77,6 +77,7 @@ def reference(folder: Path, rows: list[dict[str, Any]]) -> dict[str, float]:
         "margin": margins.mean(),
         "grad_norm": norm,
     }
+
     return {name: float(value.detach()) for name, value in found.items()}
 
 
@@ -163,6 +164,7 @@ def test_from_pairs_to_a_reward_that_trains_a_policy(
     ).eval()
     assert classifier.config.num_labels == 1
     classifier.config.pad_token_id = None
+
     for row in PAIRS:
         ids = [tiny_tokenizer()(text, return_tensors="pt")["input_ids"] for text in texts(row)]
         chosen, rejected = (float(classifier(each).logits[0, 0].detach()) for each in ids)
@@ -174,6 +176,7 @@ def test_from_pairs_to_a_reward_that_trains_a_policy(
         assert [each["score"] for each in scored] == pytest.approx([chosen, rejected], abs=2e-5)
 
     ground.write_rows([{"prompt": row["prompt"]} for row in PAIRS])
+
     # A function without a weight measures; the run of the reward model is named as it is.
     reward = "reward.functions={default: [{name: custom, weight: 0}]}"
     keys = (
@@ -182,6 +185,7 @@ def test_from_pairs_to_a_reward_that_trains_a_policy(
         "trainer.total_training_steps=2",
         "trust.check_freq=1",
     )
+
     for pipeline in ("grpo", "ppo"):
         policy = ground.run(pipeline, *keys, name=pipeline)
         for sample in read_samples(policy.folder, 1):
@@ -189,6 +193,7 @@ def test_from_pairs_to_a_reward_that_trains_a_policy(
                 [sample["response"]], [None], [sample["prompt"]], path=str(model), dtype="float32"
             )
             assert sample["score"] == pytest.approx(scored["score"], abs=2e-5)
+
         assert policy.metrics()[-1]["actor/grad_norm"] > 0
 
 
@@ -209,6 +214,7 @@ def test_bad_pairs_are_told_before_the_start(
         assert cli.main(["train", "rm", *ground.overrides("bad", *RM)]) == 2
         err = capsys.readouterr().err
         assert f"{ground.folder}/rows.jsonl:9: " in err and reason in err
+
     ground.write_rows([{"prompt": "a", "better": "b", "worse": "c"}])
     assert cli.main(["train", "rm", *ground.overrides("bad", *RM)]) == 2
     assert "data.chosen_key and data.rejected_key name the columns" in capsys.readouterr().err

@@ -39,6 +39,7 @@ def test_the_script_writes_the_data_that_are_committed(tmp_path: Path) -> None:
 def test_no_row_of_the_presets_is_too_long(preset: str, tmp_path: Path) -> None:
     config = load_config(preset).config
     tokenizer = load_tokenizer("builtin:tiny-arithmetic")
+
     judged = preset == "quickstart_grpo"
     for source in (*train_sources(config, judged), *validation_sources(config, judged)):
         prompts = source.encode(source.read(tmp_path), tokenizer)

@@ -123,6 +123,7 @@ def assert_equal_to_reference(run: Run, steps: int = STEPS) -> None:
     reference = ReferenceLoop(run.config, steps)
     metrics = run.metrics()
     assert len(metrics) == steps
+
     for number, ours in enumerate(metrics):
         samples = read_step(run.folder / "tokens" / f"{number + 1:06d}.safetensors")
         for role, updates in reference.step(number, samples).items():
@@ -134,6 +135,7 @@ def assert_equal_to_reference(run: Run, steps: int = STEPS) -> None:
             theirs = dict(getattr(reference, role).model.named_parameters())
             distance, size = norms(run.weights(number + 1, role), theirs)
             assert distance <= 1e-5 * size, (number, role, distance / size)
+
     distance, size = norms(run.weights(steps), run.weights(1))
     assert distance > 1e-3 * size, "a run that goes nowhere is equal to anything"
 

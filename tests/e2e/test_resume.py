@@ -49,6 +49,7 @@ def start(
     keys = ground.overrides(
         name, *more, "data.val_max_samples=3", *VALIDATED, *PROGRAMS[pipeline], *overrides
     )
+
     return CliRun(ground.folder / f"{name}.log", ["train", pipeline, *flags, *keys])
 
 
@@ -90,6 +91,7 @@ def test_after_the_end_there_is_nothing_to_do_and_epochs_can_be_added(ground: Pl
     finish(ground, "grpo", "grown", "trainer.total_epochs=2", constant)
     log = (ground.folder / "grown.log").read_text()
     assert log.count("report: ") == 2 and log.count("step 5/5  reward") == 1
+
     # Two epochs of 10 rows are 5 full steps: the third goes on as if it had been asked for at once.
     grown = finish(ground, "grpo", "grown", "trainer.total_epochs=3", constant)
     assert sorted(grown.trained_rows()) == [(epoch, row) for epoch in range(3) for row in range(10)]
@@ -157,13 +159,16 @@ def hunt(
     for fired in range(kills):
         before = steps_journaled(ground.folder / name)
         run = start(ground, pipeline, name, *keys)
+
         if draw.random() < 0.4:
             time.sleep(draw.uniform(0.0, startup_s))
         else:
             while run.running and steps_journaled(ground.folder / name) == before:
                 time.sleep(0.002)
             time.sleep(draw.uniform(0.0, step_s))
+
         if not run.kill():
             assert run.status() == 0, run.said()
             return fired
+
     return kills

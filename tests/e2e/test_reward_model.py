@@ -71,6 +71,7 @@ def test_a_reward_model_judges_a_run_and_its_resume_alike(tmp_path: Path) -> Non
     engine = (f"reward_model.model.path={reward_fn}", "reward_model.weight=0.5")
     whole = ground.run("grpo", *keys, *engine, name="whole")
     by_prompt = {row["prompt"] for row in rows}
+
     for sample in read_samples(whole, 1):
         prompt = next(prompt for prompt in by_prompt if f"user: {prompt}" in sample["prompt"])
         turns = (("system", SYSTEM), ("user", prompt), ("assistant", sample["response"]))
@@ -82,6 +83,7 @@ def test_a_reward_model_judges_a_run_and_its_resume_alike(tmp_path: Path) -> Non
         )
         wanted = 2 * parts["model"] + parts["custom"] / 4 + parts["reward_model"] / 2
         assert sample["score"] == pytest.approx(wanted, abs=1e-5)
+
     proven = [
         event.fields["passed"] for event in read_events(whole.folder) if event.kind == "checks"
     ]
@@ -115,6 +117,7 @@ def test_an_engine_with_the_tokenizer_of_another_model_is_refused_before_the_fir
         match=r"reward_model\.model.*: its tokenizer is another model's: the token ' ' has",
     ):
         Playground(tmp_path).run("grpo", form.format(folder))
+
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
 
 
@@ -141,6 +144,7 @@ def test_models_by_domain_score_their_own_rows_beside_functions_by_domain(tmp_pa
     )
     run = ground.run("grpo", *keys, name="run")
     source = {row["prompt"]: kinds[at % 3] for at, row in enumerate(rows)}
+
     seen = set()
     for row in (row for step in (1, 2) for row in read_samples(run, step)):
         parts = row["reward_parts"]
@@ -150,9 +154,11 @@ def test_models_by_domain_score_their_own_rows_beside_functions_by_domain(tmp_pa
         if row["score"] is None:
             assert domain == "math" and parts.keys() == {"custom"}, "the judge was silent"
             continue
+
         assert parts.keys() == {"custom", *added}, row["errors"]
         total = sum(parts.values()) + (2 * parts["custom"] if domain == "math" else 0)
         assert row["score"] == pytest.approx(total, abs=1e-5)
+
     assert seen == {"math", "chat"} and not run.notes("warning")
     proven = [event.fields["passed"] for event in read_events(run.folder) if event.kind == "checks"]
     assert {"rewards", "advantages", "groups"} <= set(sum(proven, []))

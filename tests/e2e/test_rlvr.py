@@ -42,6 +42,7 @@ def playground(folder: Path) -> Playground:
     ]
     made.write_rows(rows)
     (folder / "rewards.py").write_text(REWARDS)
+
     return made
 
 
@@ -80,6 +81,7 @@ def test_every_domain_is_judged_processed_and_estimated_by_its_own_settings(tmp_
         failed = [error is not None for error in batch["reward_errors"]]
         assert batch["valid"].tolist() == [not each for each in failed]
         assert float(batch["loss_mask"][torch.tensor(failed)].sum()) == 0
+
     metrics = run.metrics()
     assert sum(each["reward/errors"] for each in metrics) > 0 and all(
         "critic/vf_loss" in each for each in metrics
@@ -105,10 +107,12 @@ def check_words(batch: Batch, seen: list[float]) -> list[float]:
     so_far = [*seen, *scores]
     mean = statistics.fmean(so_far)
     scale = statistics.stdev(so_far) + 1e-5
+
     raw: dict[int, list[float]] = {}
     for i, score in zip(rows, scores, strict=True):
         length = int(batch.lengths("response")[i])
         values = batch["values"][i, :length].tolist()
+
         running = 0.0
         out = [0.0] * length
         for t in reversed(range(length)):
@@ -117,15 +121,19 @@ def check_words(batch: Batch, seen: list[float]) -> list[float]:
                 reward + (values[t + 1] if t + 1 < length else 0.0) - values[t] + 0.9 * running
             )
             out[t] = running
+
         raw[i] = out
         returns = [a + v for a, v in zip(out, values, strict=True)]
         assert batch["returns"][i, :length].tolist() == pytest.approx(returns, abs=1e-4)
+
     tokens = [value for out in raw.values() for value in out]
     centre = statistics.fmean(tokens)
     spread = statistics.stdev(tokens)
+
     for i, out in raw.items():
         found = batch["advantages"][i, : len(out)].tolist()
         assert found == pytest.approx([(value - centre) / spread for value in out], abs=1e-3)
+
     return scores
 
 
@@ -143,9 +151,11 @@ def check_sums(batch: Batch) -> None:
             )
             score = sum(value * (0.5 if part == "format" else 1.0) for part, value in parts.items())
             groups.setdefault(int(batch["group_index"][i]), {})[i] = score - 0.2 * kl
+
     for rewards in groups.values():
         mean = statistics.fmean(rewards.values())
         spread = statistics.stdev(rewards.values())
+
         for i, reward in rewards.items():
             wanted = (reward - mean) / (spread + 1e-6) if spread > 1e-4 else 0.0
             length = int(batch.lengths("response")[i])
@@ -201,10 +211,12 @@ def test_domains_are_trained_while_the_next_answers_are_made(tmp_path: Path) -> 
     assert metrics[-1]["async/dropped/too_few_scores"] > 0, (
         "groups of words with a verdict that failed"
     )
+
     for step in range(1, 5):
         batch = batch_of(run, step)
         assert all(error is None for error in batch["reward_errors"]) and bool(batch["valid"].all())
         check_sums(batch)
+
     told = [
         note
         for note in run.notes("warning")

@@ -43,6 +43,7 @@ def test_a_folder_with_somebodys_files_is_refused_before_anything_is_loaded(
     ):
         (theirs / name).parent.mkdir(parents=True, exist_ok=True)
         (theirs / name).write_text("theirs")
+
     theirs.chmod(0o755)
     before = state_of(theirs)
     assert train(ground) == 2
@@ -74,10 +75,12 @@ def test_what_is_put_into_a_runs_folder_outlives_the_run(ground: Playground) -> 
         "checkpoints/model.safetensors.partial",
         "checkpoints/step-1000/w.bin",
     ]
+
     mine += ["checkpoints/step-000001/notes.txt", "config.yaml.partial"]
     for name in mine:
         (run / name).parent.mkdir(exist_ok=True)
         (run / name).write_text("mine")
+
     save_file({}, run / "tokens" / "000000.safetensors", metadata={"format": "pt"})
     kept = {name: (run / name).read_bytes() for name in mine}
     assert train(ground) == 0
@@ -93,6 +96,7 @@ def test_every_file_of_a_run_is_for_its_owner_alone_whatever_the_umask(
 ) -> None:
     logger = "trainer.logger=[console,tensorboard]"
     (ground.folder / "parent").mkdir()
+
     old = os.umask(umask)
     try:
         folder = f"trainer.default_local_dir={ground.folder}/parent/run"
@@ -108,6 +112,7 @@ def test_every_file_of_a_run_is_for_its_owner_alone_whatever_the_umask(
         )
     finally:
         os.umask(old)
+
     run = ground.folder / "parent" / "run"
     found = [run, *run.rglob("*")]
     wanted = {"ledger.jsonl", "actor.safetensors", "report.html", "tensorboard", "tokens"}

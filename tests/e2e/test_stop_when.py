@@ -56,6 +56,7 @@ def test_a_run_ends_validated_and_saved_at_the_first_step_with_the_value(
     end = read_events(run.folder)[-1]
     assert end.fields["status"] == "finished" and end.fields["why"] == why
     assert "It ended after 3 of 9 steps: actor/lr is " in run.outcome.report.read_text()
+
     # It is done, until the condition changes; then it goes on as if it had never been there.
     again = ground.run("grpo", *keys, f"trainer.stop_when=actor/lr <= {falling[2]}")
     assert again.outcome.steps == 3 and steps(run.folder) == [1, 2, 3]

@@ -29,6 +29,7 @@ def ground(tmp_path_factory: pytest.TempPathFactory) -> Playground:
         for i in range(18)
     ]
     ground.write_rows(rows)
+
     return ground
 
 

@@ -121,6 +121,7 @@ def test_each_policy_ends_where_it_ends_alone_and_both_resume(
     assert main(["train", "grpo", *both(ground, "resumed", "trainer.total_training_steps=1")]) == 0
     assert left(ground, "resumed-policy_b").checkpoint.step == 1
     assert main(["train", "grpo", *both(ground, "resumed")]) == 0
+
     for policy in ("actor", "policy_b"):
         alone = left(ground, f"alone-{policy}")
         whole = left(ground, f"whole-{policy}")
@@ -129,6 +130,7 @@ def test_each_policy_ends_where_it_ends_alone_and_both_resume(
         assert ours.keys() == theirs.keys() and all(ours[name].equal(theirs[name]) for name in ours)
         assert other_than_names(alone) == other_than_names(whole)
         same_run(whole, left(ground, f"resumed-{policy}"))
+
     trained = [left(ground, f"whole-{policy}").trained_rows() for policy in ("actor", "policy_b")]
     assert trained[0] == trained[1], "the rows are shared"
     capsys.readouterr()

@@ -46,6 +46,7 @@ def test_two_turns_train_and_every_check_passes(
     assert not run.notes("warning")
     found = run.checks()
     assert len(found) == 4
+
     for step in found:
         assert set(step["not_checked"]) == {"responses"} and {
             "turns",
@@ -54,6 +55,7 @@ def test_two_turns_train_and_every_check_passes(
             "draws",
             "loss",
         } <= {*step["passed"]}
+
     turns = 0
     for path in sorted((run.folder / "tokens").glob("*.safetensors")):
         batch = Batch.load(path)
@@ -64,6 +66,7 @@ def test_two_turns_train_and_every_check_passes(
             )
             assert torch.equal(mask, trained)
             turns += 2
+
     assert turns == 4 * 4 * 4 * 2
 
 

@@ -105,6 +105,7 @@ def start(ground: Playground, name: str, *more: str) -> CliRun:
         "actor_rollout_ref.actor.ppo_mini_batch_size=2",
     )
     keys = ground.overrides(name, *cheap, *pipeline, *chosen, *quiet, *more)
+
     return CliRun(ground.folder / f"{name}.log", ["train", "grpo", *keys])
 
 

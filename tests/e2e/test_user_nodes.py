@@ -82,6 +82,7 @@ def train(ground: Playground, builder: str, *overrides: str, judges: bool = Fals
         f"dag.pipeline=own_nodes:{builder}",
         "actor_rollout_ref.actor.use_kl_loss=false",
     )
+
     return cli.main(["train", "grpo", *keys, *chosen])
 
 
@@ -91,6 +92,7 @@ def test_what_a_node_measures_of_each_group_is_recorded_as_the_mean_over_the_gro
     assert train(ground, "of_a_batch") == 0
     records = [record for record in read_metrics(ground.folder / "run") if record.kind == "train"]
     assert [record.step for record in records] == [1, 2]
+
     for record in records:
         rows = read_samples(ground.folder / "run", record.step)
         scores = [len(set(row["response"])) / 16 for row in rows]

@@ -190,6 +190,7 @@ class UsersRun:
             "data.train_batch_size=2",
             "trainer.total_epochs=10000",
         )
+
         given = ground.overrides(
             "run", *more, *keys, "actor_rollout_ref.actor.ppo_mini_batch_size=2"
         )
@@ -198,6 +199,7 @@ class UsersRun:
             given = [
                 key for key in given if not key.startswith(("reward.", "custom_reward_function."))
             ]
+
         self.log = folder / "log"
         with self.log.open("wb") as log:
             self.process = subprocess.Popen(
@@ -235,8 +237,10 @@ class UsersRun:
                 )
             except OSError:
                 continue
+
             if marked and is_running(int(entry.name)):
                 found.append(int(entry.name))
+
         return found
 
     def close(self) -> None:
@@ -293,9 +297,11 @@ def test_a_second_ctrl_c_leaves_nothing(tmp_path: Path, kind: str) -> None:
         wait_until(
             lambda: run.num_steps() or run.process.poll() is not None, "a step", within_s=300.0
         )
+
         while run.process.poll() is None:
             os.kill(run.process.pid, signal.SIGINT)
             time.sleep(0.01)
+
         assert run.status() == 130
         wait_until(lambda: not run.left(), "nothing of it is left", within_s=20.0)
     finally:

@@ -68,8 +68,10 @@ def costs_one_verdict(ground: Playground, counted: str) -> None:
     ]
     hit = [row for row in samples if sum(map(ord, row["response"])) % 4 == 0]
     assert 0 < len(hit) < len(samples)
+
     for row in samples:
         assert (row["errors"] is not None) == (row in hit)
+
         # no verdict: nothing is learned from it, and its group's mean does not know it
         if row in hit:
             assert (
@@ -79,6 +81,7 @@ def costs_one_verdict(ground: Playground, counted: str) -> None:
             )
         else:
             assert row["score"] == pytest.approx(sum(map(ord, row["response"])) % 7 / 6)
+
     assert sum(record.values[f"reward/{counted}"] for record in records) >= len(hit)
     assert sum(record.values[f"reward/{counted}/custom"] for record in records) >= len(hit)
     scored = [row["score"] for row in samples if row["errors"] is None]

@@ -30,11 +30,13 @@ def kill_in(monkeypatch: pytest.MonkeyPatch, name: str, struck: list[str]) -> No
     async def under_fire(engine: VllmEngine, *args: Any) -> Any:
         if name in struck or engine.version.step != KILLS[name]:
             return await call(engine, *args)
+
         struck.append(name)
         under_way = asyncio.create_task(call(engine, *args))
         await asyncio.sleep(0)
         assert engine._process is not None
         os.killpg(engine._process.pid, signal.SIGKILL)
+
         return await under_way
 
     monkeypatch.setattr(VllmEngine, name, under_fire)

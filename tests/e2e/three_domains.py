@@ -62,6 +62,7 @@ def write(folder: Path) -> None:
         ("ifeval", INSTRUCTIONS),
     ):
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
     shutil.copytree(EXAMPLES, folder / "examples")
 
 
@@ -97,4 +98,5 @@ def shares(run_dir: Path) -> Sequence[Counter[Any]]:
             domains[record["group_id"]] = record["domain"]
         if record["kind"] == "consumed":
             steps.append(Counter(domains[prompt_group] for prompt_group in record["group_ids"]))
+
     return steps

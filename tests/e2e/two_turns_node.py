@@ -26,6 +26,7 @@ async def review(group, rollout, tokenizer, *, question: str = "=?") -> list[Sam
         (made,) = await rollout.generate(request)
         segments = [*sample.segments, given, made]
         text = tokenizer.decode(made.token_ids)
+
         return replace(sample, segments=segments, response=text, finish_reason=made.finish_reason)
 
     return await gather(*(again(sample) for sample in await generate(group, rollout, tokenizer)))

@@ -78,6 +78,7 @@ class RLVRWorkflow:
         resps = await asyncio.gather(*[engine.agenerate(req) for _ in range(n_samples)])
         assert engine.get_version() >= 0
         prompt_str = self.tokenizer.decode(input_ids)
+
         results = []
         for resp in resps:
             seq = resp.input_tokens + resp.output_tokens
@@ -97,6 +98,7 @@ class RLVRWorkflow:
                 "rewards": torch.tensor(reward, dtype=torch.float32),
             }
             results.append({k: v.unsqueeze(0) for k, v in res.items()})
+
         return concat_padded_tensors(results)
 
 
@@ -126,6 +128,7 @@ class MultiTurnWorkflow:
         versions: list[int] = []
         input_ids = token_ids(self.tokenizer, data["messages"], add_generation_prompt=True)
         rid = uuid.uuid4().hex
+
         t = 0
         reward = 0.0
         discount = 1.0
@@ -143,6 +146,7 @@ class MultiTurnWorkflow:
             logprobs += [0.0] * input_len + resp.output_logprobs
             loss_mask += [0] * input_len + [1] * resp.output_len
             versions += [-1] * input_len + resp.output_versions
+
             t += 1
             if reward == 0 and t < self.max_turns:
                 input_ids = input_ids + resp.output_tokens
@@ -150,6 +154,7 @@ class MultiTurnWorkflow:
                     input_ids = [*input_ids, self.tokenizer.eos_token_id]
                 input_ids = input_ids + self.multi_turn_prompt_ids
                 discount *= self.turn_discount
+
         res = {
             "input_ids": torch.tensor(seq),
             "logprobs": torch.tensor(logprobs),

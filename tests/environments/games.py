@@ -104,6 +104,7 @@ class Bad:
     def step(self, action):
         if self.how == "raises":
             raise RuntimeError("the board is broken")
+
         if self.how == "dies":
             os._exit(7)
         if self.how == "hangs":
@@ -117,6 +118,7 @@ class Bad:
             return "on", 0.0, False, {}
         if self.how == "no number":
             return "on", "much", False, False, {}
+
         return "on", float("nan" if self.how == "nan" else "inf"), False, False, {}
 
     def close(self):

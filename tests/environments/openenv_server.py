@@ -39,6 +39,7 @@ class Hunt(Environment):
             raise RuntimeError("the engine is on fire")
         if number == self._wanted:
             return Answer(said="yes", reward=stake, done=True)
+
         said = "lower" if number > self._wanted else "higher"
         return Answer(
             said=said, left=self._left if isinstance(action, Bet) else None, done=self._left == 0

@@ -31,6 +31,7 @@ def test_clients_find_the_episode_and_no_key_or_address_of_the_users(
     episode = "http://127.0.0.1:1/episodes/a"
     seen = Agent(f"{tmp_path}/agent.py:seen", (), None).run(client_variables(episode, "key"), {})
     assert isinstance(seen, list)
+
     for found, address, key in zip(
         seen, ("http://127.0.0.1:9", episode), ("of-the-episode", "key"), strict=True
     ):
@@ -49,8 +50,10 @@ def test_further_arguments_reach_the_function_by_name(tmp_path: Path) -> None:
     )
     agent = Agent(f"{tmp_path}/agent.py:scaled", (), None, ["factor"])
     assert agent.run({}, {"prompt": "1+1=", "row": {}, "factor": 3}) == ["1+1=", 3, 1]
+
     for name, said in (("factr", "is no parameter"), ("prompt", "is an argument of every agent")):
         with pytest.raises(UserError, match=f"'{name}' {said}"):
             Agent(f"{tmp_path}/agent.py:scaled", (), None, ["factor", name])
+
     with pytest.raises(UserError, match="'factor'"):
         Agent(f"{tmp_path}/agent.py:scaled", (), None)

@@ -203,12 +203,14 @@ def test_an_agent_with_all_clients_trains_and_every_check_passes(
     run = checked(games, "several", max_staleness)
     batch = saved(run)
     assert all(len(forks) == 3 for forks in batch["forks"])
+
     for mask in batch["response_mask"]:
         edges = torch.nn.functional.pad(mask.int(), (1, 1)).diff().nonzero()[:, 0].tolist()
         assert len(edges) == 12, "three turns of one conversation, and one of each of its branches"
         assert all(
             1 <= end - begin <= 3 for begin, end in zip(edges[::2], edges[1::2], strict=True)
         )
+
     parts = batch["reward_parts"]
     assert {*parts[0]} == {"length", "letters"}
 
@@ -285,10 +287,12 @@ def test_an_agent_gets_the_text_without_the_template_and_cannot_apply_it_twice(
         *("data.prompt_format=chat", "data.system_prompt=Add."),
         *("trainer.total_training_steps=1", "trainer.save_groups=all", "reward.max_error_rate=1"),
     )
+
     batch = saved(run)
     for extra, error in zip(batch["extra_info"], batch["reward_errors"], strict=True):
         assert (error is not None) == bool(extra["odd"]), error
         assert error is None or "template would be applied twice" in error, error
+
     assert "template would be applied twice" in (run.folder / "report.html").read_text()
 
 
@@ -328,6 +332,7 @@ def test_a_command_is_run_with_its_row_and_scored_by_its_trace_or_the_runs_funct
         *("grpo", *KEYS, keys, "trainer.total_training_steps=1", "trainer.save_groups=all"),
         *(own if reward == "reward_fn" else []),
     )
+
     batch = saved(run)
     for text, score in zip(batch["responses"], batch["scores"].tolist(), strict=True):
         expected = len(text) / 5

@@ -66,11 +66,13 @@ def test_agents_of_one_policy_train_and_every_check_passes(
     assert not run.notes("warning")
     found = run.checks()
     assert len(found) == 3
+
     for step in found:
         assert {"turns", "masks", "versions", "draws", "loss", "advantages", "rewards"} <= {
             *step["passed"]
         }
         assert not step["not_checked"]
+
     batch = saved(run)
     for row in range(len(batch)):
         names = [name for name, _ in batch["forks"][row]]

@@ -101,6 +101,7 @@ def test_both_policies_train_on_their_own_tokens_and_every_check_passes(
     )
     run = playground.run("grpo", *overrides(playground, *options, own), name=f"checked{staleness}")
     assert run.checks() and not run.notes("warning")
+
     for step in run.checks():
         assert {
             "weights",
@@ -110,6 +111,7 @@ def test_both_policies_train_on_their_own_tokens_and_every_check_passes(
             "loss",
             "optimizer",
         } <= {*step["passed"]}
+
     first = run.weights(1)
     last = run.weights(3)
     assert {name.partition(".")[0] for name in first} == {"actor", "second"}, (
@@ -128,10 +130,12 @@ def test_both_policies_train_on_their_own_tokens_and_every_check_passes(
         len(served) >= 3
         and len({tuple(sorted({*each.items()} - {*own.items()})) for each in served}) >= 3
     )
+
     for row in run.metrics():
         assert row["actor/grad_norm"] > 0 and row["policies/second/grad_norm"] > 0
         assert row["async/version_diff/max"] <= staleness
         assert row["actor/lr"] == 1e-3 and (row["policies/second/lr"] == 3e-4 or row["step"] == 1)
+
     batch = Batch.load(sorted((run.folder / "tokens").glob("*.safetensors"))[0])
     assert batch["scores"].max() <= 2, "the judge's score is in no mean"
     assert {name for forks in batch["forks"] for name, _ in forks} == {"checker"}, (
@@ -147,6 +151,7 @@ def solver_and_checker(ground: Playground, *more: str) -> list[str]:
         kwargs,
         "data.max_prompt_length=48",
     ]
+
     return [
         *own,
         "trainer.total_training_steps=3",
@@ -161,6 +166,7 @@ def check_solver_and_checker(run: Run, staleness: int) -> None:
     for row in run.metrics():
         assert row["actor/grad_norm"] > 0 and row["policies/checker/grad_norm"] > 0
         assert row["async/version_diff/max"] <= staleness
+
     for path in sorted((run.folder / "tokens").glob("*.safetensors")):
         batch = Batch.load(path)
         for said, parts, acc in zip(
@@ -204,6 +210,7 @@ def test_each_policy_has_its_own_reference(
     assert len(run.checks()) == 3 and not run.notes("warning")
     for step in run.checks():
         assert {"log_probs", "reference", "loss"} <= {*step["passed"]}
+
     gaps = []
     for path in sorted((run.folder / "tokens").glob("*.safetensors")):
         batch = Batch.load(path)
@@ -212,6 +219,7 @@ def test_each_policy_has_its_own_reference(
             is_checker[row, dict(map(tuple, forks)).get("checker", is_checker.shape[1]) :] = True
         gap = (batch["ref_log_prob"] - batch["old_log_probs"]).abs() * batch["loss_mask"]
         gaps.append([float((gap * own).max()) for own in (~is_checker, is_checker)])
+
     assert max(gaps[0]) < 1e-5 < min(gaps[-1])
 
 
@@ -305,6 +313,7 @@ def test_a_policy_with_another_tokenizer_is_refused(playground: Playground, tmp_
     file.write_text(file.read_text().replace('"a":', '"zz":', 1))
     changes: list[Any] = [f"dag.policies={{second: {{model: {{path: {tmp_path}/other}}}}}}"]
     two = f"{AGENTS}={{solver: {{}}, checker: {{policy: second}}, judge: {{trainable: false}}}}"
+
     with pytest.raises(UserError, match="dag.policies.second.model.path"):
         playground.run(
             "grpo",

@@ -60,6 +60,7 @@ def played(
     )
     chat.sampling = {"temperature": 1.0, "top_p": 1.0, "top_k": -1, "greedy": False}
     row = Row(Prompt("ab", PROMPT), "7", columns={"answer": "7"})
+
     return chat, asyncio.run(ArealWorkflow(theirs)(chat, row))
 
 
@@ -73,6 +74,7 @@ def trajectory(*responses: Any) -> Trajectory:
         columns["loss_mask"] += [0] * len(given) + [1] * response.output_len
         columns["logprobs"] += [0.0] * len(given) + response.output_logprobs
         columns["versions"] += [-1] * len(given) + response.output_versions
+
     shape = {name: torch.tensor([values]) for name, values in {"input_ids": seq, **columns}.items()}
     return {**shape, "rewards": torch.tensor([0.5])}
 

@@ -143,6 +143,7 @@ def test_each_prompt_is_what_was_seen_before_and_the_templates_own_tokens(
     ]
     assert [{**m, "content": m["content"].strip()} for m in chat.messages[:5]] == messages
     whole = rendered(family, messages)
+
     # its generation prompt stays where it was, and later prompts leave it out
     if name == "qwen3 without thinking":
         thought = ids(family, "<think>\n\n</think>\n\n")
@@ -206,6 +207,7 @@ def test_a_template_whose_text_joins_a_reply_is_refused(monkeypatch: pytest.Monk
     monkeypatch.setattr(of, "_CORPUS", ["a replyetc"] * 4)
     template = "{% for m in messages %}{{ m['content'] + 'etc' }}{% endfor %}"
     family = Family(of.byte_level(template, of.CHATML_TOKENS, "<|im_end|>"), "<|im_end|>")
+
     with pytest.raises(
         TemplateError, match="continues after a reply with 'etc.*the tokenizer joins"
     ):
@@ -292,6 +294,7 @@ def test_limits_end_a_chat_at_a_whole_turn() -> None:
 def test_a_full_context_is_named() -> None:
     family = FAMILIES["qwen2.5"]()
     chat = chat_of(family, Engine([[5], [6]]), Limits(50, 10))
+
     with pytest.raises(
         ChatError,
         match="10 tokens",
@@ -330,6 +333,7 @@ def test_rewards_of_turns_are_added_to_the_last_reply() -> None:
         chat.reward(0.25)
         await chat.ask("second")
         chat.reward(-1.0)
+
         for value in (float("nan"), float("inf"), 1e39):
             with pytest.raises(ChatError, match="a finite number"):
                 chat.reward(value)
@@ -459,14 +463,17 @@ def test_a_chat_asks_for_one_reply_at_a_time_and_goes_on_when_nobody_waits_for_i
         chat.generate = generate
         first = asyncio.ensure_future(chat.ask((1, 2)))
         await asyncio.sleep(0)
+
         for same_or_other in ((1, 2), (3,)):
             with pytest.raises(ChatError, match="still waiting for a reply"):
                 await chat.ask(same_or_other)
+
         first.cancel()
         await asyncio.wait((first,))
         answered.set()
         await chat.ask((1, 2))
         await chat.ask((3,))
+
         return [segment.token_ids for segment in chat.segments]
 
     assert asyncio.run(talk()) == [(1, 2), (5,), (3,), (6,)]
@@ -499,6 +506,7 @@ def test_a_message_that_went_through_the_template_is_refused(name: str) -> None:
         )
     )
     chat = chat_of(family, Engine([ids(family, "7")] * 2))
+
     for content in (
         twice,
         {"role": "user", "content": f"Say: {twice}"},
@@ -506,6 +514,7 @@ def test_a_message_that_went_through_the_template_is_refused(name: str) -> None:
     ):
         with pytest.raises(TemplatedTwice, match="template would be applied twice"):
             asyncio.run(chat.ask(content))
+
     fork = chat.fork([{"role": "user", "content": twice}])
     with pytest.raises(TemplatedTwice):
         asyncio.run(fork.ask("3 + 4?"))

@@ -77,6 +77,7 @@ def test_tools_of_openai(begin: Any, streams: bool) -> None:
     episode = begin(f"Let me see. {CALLS}", "2")
     create = episode.openai.chat.completions.create
     messages = [ASKED]
+
     if streams:
         with episode.openai.chat.completions.stream(
             model="x", messages=messages, tools=[TOOL]
@@ -88,6 +89,7 @@ def test_tools_of_openai(begin: Any, streams: bool) -> None:
             .choices[0]
             .message
         )
+
     assert message.content == "Let me see."
     (call,) = message.tool_calls
     assert call.function.name == "add" and json.loads(call.function.arguments) == {"a": 1, "b": 1}
@@ -340,9 +342,11 @@ def test_a_key_opens_its_own_episode_while_it_lasts(endpoint: Endpoint, begin: A
     one = begin("two")
     other = begin("three")
     assert one.session.key != other.session.key and one.session.base_url != other.session.base_url
+
     for key in (other.session.key, "", "ä"):
         found = httpx.get(f"{one.session.base_url}/v1/models", headers={"x-api-key": key.encode()})
         assert found.status_code == 401 and "not that of this base URL" in found.text
+
     assert [model.id for model in one.openai.models.list()] == ["policy"]
     assert [model.id for model in one.anthropic.models.list()] == ["policy"]
 

@@ -27,6 +27,7 @@ def test_the_frozen_lake_is_crossed_or_not(
     )
     found, chat = play(workflow, moves, seed=0)
     assert (found, chat.turns, chat.finish_reason) == (score, turns, "stop")
+
     if moves[0] == "nine":
         assert "That is no action. Write a number from 0 to 3." in given(chat)[1]
     else:

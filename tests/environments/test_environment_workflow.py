@@ -53,6 +53,7 @@ def play(
     )
     messages = [{"role": "user", "content": "play"}] if chat_prompt else []
     row = Row(Prompt("play:", tokenizer("play:")["input_ids"], messages), extra_info=extra)
+
     return asyncio.run(workflow(chat, row)), chat
 
 
@@ -199,10 +200,12 @@ def test_failures_of_an_environment_are_counted_and_their_groups_replaced(tmp_pa
         "trainer.total_training_steps=4",
         "trust.check_freq=1",
     )
+
     for step in range(1, 5):
         samples = read_samples(run.folder, step)
         assert len(samples) == 16 and all(int(sample["prompt"][:-1]) % 3 for sample in samples)
         assert all(sample["errors"] is None for sample in samples)
+
     assert "the board is broken (at games.py:" in (
         run.folder / "ledger.jsonl"
     ).read_text() or run.notes("warning")
@@ -212,6 +215,7 @@ def test_a_class_that_is_no_environment_is_refused_at_the_start(tmp_path: Path) 
     (tmp_path / "half.py").write_text(
         "class Half:\n    def reset(self, **given):\n        return 'go', {}\n"
     )
+
     with pytest.raises(
         UserError, match=r"has no step: an environment has gymnasium's reset and step"
     ):

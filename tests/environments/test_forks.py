@@ -88,6 +88,7 @@ def test_episodes_that_branch_train_and_every_check_passes(
     batch = saved(run)
     branched = [row for row in range(len(batch)) if batch["forks"][row]]
     assert 0 < len(branched) < len(batch)
+
     for row in branched:
         assert [name for name, _ in batch["forks"][row]] == ["1", "1.1", "2", "4"], (
             "the idle fork leaves nothing"
@@ -102,6 +103,7 @@ def test_episodes_that_branch_train_and_every_check_passes(
             sum(left[1]) <= 3 and sum(under[1]) <= 2 and sum(right[1]) <= 3 and sum(summary[1]) <= 4
         )
         assert under[0][: len(under[0]) - sum(under[1])][: len(root[0])] == root[0]
+
     rows = [row for step in (1, 2, 3) for row in read_samples(run.folder, step)]
     (said,) = {
         len(row["conversation"])
@@ -111,14 +113,17 @@ def test_episodes_that_branch_train_and_every_check_passes(
     assert said == 2 + 5 + 3 + 3 + 2, (
         "prompt and reply; left asks twice, its fork and right once, the summary"
     )
+
     for group in range(12 if pipeline == "grpo" else 0):
         rows = [row for row in range(len(batch)) if int(batch["group_index"][row]) == group]
         scores = batch["scores"][rows].double()
+
         # an episode counts once, with branches or without
         wanted = (scores - scores.mean()) / (scores.std() + 1e-6)
         for row, advantage in zip(rows, wanted.tolist(), strict=True):
             drawn = batch["advantages"][row][batch["response_mask"][row] > 0].tolist()
             assert len(rows) == 4 and drawn == pytest.approx([advantage] * len(drawn), abs=1e-4)
+
     told = sum(row["episodes/branches"] for row in run.metrics()) / len(run.metrics())
     assert told == pytest.approx(4 * len(branched) / len(batch))
 

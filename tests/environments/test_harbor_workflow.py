@@ -60,6 +60,7 @@ def play(
     ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True)["input_ids"]
     row = Row(Prompt("ask", ids, messages), extra_info={HARBOR: {"folder": str(folder)}})
     workflow = pickle.loads(pickle.dumps(HarborWorkflow(**options)))  # as in another process
+
     return chat, asyncio.run(workflow(chat, row))
 
 
@@ -210,9 +211,11 @@ def test_a_run_over_task_folders_trains_and_masks_episodes_whose_tests_fail(
 ) -> None:
     monkeypatch.setattr(test_tools_of_a_workflow, "CALL", call(WRITES))
     playground = Callers(tmp_path)
+
     for number in range(4):
         broken = number == 3
         make(tmp_path / "tasks" / str(number), CONFIG, str(number), "exit 1" if broken else TEST)
+
     run = playground.run(
         "grpo",
         f"actor_rollout_ref.model.path={tmp_path}/caller",

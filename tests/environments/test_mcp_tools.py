@@ -91,11 +91,13 @@ def test_a_server_that_hangs_or_dies_ends_and_the_episode_goes_on(tmp_path: Path
 
 def test_a_server_that_did_not_start_is_started_by_the_next_call(tmp_path: Path) -> None:
     starts = tmp_path / "starts"
+
     # the first one names the tools
     script = f'echo >> {starts}; test $(wc -l < {starts}) -ne 2 && exec "$@"'
     with closing(Tools([], 60.0, 300, [shlex.join(["sh", "-c", script, "sh", *COMMAND])])) as tools:
         adds = ToolCall("add", {"amount": 2})
         (failed, added), _ = answers(tools, adds, adds)
+
     assert failed.startswith("error: add raised ") and added == "2"
 
 
@@ -108,11 +110,13 @@ def test_tools_on_all_pages_are_found(tmp_path: Path) -> None:
 def test_a_url_is_a_server_that_episodes_share() -> None:
     with closing(socket.create_server(("127.0.0.1", 0))) as free:
         port = free.getsockname()[1]
+
     with subprocess.Popen([*COMMAND, str(port)], stderr=subprocess.DEVNULL) as server:
         try:
             wait_until(
                 lambda: socket.socket().connect_ex(("127.0.0.1", port)) == 0, "the server listens"
             )
+
             with closing(
                 Tools(["calculator"], 60.0, 300, [f"http://127.0.0.1:{port}/mcp"])
             ) as tools:

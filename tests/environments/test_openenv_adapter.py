@@ -28,6 +28,7 @@ def served(kind: str) -> Iterator[str]:
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     url = f"http://127.0.0.1:{port}"
+
     with subprocess.Popen([sys.executable, str(SERVER), str(port), kind]) as server:
         try:
             deadline = time.monotonic() + 120
@@ -38,6 +39,7 @@ def served(kind: str) -> Iterator[str]:
                     break
                 except URLError:
                     time.sleep(0.2)
+
             yield url
         finally:
             server.kill()
@@ -87,6 +89,7 @@ def test_an_action_with_several_fields_is_written_as_json(url: str) -> None:
             '{"number": 7, "stake": 0.5}',
         ]
         score, chat = play(EnvironmentWorkflow(env=own), replies, seed=7, response=2_000)
+
     told = given(chat)
     no_action = (
         "That is no action. Write a JSON object with the fields number (integer), stake (number)."

@@ -91,6 +91,7 @@ def test_a_call_that_does_not_end_is_ended_at_its_deadline() -> None:
     with closing(Tools([f"{FILE}hangs", "python"], 0.5, MOST)) as tools:
         calls = ToolCall("hangs"), ToolCall("python", {"code": "while True: pass"})
         texts, counts = answers(tools, *calls)
+
     assert texts == [
         "error: hangs ended its process: no answer within 0.5 s",
         "error: python ended its process: no answer within 0.5 s; names defined before are lost",

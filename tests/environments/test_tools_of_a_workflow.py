@@ -76,6 +76,7 @@ class Policy:
         self.drawn.append(made)
         numbers = (-0.5,) * len(made)
         reason = "length" if self.cut else "stop"
+
         return Segment.drawn(0, made, numbers, numbers, (0,) * len(made), reason)
 
 
@@ -100,6 +101,7 @@ def run_workflow(
     ids = tokenizer.apply_chat_template(list(messages), add_generation_prompt=True)["input_ids"]
     row = Row(Prompt("ask", ids, messages), ground_truth="42")
     assert asyncio.run(workflow(chat, row, scored)) == "the score"
+
     return chat
 
 
@@ -119,6 +121,7 @@ def test_turns_are_the_ids_that_the_policy_saw_and_drew(family: str) -> None:
         "tool",
         "policy",
     ]
+
     ids: tuple[int, ...] = ()
     for number, segment in enumerate(chat.segments):
         if segment.owner == "policy":
@@ -126,6 +129,7 @@ def test_turns_are_the_ids_that_the_policy_saw_and_drew(family: str) -> None:
                 policy.asked[number // 2] == ids and segment.token_ids == policy.drawn[number // 2]
             )
         ids += segment.token_ids
+
     first, second, third = (tokenizer.decode(chat.segments[place].token_ids) for place in (0, 2, 4))
     assert '"calculator"' in first and "Computes an arithmetic expression" in first, (
         "the template tells the tools"
@@ -297,6 +301,7 @@ def test_a_run_with_tools_trains_on_what_was_drawn_alone_and_passes_every_check(
     assert len(found) >= 3 and not run.notes("warning")
     assert all({"turns", "masks", "draws", "loss"} <= {*step["passed"]} for step in found[-3:])
     tokenizer = PreTrainedTokenizerFast.from_pretrained(tmp_path / "caller")
+
     calls = 0
     for path in sorted((run.folder / "tokens").glob("*.safetensors")):
         batch = Batch.load(path)
@@ -310,6 +315,7 @@ def test_a_run_with_tools_trains_on_what_was_drawn_alone_and_passes_every_check(
             )
             assert not (trained.bool() & ~mask.bool()).any()
             calls += given.count("<|tool|>")
+
     counted = sum(
         metrics.get(f"tool/{name}/calls", 0)
         for metrics in run.metrics()

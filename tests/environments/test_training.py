@@ -91,9 +91,11 @@ def test_a_game_of_two_turns_trains_and_every_check_passes(
     assert not run.notes("warning")
     found = run.checks()
     assert len(found) == 4
+
     for step in found:
         assert {"turns", "masks", "versions", "draws", "loss", "advantages"} <= {*step["passed"]}
         assert {"rewards"} <= {*step["passed"]} and not step["not_checked"]
+
     for path in sorted((run.folder / "tokens").glob("*.safetensors")):
         batch = Batch.load(path)
         for mask, trained in zip(batch["response_mask"], batch["loss_mask"], strict=True):
@@ -138,6 +140,7 @@ def test_a_workflow_of_areal_trains_as_it_stands_and_every_check_passes(
     found.remove(validation)
     assert len(found) == 4 and all("turns" in step["passed"] for step in found)
     batch = saved(run)
+
     seen = set[float]()
     for mask, ids, score in zip(
         batch["response_mask"], batch["response_ids"], batch["scores"].tolist(), strict=True
@@ -151,9 +154,11 @@ def test_a_workflow_of_areal_trains_as_it_stands_and_every_check_passes(
                 if turns[-1]
                 else turns
             )
+
         drawn_turns = [turn for turn in turns if turn]
         assert score == (sum(drawn_turns[-1]) % 3 == 0) * 0.5 ** (len(drawn_turns) - 1)
         seen.add(score)
+
     assert seen == {0.0, 0.25, 0.5, 1.0}
 
 
@@ -196,6 +201,7 @@ def test_turns_have_rewards_of_their_own(
     found = run.checks()
     assert len(found) == 2 and all({"advantages", "turns"} <= {*step["passed"]} for step in found)
     batch = saved(run)
+
     lengths = set[int]()
     for i, score in enumerate(batch["scores"].tolist()):
         length = int(batch.lengths("response")[i])
@@ -203,16 +209,19 @@ def test_turns_have_rewards_of_their_own(
             batch[name][i, :length].tolist()
             for name in ("turn_index", "response_ids", "token_level_scores")
         )
+
         wanted = [0.0] * length
         for turn in range(max(index) + 1):
             places = [place for place, number in enumerate(index) if number == turn]
             wanted[places[-1]] = sum(ids[place] for place in places) % 5 / 4 + (turn == max(index))
             assert len({float(batch["advantages"][i, place]) for place in places}) == 1
+
         assert placed == pytest.approx(wanted) and score == pytest.approx(sum(wanted))
         assert [number >= 0 for number in index] == [
             bool(drawn) for drawn in batch["response_mask"][i, :length]
         ]
         lengths.add(max(index) + 1)
+
     assert lengths == {1, 2, 3}
 
 
@@ -231,12 +240,14 @@ class Digits:
 def test_each_domain_has_its_own_workflow_and_estimator(tmp_path: Path) -> None:
     playground = Playground(tmp_path)
     (tmp_path / "digits.py").write_text(DIGITS)
+
     domains = {
         name: f"{name}: {{train_files: {tmp_path}/{name}.jsonl}}" for name in ("sums", "games")
     }
     for name in domains:
         rows = [{"prompt": f"{name[0]}{i}=", "answer": "7"} for i in range(6)]
         (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
     env = f"{{workflow: environment, env: '{tmp_path}/digits.py:Digits', max_turns: 2}}"
     run = playground.run(
         "grpo",
@@ -266,9 +277,11 @@ def test_each_domain_has_its_own_workflow_and_estimator(tmp_path: Path) -> None:
     assert all(0 != share["pg_loss/games"] != share["pg_loss"] for share in shares)
     batch = saved(run)
     assert {*batch["domain"]} == {"sums", "games"}
+
     for row, domain in enumerate(batch["domain"]):
         turns = batch["turn_index"][row].unique().tolist()
         own = batch["advantages"][row][batch["response_mask"][row] > 0].unique()
+
         if domain == "sums":
             assert [turn for turn in turns if turn >= 0] == [0] and len(own) == 1
             assert float(batch["scores"][row]) == pytest.approx(
@@ -312,10 +325,12 @@ def test_errors_and_rejected_episodes_are_left_out_and_told_apart(playground: Pl
     ]
     assert any(kinds["raised"]) and any(kinds["text"]) and any(rejected)
     lengths = batch.lengths("response")
+
     for i in range(len(batch)):
         wrong = kinds["raised"][i] or kinds["text"][i] or rejected[i]
         assert bool(batch["valid"][i]) != wrong and (not wrong or not batch["loss_mask"][i].any())
         assert (int(lengths[i]) == 0) == kinds["raised"][i]
+
     told = sum(row["episodes/rejected"] * 16 for row in run.metrics())
     assert round(told) >= sum(rejected)
     (warning,) = [note for note in run.notes("warning") if "reward errors" in note][:1]
@@ -395,6 +410,7 @@ def test_multi_turn_gives_feedback_until_the_answer_is_right(tmp_path: Path) -> 
         "trainer.val_before_train=true",
     )
     batch = saved(run)
+
     seen = set[int]()
     for i, mask in enumerate(batch["response_mask"].split(1)):
         length = int(batch.lengths("response")[i])
@@ -405,6 +421,7 @@ def test_multi_turn_gives_feedback_until_the_answer_is_right(tmp_path: Path) -> 
         seen.add(turns)
         reasons = {"stop"} if right else {"length", "max_turns"}
         assert batch["finish_reason"][i] in reasons
+
     assert seen == {1, 2, 3} and "max_turns" in batch["finish_reason"]
 
 
@@ -429,6 +446,7 @@ def test_a_limit_that_ends_an_episode_costs_its_penalty(tmp_path: Path) -> None:
     assert "rewards" in run.checks()[0]["passed"] and not run.notes("warning")
     batch = saved(run)
     assert {"max_turns", "length"} <= {*batch["finish_reason"]}
+
     for i, mask in enumerate(batch["response_mask"].split(1)):
         turns = int((torch.nn.functional.pad(mask[0], (1, 0)).diff() > 0).sum())
         right = sum(map(ord, batch["responses"][i])) % 3 == 0
@@ -469,10 +487,12 @@ def test_a_reward_function_may_see_all_turns_of_its_episode_and_the_checks_call_
     assert not run.notes("warning") and all(
         "reward_results" in step["passed"] for step in run.checks()
     )
+
     batch = saved(run)
     for i, told in enumerate(batch["conversation"]):
         said = [turn["text"] for turn in told if turn["owner"] == "policy"]
         assert float(batch["scores"][i]) == pytest.approx(sum(map(len, said)) / 24)
+
     assert max(len(told) for told in batch["conversation"]) > 2
 
     call = RewardRouter.__call__

@@ -120,6 +120,7 @@ def test_long_options_stay_private_and_what_a_module_starts_lasts_for_all_episod
         pid, *others = asyncio.run(episode())
         assert others == [300_000, ""]
         assert is_running(int(str(pid)))
+
     server.close()
     wait_until(lambda: not is_running(int(str(pid))), "it ends with the server")
 
@@ -187,6 +188,7 @@ def test_a_killed_server_is_started_anew_and_nothing_of_it_lives_on(
         own, _ = await again.call("ancestors", None)
         assert is_running(own) and server.pid != struck["server"]
         again.close()
+
         return pids
 
     for pid in asyncio.run(run()):
@@ -202,10 +204,12 @@ def test_who_signals_its_parent_or_its_group_harms_only_itself(
     async def run() -> None:
         first = server.pid
         other = await server.fork("other")
+
         for pid in (None, 0):
             process = await server.fork("striking")
             own, parent = await process.call("ancestors", None)
             left = await process.call("leave", None)
+
             try:
                 said = await process.call(
                     "signal", 20, pid=parent if pid is None else pid, number=number
@@ -213,11 +217,13 @@ def test_who_signals_its_parent_or_its_group_harms_only_itself(
                 assert said == "alive" and number != signal.SIGKILL
             except ProcessEnded as ended:
                 assert pid == 0 or number == signal.SIGKILL, ended
+
             process.close()
             for each in (own, parent, left):
                 await asyncio.to_thread(
                     wait_until, lambda each=each: not is_running(each), "it is ended"
                 )
+
         assert await other.call("ancestors", 20) and server.pid == first
         other.close()
 
@@ -235,4 +241,5 @@ def test_deaths_in_a_row_end_with_advice(server: ProcessServer) -> None:
         ServerGivenUp, match=r"SIGKILL.*dmesg.*async\.max_concurrent_rollouts"
     ) as given_up:
         asyncio.run(run())
+
     assert re.search(r"time \d+ in a row", str(given_up.value))

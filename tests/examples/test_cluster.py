@@ -49,6 +49,7 @@ def test_every_pod_has_the_runs_folder_the_label_and_the_image() -> None:
     cluster = found["RayJob"]["spec"]["rayClusterSpec"]
     assert cluster["authOptions"] == {"mode": "token"}
     selector = found["NetworkPolicy"]["spec"]["podSelector"]["matchLabels"]
+
     for group in (cluster["headGroupSpec"], *cluster["workerGroupSpecs"]):
         template = group["template"]
         assert selector.items() <= template["metadata"]["labels"].items()

@@ -34,6 +34,7 @@ def train(name: str, run_dir: Path, *overrides: str) -> Batch:
     assert main(["train", f"examples/{name}.yaml", *short, *overrides]) == 0
     assert [record.step for record in read_metrics(run_dir) if record.kind == "train"] == [1, 2]
     assert (run_dir / "report.html").is_file()
+
     return Batch.load(run_dir / "tokens" / "000001.safetensors")
 
 
@@ -93,6 +94,7 @@ def test_two_agents(tmp_path: Path) -> None:
         "two_agents", tmp_path, "trainer.val_before_train=false", "actor_rollout_ref.rollout.n=4"
     )
     assert [[name for name, _ in forks] for forks in batch["forks"]] == [["bob"]] * len(batch)
+
     for said, score in zip(batch["conversation"], batch["scores"].tolist(), strict=True):
         chosen = {turn["text"] for turn in said if turn["owner"] == "policy"}
         assert score == len(chosen & {"1", "2"}) / 2
@@ -106,6 +108,7 @@ def test_agents_with_policies(tmp_path: Path) -> None:
         "actor_rollout_ref.rollout.n=4",
     )
     assert [[name for name, _ in forks] for forks in batch["forks"]] == [["checker"]] * len(batch)
+
     for said, parts, answer in zip(
         batch["conversation"], batch["reward_parts"], batch["ground_truth"], strict=True
     ):
@@ -114,6 +117,7 @@ def test_agents_with_policies(tmp_path: Path) -> None:
             "solver": solved == answer,
             "checker": judged == ("1" if solved == answer else "0"),
         }
+
     assert "policies/checker/loss" in read_metrics(tmp_path)[-1].values
 
 
@@ -145,6 +149,7 @@ def test_the_model_learns_to_use_a_tool(tmp_path: Path, monkeypatch: pytest.Monk
     with monkeypatch.context() as elsewhere:
         elsewhere.chdir(tmp_path)
         runpy.run_path(str(EXAMPLES / "tool_use.py"))
+
     start = f"actor_rollout_ref.model.path={folder}/start"
     sft = [f"data.train_files={folder}/sft.jsonl", start, f"trainer.default_local_dir={folder}/sft"]
     assert main(["sft", "examples/tool_use_sft.yaml", *sft]) == 0
@@ -169,6 +174,7 @@ def test_advantage(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     batch = train("custom_advantage", tmp_path)
     assert "advantages: median(scale=0.5)" in capsys.readouterr().out
     scores = batch["token_level_scores"].sum(-1)
+
     for group in batch["group_index"].unique():
         members = batch["group_index"] == group
         expected = 0.5 * (scores[members] - scores[members].median())
@@ -218,6 +224,7 @@ def rewards_after_sft(
     with monkeypatch.context() as elsewhere:
         elsewhere.chdir(folder)
         runpy.run_path(str(EXAMPLES / f"{name}.py"), run_name="__main__")
+
     folder = folder / "runs" / name
     start = f"actor_rollout_ref.model.path={folder}/start"
     to = f"trainer.default_local_dir={folder}/sft"
@@ -225,6 +232,7 @@ def rewards_after_sft(
     learned = f"actor_rollout_ref.model.path={folder}/sft"
     found = rewards(folder / "grpo", "train", f"examples/{name}.yaml", learned)
     assert not notes(folder / "grpo", "warning")
+
     return found
 
 
@@ -256,6 +264,7 @@ def test_the_policy_learns_continuous_moves_from_random_weights(
     with monkeypatch.context() as elsewhere:
         elsewhere.chdir(tmp_path)
         runpy.run_path(str(EXAMPLES / "acting_continuous.py"), run_name="__main__")
+
     start = f"actor_rollout_ref.model.path={tmp_path}/runs/acting_continuous/start"
     found = rewards(
         tmp_path / "grpo", "train", "examples/acting_continuous.yaml", start, *overrides

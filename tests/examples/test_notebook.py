@@ -77,14 +77,17 @@ def test_the_interrupt_button_saves_and_the_kernel_lives_on(
     (manager, client), folder = kernel, tmp_path / "run"
     client.execute(CELL.format(tiny=str(ROOT / "examples" / "tiny.yaml"), folder=str(folder)))
     deadline = time.monotonic() + LIMIT_S
+
     while not (metrics := folder / "metrics.jsonl").is_file() or not metrics.stat().st_size:
         assert time.monotonic() < deadline and manager.is_alive()
         time.sleep(0.1)
+
     manager.interrupt_kernel()
     printed = ""
     while "stopped True" not in printed:
         message = client.get_iopub_msg(timeout=LIMIT_S)
         assert message["msg_type"] != "error", message["content"]
         printed += message["content"].get("text", "")
+
     assert "SIGINT: finishing this step, saving" in printed and "stopped True" in printed
     assert load_run(folder).status == "stopped" and load_run(folder).checkpoints

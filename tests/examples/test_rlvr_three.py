@@ -61,9 +61,11 @@ def test_recorded_solutions_are_right_and_every_second_that_is_spoiled_is_not(fo
     assert {validated.values[f"val_correct/{name}/mean"] for name in ("all", *FILES)} == {1.0}
     assert validated.values["val/errors"] == 0
     assert len(trained) == STEPS
+
     for record in trained:
         assert {record.values[f"reward/{name}/{part}"] for name, part in PARTS.items()} == {0.5}
         assert record.values["reward/errors"] == 0
+
     check_samples(folder / "run")
     assert three_domains.shares(folder / "run") == [Counter(math=2, code=1, instructions=1)] * STEPS
     verify(folder / "run" / "ledger.jsonl")
@@ -85,6 +87,7 @@ def check_samples(run_dir: Path) -> None:
         assert batch["acc"].tolist() == [1.0, 0.0] * 8
         first = batch["advantages"][:, 0].tolist()
         assert first == pytest.approx([3**0.5 / 2, -(3**0.5) / 2] * 8, abs=1e-4)
+
         for row in read_samples(run_dir, step):
             assert row["errors"] is None
             if row["domain"] == "code":

@@ -93,6 +93,7 @@ def test_graphs_give_the_bits_that_single_kernels_give(
         answers.append(run_all(engine, requests(**law)))
         if device.type == "cuda":
             assert (num_graphs(engine) > 0) == graphs
+
     assert answers[0] == answers[1]
 
 
@@ -106,6 +107,7 @@ def test_weights_that_lie_elsewhere_are_followed(device: torch.device) -> None:
         for own, new in zip(engine.model.parameters(), other.parameters(), strict=True):
             own.data = new.data.to(device, copy=True)
         await engine.resume()
+
         found = await asyncio.gather(*(engine.generate(request) for request in requests()))
         for one, theirs in zip(found, expected, strict=True):
             for ours, wanted in zip(one, theirs, strict=True):
@@ -120,6 +122,7 @@ def test_no_step_but_the_first_waits_for_the_device(device: torch.device, graphs
     """However many tokens are drawn."""
     if device.type != "cuda":
         pytest.skip("wants CUDA, which tells when something waits for it")
+
     counts = []
     for max_tokens in (20, 60):
 
@@ -127,13 +130,16 @@ def test_no_step_but_the_first_waits_for_the_device(device: torch.device, graphs
             request = request_of(prompt_of(5), (0, 1, 2), max_tokens=max_tokens)
             await engine.generate(request)  # allocates, records
             torch.cuda.set_sync_debug_mode("warn")
+
             try:
                 with warnings.catch_warnings(record=True) as waits:
                     warnings.simplefilter("always")
                     await engine.generate(request)
             finally:
                 torch.cuda.set_sync_debug_mode("default")
+
             counts.append(len([each for each in waits if "synchronizing" in str(each.message)]))
 
         with_engine(engine_of(device, graphs), story)
+
     assert counts[0] == counts[1]

@@ -53,6 +53,7 @@ def batch_of(prompts: list[tuple[int, ...]], results: list[tuple[Segment, ...]])
     batch["rollout_log_probs"] = torch.tensor(
         [value for _, each in rows for value in each.rollout_log_probs]
     )
+
     return batch
 
 
@@ -99,6 +100,7 @@ def test_a_step_is_that_of_a_plain_loop(
     loss_fn = TokenMeanLoss()
     plain = load_model(folder, dtype=torch.float64)
     loss, norm = plain_step(plain, loss_fn, plain_outputs(plain, batch, 0.8), batch)
+
     for dtype, tolerance in ((torch.float64, 1e-7), (torch.float32, 1e-5)):
         model = load_model(folder, dtype=dtype, device=device)
         engine = trainer(
@@ -108,6 +110,7 @@ def test_a_step_is_that_of_a_plain_loop(
         assert metrics["loss"] == pytest.approx(loss, rel=10 * tolerance)
         assert metrics["grad_norm"] == pytest.approx(norm, rel=10 * tolerance)
         found = dict(engine.weights())
+
         for name, weight in plain.named_parameters():
             assert found[name].device.type == device.type
             assert (found[name].double().cpu() - weight.detach()).abs().max() <= tolerance, name
@@ -158,6 +161,7 @@ def test_lora_trains_its_adapter_as_on_a_cpu(tmp_path: Path, device: torch.devic
         engine = trainer(model)
         metrics = [engine.train_step(ragged_batch(seed=step), TokenMeanLoss()) for step in range(3)]
         found.append(({name: weight.cpu() for name, weight in engine.weights()}, metrics))
+
     (here, ours), (there, theirs) = found
     assert [step["loss"] for step in ours] == pytest.approx(
         [step["loss"] for step in theirs], rel=1e-4
@@ -218,9 +222,11 @@ def test_a_step_waits_for_its_device_once(
     batch["old_log_probs"] = -torch.rand(batch.flat("advantages").shape)
     engine.train_step(batch, objective)  # allocates
     torch.cuda.set_sync_debug_mode("warn")
+
     try:
         with pytest.warns(UserWarning, match="synchronizing CUDA operation") as waits:
             engine.train_step(batch, objective)
     finally:
         torch.cuda.set_sync_debug_mode("default")
+
     assert len([each for each in waits if "synchronizing" in str(each.message)]) == 1

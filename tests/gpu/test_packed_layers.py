@@ -34,6 +34,7 @@ def states_and_gradients(
     weights = torch.randn(states.shape, generator=torch.Generator().manual_seed(4)).to(states)
     model.zero_grad()
     (states * weights).sum().backward()
+
     return states.detach().cpu(), {
         name: p.grad.cpu()
         for name, p in model.named_parameters()
@@ -60,11 +61,13 @@ def test_they_err_no_more_than_autocast(
     keep_from_native_code(plain)
     if checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
+
     with torch.autocast("cuda", torch.bfloat16):
         head_dim = model.model.layers[0].self_attn.head_dim
         assert runs_natively(model.model) == (head_dim & (head_dim - 1) == 0) and not runs_natively(
             plain.model
         )
+
     ours, found = states_and_gradients(model, ids, shares)
     by_torch, theirs = states_and_gradients(plain, ids, shares)
     expected, wanted = states_and_gradients(exact, ids, shares=False)
@@ -85,10 +88,12 @@ def test_a_frozen_model_in_bfloat16_is_near_its_own_forward(device: torch.device
     attach_packed_forward(plain)
     keep_from_native_code(plain)
     assert runs_natively(model.model)
+
     with torch.no_grad():
         states = [
             packed_hidden_states(each, ids.to(device), LENGTHS).cpu() for each in (model, plain)
         ]
         expected = packed_hidden_states(exact, ids, LENGTHS)
+
     assert states[0].dtype == torch.bfloat16
     assert distance(states[0], expected) < 1.2 * distance(states[1], expected)

@@ -45,6 +45,7 @@ def rewards(tmp_path, monkeypatch):
     (package / "needs.py").write_text("import not_there_at_all\n")
     (package / "half.py").write_text("from os import no_such_name\n")
     monkeypatch.syspath_prepend(str(tmp_path))
+
     return "graph_test_pkg.my_rewards"
 
 

@@ -62,6 +62,7 @@ def test_a_cycle_is_found_and_is_one(deps, data):
         one = data.draw(st.sampled_from(ids))
         other = data.draw(st.sampled_from(ids))
         deps[one] = tuple(dict.fromkeys((*deps[one], other)))
+
     order_exists = any(
         all(order.index(d) < order.index(n) for n in deps for d in deps[n])
         for order in _some_orders(deps)
@@ -137,9 +138,12 @@ def says_the_same_in_every_order(deps, wires):
                 ]
                 if makers and not written[field]:
                     return False
+
             for field in wires[node_id][1]:
                 written[field] += (node_id,)
+
         seen.add((tuple(sorted(reads.items())), tuple(written.items())))
+
     return len(seen) == 1
 
 
@@ -158,16 +162,19 @@ def test_a_bound_program_never_misses_a_field(case, data_fields):
     graph = graph_of(deps, wires)
     if not graph.validate_graph()[0]:
         return
+
     try:
         pipeline = graph.bind(None, data_fields)
     except PipelineError:
         pipeline = None
+
     allowed = orders(deps, wires)
     there = set(data_fields)
     complete = True
     for node_id in allowed[0]:
         complete &= there.issuperset(wires[node_id][0])
         there |= set(wires[node_id][1])
+
     assert (pipeline is not None) == complete
     if pipeline:
         assert tuple(n.node_id for n in pipeline.nodes) in allowed
@@ -180,6 +187,7 @@ def test_no_reader_runs_before_a_writer_unless_the_deps_say_so(case):
     graph = graph_of(deps, wires)
     if not graph.validate_graph()[0]:
         return
+
     order = [n.node_id for n in graph.bind(None, FIELDS).nodes]
     for reader in deps:
         for field in set(wires[reader][0]) - set(wires[reader][1]):
@@ -213,10 +221,12 @@ def test_planes_against_their_definition(deps, data):
     graph = TaskGraph("planes")
     for node_id, ids in deps.items():
         graph.add_node(Node(node_id, functions[uses[node_id]], ids))
+
     pipeline = graph.bind(None, [])
     for bound in pipeline.nodes:
         before = [n for n in deps if n == bound.node_id or reaches(deps, bound.node_id, n)]
         assert (bound.plane == "training") == any(uses[n] != "plain" for n in before)
+
     assert pipeline.rollout_nodes + pipeline.training_nodes == tuple(
         sorted(pipeline.nodes, key=lambda n: n.plane)
     )

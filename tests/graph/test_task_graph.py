@@ -104,9 +104,11 @@ def test_validation_says_what_is_wrong(diamond):
     diamond.update_node("a", deps=("d",))
     ok, message = diamond.validate_graph()
     assert not ok and "cycle" in message
+
     for ask in (diamond.get_topological_sort, diamond.to_mermaid, lambda: diamond.bind(None, [])):
         with pytest.raises(PipelineError, match="cycle"):
             ask()
+
     diamond.update_node("a", deps=("e",))
     assert "depends on 'e'" in diamond.validate_graph()[1]
     assert TaskGraph("empty").validate_graph()[0] is False

@@ -139,6 +139,7 @@ def test_nodes_of_two_policies_have_columns_of_their_own():
     for policy in ("a", "b"):
         pipeline.add_node(f"write_{policy}", makes("advantages"), policy=policy)
         pipeline.add_node(f"read_{policy}", reads("advantages", "returns"), policy=policy)
+
     graph = pipeline.build()
     bound_pipeline = graph.path_of("b").bind(None, LOADED)
     assert [n.node_id for n in bound_pipeline.nodes] == ["write_b", "shared", "read_b"]

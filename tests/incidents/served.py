@@ -38,6 +38,7 @@ class Seen:
     def see(self, version: object, own: dict[str, Tensor], begun: bool) -> None:
         if version == self._now[0]:
             return
+
         copied = {name: tensor.clone() for name, tensor in own.items()}
         self.first = self.first or copied
         self.before = self._now[1] or copied
@@ -75,9 +76,11 @@ def serve(patch: pytest.MonkeyPatch, other: Serve) -> Late:
         if not late.begun:
             yield
             return
+
         right = {name: tensor.clone() for name, tensor in own.items()}
         _put(own, {name: other(seen, name, tensor) for name, tensor in right.items()})
         late.times += 1
+
         try:
             yield
         finally:
@@ -145,13 +148,16 @@ def serve_old_kv(patch: pytest.MonkeyPatch) -> Late:
     def by_transformers(self: HFEngine, request: Any, *rest: Any) -> Any:
         if not late.begun:
             return generate(self, request, *rest)
+
         late.times += 1
         model = self._model
+
         place = (len(request.samples), tuple(request.prompt_ids))
         if place not in kept:
             prompt = torch.tensor([request.prompt_ids[:-1]] * len(request.samples))
             with torch.no_grad():
                 kept[place] = model(input_ids=prompt, use_cache=True).past_key_values
+
         with pytest.MonkeyPatch.context() as inside:
             inside.setattr(
                 model,
@@ -185,4 +191,5 @@ def serve_old_prefixes(patch: pytest.MonkeyPatch) -> Late:
         lambda self, root, *rest: add(self, ("any",) if late.begun else root, *rest),
     )
     patch.setattr(PrefixCache, "clear", lambda self: None if late.begun else clear(self))
+
     return late

@@ -97,10 +97,12 @@ def test_dead_sandboxes_scored_0(playground: Playground, monkeypatch: Patch, pla
     """allenai/open-instruct#1887, GAIR-NLP/ToRL#27."""
     playground.write_reward(FAILING)
     steps = plant_from(monkeypatch, BEGIN, plant)
+
     with pytest.raises(
         TrustError, match="a failed one was counted, as a 0|that raises must give no score"
     ):
         playground.run("grpo", *STEPS)
+
     assert BEGIN <= steps[-1] <= BEGIN + 3
 
 
@@ -153,6 +155,7 @@ def broken_off(playground: Playground, patch: Patch) -> None:
 
     original = WeightSender.sync_changed
     original_complete = coordinator.Coordinator.complete
+
     with patch.context() as planted, pytest.raises(RuntimeError, match="broken off"):
         planted.setattr(WeightSender, "sync_changed", sync_changed)
         planted.setattr(coordinator.Coordinator, "complete", complete)

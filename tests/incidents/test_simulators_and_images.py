@@ -54,6 +54,7 @@ def test_pixels_that_are_not_those_of_the_file(
         "data.max_prompt_length=48",
         "trainer.total_training_steps=1",
     )
+
     with pytest.raises(
         TrustError, match=r"found \(responses\): the model gets other pixels than those of"
     ):

@@ -127,14 +127,17 @@ def test_turns_over_keys_and_values_of_older_weights(
         "data.max_response_length=90",
         "trainer.total_training_steps=9",
     )
+
     if not is_planted:
         found = playground.run("grpo", *LEARNING, *options, *lengths, "trust.check_freq=2")
         assert found.notes("warning") == found.notes("finding") == found.notes("error") == []
         assert all(row["episodes/prefix_cache_hit_rate"] > 0.3 for row in found.metrics())
         return
+
     late = serve_old_prefixes(monkeypatch)
     with pytest.raises(
         TrustError, match=r"KV of old weights|canary: .*prefix cache|found \((draws|versions)\)"
     ):
         playground.run("grpo", *LEARNING, *options, *lengths)
+
     assert late.times and BEGIN <= late.taken <= BEGIN + 2

@@ -19,11 +19,13 @@ def test_a_tracker_whose_package_is_missing_is_told_before_a_run_starts(
 ) -> None:
     monkeypatch.setitem(TRACKERS, "mlflow", replace(TRACKERS["mlflow"], package="no_such_package"))
     playground = Playground(tmp_path)
+
     with pytest.raises(
         UserError,
         match="the package no_such_package is not installed: pip install 'distflow.mlflow.'",
     ):
         playground.run("grpo", "trainer.logger=[console,mlflow]", name="tracked")
+
     assert not (tmp_path / "tracked" / "events.jsonl").exists()
 
 
@@ -38,10 +40,12 @@ def test_a_disk_without_room_for_the_checkpoints_is_told_before_the_models_are_l
         "trainer.keep_last=1",
         "actor_rollout_ref.rollout.name=hf",
     )
+
     with pytest.raises(
         UserError, match=r"a checkpoint takes \S+ GB .*2 checkpoints .*trainer\.keep_last=1"
     ):
         playground.run("grpo", *steps, "trainer.save_freq=2")
+
     with pytest.raises(UserError, match=r"1 checkpoint may be there at once"):
         playground.run("grpo", *steps, "trainer.save_freq=99")
 

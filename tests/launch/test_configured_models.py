@@ -33,14 +33,17 @@ def test_sizes_of_models_are_as_given_or_counted(tmp_path: Path) -> None:
         "actor": 600e9,
         "ref": 10**6,
     }
+
     with pytest.raises(
         UserError, match="dag.model_sizes: the pipeline has no model 'ref'; known: actor, critic"
     ):
         model_sizes(said, ["actor", "critic"])
+
     with pytest.raises(
         UserError, match="dag.model_sizes: '7 billion' is not a model size; write e.g. 70B"
     ):
         model_sizes(ppo(*ray, "dag.model_sizes.actor='7 billion'"), ["actor"])
+
     (tmp_path / "critic" / "config.json").write_text('{"model_type": "t5"}')
     with pytest.raises(
         UserError,
@@ -85,6 +88,7 @@ def test_layers_of_an_adapter_are_looked_for_without_weights(tmp_path: Path) -> 
 
     limits("[q_proj]")
     limits("all-linear")
+
     with pytest.raises(
         UserError, match=rf"^{MODEL}\.target_modules: 'c_attn' matches no layer of the model"
     ):

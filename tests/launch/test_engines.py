@@ -54,6 +54,7 @@ def test_an_engine_without_a_model_is_refused_before_one_is_built() -> None:
         UserError, match="reward_model.model.path: a node of the pipeline needs the engine"
     ):
         make_factories(config("grpo"), ("actor", "reward_model"), (), 1)
+
     models = "reward_model.models={helpful: {path: scores}}"
     with pytest.raises(UserError, match="reward_model.models.helpfull: .* did you mean 'helpful'"):
         make_factories(config("grpo", models), ("actor", "helpfull"), (), 1)
@@ -137,6 +138,7 @@ def test_the_engine_computes_on_the_trainers_weights_only_where_both_are_there_i
     )
     storage = {parameter.data_ptr() for parameter in given[0].parameters()}
     assert next(given[0].parameters()).dtype.__str__() == f"torch.{dtype}"
+
     if built.actor is not None:
         assert isinstance(built.actor, TorchTrainEngine)
         assert shares == (
@@ -148,6 +150,7 @@ def test_the_reference_is_a_model_of_its_own_or_the_adapters_base(tmp_path: Path
     write_tiny_model(tmp_path)
     own = (f"{MODEL}.path={tmp_path}", f"{MODEL}.init=pretrained")
     plain = build(config("grpo", *own), "actor", "ref")
+
     adapted = build(config("grpo", *own, f"{MODEL}.lora_rank=2"), "actor", "ref")
     for built, same in ((plain, False), (adapted, True)):
         assert isinstance(built.ref, TorchScorer) and isinstance(built.actor, TorchTrainEngine)
@@ -297,6 +300,7 @@ def test_a_judge_whose_reply_leaves_no_room_for_a_question_is_refused(tmp_path: 
     models = (
         f"reward_model.models={{critique: {{path: {folder}, judge: true, answer_tokens: 512}}}}"
     )
+
     with pytest.raises(
         UserError, match=r"critique.path: a reply of 512 tokens .* reads at most 512 tokens"
     ):

@@ -68,6 +68,7 @@ def test_domains_have_their_rows_in_their_order(ground: Playground) -> None:
     for number, (name, file) in enumerate(files.items()):
         rows = [{"prompt": f"{name[0]}{i}=", "answer": "7"} for i in range(270 + number)]
         file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
     domains = (
         "data.domains={"
         + ", ".join(f"{name}: {{train_files: {file}}}" for name, file in files.items())
@@ -134,12 +135,14 @@ def test_what_is_wrong_with_all_rows_is_found_before_the_start(ground: Playgroun
         spec_of(
             ground, [{"question": "a", "answer": "7"}] * 270, "data.lazy=true", "data.bad_rows=skip"
         )
+
     with pytest.raises(UserError, match="none of 256 rows is short enough"):
         spec_of(ground, [LONG] * 270, "data.lazy=true")
     tags = ("data.tag_key=level", "data.domains={one: {tags: ['1']}}")
     tagged = [{**row, "level": "1"} for row in good(300)]
     with pytest.raises(UserError, match="(?s)data.lazy.* set data.lazy=false"):
         spec_of(ground, tagged, "data.lazy=true", *tags)
+
     with pytest.raises(
         UserError, match="data.domains.two.tags: no row of data.train_files has the tag 3"
     ):

@@ -106,6 +106,7 @@ def in_a_fresh_process(spec: Spec, folder: Path) -> str:
         command, env=environment, cwd=folder, capture_output=True, text=True, timeout=300
     )
     assert done.returncode == 0, done.stdout + done.stderr
+
     return done.stdout
 
 
@@ -126,9 +127,11 @@ def test_a_fresh_process_runs_it_to_the_same_weights(playground: Playground) -> 
 def test_every_field_travels_as_plain_data(playground: Playground) -> None:
     _, spec = playground.spec("ppo", f"data.val_files={playground.folder}/rows.jsonl")
     again = pickle.loads(pickle.dumps(spec))
+
     for item in fields(Spec):
         if item.name not in ("pipeline", "factories", "rows", "validation"):
             assert getattr(again, item.name) == getattr(spec, item.name), item.name
+
     assert [again.rows[i] for i in range(12)] == [spec.rows[i] for i in range(12)]
     assert again.validation[0].rows[3] == spec.validation[0].rows[3]
     assert again.factories.keys() == spec.factories.keys()
@@ -141,6 +144,7 @@ def test_every_field_travels_as_plain_data(playground: Playground) -> None:
 def test_data_are_encoded_into_the_folder_of_the_run_once(playground: Playground) -> None:
     data = f"data.val_files={playground.folder}/rows.jsonl"
     _, spec = playground.spec("grpo", data, "data.val_max_samples=3")
+
     rows = (spec.rows, spec.validation[0].rows)
     for found, name, num_rows in zip(rows, ("train", "val"), (12, 3), strict=True):
         assert isinstance(found, EncodedRows) and len(found) == num_rows
@@ -148,6 +152,7 @@ def test_data_are_encoded_into_the_folder_of_the_run_once(playground: Playground
             found.path.parent == playground.folder / "run" / "data"
             and found.path.name.startswith(f"{name}-")
         )
+
     assert isinstance(spec.rows, EncodedRows)
     before = spec.rows.path.stat()
     _, again = playground.spec("grpo", data, "data.val_max_samples=3")
@@ -188,6 +193,7 @@ def test_a_registered_function_that_no_worker_can_import(
 ) -> None:
     if module == "made_by_hand":
         monkeypatch.setitem(sys.modules, module, types.ModuleType(module))
+
     if key == "algorithm.adv_estimator":
         fn = homeless(
             "def homeless(scores, response_mask): return scores.unsqueeze(-1) * response_mask",
@@ -200,6 +206,7 @@ def test_a_registered_function_that_no_worker_can_import(
             module,
         )
         register_policy_loss("homeless")(fn)
+
     with pytest.raises(
         UserError, match=f"{key}: the function homeless is in '{module}'.*trainer.imports"
     ):
@@ -225,6 +232,7 @@ def test_a_node_that_no_worker_can_import(
     monkeypatch.setitem(sys.modules, "made_by_hand", by_hand)
     nodes = "dag.pipeline=[{id: look, func: made_by_hand.look}]"
     config = load_config("grpo", playground.overrides("run", nodes, "dag.generates=true")).config
+
     with pytest.raises(
         UserError, match=r"dag\.pipeline: the function homeless .* 'made_by_hand'.*my_code:homeless"
     ):
@@ -383,16 +391,19 @@ def test_what_waits_in_the_hosts_memory_is_what_the_config_says_and_nothing_on_a
         f"actor_rollout_ref.actor.strategy={strategy}",
         "actor_rollout_ref.model.dtype=bfloat16",
     )
+
     if strategy == "torch" and "offload_policy" in str(keys):
         with pytest.raises(ConfigError, match="each rank has whole weights"):
             playground.spec("ppo", *ways, *keys)
         return
+
     if keys:
         with pytest.raises(
             UserError,
             match=f"{keys[0].partition('=')[0]}.* on a CPU all data is in host memory already",
         ):
             playground.spec("ppo", *ways, *keys)
+
     # where the plan is made; nothing runs
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     _, spec = playground.spec("ppo", *ways, *keys, "trainer.device=auto")
@@ -410,6 +421,7 @@ def test_a_model_that_scores_waits_in_the_hosts_memory_unless_its_shards_do(
     entry = f"path: {playground.folder}/model, param_offload: true"
     models = f"reward_model.models={{critique: {{{entry}, judge: true}}, helpful: {{{entry}}}}}"
     keys = (*SHARDED, f"actor_rollout_ref.actor.strategy={strategy}", models)
+
     with pytest.raises(
         UserError,
         match=(
@@ -418,6 +430,7 @@ def test_a_model_that_scores_waits_in_the_hosts_memory_unless_its_shards_do(
         ),
     ):
         playground.spec("grpo", *keys)
+
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     _, spec = playground.spec("grpo", *keys, "trainer.device=auto")
     assert spec.offloads == dict.fromkeys(moves, Offloads(weights=True, moments=False))
@@ -437,16 +450,20 @@ def test_weights_that_another_engine_computes_with_stay(
         torch.accelerator, "current_accelerator", lambda check_available=False: torch.device("cuda")
     )
     moves = f"{ACTOR_FSDP}.param_offload=true"
+
     with pytest.raises(
         UserError, match=r"param_offload=true: the rollout engine computes with the same float32"
     ):
         playground.spec("grpo", moves)
+
     lora = ("actor_rollout_ref.model.lora_rank=2", "actor_rollout_ref.model.dtype=bfloat16")
     kl = "actor_rollout_ref.actor.use_kl_loss="
+
     with pytest.raises(
         UserError, match=r"param_offload=true: the reference computes with the same weights"
     ):
         playground.spec("grpo", moves, *lora, f"{kl}true")
+
     _, spec = playground.spec("grpo", moves, *lora, f"{kl}false")
     assert spec.offloads == {"actor": Offloads(weights=True, moments=False)}
 
@@ -541,10 +558,12 @@ def test_auto_is_cuda_where_all_workers_can_have_a_gpu(
             UserError, match=rf"need 2 GPU\(s\) .* Ray has {has}: .*trainer\.device=cpu"
         ):
             playground.spec("grpo", *keys)
+
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     _, spec = playground.spec("grpo", *keys)
     assert {rank.device for rank in spec.plan.ranks} == {"cuda"} and spec.facts["device"] == "cuda"
     assert playground.spec("grpo", *keys, "trainer.device=cpu")[1].plan.ranks[0].device == "cpu"
+
     with pytest.raises(
         UserError, match=r"need 3 GPU\(s\) on 1 machine\(s\); Ray has 2 GPU\(s\) on 1"
     ):
@@ -621,6 +640,7 @@ def test_a_number_of_steps_may_go_beyond_the_epochs_and_answers_of_the_data_are_
         "actor_rollout_ref.actor.ppo_mini_batch_size=4",
         "actor_rollout_ref.rollout.n=3",
     )
+
     for preset, size in (("grpo", 3), ("sft", 1)):
         by_epochs = data_plan(
             load_config(preset, [*short, "trainer.total_epochs=2"]).config, {"": 12}

@@ -37,6 +37,7 @@ def config_file(ground: Playground) -> str:
     values["actor_rollout_ref.actor.optim.lr"] = 1e-3
     file = ground.folder / f"{ground.folder.name}.yaml"
     file.write_text(yaml.safe_dump({"defaults": ["grpo", "_self_"], **nested(values)}))
+
     return str(file)
 
 

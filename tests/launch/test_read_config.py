@@ -128,6 +128,7 @@ def test_what_matters_to_training_and_generation_at_once_is_refused_where_they_t
         UserError, match=rf"{inert.partition('=')[0]} \(command line\): with async.max_staleness=0"
     ):
         refuse("grpo", inert)
+
     refuse("grpo", inert, "async.max_staleness=1")
     with pytest.raises(UserError, match=inert.partition("=")[0]):
         refuse("sft", inert)
@@ -145,11 +146,13 @@ def test_how_weights_travel_is_refused_where_every_worker_that_generates_trains(
         "trainer.launcher=ray",
         f"{MODEL}.path=builtin:tiny-arithmetic",
     )
+
     with pytest.raises(
         UserError,
         match=r"weight_update_mode \(command line\): every worker that generates also trains",
     ):
         follow("grpo", *elsewhere, *more)
+
     follow("grpo", *elsewhere, "trainer.allocation='embedded[rollout]:d1+torch[actor]:d1'")
 
 
@@ -301,6 +304,7 @@ def test_a_users_module_is_imported_with_the_runs_number_of_threads(
     monkeypatch.syspath_prepend(tmp_path)
     before = torch.get_num_threads()
     wanted = before + 1
+
     given = (
         f"{MODEL}.path=builtin:tiny-arithmetic",
         f"{MODEL}.init=random",
@@ -368,6 +372,7 @@ def test_how_devices_are_divided_matters_where_there_is_more_than_one_part(
         "trainer.n_gpus_per_node=4",
         f"{MODEL}.path=builtin:tiny-arithmetic",
     )
+
     with pytest.raises(
         UserError,
         match=r"dag\.\w+ \(command line\): the pipeline is one part, which has all devices",

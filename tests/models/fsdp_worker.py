@@ -37,9 +37,11 @@ def run(model: nn.Module, kind: str, rows: list[int]) -> dict[str, torch.Tensor]
         model_inputs(micro, torch.device("cpu")), OUTPUTS[kind], temperature=0.8
     )
     sum((flat * micro.flat("advantages")).sum() for flat in found.values()).backward()
+
     for name, parameter in model.named_parameters():
         if (grad := parameter.grad) is not None:
             found[f"gradient of {name}"] = grad.full_tensor() if isinstance(grad, DTensor) else grad
+
     return found
 
 
@@ -51,9 +53,11 @@ def main(rank: int, folder: Path) -> None:
             fully_shard(layer, mesh=mesh)
         fully_shard(model, mesh=mesh)
         assert isinstance(model, FSDPModule)
+
         for module in model.modules():
             if isinstance(module, FSDPModule):
                 module.set_gradient_divide_factor(1.0)  # shares of a loss add up
                 module.set_force_sum_reduction_for_comms(True)  # gloo scales nothing
+
         register_fsdp_forward_method(model, "packed_forward")
         torch.save(run(model, kind, SHARES[rank]), folder / f"{kind}-{rank}.pt")

@@ -50,11 +50,13 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
 def make(family: str, changes: dict[str, Any]) -> Any:
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(tiny_config(family, **changes)).eval()
+
     # norms and biases start as ones and zeros, which would hide that they are left out
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "norm" in name or name.endswith("bias"):
                 parameter.add_(0.3 * torch.randn_like(parameter))
+
     return model
 
 
@@ -68,6 +70,7 @@ def view_logits(
     pad = extent - kv.keys.shape[-2]
     keys, values = (nn.functional.pad(memory, (0, 0, 0, pad)) for memory in (kv.keys, kv.values))
     logits = [[row] for row in view.logits(kv.hidden)]
+
     for step in range(len(ids[0]) - num_prefilled[0]):
         positions = torch.tensor([count + step for count in num_prefilled])
         tokens = torch.tensor(
@@ -77,6 +80,7 @@ def view_logits(
             logits, view.logits(view.decode(tokens, positions, keys, values)), strict=True
         ):
             row.append(step_logits)
+
     return [torch.stack(row) for row in logits]
 
 
@@ -87,6 +91,7 @@ def test_prefill_and_decode_equal_the_forward(variant: str) -> None:
     num_prefilled = [11, 1, 30, 4]
     num_decoded = 20
     ids = [torch.randint(3, 90, (count + num_decoded,)).tolist() for count in num_prefilled]
+
     logits = view_logits(view, ids, num_prefilled, extent=64)
     for row, count, got in zip(ids, num_prefilled, logits, strict=True):
         with torch.no_grad():
@@ -100,11 +105,13 @@ def test_updates_in_place_are_seen() -> None:
     view = DecoderView(model)
     prompt = (5, 6, 7, 8)
     before = view.logits(view.prefill([prompt]).hidden)
+
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.mul_(1.1)
         expected = model(input_ids=torch.tensor([prompt])).logits[0, -1:]
         after = view.logits(view.prefill([prompt]).hidden)
+
     assert (after - expected).abs().max() < 1e-4
     assert (after - before).abs().max() > 1e-2
 
@@ -207,16 +214,20 @@ def test_adapters_take_part() -> None:
         r=4, target_modules=["q_proj", "v_proj", "o_proj", "down_proj"], lora_dropout=0.5
     )
     adapted = peft.get_peft_model(model, config).eval()
+
     with torch.no_grad():
         for name, parameter in adapted.named_parameters():
             if "lora_B" in name:
                 parameter.normal_()
+
     view = DecoderView(adapted)
     ids = [[5, 6, 7, 8, 9, 10]]
     (logits,) = view_logits(view, ids, [3], extent=8)
+
     with torch.no_grad():
         expected = adapted(input_ids=torch.tensor(ids)).logits[0, 2:]
         with adapted.disable_adapter():
             without = adapted(input_ids=torch.tensor(ids)).logits[0, 2:]
+
     assert (logits - expected).abs().max() < 1e-3
     assert (logits - without).abs().max() > 0.1

@@ -40,10 +40,12 @@ def test_logits_are_those_of_each_sequence_alone(name: str) -> None:
     model = make_model(family)
     assert choose_attention(model) == family.forward
     wanted = torch.tensor([0, 3, 8, 31, 45])
+
     with torch.no_grad():
         states = packed_hidden_states(model, torch.cat(parts), LENGTHS)
         some = packed_hidden_states(model, torch.cat(parts), LENGTHS, wanted=wanted)
         expected = torch.cat([model(part[None], use_cache=False).logits[0] for part in parts])
+
     largest = float(expected.abs().max())
     torch.testing.assert_close(output_head(model)(states), expected, rtol=0, atol=1e-5 * largest)
     torch.testing.assert_close(
@@ -66,6 +68,7 @@ def test_gradients_are_those_of_a_loop(name: str) -> None:
         output_head(model)(packed_hidden_states(model, torch.cat(parts), LENGTHS)) * weights
     ).sum().backward()
     assert len(expected) > 15
+
     for parameter_name, grad in expected.items():
         found = model.get_parameter(parameter_name).grad
         atol = 1e-4 * float(grad.abs().max())

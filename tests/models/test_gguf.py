@@ -63,6 +63,7 @@ def packed_entry(key: str, value: Any) -> bytes:
         content = struct.pack("<IIQ", 9, 8, len(value)) + b"".join(map(packed_string, value))
     else:
         content = struct.pack(f"<IIQ{len(value)}i", 9, 5, len(value), *value)
+
     return packed_string(key) + content
 
 
@@ -96,6 +97,7 @@ def write_gguf(path: Path, model: Any) -> None:
     heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
     table = b""
     data = b""
+
     parameters = dict(model.named_parameters())
     for name, parameter in parameters.items():
         weight = parameter.detach().numpy()
@@ -107,6 +109,7 @@ def write_gguf(path: Path, model: Any) -> None:
         )
         table += struct.pack("<IQ", 0, len(data))  # float32, and where
         data += weight.tobytes() + b"\0" * (-weight.nbytes % 32)
+
     header = b"GGUF" + struct.pack("<IQQ", 3, len(parameters), len(metadata))
     header += b"".join(packed_entry(key, value) for key, value in metadata.items()) + table
     path.write_bytes(header + b"\0" * (-len(header) % 32) + data)

@@ -55,6 +55,7 @@ def sample(model: nn.Module, number: int, images: tuple[str, ...], response: lis
     )
     zeros = (0.0,) * len(response)
     drawn = Segment("policy", tuple(response), zeros, zeros, (0,) * len(response))
+
     return Sample(f"{number}-0", number, [prompt, drawn])
 
 
@@ -67,6 +68,7 @@ def own_log_probs(model: nn.Module, one: Sample) -> torch.Tensor:
     )
     logits = model(input_ids=ids[None], use_cache=False, **given).logits[0].log_softmax(-1)
     start = len(one.prompt_ids)
+
     return logits[start - 1 : -1].gather(-1, ids[start:, None])[:, 0]
 
 
@@ -89,6 +91,7 @@ def test_another_image_has_other_log_probs(model: nn.Module, tmp_path: Path) -> 
     a = stored(tmp_path, "r", "g")[:1]
     b = stored(tmp_path, "b", "g")[:1]
     pair = [sample(model, i, images, [5, 6]) for i, images in enumerate((a, b))]
+
     # only the images differ, so no prefix may be shared
     assert pair[0].prompt_ids == pair[1].prompt_ids
     first, second = (
@@ -130,12 +133,14 @@ def test_gradients_reach_what_computes_images(model: nn.Module, tmp_path: Path) 
     scorer.compute(Batch.from_samples(samples), ("log_probs",))["log_probs"].sum().backward()
     torch.stack([own_log_probs(alone, each).sum() for each in samples]).sum().backward()
     expected = dict(alone.named_parameters())
+
     for name, parameter in model.named_parameters():
         own = parameter.grad
         theirs = expected[name].grad
         assert (own is None) == (theirs is None), name
         if own is not None and theirs is not None:
             assert torch.allclose(own, theirs, atol=1e-6 + 1e-5 * float(theirs.abs().max())), name
+
     of_images = [parameter.grad for name, parameter in model.named_parameters() if "vis" in name]
     assert any(grad is not None and bool(grad.any()) for grad in of_images)
 
@@ -146,6 +151,7 @@ def test_a_model_whose_packed_images_shift_runs_sequences_one_by_one(
     assert image_error(model)[0] < TOLERANCE[torch.float64]
     if getattr(model, IN_OWN_PASSES):
         return
+
     from distflow.models import packed_forward
 
     right = packed_forward.embeddings
@@ -180,11 +186,13 @@ def test_images_and_placeholders_must_agree(model: nn.Module, tmp_path: Path) ->
     more = Sample(
         "0-0", 0, [Segment("prompt", one.prompt_ids, images=(a, b)), *one.response_segments]
     )
+
     with pytest.raises(
         ValueError,
         match="placeholders stand for images of|Image features and image tokens do not match",
     ):
         TorchScorer(model).forward(Batch.from_samples([more]), ("log_probs",))
+
     processor = images_of(model)
     assert processor is not None
     with pytest.raises(ValueError, match="has 2 times .* which stands for an image, and 1 images"):

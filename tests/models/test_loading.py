@@ -32,11 +32,13 @@ def test_weights_come_out_as_stored_in_the_dtype_asked_for(
     stored = load_file(folder / "model.safetensors")
     loaded = dict(model.named_parameters())
     assert stored.keys() == loaded.keys()
+
     for name, weight in stored.items():
         assert torch.equal(loaded[name], weight.to(dtype))
         assert loaded[name].data_ptr() % 64 == 0, (
             "rounding must not depend on where the file's header ended"
         )
+
     assert not model.training
 
 
@@ -145,9 +147,11 @@ def test_unknown_architectures_are_refused(folder: Path) -> None:
     with pytest.raises(UserError, match="cannot be loaded.*nonesuch"):
         load_model(folder)
     (folder / "config.json").write_text('{"model_type": "vit"}')
+
     for init in ("pretrained", "random"):
         with pytest.raises(UserError):
             load_model(folder, init=init)
+
     (folder / "config.json").write_text("{")
     with pytest.raises(UserError, match="cannot be loaded"):
         load_model(folder)
@@ -178,6 +182,7 @@ def test_models_without_a_usable_tokenizer(folder: Path) -> None:
         load_tokenizer(folder)
     for file in folder.glob("tokenizer*"):
         file.unlink()
+
     with pytest.raises(
         UserError, match="no tokenizer; add one, or for the policy set tokenizer_path"
     ):

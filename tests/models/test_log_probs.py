@@ -28,6 +28,7 @@ def brute_force(
     """Log-probs and entropies by the definitions, over the tokens that have any probability."""
     log_probs = []
     entropies = []
+
     heats = (
         temperature
         if isinstance(temperature, Tensor)
@@ -39,6 +40,7 @@ def brute_force(
         log_probs.append(torch.log(probs[target]))
         possible = probs[probs > 0]
         entropies.append(-(possible * possible.log()).sum())
+
     return torch.stack(log_probs), torch.stack(entropies)
 
 
@@ -117,6 +119,7 @@ def test_full_logits_never_exist() -> None:
         log_probs, entropies = token_log_probs(
             watched_head, hidden, targets, vocabulary=VOCABULARY, chunk_elements=3 * VOCABULARY
         )
+
     assert max(saved, default=0) < ROWS * VOCABULARY
     (log_probs + entropies).sum().backward()
     assert max(largest) <= 3
@@ -183,6 +186,7 @@ def test_numbers_of_actions_have_the_density_of_their_normal_distribution(
     is_action = torch.arange(ROWS) % 3 > 0
     weights = torch.randn(2, ROWS, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     logits = head(hidden)
+
     log_probs, entropies = (list(each) for each in brute_force(logits, targets, 1.0))
     for row in is_action.nonzero()[:, 0].tolist():
         mean = logits[row, targets[row]]
@@ -192,6 +196,7 @@ def test_numbers_of_actions_have_the_density_of_their_normal_distribution(
             std * math.sqrt(2 * math.pi)
         )
         entropies[row] = 0.5 * torch.log(2 * math.pi * math.e * std**2)
+
     expected = torch.stack(log_probs), torch.stack(entropies)
     wanted = torch.autograd.grad(
         (torch.stack(expected) * weights).sum(), [hidden, head.weight, head.bias]

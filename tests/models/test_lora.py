@@ -54,6 +54,7 @@ def test_adapters_depend_on_the_seed_alone(tmp_path: Path) -> None:
 def test_switched_off_the_model_is_its_own_reference(tmp_path: Path) -> None:
     model = adapted(tmp_path)
     base = load_model(tmp_path / "m")
+
     with torch.no_grad():
         with_adapter = packed_hidden_states(model, IDS, LENGTHS)
         with adapter_off(model):
@@ -61,7 +62,9 @@ def test_switched_off_the_model_is_its_own_reference(tmp_path: Path) -> None:
             torch.testing.assert_close(
                 off, packed_hidden_states(base, IDS, LENGTHS), rtol=0, atol=ROUNDING
             )
+
         assert torch.equal(packed_hidden_states(model, IDS, LENGTHS), with_adapter)
+
     assert (with_adapter - packed_hidden_states(base, IDS, LENGTHS)).abs().max() > 0.1
     assert any(p.requires_grad for p in model.parameters()), (
         "switching back must leave the adapter trainable"
@@ -74,10 +77,12 @@ def test_merged_weights_are_pefts_own_and_leave_the_model_as_it_is(
 ) -> None:
     folder = write_tiny_model(tmp_path / "m", "qwen2", tie_word_embeddings=tied)
     model = add_lora(load_model(folder), rank=4, alpha=9, target_modules=["q_proj", "down_proj"])
+
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if ".lora_" in name:
                 parameter.normal_(std=0.2, generator=torch.Generator().manual_seed(0))
+
     error, allowed = packed_error(model)
     assert error <= allowed
     before = packed_hidden_states(model, IDS, LENGTHS)
@@ -120,6 +125,7 @@ def test_a_text_is_a_pattern_of_whole_names(tmp_path: Path) -> None:
         match=r"'q_proj'.*\[q_proj\]",
     ):
         add_lora(model, rank=4, target_modules="q_proj")
+
     with pytest.raises(UserError, match=r"'\*q_proj'"):
         add_lora(model, rank=4, target_modules="*q_proj")
     assert has_adapter(add_lora(model, rank=4, target_modules=r".*\.q_proj"))

@@ -55,6 +55,7 @@ def sequences() -> list[torch.Tensor]:
 def test_packed_logits_are_those_of_each_sequence_alone(name: str) -> None:
     model = make_model(name)
     parts = sequences()
+
     with torch.no_grad():
         packed = output_head(model)(packed_hidden_states(model, torch.cat(parts), LENGTHS))
         for ours, part in zip(packed.split(LENGTHS.tolist()), parts, strict=True):
@@ -86,6 +87,7 @@ def test_packed_gradients_are_those_of_a_loop(implementation: str, checkpointing
     (packed_hidden_states(model, torch.cat(parts), LENGTHS) * weights).sum().backward()
     assert len(runs) == (2 if checkpointing else 1)
     assert expected.keys() == {name for name, p in model.named_parameters() if p.grad is not None}
+
     for name, parameter in model.named_parameters():
         if name in expected:
             atol = 1e-4 if implementation == "eager" else 1e-10
@@ -99,6 +101,7 @@ def test_gradients_in_float32_are_those_of_float64_to_rounding(
     if is_native and not native.is_there():
         pytest.skip("wants a C compiler (Debian: apt-get install gcc)")
     monkeypatch.setattr(native, "is_there", lambda: is_native)
+
     found = []
     for dtype in (torch.float32, torch.float64):
         model = make_model("qwen3", dtype)
@@ -109,6 +112,7 @@ def test_gradients_in_float32_are_those_of_float64_to_rounding(
         found.append(
             {name: p.grad.double() for name, p in model.named_parameters() if p.grad is not None}
         )
+
     assert len(found[0]) > 20
     for name, exact in found[1].items():
         assert (found[0][name] - exact).abs().max() < 1e-5 * exact.abs().max(), name
@@ -140,6 +144,7 @@ def test_forwards_that_are_not_packed_stay_as_with_sdpa() -> None:
     ids = torch.randint(3, 99, (3, 9), generator=torch.Generator().manual_seed(1))
     mask = torch.ones_like(ids)
     mask[0, :4] = 0  # padded on the left, as in generation
+
     outputs = {}
     for implementation in (PACKED_ATTENTION, "sdpa"):
         model.set_attn_implementation(implementation)
@@ -149,5 +154,6 @@ def test_forwards_that_are_not_packed_stay_as_with_sdpa() -> None:
             ids, attention_mask=mask, max_new_tokens=5, do_sample=False, pad_token_id=0
         )
         outputs[implementation] = (logits, tokens)
+
     assert torch.equal(outputs["sdpa"][0], outputs[PACKED_ATTENTION][0])
     assert torch.equal(outputs["sdpa"][1], outputs[PACKED_ATTENTION][1])

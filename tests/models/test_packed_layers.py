@@ -57,6 +57,7 @@ def states_and_gradients(
     weights = torch.randn(states.shape, generator=torch.Generator().manual_seed(4))
     model.zero_grad()
     (states * weights.to(states.dtype)).sum().backward()
+
     return states.detach(), {
         name: p.grad for name, p in model.named_parameters() if "lm_head" not in name
     }
@@ -81,6 +82,7 @@ def test_states_and_gradients_are_those_of_the_module_in_float64(
         ours.double(), expected, rtol=0, atol=2e-5 * float(expected.abs().max())
     )
     assert found.keys() == wanted.keys()
+
     for name, gradient in wanted.items():
         assert gradient is not None and found[name] is not None, name
         largest = float(gradient.abs().max())
@@ -114,6 +116,7 @@ def test_in_bfloat16_it_rounds_where_autocast_does_and_errs_no_more(
     expected, wanted = states_and_gradients(exact, ids, shares=False)
     assert ours.dtype == torch.float32
     assert distance(ours, by_torch) < 0.25 * distance(by_torch, expected)
+
     for name, gradient in wanted.items():
         of_model = found[name]
         of_autocast = theirs[name]
@@ -135,6 +138,7 @@ def test_a_rows_bits_depend_on_neither_threads_nor_neighbours() -> None:
     model = trainable()
     ids = tokens()
     threads = torch.get_num_threads()
+
     found = []
     try:
         for num_threads in (1, 2, 5):
@@ -142,6 +146,7 @@ def test_a_rows_bits_depend_on_neither_threads_nor_neighbours() -> None:
             found.append(states_and_gradients(model, ids, shares=False))
     finally:
         torch.set_num_threads(threads)
+
     for states, gradients in found[1:]:
         assert torch.equal(states, found[0][0])
         for name, gradient in gradients.items():
@@ -150,6 +155,7 @@ def test_a_rows_bits_depend_on_neither_threads_nor_neighbours() -> None:
             torch.testing.assert_close(
                 gradient, first, rtol=0, atol=3e-5 * float(first.abs().max())
             )
+
     start = int(LENGTHS[:5].sum())
     with torch.no_grad():
         alone = packed_hidden_states(model, ids[start : start + 130], LENGTHS[5:6])
@@ -185,9 +191,11 @@ def test_what_is_not_finite_stays_where_it_is(low: bool) -> None:
     model = trainable()
     ids = tokens(alike=0)
     ids[50] = 2
+
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16, enabled=low):
         model.model.embed_tokens.weight[2, 3] = float("nan")
         states = packed_hidden_states(model, ids, LENGTHS)
+
     touched = ~torch.isfinite(states).all(-1)
     assert touched[50:76].all(), "from the token on"
     assert not touched[:6].any() and not touched[76:].any(), "in its own sequence"
@@ -260,6 +268,7 @@ def test_beyond_the_largest_products_are_torchs(monkeypatch: pytest.MonkeyPatch)
     """By bits: the same numbers in another order."""
     sizes = {"hidden_size": 64, "intermediate_size": native_layers.LARGEST // 64}
     fits = trainable(**sizes)
+
     exceeds = trainable(hidden_size=64, intermediate_size=sizes["intermediate_size"] + 1)
     for model, changes in ((fits, True), (exceeds, False)):
         assert runs_natively(model.model)

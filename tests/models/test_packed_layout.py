@@ -65,6 +65,7 @@ def test_states_and_gradients_are_those_of_a_loop(implementation: str) -> None:
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-10)
     (found * weights[wanted]).sum().backward()
     assert tokens == [len(sharing.positions) if implementation == PACKED_ATTENTION else len(ids)]
+
     for name, gradient in gradients.items():
         # A norm's gradient is float32 whatever the model: what is added up before it rounds
         # otherwise than behind it.

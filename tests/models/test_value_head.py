@@ -38,6 +38,7 @@ def test_a_critic_goes_to_disk_and_back_with_its_head(tmp_path: Path) -> None:
     with torch.no_grad():
         critic.score.weight.fill_(0.3)
         critic.score.bias.fill_(0.7)
+
     export_model(critic, None, tmp_path / "critic")
     again = load_model(tmp_path / "critic", seed=2, critic=True)
     by_transformers = AutoModelForTokenClassification.from_pretrained(tmp_path / "critic")

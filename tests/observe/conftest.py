@@ -53,11 +53,13 @@ def write_run(folder: Path, leak: str = "http://127.0.0.1:1/leak", num_steps: in
         run.write_text("config.yaml", "trainer:\n  seed: 1\n")
         run.write_json("plan.json", {"nodes": _nodes(HOSTILE[1].replace("LEAK", leak))})
         _validate(run, 0, 4)
+
         end = math.inf
         for step in range(1, num_steps + 1):
             end = _spans(run, end)
             run.metrics(step, "train", _metrics(step, num_steps))
             run.samples(step, [_sample(step, i, leak) for i in range(len(HOSTILE) + 4)])
+
         _validate(run, num_steps, 16)
         run.event(
             "warning",
@@ -65,6 +67,7 @@ def write_run(folder: Path, leak: str = "http://127.0.0.1:1/leak", num_steps: in
             step=3,
         )
         run.event("end", "all steps done", status="finished")
+
     return folder
 
 
@@ -164,6 +167,7 @@ def write_asynchronous_run(
             run.span("training", Span(t, t + slow, "phase", "rollout", step + 1))
             run.span("training", Span(t + slow, t + 0.9, "phase", "train_step", step + 1))
             run.span("training", Span(t + 0.9, t + 1.0, "phase", "update_weights", step + 1))
+
             for prompt_group in range(step * groups, (step + 1) * groups):
                 begun = max(step - 2, 0)
                 run.span(
@@ -172,12 +176,16 @@ def write_asynchronous_run(
                         1000.0 + begun, t - 0.5, "group", "complete", step + 1, prompt_group, begun
                     ),
                 )
+
             run.span("engine", Span(t, t + 1.0, "decode", "train", step + 1, version=step))
+
             # while groups run
             run.span("rollout", Span(t, t + 0.4, "wait", "capacity", step + 1, on="training"))
+
         end = 1000.0 + num_steps
         run.span("training", Span(end, end + 0.5, "phase", "eval", num_steps + 1))
         run.span("engine", Span(end, end + 0.5, "decode", "eval", num_steps + 1, version=num_steps))
+
     for name, lines in (
         ("ledger", [_consumed(step, groups) for step in range(num_steps)]),
         (
@@ -187,6 +195,7 @@ def write_asynchronous_run(
         ),
     ):
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+
     return folder
 
 
@@ -313,6 +322,7 @@ class Browser:
         while (answer := self._receive()).get("id") != self._number:
             pass
         assert "error" not in answer, answer
+
         return answer["result"]
 
     def _receive(self) -> dict[str, Any]:
@@ -320,6 +330,7 @@ class Browser:
             data = os.read(self._answers, 1 << 20)
             assert data, "the browser ended"
             self._buffer += data
+
         line, self._buffer = self._buffer.split(b"\0", 1)
         message = json.loads(line)
         if "method" in message:

@@ -46,21 +46,26 @@ def test_what_a_kill_left_is_removed_at_any_depth_and_nothing_else(tmp_path: Pat
     )
     outside = tmp_path.parent / f"{tmp_path.name}-outside"
     outside.mkdir()
+
     for path in (*(tmp_path / name for name in (*left, *others)), outside / ".tmpQnv85k"):
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text("half")
+
     (tmp_path / "linked").symlink_to(outside)
     here = os.getcwd()
+
     deep = tmp_path
     for _ in range(1500):  # deeper than Python's stack
         deep.mkdir(exist_ok=True)
         os.chdir(deep)
         deep = Path("d")
+
     os.chdir(here)
     try:
         remove_asides(tmp_path)
     finally:
         # pytest's own removal calls itself as well
         subprocess.run(["rm", "-r", str(tmp_path / "d")], check=True)
+
     assert not any((tmp_path / name).exists() for name in left)
     assert all((tmp_path / name).exists() for name in others) and (outside / ".tmpQnv85k").exists()

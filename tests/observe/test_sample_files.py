@@ -82,6 +82,7 @@ def test_one_call_reads_the_files_of_all_splits(tmp_path: Path) -> None:
         run.samples(1, [{"uid": "0-0", "score": 1.0}])
         run.samples(1, [{"uid": "1-0", "dropped": "stale"}], DROPPED)
         run.samples(1, [{"uid": "0-0", "set": "val", "kind": "greedy"}], "val")
+
     rows = parquet.read_table(tmp_path / "samples").to_pylist()
     assert sorted((row["split"], row["fate"]) for row in rows) == [
         ("dropped", "dropped: stale"),
@@ -136,6 +137,7 @@ def test_a_truncated_file_is_said_and_hides_no_other(tmp_path: Path) -> None:
         for step in (1, 2):
             run.samples(step, [{"uid": f"{step}-{i}", "response": "r" * i} for i in range(20)])
         run.metrics(1, "train", {"x": 1.0})
+
     file = tmp_path / "samples" / "000001.parquet"
     whole = file.read_bytes()
     for length in (*range(0, len(whole), 97), len(whole) - 1):
@@ -144,6 +146,7 @@ def test_a_truncated_file_is_said_and_hides_no_other(tmp_path: Path) -> None:
         assert read_damage(tmp_path) == [
             "samples/000001.parquet is damaged: its samples are missing here"
         ]
+
     file.write_bytes(whole)
     assert len(read_samples(tmp_path, 1)) == 20 and read_damage(tmp_path) == []
 
@@ -156,11 +159,13 @@ def test_a_file_that_stands_for_far_more_than_it_holds_is_read_in_part(tmp_path:
     )
     table = pyarrow.table({"response": texts})
     path.parent.mkdir()
+
     with parquet.ParquetWriter(
         path, table.schema, compression="zstd", store_schema=False
     ) as writer:
         writer.write_table(table)
         writer.add_key_value_metadata({"distflow_schema": "1"})
+
     rows, said = read_sample_file(path, tmp_path)
     assert path.stat().st_size < 2**20 and 0 < len(rows) < 200
     assert said == (
@@ -179,6 +184,7 @@ def test_a_newer_version_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     with monkeypatch.context() as newer:
         newer.setattr(sample_files, "SCHEMA_VERSION", 2)
         path = write(tmp_path / "samples" / "000003.parquet", [{"uid": "0-0"}])
+
     with pytest.raises(UserError, match="000003.parquet' is of version 2 .* up to 1: update it"):
         read_sample_file(path, tmp_path)
     with RunFolder(tmp_path / "run", 0) as run:
@@ -208,6 +214,7 @@ def test_hostile_files_take_little(tmp_path: Path) -> None:
     ):
         rows, missing = read_sample_file(as_sample_file(path, column), tmp_path, MAX_BYTES)
         assert len(rows) < 40_000 and said in missing and "too long" in missing
+
     deep = as_sample_file(
         path, {"extra": ["[" * 2000 + "]" * 2000], "score": ["x"], "uid": ["1-1"], "other": [1]}
     )
@@ -238,7 +245,9 @@ def test_dropped_samples_of_a_step_gather_in_one_file(tmp_path: Path) -> None:
                     "1-0",
                     "2-0",
                 ]
+
         run.samples(3, [{"uid": "9-0"}], DROPPED)
+
     assert [row["uid"] for row in read_samples(tmp_path, 2, DROPPED)] == [
         f"{number}-0" for number in range(5)
     ]
@@ -250,6 +259,7 @@ def test_what_waits_is_bounded_and_what_is_lost_is_counted(
 ) -> None:
     monkeypatch.setattr(sample_files, "_MAX_WAITING", 10_000)
     said: list[str] = []
+
     writer = SampleWriter(said.append)
     for step in range(3):
         writer.put(
@@ -258,6 +268,7 @@ def test_what_waits_is_bounded_and_what_is_lost_is_counted(
             step,
             "train",
         )
+
     writer.put(tmp_path / "samples" / "small.parquet", [{"response": "r"}], 3, "train")
     writer.close()
     assert writer.num_lost == 6 and said == [
@@ -271,6 +282,7 @@ def test_a_disk_that_fails_is_a_warning_and_no_error(tmp_path: Path) -> None:
         (tmp_path / "samples").write_text("in the way")
         run.samples(1, [{"uid": "0-0"}] * 3)
         assert run.sample_writer.finish() and run.sample_writer.num_lost == 3
+
     assert (
         "3 samples or more are not kept: 000001.parquet cannot be written"
         in (tmp_path / "events.jsonl").read_text()

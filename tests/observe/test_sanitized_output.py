@@ -65,10 +65,12 @@ def test_output_to_a_terminal_that_is_gone_is_discarded(kind: type[TerminalOutpu
         with pytest.raises(OSError) as raised:
             os.write(theirs, b"x")
         assert raised.value.errno == errno.EIO
+
         stream = kind(terminal)
         for text in ("no line end", "a line\n", "another\n"):
             assert stream.write(text) == len(text)
             stream.flush()
+
         assert os.fstat(theirs).st_rdev == os.stat(os.devnull).st_rdev
 
 
@@ -83,11 +85,13 @@ def test_a_progress_bar_is_a_line_at_its_end_and_one_every_ten_seconds(
 ) -> None:
     now, below = [5.0], io.StringIO()
     monkeypatch.setattr("distflow.observe.sanitized_output.time.monotonic", lambda: now[0])
+
     stream = SanitizedStream(below)
     for number in range(35):
         stream.write(f"\r{number}/35\x1b[A")
         stream.flush()
         now[0] += 1.0
+
     stream.write("\n")
     print("next", file=stream)
     assert (
@@ -120,4 +124,5 @@ def test_the_bars_of_a_library_are_one_line_each() -> None:
         range(500), desc="tensors", mininterval=0.0, miniters=1, file=SanitizedStream(below)
     ):
         pass
+
     assert re.fullmatch(r"tensors: 100%.* 500/500 .*\n", below.getvalue())

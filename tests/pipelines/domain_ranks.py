@@ -68,6 +68,7 @@ def mixed_batch() -> Batch:
     batch["truncated"] = torch.zeros(len(DOMAINS), dtype=torch.bool)
     batch["finish_reason"] = ["stop"] * len(DOMAINS)
     batch["acc"] = (torch.arange(len(DOMAINS)) % 3 == 0).float()
+
     return batch.only([name for name in batch.names if name not in ("advantages", "returns")])
 
 
@@ -82,6 +83,7 @@ def process(
         for node in bind_graph(select_pipeline(config), config).nodes
         if node.node_id in PROCESSED
     ]
+
     state: dict[str, Any] = {node.node_id: {} for node in nodes}
     for step in range(steps):
         done = batch
@@ -90,7 +92,9 @@ def process(
             ctx = NodeContext(config, step, tiny_tokenizer(), state[each.node.node_id])
             done, (measured, _) = each(done, ctx)
             metrics |= measured
+
         state = json.loads(json.dumps(state))  # as a checkpoint keeps it
+
     return done, state, metrics
 
 

@@ -55,6 +55,7 @@ def test_each_agent_has_what_it_saw_as_prompt_and_what_it_said_as_response() -> 
         for prompt, _ in engine.asked
         if len(prompt) > 1 and prompt[-1] != 6 and prompt[0] != 7
     )
+
     for row in range(2):
         assert batch["forks"][row] == [["checker", 3], ["checker.1", 4 + len(seen)]]
         ids = batch["response_ids"][row].tolist()
@@ -64,6 +65,7 @@ def test_each_agent_has_what_it_saw_as_prompt_and_what_it_said_as_response() -> 
             "the judge, which is not trained, is not in it"
         )
         assert mask == [1, 0, 1, *[0] * len(seen), 1, *[0] * len(seen), 0, 0, 1]
+
     said = [
         (turn["agent"], turn["owner"], turn.get("fork")) for turn in group.samples[0].conversation
     ]
@@ -200,6 +202,7 @@ def episodes(num_agents: int, seed: int) -> Batch:
             length = 2 + (row * 3 + agent * 5) % 4
             if agent and not is_silent:
                 own.append([NAMES[agent], len(mask)])
+
             if not agent or not is_silent:
                 drawn = [
                     0.0,
@@ -207,11 +210,13 @@ def episodes(num_agents: int, seed: int) -> Batch:
                     float(not is_silent),
                 ]
                 mask += [0.0] * (length - len(drawn)) + drawn if not is_silent else [0.0] * length
+
         if not any(mask):
             mask[-1] = 1.0
         lengths.append(len(mask))
         forks.append(own)
         masks += mask
+
     batch = Batch(torch.ones(8, dtype=torch.int64), torch.tensor(lengths))
     batch["uid"] = [f"{row // 4}-{row}" for row in range(8)]
     batch["forks"] = forks
@@ -222,6 +227,7 @@ def episodes(num_agents: int, seed: int) -> Batch:
     batch["token_level_rewards"] = torch.randn(len(masks)) * torch.tensor(masks)
     batch["group_index"] = torch.arange(8) // 4 + 3
     batch["valid"] = torch.arange(8) != 2
+
     return batch
 
 
@@ -233,11 +239,13 @@ def expected(batch: Batch, names: tuple[str, ...], is_margin: bool) -> list[list
         length = int(batch.lengths("response")[row])
         starts = [0, *(start for _, start in batch["forks"][row]), length]
         owners = [names[0], *(name for name, _ in batch["forks"][row])]
+
         said: dict[str, list[int]] = {}
         for name, start, end in zip(owners, starts, starts[1:], strict=False):
             said.setdefault(name, []).extend(
                 t for t in range(start, end) if batch["response_mask"][row, t] > 0
             )
+
         rewards = {
             n: sum(float(batch["token_level_rewards"][row, t]) for t in own)
             for n, own in said.items()
@@ -248,13 +256,16 @@ def expected(batch: Batch, names: tuple[str, ...], is_margin: bool) -> list[list
                 n: mine - statistics.fmean(r for other, r in rewards.items() if other != n)
                 for n, mine in rewards.items()
             }
+
         talks.append((said, rewards))
+
     rows = []
     for row, (said, rewards) in enumerate(talks):
         out = [0.0] * int(batch.lengths("response")[row])
         for name, own in said.items():
             if not own or not bool(batch["valid"][row]):
                 continue
+
             peers = [
                 theirs[name]
                 for other, (_, theirs) in enumerate(talks)
@@ -265,7 +276,9 @@ def expected(batch: Batch, names: tuple[str, ...], is_margin: bool) -> list[list
             scale = 1.0 if alone else statistics.stdev(peers)
             for t in own:
                 out[t] = gap / (scale + 1e-6)
+
         rows.append(out)
+
     return rows
 
 
@@ -282,10 +295,12 @@ def test_advantages_of_an_agent_are_among_its_own_of_the_group(
     part = bind_alone(Node("advantages", compute_advantage), config)
     ctx: Any = NodeContext(config, 0, None)  # type: ignore[arg-type]
     found: Any = run_part(part, batch, ctx, OneRank())
+
     wanted = expected(batch, names, rewards == "margin")
     for row, values in enumerate(wanted):
         own = found.batch["advantages"][row, : len(values)].tolist()
         assert own == pytest.approx(values, abs=1e-4)
+
     assert any(any(values) for values in wanted)
 
 

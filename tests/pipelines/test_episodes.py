@@ -40,6 +40,7 @@ class Engine:
         await asyncio.sleep(0)
         if request.prompt_ids[-1] == FAILS:
             raise RuntimeError("the engine is out of memory")
+
         if request.prompt_ids[-1] == NEVER:
             await asyncio.Event().wait()
         return tuple(Segment.drawn(s, [5], [0.0], [0.0], [0], "stop") for s in request.samples)
@@ -69,6 +70,7 @@ async def run_group(
         ),
         60,
     )
+
     return group
 
 
@@ -177,6 +179,7 @@ def test_a_cancelled_group_ends_its_episodes_and_what_they_asked(staleness: int)
                 await chat.ask((NEVER,))
             finally:
                 ended.append(0)
+
             return 1.0
 
         task = asyncio.ensure_future(run_group(run, engine, staleness))
@@ -189,6 +192,7 @@ def test_a_cancelled_group_ends_its_episodes_and_what_they_asked(staleness: int)
         asked = len(engine.asked)
         await asyncio.sleep(0)
         assert len(engine.asked) == asked
+
         return len(ended), len(asyncio.all_tasks())
 
     assert asyncio.run(group()) == (2, 1)
@@ -205,12 +209,14 @@ def test_a_reply_that_is_no_longer_waited_for_is_not_asked_for() -> None:
                 await withdrawn.wait()
                 await chat.ask((7,))
                 return 1.0
+
             asking = asyncio.ensure_future(chat.ask((NEVER,)))
             await asyncio.sleep(0)
             asking.cancel()
             await asyncio.wait((asking,))
             withdrawn.set()
             await chat.ask((7,))
+
             return 1.0
 
         return await run_group(run, engine, staleness=0), engine

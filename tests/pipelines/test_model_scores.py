@@ -45,9 +45,11 @@ def add(
     ]
     batch["said_by_critique"] = answers
     batch["said_by_helpful"] = [{"score": 10.0, "cut": 0}] * 4
+
     if of_turns is not None:
         batch["token_level_scores"] = of_turns
         batch["turn_index"] = (of_turns > 0).long()
+
     output = add_model_scores(config)(batch, reduce=OneRank())
     assert isinstance(output, NodeOutput) and isinstance(output.batch, dict)
     return {**output.batch, "metrics": output.metrics}
@@ -97,6 +99,7 @@ def test_rewards_of_turns_stay_where_they_are() -> None:
     earned = torch.zeros_like(mask)
     earned[:, 0] = 0.25
     added = add(0.5, 0.25, 1.0, 0.0, of_turns=earned)["token_level_scores"] - earned
+
     last = [max(place for place, drawn in enumerate(row) if drawn) for row in mask.tolist()]
     for row, place in enumerate(last):
         wanted = torch.zeros(mask.shape[1], dtype=torch.float64)
@@ -162,6 +165,7 @@ def test_too_many_errors_end_the_run() -> None:
         TooManyErrors, match=r"did not score 3 of 4 samples .*The first here said: critique: silent"
     ):
         add("silent", "silent", "mute", 1.0)
+
     assert (
         add("silent", "silent", "mute", 1.0, keys=("reward.max_error_rate=1",))["valid"].tolist()
         == [False] * 4

@@ -64,6 +64,7 @@ class RewardCallCounts:
             reward_result.value if isinstance(reward_result, Score) else 0.0
             for reward_result in self.reward_results
         ]
+
         return [
             RewardOutcome(v, {"custom": v}, right)
             for v, right in zip(self.reward_results, rights, strict=True)
@@ -186,6 +187,7 @@ def test_rejected_and_failed_episodes_together_leave_too_few() -> None:
         and dropped.reason == "too_few_scores"
         and dropped.detail == "crashed"
     )
+
     for kept, valid in (
         (episodes(None, wrong, one, one), [False, False, True, True]),
         (episodes(None, wrong, wrong, one, on_error=0.25), [False, True, True, True]),
@@ -208,6 +210,7 @@ def test_equal_scores_stay_equal_however_turns_split_them(score: float) -> None:
                 f"0-{number}", 0, [Segment("prompt", (1,)), *turns], episode=number, outcome=outcome
             )
         )
+
     written = asyncio.run(reward_episodes(made, context(answered()), min_valid=2))
     assert isinstance(written, dict)
     batch = Batch.from_samples(made)
@@ -216,6 +219,7 @@ def test_equal_scores_stay_equal_however_turns_split_them(score: float) -> None:
     mask = batch["response_mask"]
     advantages, _ = find_adv_est("grpo").fn(rewards, mask, batch["group_index"])
     assert advantages.shape == (4, 4) and not advantages.any()
+
     for row, earned in zip(rewards.tolist(), splits, strict=True):
         wanted = [*earned, score - sum(earned)]
         assert row[: len(wanted)] == pytest.approx(wanted, abs=1e-4) and not any(row[len(wanted) :])
@@ -234,6 +238,7 @@ def rewarded_as(
         on_error=on_error,
         domains=own,
     )
+
     return asyncio.run(work)
 
 
@@ -383,6 +388,7 @@ def test_the_mean_entropy_is_over_the_tokens_that_are_trained_on_and_counts_by_t
     for score in (score_policy, score_proximal):
         made = score(batch, TokenScorer())  # type: ignore[arg-type]
         assert made.metrics == {"actor/entropy": 11.0} and made.weight == 3.0
+
     assert isinstance(made.batch, dict)
     assert made.batch["old_log_probs"].tolist() == [-1.0] * 7, "the rollout engine's own"
     assert made.batch["prox_log_probs"].tolist() == [-10.0, -11, -12, -10, -11, -12, -13]
@@ -418,12 +424,14 @@ def test_the_coefficient_of_the_kl_moves_by_the_samples_of_all_ranks_and_is_told
         Config(algorithm=AlgorithmConfig(use_kl_in_reward=True, kl_ctrl=control))
     )
     ctx = replace(context(answered()), state=state)
+
     coefficient = 0.5
     for _ in range(2):
         made = penalise(*arguments, ctx, TwoRanks())
         assert made.metrics["actor/kl_coef"] == pytest.approx(coefficient)
         assert made.batch["token_level_rewards"].tolist() == [[pytest.approx(-coefficient)] * 3] * 2
         coefficient *= 1 + 0.2 * 4 / 100
+
     assert state == {"value": pytest.approx(coefficient)}
 
 
@@ -454,6 +462,7 @@ def trained(
         "num_prompts": 2,
         "warmup": warmup,
     }
+
     return update(batch, engine, ctx, **options), engine, first  # type: ignore[arg-type]
 
 
@@ -496,6 +505,7 @@ def test_the_critic_has_mini_batches_and_epochs_of_its_own_and_no_warm_up() -> N
         f"{actor}.ppo_epochs=2",
         "critic.ppo_epochs=5",
     ]
+
     for more, num_prompts in (([], 4), (["critic.ppo_mini_batch_size=8"], 8)):
         config = load_config("ppo", [*keys, *more], complete=False).config
         options = [make(config).keywords for make in (train_actor, train_critic)]  # type: ignore[attr-defined]

@@ -61,6 +61,7 @@ def test_a_reward_model_scores_after_groups_were_filtered_and_before_they_are_co
 ) -> None:
     (tmp_path / "mine.py").write_text("def accept(acc): return True\n")
     model = "reward_model.model.path=scores"
+
     accept = f"algorithm.filter_groups.should_accept={tmp_path}/mine.py:accept"
     for filters in (
         (),

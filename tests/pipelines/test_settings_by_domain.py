@@ -42,6 +42,7 @@ def flat(state: dict[str, Any], prefix: str = "") -> dict[str, float]:
             if isinstance(value, dict)
             else {f"{prefix}{name}": value}
         )
+
     return found
 
 
@@ -58,11 +59,13 @@ def test_each_domain_has_the_advantages_of_its_own_estimator(domain: str) -> Non
     reference = REFERENCES[algorithm.adv_estimator]
     known = inspect.signature(reference).parameters
     options = {name: value for name, value in vars(algorithm).items() if name in known}
+
     wanted = reference([of_policy(sample) for sample in scored], **options)
     for sample, advantages, returns in zip(scored, *wanted, strict=True):
         own = sample["response_mask"] > 0
         assert sample["advantages"][own].tolist() == pytest.approx(advantages, abs=1e-5)
         assert sample["returns"][own].tolist() == pytest.approx(returns, abs=1e-5)
+
     assert any(map(any, wanted[0]))
 
 
@@ -78,8 +81,10 @@ def of_policy(sample: Any) -> Sample:
 
 def test_samples_are_left_out_of_the_loss_where_their_domain_says_so() -> None:
     batch, _, metrics = process(mixed_batch(), OneRank())
+
     # of right answers of the valid samples, by hand from `acc` and `valid`
     share = {1: 0.0, 3: 0.5}
+
     for sample in samples_of(batch):
         group = int(sample["group_index"])
         counts = bool(sample["valid"])
@@ -87,4 +92,5 @@ def test_samples_are_left_out_of_the_loss_where_their_domain_says_so() -> None:
         assert torch.equal(sample["loss_mask"], sample["response_mask"] * counts * kept), sample[
             "uid"
         ]
+
     assert 0 < metrics["sample_mask/difficulty/words"] < 1

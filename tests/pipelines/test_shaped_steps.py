@@ -128,6 +128,7 @@ def batch_of(drawn: Drawn) -> Batch:
     batch["finish_reason"] = reasons_of(drawn)
     batch["acc"] = drawn.acc
     batch["domain"] = ["default"] * bs
+
     return batch
 
 
@@ -151,6 +152,7 @@ def step_of(drawn: Drawn) -> list[Scored]:
             drawn.of_tokens(row, "ref_log_prob").tolist(),
         )
         found.append(scored)
+
     return found
 
 
@@ -166,8 +168,10 @@ def process(
             ctx = NodeContext(config, step, tiny_tokenizer(), states[each.node.node_id])
             done, own = each(done, ctx)
             measured.append(own)
+
         metrics = over_ranks(measured, ranks)
         states = json.loads(json.dumps(states))  # as a checkpoint keeps them
+
     return done, metrics
 
 
@@ -201,9 +205,11 @@ def check_step(drawn: Drawn, keys: dict[str, Any], first: list[bool]) -> None:
     ):
         for name in ("advantages", "returns"):
             check_rows(drawn, done, name, rows, wanted)
+
         for place, row in enumerate(rows):
             kept = drawn.mask[row] * float(drawn.valid[row] and wanted.kept[row])
             assert done["loss_mask"][place].tolist() == kept.tolist()
+
         for name, value in wanted.metrics.items():
             assert metrics[name] == pytest.approx(value, rel=1e-6, abs=1e-9), name
 

@@ -76,6 +76,7 @@ def tried(name: str, folder: Path, *more: str) -> list[str]:
     ]
     said: list[str] = []
     try_users_code(make_spec(load_config("grpo", keys), say=lambda line: None), said.append)
+
     return [
         line.replace(f"{folder}/", "").replace(str(folder), "")
         for line in said

@@ -76,6 +76,7 @@ def grpo() -> BoundPipeline:
     pipeline.add_node("refer", refer, plane="training").add_node(
         "compare", compare, plane="training"
     )
+
     return pipeline.add_node("learn", learn).build().bind(Config(), ["prompts"])
 
 
@@ -88,6 +89,7 @@ def ppo() -> BoundPipeline:
     pipeline.add_node("refer", refer, plane="training").add_node("value", value, plane="training")
     pipeline.add_node("compare", compare, plane="training")
     pipeline.add_node("learn", learn).add_node("learn_values", learn_values)
+
     return pipeline.build().bind(Config(), ["prompts"])
 
 
@@ -201,11 +203,13 @@ def test_a_join_before_a_fork_is_whole_in_each_part() -> None:
     deps = {"X": "", "Y": "", "M": "XY", "P": "", "Z": "MP", "J": "Z", "K": "J", "L": "Z", "N": "L"}
     trains = {"K": "actor", "N": "critic"}
     pipeline = Pipeline("two ends")
+
     for name, ids in deps.items():
         kind = NodeType.MODEL_TRAIN if name in trains else NodeType.COMPUTE
         pipeline.add_node(
             name, nothing, list(ids), node_type=kind, engine=trains.get(name), plane="training"
         )
+
     bound_pipeline = pipeline.build().bind(Config(), ["prompts"])
     plan = plan_ray(
         bound_pipeline,
@@ -272,10 +276,12 @@ def test_each_of_several_pipelines_has_the_plan_that_it_has_alone_on_as_many_dev
     parts = [pipeline_parts(*each) for each in bound]
     if sum(map(len, parts)) > nodes * per_node:
         return
+
     shared = share_devices(parts, given_config)
     assert sorted(number for own in shared for part in own for number in part) == list(
         range(nodes * per_node)
     )
+
     for (pipeline, sizes), own in zip(bound, shared, strict=True):
         its_config = devices(
             per_node, nodes, dag__apportion_strategy=strategy, trainer__devices=own
@@ -284,6 +290,7 @@ def test_each_of_several_pipelines_has_the_plan_that_it_has_alone_on_as_many_dev
         check_plan(plan, pipeline)
         numbers = sorted(number for part in own for number in part)
         assert [rank.node for rank in plan.ranks] == [number // per_node for number in numbers]
+
         if len(own) == 1:
             alone = plan_ray(pipeline, devices(len(numbers)), "cpu", sizes)
             assert replace(plan, ranks=tuple(replace(rank, node=0) for rank in plan.ranks)) == alone
@@ -400,6 +407,7 @@ def test_a_node_whose_engines_lie_apart_is_refused() -> None:
     )
     bound_pipeline = pipeline.add_node("both", both).build().bind(Config(), ["prompts"])
     text = "embedded:d1+torch:d1+torch[critic]:d1"
+
     with pytest.raises(
         UserError,
         match="node 'both' uses 'critic', which is not on the devices of 'actor': join them",
@@ -413,6 +421,7 @@ def test_a_rollout_of_several_devices_divides_them() -> None:
         UserError, match="tensor_model_parallel_size=2 does not divide the 3 devices"
     ):
         plan_ray(grpo(), devices(3, **keys), "cpu", {})
+
     plan = plan_ray(grpo(), devices(4, **keys), "cpu", {})
     assert plan.layout("rollout").sizes == Sizes(data=2, tensor=2)
     assert [rank.rollout_group for rank in plan.ranks] == [(0, 1), (0, 1), (2, 3), (2, 3)]
@@ -435,6 +444,7 @@ def test_ranks_of_one_rollout_engine_are_on_one_machine() -> None:
     groups = [plan.ranks[rank].rollout_group for rank in of_rollout]
     assert groups == [tuple(of_rollout[:2])] * 2 + [tuple(of_rollout[2:])] * 2
     keys |= {"trainer__allocation": "vllm:d1t6+fsdp:d2"}
+
     with pytest.raises(
         UserError, match="ranks 0, 1, 4, 5, 6, 7 would share an engine, and are on 2 machines"
     ):
@@ -535,6 +545,7 @@ def pipelines(draw: st.DrawFn) -> BoundPipeline:
         kind = NodeType.MODEL_INFERENCE if engine else NodeType.COMPUTE
         plane = "rollout" if loads else "training"
         pipeline.add_node(f"n{number}", nothing, deps, node_type=kind, engine=engine, plane=plane)  # type: ignore[arg-type]
+
     return pipeline.build().bind(Config(), ["prompts"])
 
 
@@ -549,11 +560,13 @@ def engines_together(bound_pipeline: BoundPipeline) -> list[set[str]]:
                 dep == other.node_id for name in behind for dep in bound_pipeline.node(name).deps
             ):
                 behind.add(other.node_id)
+
         engines = {engine for name in behind for engine in bound_pipeline.node(name).engines}
         met = [part for part in found if part & engines]
         found = [part for part in found if part not in met] + (
             [engines.union(*met)] if engines else []
         )
+
     return found
 
 
@@ -578,15 +591,18 @@ def test_any_program_is_placed_whole_on_any_cluster_that_is_large_enough(
     assert [rank.node for rank in plan.ranks] == [
         rank // per_node for rank in range(nodes * per_node)
     ]
+
     for rank in plan.ranks:
         assert rank.training_nodes and (not parts or set(rank.engines) in parts), (
             "it has a part, and one alone"
         )
+
         for node_id in (*rank.rollout_nodes, *rank.training_nodes):
             assert {*bound_pipeline.node(node_id).deps} <= {
                 *rank.rollout_nodes,
                 *rank.training_nodes,
             }, "an input of a join is lost"
+
     assert {frozenset(rank.engines) for rank in plan.ranks} == {
         frozenset(part) for part in parts or [set[str]()]
     }

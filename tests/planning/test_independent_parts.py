@@ -48,6 +48,7 @@ def test_what_is_there_once_keeps_its_users_together() -> None:
         ("load", "right"),
     ]
     assert split(fork, {"load": ["rollout"]}) == [("load", "left", "right", "third")]
+
     # the last exit joins two that had nothing in common
     assert split(
         {"a": (), "b": (), "c": ("a", "b"), "d": ("a",), "e": ("b",)},
@@ -66,6 +67,7 @@ def graphs(draw: st.DrawFn) -> Graph:
     holds: dict[str, tuple[str, ...]] = {
         node: (draw(st.sampled_from("xyz")),) for node in deps if draw(st.booleans())
     }
+
     return deps, holds
 
 
@@ -85,6 +87,7 @@ def test_parts_are_whole_independent_and_irreducible(graph: Graph) -> None:
     )
     assert not any(held_by(one, holds) & held_by(two, holds) for one, two in combinations(parts, 2))
     exits = {node for node in deps if not any(node in ids for ids in deps.values())}
+
     for part in parts:
         own = sorted(exits & part)
         for size in range(1, len(own)):
@@ -94,6 +97,7 @@ def test_parts_are_whole_independent_and_irreducible(graph: Graph) -> None:
                     for here in (some, set(own) - set(some))
                 )
                 assert held_by(one, holds) & held_by(two, holds), "it could have been two parts"
+
     assert split(deps, holds) == split(dict(deps), dict(holds))
 
 

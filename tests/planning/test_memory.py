@@ -49,6 +49,7 @@ def workers(preset: str, *overrides: str, device: Device = GPU) -> tuple[WorkerM
     pipeline = bind(config)
     shapes = dict.fromkeys(pipeline.engines, SHAPE)
     plan = plan_devices(pipeline, config, "cuda", lambda: dict.fromkeys(shapes, SHAPE.parameters))
+
     return worker_memory(plan, config, shapes, device)
 
 
@@ -190,6 +191,7 @@ def test_a_server_takes_its_share_of_a_gpu_whatever_it_needs(keys: list[str], ta
     of_server = [i for i in worker.items if i.role == "rollout"]
     assert sum(i.num_bytes for i in of_server) == pytest.approx(taken)
     assert all(i.phases == memory.PHASES for i in of_server)
+
     if taken:
         (freed,) = workers(
             "grpo", *words, f"{ROLLOUT}.free_cache_engine=true", device=replace(GPU, memory=80e9)

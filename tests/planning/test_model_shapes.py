@@ -40,6 +40,7 @@ def test_a_known_model_has_its_published_number_of_parameters(name: str) -> None
     entry = TABLE[name]
     shape = ModelShape.of(entry["config"])
     assert shape.parameters / 1e9 == pytest.approx(entry["parameters"], rel=0.005)
+
     for written in (
         entry["hub"],
         f"somebody/{name}-Instruct",
@@ -128,6 +129,7 @@ def test_devices_are_found_by_their_own_name_and_by_that_of_torch() -> None:
         and cpu.shared(4).memory == cpu.memory / 4
         and find_device("h100").shared(4) == find_device("h100")
     )
+
     with pytest.raises(
         UserError, match="there is no device 'h1000', did you mean|there is no device 'h1000'"
     ):

@@ -77,12 +77,14 @@ class Cluster:
         total = self.choices.num_devices
         found = {}
         powers = (1, 2, 4, 8)
+
         datas = range(1, total + 1)
         for data, tensor, trained, parts, sign in product(datas, powers, datas, powers, "+|"):
             own = data * tensor
             theirs = trained * parts
             if (own + theirs if sign == "+" else own) != total or (sign == "|" and theirs != total):
                 continue
+
             for engine in (
                 ("torch", "fsdp")
                 if parts == 1 and theirs > 1
@@ -97,14 +99,17 @@ class Cluster:
                 text = f"vllm[rollout]:{sizes[0]}{sign}{engine}[actor]:{sizes[1]}"
                 keys = {"trainer.allocation": text, "actor_rollout_ref.actor.strategy": engine}
                 keys["actor_rollout_ref.rollout.tensor_model_parallel_size"] = tensor
+
                 for staleness in self.choices.staleness:
                     try:
                         own = {**keys, "async.max_staleness": staleness}
                         run = self.predict(with_values(self.choices.config, own))
                     except UserError:
                         continue
+
                     if run.fits:
                         found[text, staleness] = run.step_seconds
+
         return found
 
 
@@ -165,10 +170,12 @@ def test_memory_is_that_of_the_responses_that_may_run_at_each_staleness() -> Non
         "actor_rollout_ref.rollout.name": "hf",
     }
     cluster.choices = replace(cluster.choices, config=with_values(cluster.choices.config, keys))
+
     peaks: dict[str, list[float]] = {}
     for each in _candidates(cluster.choices, cluster.predict, ()):
         assert each.run.fullest.peak == cluster.predict(each.run.config).fullest.peak
         peaks.setdefault(each.text, []).append(each.run.fullest.peak)
+
     assert any(peak[0] < peak[1] < peak[2] for peak in peaks.values()), peaks
 
 

@@ -18,11 +18,13 @@ def check_plan(plan: Plan, pipeline: BoundPipeline) -> None:
         _check_uses(pipeline, rank.rank, "engine", rank.engines, wanted.engines)
         _check_uses(pipeline, rank.rank, "service", rank.services, wanted.services)
         placed.update(rank.nodes)
+
     for node in pipeline.nodes:
         if node.node_id not in placed:
             raise AssertionError(
                 f"no rank of the plan runs node '{node.node_id}' of pipeline '{pipeline.graph_id}'"
             )
+
     for layout in plan.layouts:
         holders = tuple(rank.rank for rank in plan.ranks if layout.role in rank.engines)
         if holders != layout.ranks:
@@ -41,6 +43,7 @@ def _check_uses(
                 f"the plan gives rank {rank} the {what} '{name}', which no node of pipeline "
                 f"'{pipeline.graph_id}' uses there: remove it from the plan"
             )
+
     for name in needed:
         if name not in names:
             raise AssertionError(

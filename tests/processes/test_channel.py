@@ -24,6 +24,7 @@ def received(sent: bytes) -> object:
         reader, writer = await asyncio.open_connection(sock=ours)
         with theirs:
             theirs.sendall(sent)
+
         try:
             return await receive(reader)
         finally:

@@ -51,11 +51,13 @@ def test_what_it_started_ends_with_it(tmp_path: Path, way: str) -> None:
     then = {"ends": "exit 3", "is killed": "kill -KILL $$"}.get(way, "sleep 600")
     child = Child(["/bin/sh", "-c", LEAVES.format(file=file, then=then)], os.environ)
     left = pid_in(file)
+
     if way.startswith("is ended"):
         assert child.status() is None and is_running(left)
         if "stopped" in way:
             os.kill(child.pid, signal.SIGSTOP)
         child.end()
+
     assert child.wait(60) is not None
     assert not is_running(left), "the keeper has ended it before it ended itself"
 
@@ -69,6 +71,7 @@ def test_it_ends_with_an_owner_that_is_killed_although_another_process_has_its_d
         assert owner.stdout is not None
         keeper, left = int(owner.stdout.readline()), pid_in(file)
         owner.kill()
+
     wait_until(lambda: not is_running(keeper) and not is_running(left), "all of it ends")
 
 
@@ -95,6 +98,7 @@ def test_what_ends_by_itself_has_a_moment(tmp_path: Path) -> None:
     said = tmp_path / "said"
     waits = "while kill -0 $$ 2>/dev/null; do sleep 0.02; done"
     script = f"({waits}; echo well >{said}) & echo $$ >{tmp_path}/pid; sleep 600"
+
     for leaves_s in (0.0, 20.0):
         child = Child(["/bin/sh", "-c", script], leaves_s=leaves_s)
         pid_in(tmp_path / "pid")
@@ -107,11 +111,13 @@ def test_folders_of_an_owner_that_is_killed_are_removed(tmp_path: Path) -> None:
     code = OWNER.replace("os.environ)", "removed=[sys.argv[2]])")
     for name in ("mine-1", "mine-2", "others"):
         (tmp_path / name).mkdir()
+
     command = [sys.executable, "-c", code, "sleep 600", f"{tmp_path}/mine-*"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as owner:
         assert owner.stdout is not None
         owner.stdout.readline()
         owner.kill()
+
     wait_until(lambda: len(list(tmp_path.iterdir())) == 1, "its folders are removed")
     assert (tmp_path / "others").is_dir()
 

@@ -69,6 +69,7 @@ def test_nothing_is_left_after_a_kill(kind: str, end: str, tmp_path: Path) -> No
     file = tmp_path / "starts.py"
     code = STARTS[kind].strip().replace("\n", "\n        ")
     file.write_text(PROCESS.format(code=code, end=LATER[end]))
+
     with subprocess.Popen([sys.executable, file], stdout=subprocess.PIPE, text=True) as owner:
         assert owner.stdout is not None
         left = int(owner.stdout.readline())
@@ -76,4 +77,5 @@ def test_nothing_is_left_after_a_kill(kind: str, end: str, tmp_path: Path) -> No
             assert is_running(left)
             os.kill(owner.pid, signal.SIGKILL)
         owner.wait(60)
+
     wait_until(lambda: not is_running(left), "it has ended")

@@ -19,6 +19,7 @@ def aggregate(
         return zero
     if mode == "token-mean":
         return sum((row.sum() for row in with_tokens), zero) / num_tokens
+
     total = zero
     for row in with_tokens:
         if mode == "seq-mean-token-sum":
@@ -28,4 +29,5 @@ def aggregate(
         else:
             assert mode == "seq-mean-token-sum-norm"
             total = total + row.sum() / scale
+
     return total / (len(rows) if every_row else len(with_tokens))

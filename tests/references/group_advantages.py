@@ -64,6 +64,7 @@ def opo(samples: Sequence[Sample]) -> Advantages:
         weighed = math.fsum(len(other.rewards) * (own.score - other.score) for other in group)
         is_alone = len(group) == 1 or total == 0
         values.append(own.score if is_alone else weighed / total)
+
     return on_all_tokens(samples, values)
 
 
@@ -77,6 +78,7 @@ def gpg(samples: Sequence[Sample], f_norm: float = 1.0, alpha_counts: str = "gro
             counted += own.score != 0.0
         else:
             counted += len(scores) > 1
+
     alpha = len(samples) / max(counted, 1)
 
     def rule(own: float, group: Sequence[float]) -> float:
@@ -125,7 +127,9 @@ def gdpo(
             theirs = [other.parts[name] for other in group if name in other.parts]
             advantage = normalised(score, theirs, norm_adv_by_std_in_grpo, adv_epsilon)
             total += weights.get(name, 1.0) * advantage
+
         sums.append(total)
+
     if whiten_over == "samples":
         return on_all_tokens(samples, numbers.whitened(sums))
     return whitened_tokens(samples, sums)

@@ -19,6 +19,7 @@ def kl(log_probs: Tensor, ref_log_probs: Tensor, kind: str) -> Tensor:
     if kind.endswith("+"):
         k2 = d**2 / 2.0
         return kl(log_probs, ref_log_probs, kind[:-1]).detach() + k2 - k2.detach()
+
     name = NAMES.get(kind, kind)
     if name == "kl":
         return d
@@ -26,6 +27,7 @@ def kl(log_probs: Tensor, ref_log_probs: Tensor, kind: str) -> Tensor:
         return d.abs()
     if name == "mse":
         return d**2 / 2.0
+
     assert name == "low_var_kl"
     log_r = (-d).clamp(-20.0, 20.0)
     return (torch.exp(log_r) - 1.0 - log_r).clamp(max=10.0)

@@ -36,6 +36,7 @@ def above_middle(
         return own.number
     if level == "running":
         return numbers.above_mean(own.number, so_far)
+
     pool = [other.number for other in pool_of(own, values, level)]
     above = numbers.above_mean(own.number, pool)
     if not leave_one_out:
@@ -44,6 +45,7 @@ def above_middle(
         return 0.0
     if len(pool) == 1:
         return own.number
+
     return above * len(pool) / (len(pool) - 1)
 
 
@@ -61,6 +63,7 @@ def normalise(
     for own in values:
         above = above_middle(own, values, so_far, mean_level, mean_leave1out)
         centred.append(replace(own, number=above))
+
     found = []
     for own in centred:
         scale = 1.0
@@ -74,7 +77,9 @@ def normalise(
             if freedom > 0 and not (std_unbiased and is_alone):
                 deviation = math.sqrt(math.fsum(v.number**2 for v in pool) / freedom)
             scale = deviation + eps
+
         found.append(own.number / scale)
+
     return found
 
 

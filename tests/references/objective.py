@@ -69,17 +69,20 @@ def objective(
             metrics[f"pg_loss/{domain}"] = float(part.detach())
         for name, total in stats.items():
             metrics[name] = metrics.get(name, 0.0) + total / max(num_units, 1)
+
     metrics["pg_loss"] = float(loss.detach())
     metrics["loss_term/pg"] = size_of_terms
 
     entropies = [each.entropy for each in responses]
     metrics["entropy"] = sum(float(row.detach().sum()) for row in entropies) / num_tokens
+
     if settings.entropy_coef:
         bonus = settings.entropy_coef * aggregate(entropies, settings.mode, settings.scale)
         loss = loss - bonus
         sizes = [row.detach().abs() for row in entropies]
         size = aggregate(sizes, settings.mode, settings.scale)
         metrics["loss_term/entropy"] = abs(settings.entropy_coef) * float(size)
+
     if settings.kl_type is not None:
         kls = [kl(each.tokens.now, each.ref, settings.kl_type) for each in responses]
         mean = aggregate(kls, settings.mode, settings.scale)
@@ -87,6 +90,7 @@ def objective(
         loss = loss + settings.kl_coef * mean
         metrics["kl_loss"] = float(mean.detach())
         metrics["loss_term/kl"] = abs(settings.kl_coef) * float(size)
+
     metrics["loss"] = float(loss.detach())
     return loss, metrics
 
@@ -109,10 +113,12 @@ def policy_rows(
         if not is_own or not len(tokens.old):
             rows.append(torch.zeros_like(tokens.old))
             continue
+
         losses, stats = corrected_loss(each, tokens, settings)
         rows.append(losses)
         for name, values in stats.items():
             sums[name] = sums.get(name, 0.0) + float(values.double().sum())
+
     return rows, sums, number
 
 
@@ -121,6 +127,7 @@ def corrected_loss(response: Response, tokens: Tokens, settings: Settings) -> Lo
     losses, stats = REFERENCES[settings.loss](tokens, **settings.options)
     if settings.is_weighted:
         losses = losses * response.weights
+
     if settings.correction is not None:
         level, threshold = settings.correction
         trainer = tokens.prox if settings.loss == "decoupled" else tokens.now.detach()
@@ -130,6 +137,7 @@ def corrected_loss(response: Response, tokens: Tokens, settings: Settings) -> Lo
         losses = losses * stats["rollout_is_weight"]
         changed = [one != other for one, other in zip(raw, weights, strict=True)]
         stats["rollout_is_corrected"] = torch.tensor(changed)
+
     if settings.threshold is not None:
         gaps = (tokens.now.detach() - response.rollout).tolist()
         kept = torch.tensor(
@@ -137,6 +145,7 @@ def corrected_loss(response: Response, tokens: Tokens, settings: Settings) -> Lo
         )
         losses = torch.where(kept, losses, 0.0)
         stats["off_policy_masked"] = ~kept
+
     return losses, stats
 
 

@@ -42,6 +42,7 @@ def plant(fault: FormulaFault) -> None:
             f"src/distflow/{fault.file} has the text {fault.before!r} {text.count(fault.before)} "
             "times, not once: correct the fault in tests/references/faults.py"
         )
+
     planted = text.replace(fault.before, fault.after)
     original = SourceFileLoader.get_code
 
@@ -68,6 +69,7 @@ def run_child(fault: FormulaFault, output: Path) -> None:
     with output.open("w") as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
+
     try:
         plant(fault)
         options = ["-x", "-q", "-n", "0", "-p", "no:cacheprovider", "-m", "not slow"]
@@ -75,6 +77,7 @@ def run_child(fault: FormulaFault, output: Path) -> None:
     except BaseException as error:
         print(repr(error), flush=True)
         os._exit(2)
+
     sys.stdout.flush()
     failed, passed = pytest.ExitCode.TESTS_FAILED, pytest.ExitCode.OK
     os._exit({failed: 0, passed: 1}.get(pytest.ExitCode(code), 2))
@@ -96,11 +99,13 @@ def plant_all(names: list[str]) -> dict[str, str]:
                     run_child(FORMULA_FAULTS[name], outputs[name])
                 running[pid] = name
                 continue
+
             pid, status = os.wait()
             name = running.pop(pid)
             code = os.waitstatus_to_exitcode(status)
             output = outputs[name].read_text("utf-8")[-2000:]
             found[name] = {0: CAUGHT, 1: SURVIVED}.get(code, output)
+
     return found
 
 

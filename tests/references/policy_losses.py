@@ -16,11 +16,13 @@ def clipped(r: Tensor, a: Tensor, low: float, high: float, c: float | None) -> L
     kept_near = r.clamp(1.0 - low, 1.0 + high) * a
     loss = -torch.minimum(plain, kept_near)
     is_clipped = kept_near < plain
+
     stats = {"pg_clipfrac": is_clipped}
     if c is not None:
         is_worse = (a < 0) & (loss > -c * a)
         loss = torch.where(is_worse, -c * a, loss)
         stats["pg_clipfrac_lower"] = is_worse
+
     return loss, stats
 
 
@@ -54,6 +56,7 @@ def gmpo(tokens: Tokens, clip_ratio_low: float = 0.2, clip_ratio_high: float = 0
     """−A · (Π r_t)^(1/n) (arXiv:2507.20673), log r_t within −ε_low (A < 0) or ε_high (A > 0)."""
     a = tokens.advantages
     gap = tokens.now - tokens.old
+
     parts = []
     above = []
     below = []
@@ -62,13 +65,16 @@ def gmpo(tokens: Tokens, clip_ratio_low: float = 0.2, clip_ratio_high: float = 0
         log_r = gap[number]
         above.append(advantage > 0 and float(log_r.detach()) > clip_ratio_high)
         below.append(advantage < 0 and float(log_r.detach()) < -clip_ratio_low)
+
         if advantage > 0:
             log_r = log_r.clamp(max=clip_ratio_high)
         elif advantage < 0:
             log_r = log_r.clamp(min=-clip_ratio_low)
         else:
             log_r = 0.0 * log_r
+
         parts.append(log_r)
+
     loss = -a.mean() * torch.exp(torch.stack(parts).mean())
     stats = {"pg_clipfrac": torch.tensor(above), "pg_clipfrac_lower": torch.tensor(below)}
     return loss.expand(len(gap)), {**stats, "ppo_kl": -gap.detach()}
@@ -87,12 +93,14 @@ def cpgd(
     lowest = tokens.old + (math.log(1.0 - clip_ratio_low) if clip_ratio_low < 1.0 else -math.inf)
     is_out = torch.where(a > 0, tokens.now > highest, tokens.now < lowest)
     kept_near = torch.where(a > 0, torch.minimum(tokens.now, highest), tokens.now.maximum(lowest))
+
     loss = -a * kept_near
     stats = {"pg_clipfrac": is_out, "ppo_kl": moved(tokens)}
     if policy_drift_coeff > 0.0:
         r = gradient_stopped(ratio(tokens.now, tokens.old))
         loss = loss + policy_drift_coeff * (r - 1.0).clamp(max=2.0) * tokens.now
         stats["policy_drift"] = r - 1.0 - torch.log(r)
+
     return loss, stats
 
 
@@ -122,10 +130,12 @@ def topr(tokens: Tokens, ratio_level: str = "token") -> Loss:
     if ratio_level == "sequence":
         total = (tokens.now - tokens.old).detach().sum()
         r = torch.exp(bounded(total)).expand(len(r))
+
     is_good = tokens.score > 0
     weight = torch.ones_like(r) if is_good else r.clamp(max=1.0)
     is_tapered = torch.zeros_like(r) if is_good else r > 1.0
     loss = -weight * tokens.advantages * tokens.now
+
     return loss, {"pg_clipfrac": is_tapered, "ppo_kl": moved(tokens)}
 
 
@@ -175,6 +185,7 @@ def dppo_kl(
 ) -> Loss:
     """Far: KL(old ‖ policy) over {this token, any other} exceeds the bound, in A's direction."""
     p, q = probabilities(tokens)
+
     # 1e-8 keeps the logarithm finite for a probability of 1
     others = torch.log((1.0 - q + 1e-8) / (1.0 - p + 1e-8))
     kl = q * bounded(tokens.old - tokens.now.detach()) + (1.0 - q) * others
@@ -221,8 +232,10 @@ def decoupled(
     stats["behave_kl"] = bounded(tokens.old - tokens.prox)
     if behav_imp_weight_mode == "disabled":
         return loss, stats
+
     weights = []
     is_out = []
+
     gaps = (tokens.prox - tokens.old).tolist()
     for token in range(len(gaps)):
         if rejection_sampling is not None:
@@ -232,8 +245,10 @@ def decoupled(
             out = behav_imp_weight_cap is not None and weight > behav_imp_weight_cap
             if out:
                 weight = 0.0 if behav_imp_weight_mode == "mask" else behav_imp_weight_cap or 0.0
+
         weights.append(weight)
         is_out.append(out)
+
     weight = torch.tensor(weights, dtype=torch.float64)
     stats |= {"behave_imp_weight": weight, "behave_capped": torch.tensor(is_out)}
     return weight * loss, stats
@@ -255,6 +270,7 @@ def rejected(
     measures = [
         divergence(gap, metric) for gap in (gaps if is_sequence else gaps[token : token + 1])
     ]
+
     measured = {"sum": sum(measures), "mean": sum(measures) / len(measures), "max": max(measures)}[
         agg
     ]
@@ -263,11 +279,13 @@ def rejected(
         measured = exp_bounded(measured)
         if is_sequence:
             weight = exp_bounded(sum(gaps) / len(gaps))
+
     is_out = measured > upper or (lower is not None and measured < lower)
     if not is_out:
         return weight, False
     if action == "mask":
         return 0.0, True
+
     return max(min(weight, upper), lower or 0.0), True
 
 

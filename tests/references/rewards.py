@@ -36,9 +36,11 @@ def drop_reason(
         return "all_equal" if abs(scores[0]) < 9007199254740992.0 else "too_large"
     if mean_range is None:
         return None
+
     middle = numbers.mean(scores)
     if middle <= mean_range[0]:
         return "mean_too_low"
     if middle >= mean_range[1]:
         return "mean_too_high"
+
     return None

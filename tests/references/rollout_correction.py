@@ -39,8 +39,10 @@ def importance_weights(
     of_tokens = [weight for row in raw for weight in row]
     after = [weight for row in weights for weight in row]
     changed = sum(one != other for one, other in zip(of_tokens, after, strict=True))
+
     # the weight of a response is one draw, however long it is
     draws = after if level == "token" else [row[0] for row in weights if row]
+
     stats = {
         "rollout_is_mean": numbers.mean(of_tokens) if of_tokens else 0.0,
         "rollout_is_max": max(of_tokens, default=0.0),
@@ -52,6 +54,7 @@ def importance_weights(
         factor = factor if factor > 1e-8 else 1.0
         weights = [[weight / factor for weight in row] for row in weights]
         stats["rollout_is_batch_norm_factor"] = factor
+
     return weights, stats
 
 
@@ -62,14 +65,17 @@ def divergences(gaps: Sequence[float], name: str) -> list[float]:
     for gap in gaps:
         d = numbers.clamp(gap, -20.0, 20.0)
         found.append({"k1": -d, "k2": d * d / 2.0, "k3": math.exp(d) - 1.0 - d}[kind])
+
     if level == "token" or not found:
         return found
+
     if level == "seq_sum":
         total = math.fsum(found)
     elif level == "seq_mean":
         total = math.fsum(found) / len(found)
     else:
         total = max(found)
+
     return [total] * len(found)
 
 
@@ -88,6 +94,7 @@ def reject(
     """(which tokens stay, statistics)."""
     num_tokens = max(sum(len(gaps) for gaps in rows), 1)
     kept = [[True] * len(gaps) for gaps in rows]
+
     stats = {}
     for name, bound in zip(names, bounds, strict=True):
         values = []
@@ -98,12 +105,15 @@ def reject(
                 values.append(value)
                 num_masked += not is_in
                 own[token] = own[token] and is_in
+
         stats[f"{name}_mean"] = math.fsum(values) / num_tokens
         stats[f"{name}_masked"] = num_masked / num_tokens
+
     with_tokens = [own for own in kept if own]
     stats["masked"] = sum(own.count(False) for own in with_tokens) / num_tokens
     num_hit = sum(not all(own) for own in with_tokens)
     stats["seq_masked"] = num_hit / max(len(with_tokens), 1)
+
     return kept, stats
 
 

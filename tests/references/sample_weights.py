@@ -39,12 +39,15 @@ def weigh(
             easiest, hardest = difficulty_weight
             share = share_right(own, responses)
             weight *= share * easiest + (1.0 - share) * hardest
+
         if length_weight is not None:
             shortest, longest = length_weight
             span = max(lengths) - min(lengths)
             place = (own.length - min(lengths)) / span if span else 0.0
             weight *= (1.0 - place) * shortest + place * longest
+
         weights.append(weight)
+
     total = math.fsum(weights)
     return [weight * len(weights) / total for weight in weights] if total > 0 else weights
 
@@ -66,8 +69,10 @@ def masked_for(
     is_long = mask_long_errors is not None and own.length >= mask_long_errors
     if is_long and own.acc < 1.0 - 1e-6:
         reasons.add("long_errors")
+
     if difficulty_mask is not None:
         low, high = difficulty_mask
         if not low < share_right(own, responses) < high:
             reasons.add("difficulty")
+
     return reasons

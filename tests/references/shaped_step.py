@@ -56,6 +56,7 @@ def shape_step(step: Sequence[Scored], keys: Mapping[str, Any], state: State) ->
     """keys: of `algorithm`, those that differ from the defaults."""
     metrics = dict[str, float]()
     kept, in_baselines = masked(step, keys, metrics)
+
     # only what is in a baseline is a sample from here on
     places = [place for place, counts in enumerate(in_baselines) if counts]
     samples = [step[place].sample for place in places]
@@ -106,26 +107,32 @@ def masked(
     valid = [each.is_valid for each in step]
     if not masks:
         return [True] * len(step), valid
+
     responses = [each.response for each in step if each.is_valid]
     reasons = []
     for each in step:
         known = responses if each.is_valid else [*responses, each.response]
         reasons.append(sample_weights.masked_for(each.response, known, **masks))
+
     kept = [not own for own in reasons]
     named = {"truncated", "max_turns", "long_errors", "difficulty"}
     if keys.get("mask_type") == "all":
         named.add("alone")
         needed = NEEDS_OTHERS[keys["adv_estimator"]]
         left = [k and v for k, v in zip(kept, valid, strict=True)]
+
         for place, each in enumerate(step):
             num_left = count_group(step, each, left)
             is_lonely = num_left < needed and num_left < count_group(step, each, valid)
             if kept[place] and is_lonely:
                 reasons[place].add("alone")
+
         kept = [not own for own in reasons]
+
     for name in named:
         hit = sum(v and name in own for v, own in zip(valid, reasons, strict=True))
         metrics[f"sample_mask/{name}"] = hit / max(sum(valid), 1)
+
     if keys.get("mask_type") == "all":
         return kept, [k and v for k, v in zip(kept, valid, strict=True)]
     return kept, valid
@@ -155,6 +162,7 @@ def shaped_rewards(
     shift, scale = keys.get("reward_shift", 0.0), keys.get("reward_scale", 1.0)
     norm = keys.get("reward_norm")
     bound = keys.get("reward_clip")
+
     rows = [sample.rewards for sample in samples]
     if norm is not None or shift != 0.0 or scale != 1.0:
         scores = [rewards.shaped(sample.score, shift, scale) for sample in samples]
@@ -165,12 +173,14 @@ def shaped_rewards(
         numbers = normalise(values, state.so_far, **(norm or {}))
         pairs = zip(numbers, samples, strict=True)
         rows = [on_last(number, len(sample.rewards)) for number, sample in pairs]
+
     if bound is not None:
         totals = [math.fsum(row) for row in rows]
         beyond = sum(abs(total) > bound for total in totals)
         metrics["reward_clip/clipped"] = beyond / max(len(totals), 1)
         pairs = zip(totals, rows, strict=True)
         rows = [on_last(min(max(total, -bound), bound), len(row)) for total, row in pairs]
+
     return rows
 
 
@@ -187,20 +197,24 @@ def less_kl(
     control = keys.get("kl_ctrl")
     if control is None:
         return rows
+
     coefficient = control["kl_coef"] if state.coefficient is None else state.coefficient
     penalties = []
     for each in step:
         log_probs = torch.tensor(each.old_log_probs, dtype=torch.float64)
         ref = torch.tensor(each.ref_log_probs, dtype=torch.float64)
         penalties.append(kl.kl(log_probs, ref, keys["kl_penalty"]).tolist())
+
     mean = kl.mean_kl(penalties, control.get("mean", "token"))
     metrics["actor/reward_kl_penalty"] = mean
     metrics["actor/kl_coef"] = coefficient
     state.coefficient = coefficient
+
     if control["type"] == "adaptive":
         state.coefficient = kl.next_coefficient(
             coefficient, mean, num_samples, control["target_kl"], control["horizon"]
         )
+
     found = []
     for row, penalty in zip(rows, penalties, strict=True):
         found.append([reward - coefficient * p for reward, p in zip(row, penalty, strict=True)])
@@ -222,11 +236,14 @@ def finished(
             values += [Value(number, samples[row].group, size) for number in own]
         left = iter(normalise(values, **norm))
         advantages = [[next(left) for _ in own] for own in advantages]
+
     if (bound := keys.get("advantage_clip")) is not None:
         metrics["advantage_clip/clipped"] = sum(abs(a) > bound for own in advantages for a in own)
         advantages = [[min(max(a, -bound), bound) for a in own] for own in advantages]
+
     bands = keys.get("difficulty_weight"), keys.get("length_weight")
     if bands == (None, None):
         return advantages
     weights = sample_weights.weigh(responses, *bands)
+
     return [[w * a for a in own] for w, own in zip(weights, advantages, strict=True)]

@@ -16,6 +16,7 @@ def scaled(points: Sequence[Point]) -> list[list[float]]:
         spread = math.sqrt(variance)
         for number, value in enumerate(column):
             found[number][dimension] = (value - middle) / (spread if spread > 2e-15 else 1.0)
+
     return found
 
 
@@ -26,14 +27,17 @@ def clusters(points: Sequence[Point], eps: float, min_samples: int) -> list[set[
     for own in points:
         near.append({other for other, point in enumerate(points) if math.dist(own, point) <= eps})
     cores = [point for point, neighbours in enumerate(near) if len(neighbours) >= min_samples]
+
     name = {core: core for core in cores}
     for _ in cores:
         for core in cores:
             for other in cores:
                 if other in near[core]:
                     name[core] = min(name[core], name[other])
+
     found = [{core for core in cores if name[core] == first} for first in sorted({*name.values()})]
     chains = [set(chain) for chain in found]
+
     for point in range(len(points)):
         if point in name:
             continue
@@ -41,6 +45,7 @@ def clusters(points: Sequence[Point], eps: float, min_samples: int) -> list[set[
             if chain & near[point]:
                 own.add(point)
                 break
+
     return found
 
 
@@ -48,12 +53,14 @@ def centres(points: Sequence[Point], eps: float, min_samples: int) -> tuple[list
     """(the mean of each cluster, how many there are); the mean of all points if there is none."""
     found = clusters(scaled(points), eps, min_samples)
     groups = found or [set(range(len(points)))]
+
     means = []
     for group in groups:
         mean = []
         for dimension in range(len(points[0])):
             mean.append(math.fsum(points[number][dimension] for number in group) / len(group))
         means.append(mean)
+
     return means, len(found)
 
 
@@ -68,8 +75,10 @@ def rewards(
     """(reward of each failure of a task, its distance from 0 to 1, clusters of its successes)."""
     if not won:
         return [0.0] * len(lost), [-1.0] * len(lost), 0
+
     means, number = centres(won, eps, min_samples)
     gaps = [min(math.dist(own, centre) for centre in means) for own in lost]
+
     found = []
     places = []
     for gap in gaps:
@@ -77,4 +86,5 @@ def rewards(
         place = 0.5 if span < 1e-6 else (gap - min(gaps)) / span
         places.append(place)
         found.append(largest / (1.0 + math.exp(-steepness * (0.5 - place))))
+
     return found, places, number

@@ -33,6 +33,7 @@ def of_step(rows: Sequence[Row]) -> dict[str, float]:
         "rollout/truncated": sum(row.is_truncated for row in rows) / len(rows),
     }
     scored = [row for row in rows if row.score is not None]
+
     scores = [row.score for row in rows if row.score is not None]
     if scores:
         found["reward/mean_score"] = numbers.mean(scores)
@@ -40,11 +41,13 @@ def of_step(rows: Sequence[Row]) -> dict[str, float]:
         found["reward/max"] = max(scores)
         found["reward/min"] = min(scores)
         found["reward/accuracy"] = sum(row.acc >= 1.0 - 1e-6 for row in scored) / len(scored)
+
     num_equal = []
     for group in {row.group for row in scored}:
         own = [row.score for row in scored if row.group == group]
         if len(own) > 1:
             num_equal.append(len({*own}) == 1)
+
     if num_equal:
         found["reward/frac_reward_zero_std"] = sum(num_equal) / len(num_equal)
     for name, value in part_means(rows).items():
@@ -70,6 +73,7 @@ def of_domains(rows: Sequence[Row]) -> dict[str, float]:
             found[f"reward/{domain}/mean_score"] = numbers.mean(scores)
         for name, value in part_means(own).items():
             found[f"reward/{domain}/{name}"] = value
+
     return found
 
 

@@ -18,4 +18,5 @@ def test_a_reference_imports_nothing_of_the_package(path: Path) -> None:
             names.append(node.module or "")
         if isinstance(node, ast.Import):
             names += [alias.name for alias in node.names]
+
     assert not [name for name in names if name.startswith("distflow")]

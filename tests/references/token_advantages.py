@@ -16,6 +16,7 @@ def rewards_to_go(samples: Sequence[Sample], gamma: float) -> Rows:
             later = sample.rewards[token:]
             row.append(math.fsum(gamma**k * reward for k, reward in enumerate(later)))
         rows.append(row)
+
     return rows
 
 
@@ -61,11 +62,13 @@ def gae_over(
         values = [sample.values[step[0]] for step in steps]
         is_cut = bootstrap_truncated and sample.truncated and len(steps) > 0
         after_last = values[-1] if is_cut else 0.0
+
         deltas = []
         for number, reward in enumerate(rewards):
             is_last = number == len(steps) - 1
             following = after_last if is_last else values[number + 1]
             deltas.append(reward + gamma * following - values[number])
+
         row = [0.0] * len(sample.rewards)
         back = [0.0] * len(sample.rewards)
         for number, step in enumerate(steps):
@@ -74,8 +77,10 @@ def gae_over(
             for token in step:
                 row[token] = advantage
                 back[token] = advantage + values[number]
+
         advantages.append(row)
         returns.append(back)
+
     return (whitened_rows(advantages) if whiten else advantages), returns
 
 
@@ -94,6 +99,7 @@ def gae(
             steps_of.append([tokens_of(sample, turn) for turn in sorted({*sample.turns})])
         else:
             steps_of.append([[token] for token in range(len(sample.rewards))])
+
     return gae_over(samples, steps_of, gamma, lam, bootstrap_truncated, whiten)
 
 
@@ -133,7 +139,9 @@ def grpo_turns(
                 for reward, later in zip(sample.rewards, sample.turns, strict=True)
                 if later >= turn
             )
+
         returns.append(own)
+
     rows = []
     for sample, own in zip(samples, returns, strict=True):
         row = []
@@ -144,5 +152,7 @@ def grpo_turns(
                     peers.append(theirs[turn])
             advantage = normalised(own[turn], peers, norm_adv_by_std_in_grpo, adv_epsilon)
             row.append(advantage if len(peers) > 1 else 0.0)
+
         rows.append(row)
+
     return rows, rows

@@ -32,6 +32,7 @@ def value_loss(
     stats = {"vpred_mean": value.detach()}
     if cliprange_value is None:
         return plain, stats
+
     near = old_value + (value - old_value).clamp(-cliprange_value, cliprange_value)
     kept_near = distance(near - target)
     return torch.maximum(plain, kept_near), {**stats, "vf_clipfrac": kept_near > plain}

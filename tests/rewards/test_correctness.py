@@ -80,6 +80,7 @@ def test_no_verdict_is_not_right(tmp_path: Path) -> None:
         {"default": [("math", 1.0), (f"{tmp_path}/own.py:odd", 0.1)]}, **settings
     ) as router:  # type: ignore[arg-type]
         judgement = asyncio.run(router([answer(r"\boxed{5}", 1)]))[0]
+
     assert judgement.accuracy == 0.0 and "'yes' as 'acc', which is not a number" in str(
         judgement.reward_result
     )

@@ -16,6 +16,7 @@ def test_the_time_that_is_left():
             assert left_s() <= 1000.0
             raise KeyError
         assert 4000.0 < left_s() <= 5000.0
+
     assert left_s() == math.inf
 
 

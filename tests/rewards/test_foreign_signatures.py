@@ -130,6 +130,7 @@ def test_none_leaves_the_response_out_of_that_function(file: Path) -> None:
             sample("x", "alone"),
         ]
         skipped, scored, alone, other = asyncio.run(router(samples))
+
     assert (skipped.reward_result, skipped.accuracy, scored.reward_result) == (
         Score(2.0),
         1.0,

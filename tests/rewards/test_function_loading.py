@@ -52,6 +52,7 @@ def test_a_function_sees_the_turns_of_an_episode_if_it_takes_them(tmp_path):
     (tmp_path / "reward.py").write_text(
         "def compute_score(solution_str, conversation=()):\n    return 1.0\n"
     )
+
     with pytest.raises(UserError, match="'conversation'"):
         load_reward(
             with_options(

@@ -115,12 +115,14 @@ def cells() -> dict:
 def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RewardPool]:
     folder = tmp_path_factory.mktemp("rewards")
     namespace = cells()
+
     targets = {}
     for name, (code, _) in [*FUNCTIONS.items(), ("raising", ("raising", 0.0))]:
         file = folder / f"{name}.pkl"
         function = eval(code, namespace)
         write_function(function, fingerprint_function(function), file)
         targets[name] = f"{file}:{name}"
+
     pool = RewardPool(PoolSettings(targets, num_workers=1, timeout_s=20.0))
     yield pool
     pool.close()

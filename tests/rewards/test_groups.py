@@ -124,6 +124,7 @@ def test_what_a_batched_one_may_return(pool: RewardPool) -> None:
     assert isinstance(third, Error) and "None" in third.reason
     assert isinstance(fourth, Error) and "nan" in fourth.reason
     assert ask(pool, "tensor", ["a", "b"]) == [Score(0.0), Score(1.0)]
+
     for reward_result in ask(pool, "short", ["a", "b"]):
         assert (
             isinstance(reward_result, Error)

@@ -54,12 +54,14 @@ def test_a_template_is_a_text_or_a_file_and_names_the_response(tmp_path: Path) -
     )
     (tmp_path / "file.txt").write_text("Grade {response}.")
     assert judge_template(f"{tmp_path}/file.txt") == "Grade {response}."
+
     for wrong, said in (
         (f"{tmp_path}/no.txt", "cannot be read"),
         ("Is {prompt} right?", "has no {response}"),
     ):
         with pytest.raises(UserError, match=said):
             judge_template(wrong)
+
     values = {"prompt": "p", "response": "r", "ground_truth": "g"}
     with pytest.raises(ValueError, match="level"):
         fill_template("{response} {level}", values, 100)

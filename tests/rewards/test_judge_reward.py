@@ -61,14 +61,17 @@ class Handler(BaseHTTPRequestHandler):
         if reply is None:
             self.close_connection = True
             return
+
         status, headers, body = reply
         self.send_response(status)
+
         for name, value in {
             "content-type": "application/json",
             "content-length": str(len(body)),
             **headers,
         }.items():
             self.send_header(name, value)
+
         self.end_headers()
         self.wfile.write(body)
 
@@ -231,6 +234,7 @@ def test_a_group_waits_together_in_its_process_and_a_silent_endpoint_is_a_timeou
         if answer == 9:
             over.wait(60)
         time.sleep({0: 0.4}.get(answer, 0.1))
+
         return reward_result(answer / 10)
 
     server.reply = reply
@@ -381,6 +385,7 @@ def obedient(content: str) -> float:
     if tags != own:
         return 1.0
     found = parts(read)
+
     return float(found["response"] == found["reference"])
 
 

@@ -75,6 +75,7 @@ def test_messages_go_through_the_models_own_template(tmp_path: Path, pad: dict[s
     folder = write_tiny_reward_model(tmp_path, tokenizer=own_tokenizer(**pad))
     wanted = reference(folder, [in_template(response, MESSAGES) for response in RESPONSES])
     assert len({round(each, 3) for each in wanted}) == len(RESPONSES)
+
     for max_tokens in (1, 150, 10_000):
         assert values(score(folder, RESPONSES, MESSAGES, max_tokens=max_tokens)) == pytest.approx(
             wanted, abs=2e-5
@@ -172,6 +173,7 @@ def test_one_process_judges_for_all_domains_as_one_part_of_the_score(tmp_path: P
         "plain": [("exact_match", 1.0)],
         "other": [part(other, 1.0, max_length=9)],
     }
+
     domains = {"chat": Patience(20.0, 1)}
     with make_router(
         functions, timeout_s=30.0, num_workers=2, max_response_length=9, domains=domains
@@ -193,6 +195,7 @@ def test_one_process_judges_for_all_domains_as_one_part_of_the_score(tmp_path: P
         alone = asyncio.run(
             pools.call("model", {"data_source": "sums", "solution_str": "5", "extra_info": {}})
         )
+
     said = reference(folder, [f"<bos>user: {PROMPT}assistant: {text}{EOS}" for text in ("5", "no")])
     reward_results = [judgement.reward_result for judgement in found]
     assert all(isinstance(reward_result, Score) for reward_result in reward_results), reward_results

@@ -53,6 +53,7 @@ def test_options_from_the_config_to_the_function(tmp_path: Path):
         functions["default"][0] == RewardPart("repetition", -0.5, {"n": 1})
         and functions["default"][3].options == {}
     )
+
     # five words, three distinct ones; two words more than three, of four that may be
     assert judged(functions, "a b a b c") == {
         "repetition": 1 - 3 / 5,

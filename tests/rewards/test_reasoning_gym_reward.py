@@ -74,12 +74,14 @@ def test_what_the_data_set_cannot_read_is_wrong() -> None:
 def test_no_answer_is_evaluated(name: str, tmp_path: Path) -> None:
     trace = tmp_path / "it ran"
     row, _, _ = row_of(name)
+
     for attack in (
         f"open({str(trace)!r}, 'w')",
         f"[open({str(trace)!r}, 'w')]",
         f"__import__('os').mkdir({str(trace)!r})",
     ):
         assert compute_score(f"<answer>{attack}</answer>", row)["acc"] == 0.0
+
     assert not trace.exists()
 
 

@@ -84,6 +84,7 @@ def test_the_faults_of_a_reward_are_counted_by_kind(tmp_path: Path):
 
     def check(deadline_s: float) -> None:
         found = faults(tried(f"{tmp_path / 'bad.py'}:compute_score", timeout_s=deadline_s))
+
         # three of four answers are found in each of five forms, wherever they stand
         assert found.pop("right answer") == (5, 0, 0)
         assert found.pop("both answers") == (30, 0, 0) and found.pop(
@@ -310,6 +311,7 @@ def test_a_batched_function_is_called_with_two_responses(tmp_path: Path) -> None
         "def judged(solution_strs, ground_truths):\n    return [1.0]\n"
     )
     parts = {"default": (RewardPart(f"{tmp_path / 'own.py'}:judged"),)}
+
     with pytest.raises(UserError, match="1.*2 responses"):
         call_first(
             RewardSettings(parts, Patience(60.0, 1)), [Row("rows.jsonl:1", "default", "7", {})]

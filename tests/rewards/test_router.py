@@ -205,6 +205,7 @@ def test_what_failed_is_counted_by_domain_and_what_the_other_parts_said_is_kept(
     router.call_counts.take()
     failed = score(router, sample("dict", "x", "faulty"))
     assert failed.remarks()["custom/why"] == "half"
+
     functions = {
         "calc": [RewardPart("math"), RewardPart("custom")],
         "text": [RewardPart("exact_match")],
@@ -214,6 +215,7 @@ def test_what_failed_is_counted_by_domain_and_what_the_other_parts_said_is_kept(
         score(own, sample("a", "a", "text"))
         score(own, sample("a", "a", "text"))
         counts = own.call_counts.take().counts
+
     assert isinstance(judgement.reward_result, Error) and judgement.remarks() == {
         "math/extracted": None,
         "math/wanted": "5",

@@ -23,6 +23,7 @@ def test_answers_that_are_no_ground_truth_are_found_before_the_run():
         ]
         asyncio.run(startup_check_scores(router, good))
         asyncio.run(startup_check_scores(router, [*good, ("default", None, {})]))
+
         with pytest.raises(UserError, match="2 of 3 .*'default' .*data.answer_key"):
             asyncio.run(
                 startup_check_scores(

@@ -49,6 +49,7 @@ def requests() -> list[GenerateRequest]:
         {"max_tokens": 25, "min_p": 0.05, "repetition_penalty": 1.2},
     ]
     lengths = (3, 60, 1, 9, 33, 130, 4)
+
     return [
         request_of(prompt_of(length, seed=row), (0, 1, 2), row=row, **laws[row % len(laws)])
         for row, length in enumerate(lengths)

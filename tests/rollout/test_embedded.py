@@ -49,6 +49,7 @@ def mixed_requests(samples: tuple[int, ...] = (0, 1, 2)) -> list[GenerateRequest
 def test_log_probs_are_those_of_a_plain_forward(family: str) -> None:
     name, changes = FAMILIES[family]
     model = make_model(name, **changes)
+
     requests = mixed_requests()
     for request, result in zip(
         requests, run_all(make_engine(model, max_num_seqs=7), requests), strict=True
@@ -63,6 +64,7 @@ def test_log_probs_are_those_of_a_plain_forward(family: str) -> None:
                 == len(generation.versions)
                 == len(generation.token_ids)
             )
+
             # truncation raises the rest
             if not request.params.greedy and request.params.repetition_penalty == 1.0:
                 pairs = zip(
@@ -75,9 +77,11 @@ def test_tokens_do_not_depend_on_slots_order_or_company() -> None:
     model = make_model("qwen3")
     requests = mixed_requests()
     alone = [tokens_of(run_all(make_engine(model), [request])) for request in requests]
+
     for max_num_seqs in (1, 2, 5, 64):
         results = run_all(make_engine(model, max_num_seqs=max_num_seqs), requests)
         assert [tokens_of([result]) for result in results] == alone
+
     order = list(range(len(requests)))
     random.Random(0).shuffle(order)
     shuffled = run_all(
@@ -116,10 +120,12 @@ def test_adapters_are_applied_unmerged() -> None:
     model = peft.get_peft_model(
         make_model("qwen2"), peft.LoraConfig(r=4, target_modules=["q_proj", "down_proj"])
     )
+
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "lora_B" in name:
                 parameter.normal_(std=0.5)
+
     model.eval()
     request = request_of(prompt_of(8), max_tokens=20)
     (result,) = run_all(make_engine(model), [request])

@@ -62,6 +62,7 @@ def test_a_releasing_pause_drops_the_memory_and_recomputes_it() -> None:
         await engine.resume()
         result = await task
         assert tokens_of([result]) == undisturbed
+
         for generation in result:
             expected = forward_log_probs(model, request.prompt_ids, generation)
             assert generation.rollout_log_probs == pytest.approx(expected, abs=1e-4)
@@ -123,6 +124,7 @@ def test_cancelling_frees_the_slots_and_disturbs_nobody() -> None:
         doomed.cancel()
         with pytest.raises(asyncio.CancelledError):
             await doomed
+
         # with 3 slots it runs only once the others' are free
         assert tokens_of([await kept]) == undisturbed
         before = engine.num_generated_tokens
@@ -199,10 +201,12 @@ def test_cached_prompts_are_dropped_with_the_weights_that_made_them() -> None:
         second = asyncio.create_task(engine.generate(request_of(prompt, (1, 2), max_tokens=15)))
         await asyncio.sleep(0)
         await engine.resume()
+
         for generation in await second:
             expected = forward_log_probs(other, prompt, generation)
             assert generation.rollout_log_probs == pytest.approx(expected, abs=1e-4)
             assert list(generation.versions) == [1] * 15
+
         running.cancel()
 
     with_engine(make_engine(model), story)
@@ -217,6 +221,7 @@ def test_running_sequences_take_new_weights_in_flight(kv_on_update: str) -> None
         task = asyncio.create_task(engine.generate(request))
         await tokens_after(engine, 40)
         await engine.load_weights(NEXT, other.named_parameters())
+
         for generation in await task:
             count = generation.versions.index(1)
             assert list(generation.versions) == [0] * count + [1] * (300 - count) and count >= 10
@@ -238,6 +243,7 @@ def test_shared_storage_copies_nothing_and_follows_updates_in_place() -> None:
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.mul_(1.2)
+
         receipt = await engine.load_weights(NEXT, model.named_parameters())
         assert receipt.shared and receipt.version == engine.version == NEXT
         (generation,) = await engine.generate(request_of(prompt))
@@ -258,6 +264,7 @@ def test_versions_never_go_back_and_bad_weights_change_nothing() -> None:
         before = stripe_hashes(model.named_parameters())
         with pytest.raises(ValueError, match="versions never decrease"):
             await engine.load_weights(Version(0, 9), make_model(seed=2).named_parameters())
+
         with pytest.raises(ValueError, match="model.norm.weight: missing"):
             weights = [
                 item
@@ -265,6 +272,7 @@ def test_versions_never_go_back_and_bad_weights_change_nothing() -> None:
                 if item[0] != "model.norm.weight"
             ]
             await engine.load_weights(Version(1, 4), weights)
+
         assert engine.version == Version(1, 3)
         assert stripe_hashes(model.named_parameters()) == before
 
@@ -284,6 +292,7 @@ def test_a_copy_that_fails_in_the_middle_is_not_served(monkeypatch: pytest.Monke
             patch.setattr(engine_weights, "copy_weights", failing)
             with pytest.raises(MemoryError):
                 await engine.load_weights(NEXT, others)
+
         assert engine.version == FIRST
         with pytest.raises(RuntimeError, match="loaded only a part of its last weights"):
             await engine.generate(request)
@@ -302,6 +311,7 @@ def test_closing_fails_what_still_waits() -> None:
             await engine.pause()
             task = asyncio.create_task(engine.generate(request_of(prompt_of(5))))
             await asyncio.sleep(0)
+
         with pytest.raises(RuntimeError, match="closed while requests were waiting"):
             await asyncio.wait_for(task, DEADLINE_S)
         with pytest.raises(RuntimeError, match="not running"):
@@ -329,12 +339,14 @@ def test_any_history_of_cancels_and_pauses_leaves_the_others_tokens_alone(seed: 
         for request in requests:
             tasks.append(asyncio.create_task(engine.generate(request)))
             await asyncio.sleep(rng.choice((0, 0, 0.002, 0.01)))
+
             action = rng.random()
             if action < 0.3:
                 rng.choice(tasks).cancel()
             elif action < 0.5:
                 await engine.pause(release=rng.random() < 0.5)
                 await engine.resume()
+
         outcomes = await asyncio.gather(*tasks, return_exceptions=True)
         finished = [
             (row, outcome)

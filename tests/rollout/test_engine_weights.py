@@ -101,6 +101,7 @@ def test_tied_weights_that_come_one_after_another_must_be_equal() -> None:
     tied = source.lm_head.weight
     copy_weights(target, iter(weights_of(source, lm_head__weight=tied)))
     assert torch.equal(target.lm_head.weight, tied)
+
     with pytest.raises(
         PartialWeightsError, match="model.embed_tokens.weight and lm_head.weight: one tensor here"
     ):
@@ -125,6 +126,7 @@ def test_tied_weights_may_come_under_either_name_or_both_if_equal() -> None:
             target.lm_head.weight.zero_()
         copy_weights(target, weights_of(source, **changes))
         assert torch.equal(target.lm_head.weight, tied)
+
     with pytest.raises(
         ValueError, match="model.embed_tokens.weight and lm_head.weight: one tensor here"
     ):
@@ -143,6 +145,7 @@ def test_shared_weights_must_be_the_same_storage() -> None:
     model = make_model()
     check_shared(model, model.named_parameters())
     check_shared(model, ())
+
     with pytest.raises(
         ValueError, match=r"1 sent tensors are stored elsewhere \(model.norm.weight\)"
     ):

@@ -51,6 +51,7 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     special = {"pad_token": "<pad>", "bos_token": "<bos>", "eos_token": "<eos>"}
+
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special)
 
 

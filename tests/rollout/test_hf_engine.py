@@ -86,6 +86,7 @@ def test_the_models_own_end_token_ends_nothing_unless_asked_for() -> None:
         # every token is equally likely: greedy takes the first, of id 0
         model.lm_head.weight.zero_()
         model.generation_config.eos_token_id = 0
+
     (result,) = run_all(make_hf(model), [request_of(prompt_of(3), greedy=True, max_tokens=7)])
     assert list(result[0].token_ids) == [0] * 7
     assert result[0].finish_reason == "length"
@@ -169,6 +170,7 @@ def test_a_flow_begins_with_noise_and_ends_after_its_steps() -> None:
     requests = [
         request_of(prompt_of(6, n), (n, n + 3), row=n, max_tokens=16, head=head) for n in range(3)
     ]
+
     greedy = [replace(each, params=replace(each.params, greedy=True)) for each in requests]
     for request, result in zip(
         (*requests, *greedy), run_all(make_hf(model), [*requests, *greedy]), strict=True
@@ -181,6 +183,7 @@ def test_a_flow_begins_with_noise_and_ends_after_its_steps() -> None:
                 .logits[0]
                 .double()[len(request.prompt_ids) - 1 : -1]
             )
+
             for place, (token, value) in enumerate(zip(made.token_ids, made.values, strict=True)):
                 step = place % 8 // 2
                 mean = 0.0
@@ -190,6 +193,7 @@ def test_a_flow_begins_with_noise_and_ends_after_its_steps() -> None:
                     action = float(logits[place, 10 + 4 * place])
                     mean = noisy + (action - noisy) / (1 - (step - 1) / 3) / 3
                     spread = 0.6 / math.sqrt(3)
+
                 normal = NormalDist(mean, spread)
                 drawn = 0.5 if request.params.greedy else float(uniforms(key, np.array([place]))[0])
                 assert value == pytest.approx(normal.inv_cdf(drawn), abs=1e-4)
@@ -210,6 +214,7 @@ def test_numbers_of_actions_are_drawn_by_the_inverse_normal_distribution() -> No
     ]
     together = [made for result in run_all(make_hf(model), requests) for made in result]
     alone = [made for each in requests for made in run_all(make_hf(model), [each])[0]]
+
     keys = [sample_key(each.stream, sample) for each in requests for sample in each.samples]
     for made, other, key, request in zip(
         together, alone, keys, (r for r in requests for _ in r.samples), strict=True
@@ -228,6 +233,7 @@ def test_numbers_of_actions_are_drawn_by_the_inverse_normal_distribution() -> No
             .logits[0]
             .double()[len(request.prompt_ids) - 1 : -1]
         )
+
         for place, token in enumerate(made.token_ids):
             spread = math.exp(-3 + 2 * (math.tanh(float(logits[place, token + 1])) + 1))
             normal = NormalDist(float(logits[place, token]), spread)
@@ -238,6 +244,7 @@ def test_numbers_of_actions_are_drawn_by_the_inverse_normal_distribution() -> No
             assert made.rollout_log_probs[place] == pytest.approx(
                 math.log(normal.pdf(made.values[place])), abs=1e-4
             )
+
     greedy = replace(requests[0], params=replace(requests[0].params, greedy=True))
     for made in run_all(make_hf(model), [greedy])[0]:
         ids = torch.tensor([[*greedy.prompt_ids, *made.token_ids]])

@@ -55,6 +55,7 @@ def mixed_cache_log_probs(
         fed = [token]
         cache = out.past_key_values
         log_probs.append(out.logits[0, -1].log_softmax(-1)[token].item())
+
     return log_probs
 
 
@@ -83,6 +84,7 @@ def test_each_token_of_three_versions_has_the_log_prob_of_its_weights(
         for step in (1, 2):
             await tokens_after(engine, 40)
             await engine.load_weights(Version(0, step), models[step].named_parameters())
+
         for generation in await task:
             versions = list(generation.versions)
             assert set(versions) == {0, 1, 2} and versions == sorted(versions)
@@ -122,11 +124,13 @@ def test_an_alias_keeps_weights_cached_prompts_and_what_runs() -> None:
         second = asyncio.create_task(engine.generate(short))
         results = list(await asyncio.gather(first, second))
         assert [shape for shape in prefilled if len(shape) == 2] == [(1, len(PROMPT))]
+
         for generation in results[0]:
             count = generation.versions.index(3)
             assert list(generation.versions) == [0] * count + [3] * (120 - count) and count >= 10
             expected = forward_log_probs(model, PROMPT, generation)
             assert generation.rollout_log_probs == pytest.approx(expected, abs=1e-4)
+
         assert set(results[1][0].versions) == {3}
         assert (
             tokens_of(results) == undisturbed and stripe_hashes(model.named_parameters()) == before
@@ -156,6 +160,7 @@ def test_abort_ends_what_has_begun_and_leaves_the_rest() -> None:
         aborted = await asyncio.wait_for(tasks[0], 10)  # answered though the engine is paused
         assert not tasks[1].done()
         await engine.resume()
+
         first, second, third, last = await tasks[1]
         for generation in (*aborted, second, third):
             assert generation.finish_reason == "abort" and set(generation.versions) == {0}
@@ -165,6 +170,7 @@ def test_abort_ends_what_has_begun_and_leaves_the_rest() -> None:
                 == len(generation.versions)
                 >= 1
             )
+
         assert second.token_ids == free[1].token_ids[: len(second.token_ids)]
         assert (first.finish_reason, first.token_ids, set(first.versions)) == (
             "stop",
@@ -243,6 +249,7 @@ def test_a_storm_of_updates_never_takes_a_version_back_nor_runs_ahead_of_its_wei
             asyncio.run_coroutine_threadsafe(
                 engine.load_weights(Version(0, step), sent), loop
             ).result(60)
+
             with pytest.raises(ValueError, match="never decrease"):
                 asyncio.run_coroutine_threadsafe(
                     engine.load_weights(Version(0, step - 1), None), loop
@@ -253,11 +260,13 @@ def test_a_storm_of_updates_never_takes_a_version_back_nor_runs_ahead_of_its_wei
         threads.append(threading.Thread(target=storm, args=(engine, asyncio.get_running_loop())))
         for thread in threads:
             thread.start()
+
         try:
             results = await asyncio.gather(*(engine.generate(request) for request in requests))
         finally:
             over.set()
             await asyncio.gather(*(asyncio.to_thread(thread.join) for thread in threads))
+
         num_versions = 0
         for request, result in zip(requests, results, strict=True):
             for generation in result:
@@ -265,6 +274,7 @@ def test_a_storm_of_updates_never_takes_a_version_back_nor_runs_ahead_of_its_wei
                 num_versions = max(num_versions, len(set(generation.versions)))
                 expected = own_context_log_probs(made_by, request.prompt_ids, generation)
                 assert generation.rollout_log_probs == pytest.approx(expected, abs=1e-4)
+
         assert num_versions >= 5 and seen == sorted(seen)
 
     with_engine(make_engine(served, kv_on_update="recompute"), story)
@@ -299,6 +309,7 @@ def test_an_evaluation_goes_first_and_leaves_no_trace_in_the_batches_of_training
         await asyncio.sleep(0)
         await engine.resume()
         await tokens_after(engine, 30)
+
         # an evaluation that came later than the wave's end would prove nothing
         await engine.pause()
         evaluations = send("eval", held_out)

@@ -19,6 +19,7 @@ def splitmix64(seed: int, count: int) -> list[int]:
         z = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & MASK
         z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & MASK
         outputs.append(z ^ (z >> 31))
+
     return outputs
 
 
@@ -60,6 +61,7 @@ def test_uniform_and_uncorrelated_between_neighbours(coordinate: str) -> None:
     assert table.min() >= 0 and table.max() < 1
     counts = np.histogram(table, bins=100, range=(0, 1))[0]
     expected = table.size / 100
+
     # chi-square with 99 degrees: P(> 160) is 1e-4
     assert ((counts - expected) ** 2 / expected).sum() < 160
     centred = (table - 0.5) * np.sqrt(12)

@@ -43,18 +43,21 @@ def brute_force(logits: list[float], seen: set[int], params: SamplingParams) -> 
         token for token in order if any(scores[token] == scores[other] for other in allowed)
     }
     total = sum(math.exp(scores[token]) for token in allowed)
+
     nucleus: set[int] = set()
     mass = 0.0
     for token in order:
         if token in allowed and mass < params.top_p * total:
             nucleus.add(token)
             mass += math.exp(scores[token])
+
     nucleus |= {
         token for token in allowed if any(scores[token] == scores[other] for other in nucleus)
     }
     highest = max(scores[token] for token in nucleus)
     kept = {token for token in nucleus if math.exp(scores[token] - highest) >= params.min_p}
     total = sum(math.exp(scores[token]) for token in kept)
+
     return [
         math.exp(scores[token]) / total if token in kept else 0.0 for token in range(len(scores))
     ]
@@ -126,6 +129,7 @@ def test_rows_with_different_options_are_drawn_as_if_alone(vocab_size: int) -> N
     sequences = [sequences[i] for i in torch.randperm(len(sequences))]
     logits = torch.randn(len(sequences), vocab_size) * 2
     together = sample(logits, draw_inputs(sequences))
+
     for row, sequence in enumerate(sequences):
         alone = sample(logits[row : row + 1], draw_inputs([sequence]))
         assert [column.item() for column in alone] == [column[row].item() for column in together]
@@ -137,6 +141,7 @@ def test_the_inverse_cdf_over_blocks_equals_one_over_the_vocabulary(vocab_size: 
     scores = torch.randn(64, vocab_size) * 3
     uniform = torch.rand(64, dtype=torch.float64)
     drawn = Distribution(scores).draw(uniform).tolist()
+
     for row in range(64):
         probs = np.exp(scores[row].double().numpy() - scores[row].max().item())
         cumulative = np.cumsum(probs) / probs.sum()

@@ -68,6 +68,7 @@ def samples(
                 extra_info={"row": i},
             )
         )
+
     return made
 
 

@@ -272,6 +272,7 @@ def test_a_plain_function_that_hangs_fails_at_the_deadline_of_its_samples_and_is
         match=r"node 'x' did not return within 0.1 s \(reward.timeout_s for each sample\)",
     ):
         on_group(step(hangs, retry_limit=2), timeout_s=0.05)
+
     release.set()
     assert len(calls) == 1
 
@@ -288,6 +289,7 @@ def test_whose_fault_an_error_is() -> None:
         users()
     except RuntimeError as err:
         error = node_error(bound_node, err)
+
     assert isinstance(error, UserNodeError) and "(at test_compiled_node.py:" in str(error)
     try:
         exec(compile("import torch; torch.zeros(2) + torch.zeros(3)", "<string>", "exec"), {})

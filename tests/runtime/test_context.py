@@ -80,9 +80,11 @@ def test_where_several_workers_generate_none_keeps_anything_in_the_rollout_loop(
     contexts = Contexts(Config(), parts, state, Updates(None, None, None, None), keeps=False)  # type: ignore[arg-type]
     ctx = contexts.for_rollout(waiting_group(), "c")
     assert not ctx.state and ctx.state.get("n") is None
+
     for keep in (lambda: ctx.state.update(n=1), lambda: ctx.state.setdefault("n", 1)):
         with pytest.raises(UserError, match=r"node 'c' keeps ctx\.state\['n'\] on one of several"):
             keep()
+
     # by a run on one worker, which this one resumes from
     with pytest.raises(UserError, match="'saved'"):
         contexts.for_rollout(waiting_group(), "saved")
@@ -97,4 +99,5 @@ def test_the_order_of_mini_batches_hangs_on_the_seed() -> None:
         ctx = NodeContext(config, 0, None, group_ids=GROUP_IDS)  # type: ignore[arg-type]
         batch = Batch.concat([group(number) for number in GROUP_IDS])
         orders.add(str([part["group_index"].tolist() for part in ctx.minibatches(batch, 2, 0)]))
+
     assert len(orders) > 1

@@ -30,6 +30,7 @@ def test_more_than_the_limit_stops(failed: int, limit: float, stops: bool) -> No
             "reward/error_rate": failed / 100,
         }
         return
+
     with pytest.raises(TooManyErrors, match=r"more than reward.max_error_rate=.*\\x1b\[2J⏎so"):
         share.step(RewardCounts(100, failed, "\x1b[2J\nso"), 1)
 

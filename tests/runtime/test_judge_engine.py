@@ -37,6 +37,7 @@ def ask(tmp_path_factory: pytest.TempPathFactory) -> Ask:
             for i, text in enumerate(responses)
         ]
         judge = Judge(model, tokenizer, make, template, params, positions)
+
         return judge.score(Batch.from_samples(samples))
 
     return score

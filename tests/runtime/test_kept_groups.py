@@ -40,6 +40,7 @@ def test_steps_are_forgotten_whole_and_somebodys_files_stay(tmp_path: Path) -> N
     for step in (1, 2, 3):
         for part in range(2):
             keep_groups(tmp_path, step, share(part), part, num_parts=2)
+
     (tmp_path / "tokens" / "mine.safetensors").write_bytes(b"mine")
     forget_groups(tmp_path, 2)
     assert sorted(path.name for path in (tmp_path / "tokens").iterdir()) == [

@@ -104,6 +104,7 @@ def test_a_run_moves_engines_as_it_needs_them_and_ends_where_one_that_moves_none
         name="moved",
         spoil=lambda spec: replace(spec, offloads=offloads),
     )
+
     for role in ("actor", "critic"):
         ours, theirs = (
             CheckpointStore(each.folder / "checkpoints").load(2).load(role) for each in (run, plain)
@@ -111,6 +112,7 @@ def test_a_run_moves_engines_as_it_needs_them_and_ends_where_one_that_moves_none
         assert ours.keys() == theirs.keys() and all(
             torch.equal(ours[name], theirs[name]) for name in theirs
         )
+
     canary = ["generate", "offload actor weights moments", "offload critic weights"]
     scored = [
         "generate",

@@ -39,6 +39,7 @@ def run_ranks(spec: Spec) -> list[Resources]:
     ledger = Ledger(spec.run_dir / "ledger.jsonl")
     coordinator = Coordinator(spec.data, ledger)
     store = CheckpointStore(spec.run_dir / "checkpoints")
+
     with (
         Recorder(spec, spec.data.total_steps, 0, -1) as recorder,
         StopRequest(lambda name: None) as stop,
@@ -48,6 +49,7 @@ def run_ranks(spec: Spec) -> list[Resources]:
         generating = replace(
             ports, validate=lambda step: [workers[0].validation.validate_part(step, 0, 1)]
         )
+
         workers = [
             build_worker(WorkerInputs(spec, rank, own, each, recorder, store, stop, {}, version))
             for rank, (own, each) in enumerate(zip(resources, (ports, generating), strict=False))
@@ -59,6 +61,7 @@ def run_ranks(spec: Spec) -> list[Resources]:
             rollout, trainer = workers
             with rollout, trainer:
                 trainer.training_loop()
+
     return resources
 
 

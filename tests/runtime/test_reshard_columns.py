@@ -31,6 +31,7 @@ def allocated(draw: st.DrawFn) -> tuple[BoundPipeline, Plan]:
         "|".join(f"torch[{engine}]:d{size}" for engine in engines) for size, engines in parts
     )
     keys = {"trainer__allocation": text}
+
     return pipeline, plan_ray(pipeline, devices(sum(size for size, _ in parts), **keys), "cpu", {})
 
 
@@ -44,12 +45,14 @@ def test_no_join_loses_an_input_wherever_its_engines_lie(case: tuple[BoundPipeli
         "what is there already is not sent again"
     )
     order = [node.node_id for node in pipeline.training_nodes]
+
     for rank in plan.ranks:
         own = {*rank.rollout_nodes, *rank.training_nodes}
         assert rank.training_nodes == tuple(name for name in order if name in own)
         first = {
             each.source: order.index(each.target) for each in over if rank.rank in each.readers
         }
+
         for name in rank.training_nodes:
             lost = {
                 dep
@@ -57,10 +60,12 @@ def test_no_join_loses_an_input_wherever_its_engines_lie(case: tuple[BoundPipeli
                 if dep not in own and first.get(dep, 99) > order.index(name)
             }
             assert not lost, f"rank {rank.rank} runs {name} without {lost}"
+
     for each in over:
         assert each.writers and all(
             each.source in plan.ranks[rank].training_nodes for rank in each.writers
         )
+
     check_that_all_end(plan, pipeline)
 
 

@@ -38,6 +38,7 @@ def built(
         "critic": part("critic"),
         "reward_fn": part("reward_fn"),
     }
+
     return build_resources(factories, RankPlan(0, "cpu", (), (), engines, services)), order
 
 

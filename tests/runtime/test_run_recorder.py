@@ -53,8 +53,10 @@ def test_groups_are_kept_as_asked(
         for step in range(1, 5):
             recorder.keep_groups(step, group(), tokenizer)
         recorder.status = "finished"
+
     found = sorted(path.name for path in (tmp_path / "run").glob("tokens/*"))
     assert found == [f"{step:06d}.safetensors" for step in left] + ([TOKEN_TEXTS] if left else [])
+
     if left:
         texts = read_object(tmp_path / "run" / "tokens" / TOKEN_TEXTS)["texts"]
         assert "".join(texts[token] for token in tokenizer("1+2=")["input_ids"]) == "1+2="
@@ -81,6 +83,7 @@ def test_what_a_resumed_run_records_has_its_step_from_the_start(spec: Spec, tmp_
         with recorder.phases("train_step"):
             recorder.note("warning", "before the first step has ended")
         recorder.training_step(4, {"actor/loss": 1.0}, group())
+
     (line,) = (tmp_path / "run" / "spans" / "training.jsonl").read_text().splitlines()
     assert json.loads(line)["step"] == 4
     assert [event.step for event in read_events(tmp_path / "run") if event.kind == "warning"] == [3]
@@ -104,6 +107,7 @@ def test_checks_of_steps_that_a_resume_repeats_count_once(spec: Spec, tmp_path: 
                 recorder.checked(f"step {step}", ["groups"], {})
             recorder._step = 3
             recorder.checked("the validation after step 3", ["validation"], {}, of="validation")
+
     events = read_events(tmp_path / "run")
     assert [event.step for event in events if event.kind == "checks"] == [1, 2, 3, 3, 2, 3, 3]
     assert describe_checks(events).text.startswith("3 steps were checked whole")
@@ -115,6 +119,7 @@ def test_how_a_run_ended_is_the_last_event(spec: Spec, tmp_path: Path) -> None:
             recorder.status = status
         end = read_events(tmp_path / status)[-1]
         assert (end.kind, end.fields["status"]) == ("end", status)
+
     with pytest.raises(KeyError), record(spec, tmp_path / "failed"):
         raise KeyError("what went wrong")
     error, end = read_events(tmp_path / "failed")[-2:]
@@ -135,6 +140,7 @@ def test_a_run_that_fails_leaves_a_report_with_its_error(
         record(spec, tmp_path / "run"),
     ):
         raise error
+
     assert said == [f"report of the failed run: {tmp_path}/run/report.html"]
     data = report_data(tmp_path / "run")
     assert data["status"]["word"] == "failed" and data["failure"] is not None
@@ -161,6 +167,7 @@ def test_responses_of_groups_that_a_node_drops_are_kept_with_the_reason(
         for number in range(3):
             recorder.group_dropped(0, "all_equal", group(number))
         recorder.status = "finished"
+
     assert sample_splits(tmp_path / "run") == [] and sample_steps(tmp_path / "run", "dropped") == [
         1
     ]
@@ -169,6 +176,7 @@ def test_responses_of_groups_that_a_node_drops_are_kept_with_the_reason(
         f"{number}-{i}" for number in range(3) for i in range(2)
     }
     assert {row["dropped"] for row in rows} == {"all_equal"} and rows[0]["response"] == "r0"
+
     # Those of a worker that leads nothing are found too, and those of a start that was taken back
     # are not.
     other = RunFolder(tmp_path / "run", 1, resumed_at=0, part=2)

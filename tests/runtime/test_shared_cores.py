@@ -51,6 +51,7 @@ def spun_ns() -> int:
                 with suppress(OSError):  # it has ended meanwhile
                     figures = Path(f"/proc/self/task/{task}/schedstat").read_text()
                     total += int(figures.split()[0])
+
         return total
 
     x = torch.ones(2**18)
@@ -60,6 +61,7 @@ def spun_ns() -> int:
         x.add_(1)
         time.sleep(0.05)
         tries.append(used() - before)
+
     return min(tries[1:])
 
 
@@ -70,6 +72,7 @@ def output(code: str, **variables: str) -> str:
         if name not in ("OMP_NUM_THREADS", "GOMP_SPINCOUNT")
     }
     environment = {**kept, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), **variables}
+
     return subprocess.run(
         [sys.executable, "-c", code], env=environment, check=True, capture_output=True, text=True
     ).stdout
@@ -134,11 +137,13 @@ def test_processes_that_this_one_started_are_its_own_whether_they_run_or_have_en
     work = "import time\nwhile time.process_time() < 0.15: pass\nprint(flush=True)\ninput()"
     inner = f"import subprocess, sys\nsubprocess.run([sys.executable, '-c', {work!r}])"
     before = own_s(os.getpid())
+
     pipe = subprocess.PIPE
     with subprocess.Popen([sys.executable, "-c", inner], stdin=pipe, stdout=pipe) as process:
         assert process.stdout is not None and process.stdin is not None
         process.stdout.readline()
         running = own_s(os.getpid()) - before
         process.stdin.write(b"\n")
+
     assert running > 0.12
     assert own_s(os.getpid()) - before >= running

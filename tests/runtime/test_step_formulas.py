@@ -55,6 +55,7 @@ def rows_of(drawn: Drawn) -> list[Row]:
                 parts=drawn.parts[row],
             )
         )
+
     return found
 
 
@@ -76,9 +77,11 @@ def test_a_step(drawn: Drawn, versions: list[int], first: list[bool]) -> None:
     of_tokens = batch["versions"][drawn.mask > 0].tolist()
     counts = GroupCounts(issued=0, running=0, complete=0, consumed=0, dropped={})
     aged = group_metrics(counts, figures.versions, STEP)
+
     if of_tokens:
         ages = reference.staleness(of_tokens, STEP)
         assert {name: aged[name] for name in ages} == pytest.approx(ages)
+
     assert len([name for name in aged if "staleness/" in name]) == (
         STEP - min(of_tokens) + 1 if of_tokens else 0
     )
@@ -88,9 +91,11 @@ def test_a_step(drawn: Drawn, versions: list[int], first: list[bool]) -> None:
 @given(drawn=batches().filter(len))
 def test_a_row_of_the_samples_file(drawn: Drawn) -> None:
     batch = batch_of(drawn, [STEP] * drawn.mask.shape[1])
+
     # no mean reads what stands outside the mask
     batch["advantages"] = batch.flat("advantages").nan_to_num(0.0, 0.0, 0.0)
     batch["loss_mask"] = (drawn.mask * (drawn["selected"] > 0)).flatten()
+
     for row, found in enumerate(sample_rows(batch)):
         advantages = drawn.of_tokens(row, "advantages").tolist()
         kept = drawn.of_tokens(row, "selected").tolist()
@@ -130,8 +135,10 @@ def test_a_validation(drawn: list[tuple[str, list[bool]]], cut: int) -> None:
             greedy.setdefault((domain, ""), []).append(outcomes[:1])
             sampled.setdefault((domain, ""), []).append(outcomes[1:])
         parts.append(ValidationResults(greedy, sampled, 1, []))
+
     found = ValidationResults.joined(parts).metrics()
     assert found["val/errors"] == 2.0
+
     for name in ("all", *{domain for domain, _ in drawn}):
         own = [outcomes for domain, outcomes in drawn if name in ("all", domain)]
         rights = [outcomes[0] for outcomes in own]
@@ -140,6 +147,7 @@ def test_a_validation(drawn: list[tuple[str, list[bool]]], cut: int) -> None:
         assert found[f"val_correct/{name}/mean@3"] == pytest.approx(
             sum(all_sampled) / len(all_sampled)
         )
+
         for k in (1, 2, 3):
             wanted = sum(reference.pass_at_k(outcomes[1:], k) for outcomes in own) / len(own)
             assert found[f"val_correct/{name}/pass@{k}"] == pytest.approx(wanted)

@@ -35,6 +35,7 @@ def test_the_first_signal_is_kept_and_told(number: signal.Signals) -> None:
             os.kill(os.getpid(), number)
             assert stop.wanted and stop.signal == number
         assert done.wait(10)
+
     assert told == [number.name]
     assert signal.getsignal(number) == before
 
@@ -55,6 +56,7 @@ def test_where_nothing_is_to_be_saved_a_signal_closes_what_is_open(number: signa
             os.kill(os.getpid(), number)
         finally:
             closed = True
+
     assert raised.value.number == number and closed
     assert signal.getsignal(number) == before
 
@@ -66,6 +68,7 @@ def test_a_hang_up_insists_on_nothing(first: signal.Signals) -> None:
         for number in (first, signal.SIGHUP, signal.SIGHUP):
             os.kill(os.getpid(), number)
         assert stop.signal == first
+
     with StopRequest(lambda name: None) as stop:
         os.kill(os.getpid(), signal.SIGHUP)
         os.kill(os.getpid(), signal.SIGTERM)

@@ -32,14 +32,17 @@ def test_of_a_run_it_is_tokens_by_the_time_of_each_phase(tmp_path: Path) -> None
         "algorithm.recompute_old_log_probs=true",
     )
     decoding = [span for span in spans_of(run.folder)["engine"] if span.what == "train"]
+
     for step, metrics in enumerate(run.metrics(), 1):
         rows = read_samples(run.folder, step)
         responses = sum(int(row["response_length"]) for row in rows)
         tokens = responses + sum(int(row["prompt_length"]) for row in rows)
+
         for phase in ("train_step", "recompute_logp", "ref_logp"):
             assert metrics[f"throughput/{phase}"] == pytest.approx(
                 tokens / metrics[f"timing_s/{phase}"]
             )
+
         seconds = sum(span.end - span.start for span in decoding if span.version == step - 1)
         assert metrics["throughput/rollout"] == pytest.approx(responses / seconds, rel=1e-3)
         speeds = {name for name in metrics if name.startswith("throughput/")}

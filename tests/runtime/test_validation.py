@@ -53,6 +53,7 @@ def answers(score: Callable[[PromptGroup, int], float | None]) -> Callable[..., 
             tuple(s is not None for s in found),
         )
         batch["acc"] = torch.tensor([s or 0.0 for s in found])
+
         return batch
 
     return answer
@@ -69,6 +70,7 @@ def run(
     whole = asyncio.run(validator.run(7))
     parts = [asyncio.run(validator.run(7, part, 2)) for part in range(2)]
     assert ValidationResults.joined(parts).metrics() == whole.metrics()
+
     return whole.metrics(), whole.rows
 
 

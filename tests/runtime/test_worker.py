@@ -66,6 +66,7 @@ def test_the_best_checkpoint_is_compared_by_a_validation_of_its_own_weights(
         for r in read_metrics(run.folder)
         if r.kind == "val"
     }
+
     for step in (2, 4, 6):
         assert (
             read_manifest(run.folder / "checkpoints" / f"step-{step:06d}").metric == metrics[step]
@@ -92,6 +93,7 @@ def test_a_step_has_the_same_number_in_every_file(ground: Playground) -> None:
         for step in consumed
     }
     assert generated == consumed, "without staleness a step trains on the groups that it generated"
+
     for step in consumed:
         training = _lines(folder / "spans/training.jsonl", step)
         assert f"step {step}" in {span["what"] for span in training if span["kind"] == "wait"}
@@ -140,6 +142,7 @@ def test_validation_and_saving_also_come_after_the_last_step_and_once(ground: Pl
     )
     assert steps(run.folder, "val") == [0, 3] and steps(run.folder, "train") == [1, 2, 3]
     assert [path.name for path in (run.folder / "checkpoints").glob("step-*")] == ["step-000003"]
+
     # Resumed after the end: nothing is measured or saved again.
     _, spec = ground.spec(
         "grpo",
@@ -203,6 +206,7 @@ def test_weights_are_sent_at_the_start_and_after_each_update_and_tokens_say_of_w
     for step, metrics in enumerate(run.metrics()):
         assert (metrics["async/version_start"], metrics["async/version_end"]) == (step, step)
         assert metrics["async/version_diff/mean"] == metrics["async/version_diff/max"] == 0
+
     assert {"timing_s/rollout", "timing_s/train_step", "timing_s/update_weights"} <= run.metrics()[
         -1
     ].keys()
@@ -297,6 +301,7 @@ def working(ground: Playground, *keys: str) -> Iterator[tuple[Worker, Resources]
     _, spec = ground.spec("sft", *SFT, *keys)
     resources = build_resources(spec.factories, spec.plan.ranks[0])
     coordinator = Coordinator(spec.data)
+
     with (
         Recorder(spec, spec.data.total_steps, 0, None) as recorder,
         StopRequest(lambda name: None) as stop,
@@ -322,6 +327,7 @@ def test_a_signal_that_comes_when_the_step_is_already_done_saves_it_too(
 
         monkeypatch.setattr(Recorder, "profiled", profiled)
         assert worker.training_loop() == 1
+
     assert CheckpointStore(ground.folder / "run" / "checkpoints").load().step == 1
 
 
@@ -369,10 +375,12 @@ def test_each_step_is_checked_before_a_node_gets_it_and_after_the_last(
 
     monkeypatch.setattr(Invariants, "step_taken", noted(step_taken))
     monkeypatch.setattr(Invariants, "step_trained", noted(step_trained))
+
     with working(ground, "trainer.total_training_steps=1", "~trainer.total_epochs") as (
         worker,
         resources,
     ):
         monkeypatch.setattr(resources.actor, "train_step", noted_update(resources.actor.train_step))
         worker.training_loop()
+
     assert told == ["step_taken", "train_step", "step_trained"]

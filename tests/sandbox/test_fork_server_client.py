@@ -77,6 +77,7 @@ def test_it_has_nothing_of_its_owner(sandbox: Sandbox) -> None:
         links = [os.readlink(f"/proc/{pid}/fd/{name}") for name in os.listdir(f"/proc/{pid}/fd")]
         allowed = r"/dev/null|pipe:.*|socket:.*|anon_inode:\[?(pidfd|landlock-ruleset|signalfd)\]?|/memfd:.*|pidfd:.*|/"  # noqa: E501
         assert all(re.fullmatch(allowed, link) for link in links), links
+
     said = sandbox.run(
         "import os, sys\nprint(dict(os.environ), sys.path, [m for m in sys.modules if 'distflow' "
         "in m])"
@@ -93,6 +94,7 @@ def test_it_ends_with_its_owner(name: LevelName) -> None:
     """Also where the owner had no time for a word, and its programs hang."""
     if name in probe().missing:
         pytest.skip(f"wants {name}: {probe().missing[name]}")
+
     with subprocess.Popen(
         [sys.executable, "-c", OWNER, name], stdout=subprocess.PIPE, text=True
     ) as owner:
@@ -101,6 +103,7 @@ def test_it_ends_with_its_owner(name: LevelName) -> None:
         pids = {server, *family(server)}
         assert len(pids) == (4 if name == "namespaces" else 3), "with the keeper"
         owner.kill()
+
     assert gone(pids)
 
 
@@ -122,6 +125,7 @@ def test_closing_leaves_nothing(sandbox: Sandbox) -> None:
     with Sandbox(LIMITS, sandbox.level.name) as other:
         session = other.open("def f(): return 1")
         pids = {other._server.pid, *family(other._server.pid)}
+
     assert gone(pids)
     session.close()
     session.close()
@@ -213,6 +217,7 @@ def test_the_numbers_of_calls_are_the_kernels(machine: str) -> None:
             f"wants the headers of the kernel, {HEADERS[machine]} (Debian: apt-get install "
             "linux-libc-dev)"
         )
+
     text = HEADERS[machine].read_text()
     known = {
         name: int(number)

@@ -54,11 +54,13 @@ def test_each_number_has_the_answer_of_the_list(machine: str) -> None:
         IOCTL[machine]: REFUSED,
         CLONE3[machine]: FAIL | errno.ENOSYS,
     }
+
     for number in [*range(2000), *range(2**30 - 50, 2**30), 2**29]:
         wanted = ALLOW if number in allowed else special.get(number, REFUSED)
         # Arguments that no list has, and that change nothing for a call which is allowed whatever
         # they are.
         assert answer(filter_, number, here, (7, 77, 7)) == wanted, number
+
     for number in [2**30, 2**30 + 1, 2**30 + 59, 2**31, 2**32 - 1]:
         assert answer(filter_, number, here) == KILL
     others = set(ARCHITECTURES.values()) - {here} | {0x40000003, 0x40000028}
@@ -69,12 +71,14 @@ def test_each_number_has_the_answer_of_the_list(machine: str) -> None:
 def test_arguments_decide_where_they_must(machine: str) -> None:
     filter_ = make_filter(machine)
     here = ARCHITECTURES[machine]
+
     for number, known in ((FCNTL[machine], FCNTL_COMMANDS), (IOCTL[machine], IOCTL_REQUESTS)):
         for value in [*range(2000), *known, 0x5412, 2**32 - 1]:
             wanted = ALLOW if value in known else REFUSED
             assert answer(filter_, number, here, (1, value, 3)) == wanted
             # the kernel reads the lower half
             assert answer(filter_, number, here, (1, value + 2**32, 3)) == wanted
+
     for first, new in ((0, 0), (1, 0), (0, 1), (2**32, 0), (0, 2**32)):
         wanted = REFUSED if first or new else ALLOW
         assert answer(filter_, PRLIMIT64[machine], here, (first, 7, new, 7)) == wanted

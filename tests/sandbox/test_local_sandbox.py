@@ -149,9 +149,11 @@ def test_what_a_function_raises(sandbox: Sandbox) -> None:
             with pytest.raises(Raised) as raised:
                 session.call(*call)
             assert raised.value.type == name
+
         with pytest.raises(Raised, match="NameError: name 'no' is not defined"):
             session.call("no")
         assert session.call("f", [1]) == 1
+
     for code, name in (
         ("1 / 0", "ZeroDivisionError"),
         ("def", "SyntaxError"),
@@ -166,6 +168,7 @@ def test_programs_of_several_threads_at_once(sandbox: Sandbox) -> None:
     """A hang of one delays no other."""
     said: list[str] = []
     before = family(sandbox._server.pid)
+
     with sandbox.open(
         "import time\ndef f(): time.sleep(600)", LIMITS._replace(wall_s=600.0)
     ) as session:
@@ -183,6 +186,7 @@ def test_programs_of_several_threads_at_once(sandbox: Sandbox) -> None:
         os.kill(program, signal.SIGKILL)
         with pytest.raises(Broken):
             hanging.result()
+
     assert sorted(said) == [f"{i}\n" for i in range(8)]
 
 
@@ -243,6 +247,7 @@ def test_no_answer_but_an_honest_one(sandbox: Sandbox, code: str, cause: str) ->
         with pytest.raises(Broken) as broken:
             session.call("f")
             session.call("f")
+
         assert broken.value.cause == cause, broken.value
         if cause != "value":
             with pytest.raises(Broken):
@@ -255,6 +260,7 @@ def test_an_answer_of_an_own_class_is_the_plain_value_below_it(sandbox: Sandbox)
         "class E({0}):\n  def __eq__(s, o): return True\n  __hash__ = {0}.__hash__\n"
         "def f(): return E({1})"
     )
+
     for base, made, value in (
         ("int", "7", 7),
         ("str", "'a'", "a"),
@@ -273,14 +279,17 @@ def test_a_hang_in_a_call_and_in_the_module(sandbox: Sandbox) -> None:
         sandbox.open("def f():\n  while True: pass") as session,
     ):
         session.call("f")
+
     with pytest.raises(Broken, match="out of time"):
         sandbox.open("import time\ntime.sleep(99)")
+
     with (
         pytest.raises(Broken, match="out of time"),
         sandbox.open("import time\ndef f(): time.sleep(0.1)") as session,
     ):
         for _ in range(9):  # the time of all calls counts
             session.call("f")
+
     sandbox.limits = LIMITS
 
 

@@ -171,6 +171,7 @@ def test_a_class_that_inherits_from_a_plain_one_is_that_value() -> None:
         (Color.RED, "red"),
     ):
         assert typed(from_text(to_text(value))) == typed(plain)
+
     assert typed(from_text(to_text({"x": Point(1, 2)}))) == typed({"x": (1, 2)})
 
 
@@ -194,6 +195,7 @@ def test_deep_round_and_large() -> None:
     shared: list[object] = []
     for _ in range(60):
         shared = [shared, shared]
+
     for value in (deep, round_, shared):
         with pytest.raises(NotPlain, match="nested"):
             to_text(value)

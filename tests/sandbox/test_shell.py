@@ -23,6 +23,7 @@ def shell() -> Iterator[Shell]:
     except UserError as error:
         shell.close()
         pytest.skip(str(error))
+
     yield shell
     shell.close()
 
@@ -47,6 +48,7 @@ def test_a_folder_that_a_command_made_unreadable_is_removed() -> None:
     """A link in it is not followed. Root may read everything, so this is tried as another user."""
     user = os.geteuid()
     os.seteuid(user or 65_534)
+
     try:
         shell = Shell("/app")
         with tempfile.TemporaryDirectory() as outside:
@@ -59,6 +61,7 @@ def test_a_folder_that_a_command_made_unreadable_is_removed() -> None:
             shell.close()
             assert os.stat(outside).st_mode & 0o777 == 0o500
             os.chmod(outside, 0o700)
+
         assert not shell.files.parent.exists()
     finally:
         os.seteuid(user)

@@ -44,11 +44,13 @@ def run_to_the_end(coordinator, drop=lambda prompt_group: False):
             prompt_groups,
             {prompt_group.group_id for prompt_group in prompt_groups if drop(prompt_group)},
         )
+
         if (numbers := coordinator.ready(coordinator.step)) is not None:
             coordinator.release(coordinator.step)
             steps.append(numbers)
         else:
             assert prompt_groups, "no step is formed and nothing runs: stuck"
+
     return steps
 
 
@@ -70,12 +72,14 @@ def test_a_released_step_is_on_the_disk(tmp_path):
 def test_tickets_name_the_rows_of_the_epochs_in_order():
     plan = plan_of(seed=3)
     seen = []
+
     coordinator = Coordinator(plan)
     while not coordinator.finished:
         prompt_groups = coordinator.issue_groups()
         seen += prompt_groups
         reward_fn(coordinator, prompt_groups)
         coordinator.release(coordinator.step)
+
     assert numbers_of(seen) == list(range(20))
     assert [(t.epoch, t.row) for t in seen] == [place(number, 10, 3, True) for number in range(20)]
     assert [t.version for t in seen] == [t.group_id // 4 for t in seen]
@@ -106,6 +110,7 @@ def test_exhausted_after_the_batches_that_a_step_may_draw():
         reward_fn(coordinator, prompt_groups, drop=range(1, 100))
         if drawn < 8:
             assert coordinator.ready(0) is None
+
     assert drawn == 8
     with pytest.raises(Exhausted, match="8 drawn.* 1 are"):
         coordinator.ready(0)
@@ -137,10 +142,12 @@ def test_a_lost_group_has_three_attempts_under_one_ticket(tmp_path):
     ledger = Ledger(tmp_path / "ledger.jsonl")
     coordinator = Coordinator(plan_of(max_staleness=1, max_concurrent=8), ledger)
     first = coordinator.issue_groups()[2]
+
     seen = [first]
     for _ in range(2):
         assert coordinator.retry(2), "it waits to be handed out again"
         seen += coordinator.issue_groups()
+
     assert [(t.group_id, t.row, t.attempt) for t in seen] == [(2, first.row, n) for n in range(3)]
     assert not coordinator.retry(2), "it is dropped"
     assert coordinator.checked_counts() == GroupCounts(
@@ -157,11 +164,13 @@ def test_a_complete_group_that_is_lost_with_who_held_it_is_issued_again_as_often
     ledger = Ledger(tmp_path / "ledger.jsonl")
     coordinator = Coordinator(plan_of(), ledger)
     reward_fn(coordinator, coordinator.issue_groups())
+
     for attempt in range(1, 5):
         coordinator.lose(2)
         assert coordinator.ready(0) is None and not coordinator.queue.holds(2)
         assert [(t.group_id, t.attempt) for t in coordinator.issue_groups()] == [(2, attempt)]
         coordinator.complete(2, 5)
+
     assert coordinator.ready(0) == (0, 1, 2, 3)
     with pytest.raises(CountsError, match="group 2 "):
         coordinator.lose(2)
@@ -195,6 +204,7 @@ def test_after_a_resume_an_engine_that_serves_the_initial_weights_is_found():
     coordinator = Coordinator(plan_of(max_staleness=2))
     reward_fn(coordinator, coordinator.issue_groups())
     coordinator.release(0)
+
     with pytest.raises(CountsError, match="version 0.*version 1"):
         Coordinator(plan_of(max_staleness=2), None, coordinator.snapshot()).issue_groups(
             engine_version=0
@@ -219,6 +229,7 @@ def test_a_process_that_is_killed_again_and_again_quarantines_nothing():
         )
         coordinator.release(coordinator.step)
         coordinator = streaming(num_rows=100, snapshot=coordinator.snapshot())
+
     coordinator.issue_groups()
     assert coordinator.retry(0), "its own three attempts are all there"
     assert coordinator.checked_counts().dropped == {}
@@ -242,6 +253,7 @@ def test_groups_that_ran_start_again_no_faster_than_a_smaller_bound_allows():
     reward_fn(coordinator, coordinator.issue_groups()[:4])
     coordinator.release(0)
     resumed = Coordinator(plan_of(num_rows=100, batch=2), snapshot=coordinator.snapshot())
+
     seen = []
     for step in (1, 2, 3, 4):
         prompt_groups = resumed.issue_groups()
@@ -249,6 +261,7 @@ def test_groups_that_ran_start_again_no_faster_than_a_smaller_bound_allows():
         reward_fn(resumed, prompt_groups)
         seen += resumed.ready(step)
         resumed.release(step)
+
     assert seen == list(range(4, 12))
 
 
@@ -257,6 +270,7 @@ def test_draws_are_counted_for_the_steps_that_their_class_covers():
     version."""
     plan = plan_of(num_rows=1000, max_staleness=1, max_num_gen_batches=2, when_exhausted="continue")
     coordinator = Coordinator(plan)
+
     issued = []
     for step in range(3):
         while prompt_groups := coordinator.issue_groups():
@@ -270,8 +284,10 @@ def test_draws_are_counted_for_the_steps_that_their_class_covers():
                     if prompt_group.group_id % 8
                 ],
             )
+
         assert coordinator.ready(step)
         coordinator.release(step)
+
     assert [prompt_group.version for prompt_group in issued] == [0] * 16 + [1] * 8 + [2] * 8
 
 
@@ -291,6 +307,7 @@ def test_exhausted_only_once_no_later_version_can_bring_room():
     assert coordinator.ready(1) is None, "one runs"
     coordinator.drop(8, "equal_rewards")
     coordinator.issue_groups(engine_version=1)
+
     with pytest.raises(
         Exhausted,
         match=r"of the 8 drawn for it 3 are left \(dropped: 5 equal",
@@ -303,6 +320,7 @@ def test_weights_that_are_never_sent_again_are_a_fault_and_no_wait():
     for step in range(2):
         reward_fn(coordinator, coordinator.issue_groups(engine_version=0))
         coordinator.release(step, sent_weights=False)
+
     assert coordinator.issue_groups(engine_version=0) == []
     with pytest.raises(CountsError, match="step 3.*version 0.*max_staleness is 1"):
         coordinator.ready(2)
@@ -337,6 +355,7 @@ def test_a_resumed_run_trains_what_the_uninterrupted_one_does(tmp_path, kill_aft
     path = tmp_path / "ledger.jsonl"
     ledger = Ledger(path)
     coordinator = Coordinator(plan_of(epochs=3), ledger)
+
     checkpoint = None
     steps = []
     for wave in range(kill_after):
@@ -345,11 +364,13 @@ def test_a_resumed_run_trains_what_the_uninterrupted_one_does(tmp_path, kill_aft
         reward_fn(
             coordinator, prompt_groups if wave < kill_after - 1 else prompt_groups[:1], dropped
         )
+
         if coordinator.ready(coordinator.step) is not None:
             steps.append(coordinator.ready(coordinator.step))
             coordinator.release(coordinator.step)
             if len(steps) % 2 == 0:
                 checkpoint = json.dumps([coordinator.snapshot(), steps])
+
     ledger.close()
 
     snapshot, steps = json.loads(checkpoint) if checkpoint else (None, [])
@@ -400,6 +421,7 @@ def test_a_ticket_that_is_not_running_is_named():
     coordinator = Coordinator(plan_of())
     reward_fn(coordinator, coordinator.issue_groups())
     coordinator.release(0)
+
     for wrong in (
         lambda: coordinator.complete(2, 1),
         lambda: coordinator.drop(2, "late"),

@@ -42,11 +42,14 @@ def expected_steps(plan, dropped_rows):
     for number in range(plan.total_groups):
         if len(steps) == plan.total_steps:
             return steps
+
         if place_of(plan, number) not in dropped_rows:
             current.append(number)
+
         if len(current) == plan.consumer_batch:
             steps.append(tuple(current))
             current = []
+
     return [*steps, tuple(current)] if current and len(steps) < plan.total_steps else steps
 
 
@@ -67,6 +70,7 @@ def num_consumable(dues, step, batch):
                 if slot not in owner or place(owner[slot], seen):
                     owner[slot] = group
                     return True
+
         return False
 
     return sum(place(group, set()) for group in range(len(dues)))
@@ -165,6 +169,7 @@ class Run(RuleBasedStateMachine):
         kept = num_consumable(dues, self.coordinator.step, self.plan.consumer_batch)
         assert len(self.complete) - len(stale) == kept
         assert self.same_plan is False or not stale
+
         for number in stale:
             del self.complete[number]
             self.dropped.append(number)
@@ -205,6 +210,7 @@ class Run(RuleBasedStateMachine):
             == [prompt_group.group_id for prompt_group in prompt_groups][: len(lost)]
             == sorted(lost)
         ), "lost ones come first"
+
         for prompt_group in prompt_groups:
             assert (
                 prompt_group.group_id not in self.running
@@ -216,11 +222,14 @@ class Run(RuleBasedStateMachine):
             assert prompt_group.attempt == self.waiting.pop(prompt_group.group_id, -1) + 1
             self.running[prompt_group.group_id] = prompt_group
             self.attempts[prompt_group.group_id] = prompt_group.attempt
+
         bound = plan.max_concurrent or (plan.max_staleness + 1) * plan.consumer_batch
         assert len(self.running) <= bound
+
         if prompt_groups:
             steps_left = plan.total_steps - self.coordinator.step
             assert len(self.running) + len(self.complete) <= steps_left * plan.consumer_batch
+
         if plan.max_num_gen_batches is not None:
             assert all(drawn <= allowed for drawn, allowed in self.draws().values())
 
@@ -235,6 +244,7 @@ class Run(RuleBasedStateMachine):
                 self.plan.max_num_gen_batches * self.plan.consumer_batch * (due - covered_to),
             )
             covered_to = due
+
         return draws
 
     def end(self, number, late=False):
@@ -262,6 +272,7 @@ class Run(RuleBasedStateMachine):
         prompt_group = self.running.pop(number)
         self.failures[number] += 1
         assert self.coordinator.retry(number) == (self.failures[number] < 3)
+
         if self.failures[number] < 3:
             self.waiting[number] = prompt_group.attempt
         else:
@@ -297,18 +308,23 @@ class Run(RuleBasedStateMachine):
             assert plan.when_exhausted == "error" or not self.complete
             self.exhausted = True
             return
+
         if numbers is None:
             return
+
         self.check_step(step, numbers)
         if unread:
             self.coordinator.queue.untake()
             assert self.coordinator.queue.untaken == sorted(self.complete)
             return
+
         if how == "held" and step + 1 - self.sent > plan.max_staleness:
             how = "sent"
+
         if how in ("sent", "same weights"):
             self.engine_version = step + 1
             self.coming = None
+
         if how == "late":
             self.coming = step + 1
         if how != "held":
@@ -325,18 +341,21 @@ class Run(RuleBasedStateMachine):
     def check_step(self, step, numbers):
         plan = self.plan
         assert list(numbers) == sorted(numbers) and 0 < len(numbers) <= plan.consumer_batch
+
         for number in numbers:
             issued, lowest = self.complete[number]
             assert 0 <= step - lowest <= plan.max_staleness, "staler than allowed"
             assert step <= issued + plan.max_staleness, (
                 "a group was left past the step that it was due at"
             )
+
         if len(numbers) < plan.consumer_batch:
             assert len(self.complete) == len(numbers) and not self.running and not self.waiting
             if self.coordinator.checked_counts().issued != plan.total_groups:
                 assert plan.when_exhausted == "continue"
                 self.check_exhausted()
             return
+
         order = sorted(self.complete, key=lambda number: (self.complete[number][0], number))
         assert sorted(order[: plan.consumer_batch]) == list(numbers), "first what is due first"
 
@@ -362,6 +381,7 @@ class Run(RuleBasedStateMachine):
         choice = random.Random(seed)
         straggle = choice.choice([0, 0.9])
         trains = choice.choice([0.25, 0.5])
+
         for _ in range(choice.randint(1, 60)):
             move = choice.random()
             if move < 0.2:
@@ -398,6 +418,7 @@ class Run(RuleBasedStateMachine):
         if torn:
             with self.ledger.path.open("ab") as file:
                 file.write(b"{" + torn)
+
         snapshot, model = json.loads(self.cut if newest else choice.choice(self.checkpoints))
         path = (
             Path(tempfile.mkdtemp(dir=self.folder)) / "ledger.jsonl"
@@ -416,9 +437,11 @@ class Run(RuleBasedStateMachine):
             "consumer_batch": batch or plan.consumer_batch,
         }
         self.always_synchronous &= changes["max_staleness"] == 0
+
         if changes["consumer_batch"] != plan.consumer_batch and plan.total_groups is not None:
             left = plan.total_groups - snapshot["issued"] + len(snapshot["live"])
             changes["total_steps"] = snapshot["step"] + -(-left // changes["consumer_batch"])
+
         changed = replace(plan, **changes)
         self.same_plan &= changed == plan
         self.plan = changed
@@ -427,6 +450,7 @@ class Run(RuleBasedStateMachine):
     def accounts_agree(self):
         if not hasattr(self, "coordinator"):
             return
+
         group_counts = self.coordinator.checked_counts()
         group_counts.check()
         assert group_counts == counted(self.ledger.path)
@@ -437,6 +461,7 @@ class Run(RuleBasedStateMachine):
         assert self.coordinator.version.restart == self.ledger.restart
         self.every_ticket_is_in_one_place()
         self.every_group_has_a_step_to_go_to()
+
         if (
             self.always_synchronous
             and self.same_plan
@@ -470,10 +495,12 @@ class Run(RuleBasedStateMachine):
         step forms, unless the run is over; and at its end it has trained what it should."""
         if not hasattr(self, "coordinator"):
             return
+
         try:
             while self.plays:
                 self.engine_version = self.coming or self.engine_version
                 self.coming = None
+
                 for _ in range(1000):
                     self.take()
                     if not self.running:
@@ -482,15 +509,18 @@ class Run(RuleBasedStateMachine):
                         self.end(max(self.running))
                 else:
                     raise AssertionError("groups are drawn for ever")
+
                 if self.plays:
                     step = self.coordinator.step
                     self.train(["sent", "held", "late"][step % 3])
                     assert self.exhausted or self.coordinator.step > step, "the run is stuck"
+
             self.accounts_agree()
             if self.same_plan and self.coordinator.finished:
                 assert not self.running and not self.waiting and not self.complete, (
                     "drawn for no step"
                 )
+
             if self.coordinator.step < self.plan.total_steps and not self.exhausted:
                 assert self.coordinator.checked_counts().issued == self.plan.total_groups
             self.ledger.close()
@@ -522,6 +552,7 @@ def walk(seed):
         drops=choice.choice([0, 0, 0.3, 0.6]),
         seed=seed,
     )
+
     for _ in range(choice.randint(5, 25)):
         run.play(choice.random())
         move = choice.random()
@@ -534,7 +565,9 @@ def walk(seed):
                 [(None, None), (choice.randint(0, 4), None), (None, choice.randint(1, 4))]
             )
             run.crash(choice, choice.random() < 0.7, b"torn", choice.random() < 0.2, *changed)
+
         run.accounts_agree()
+
     run.teardown()
 
 

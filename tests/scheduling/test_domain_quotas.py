@@ -53,6 +53,7 @@ def test_every_prefix_is_exact(weights, batch, resumes, other):
     shares = [Fraction(weight, sum(weights)) for weight in weights]
     quotas = Quotas(batch, weights=shares)
     counts = [0] * len(weights)
+
     size = batch
     places = []
     for step in range(30):
@@ -61,11 +62,13 @@ def test_every_prefix_is_exact(weights, batch, resumes, other):
             quotas = Quotas(size, step, shares, quotas.lags)
         places += domains_of(quotas, step, size)
         quotas.consume()
+
     for number, domain in enumerate(places, 1):
         counts[domain] += 1
         assert all(
             abs(share * number - count) < 1 for share, count in zip(shares, counts, strict=True)
         )
+
     assert quotas.lags == [
         share * len(places) - count for share, count in zip(shares, counts, strict=True)
     ]
@@ -80,6 +83,7 @@ def test_weights_that_change_take_over_what_a_domain_is_behind():
     assert sum(after.lags) == 0 and after.lags == before.lags
     lags = before.lags
     shares = (Fraction(2, 3), Fraction(1, 3))
+
     for step in range(1, 20):
         taken = domains_of(after, step, 5)
         lags = [lag + 5 * shares[domain] - taken.count(domain) for domain, lag in enumerate(lags)]

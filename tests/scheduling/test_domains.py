@@ -42,14 +42,17 @@ def shares_of(path):
     for _, record in timeline(path):
         if record["kind"] == "issued":
             domains[record["group_id"]] = record["domain"]
+
         if record["kind"] == "inherited":
             domains |= {group["group_id"]: group["domain"] for group in record.get("live", ())}
             counts = Counter(
                 {name: each["consumed"] for name, each in record.get("domains", {}).items()}
             )
+
         if record["kind"] == "consumed":
             counts.update(domains[prompt_group] for prompt_group in record["group_ids"])
             steps.append(dict(counts))
+
     return steps
 
 
@@ -105,6 +108,7 @@ class Walk:
                 assert order[prompt_group.position % domain.num_rows] == prompt_group.row - first
                 assert prompt_group.epoch == prompt_group.position // domain.num_rows
                 self.domains = {**getattr(self, "domains", {}), prompt_group.group_id: domain.name}
+
             first += domain.num_rows
 
     def end(self, number, mishaps=True):
@@ -125,6 +129,7 @@ class Walk:
         if self.choice.random() < 0.1:
             self.coordinator.queue.untake()
             return
+
         held = self.choice.random() < 0.3 and step + 1 - self.sent <= self.plan.max_staleness
         self.engine_version = self.engine_version if held else step + 1
         self.sent = self.sent if held else step + 1
@@ -138,12 +143,14 @@ class Walk:
         self.ledger = Journal(
             self.folder / f"ledger-{self.num_crashes}.jsonl", mark_of(json.loads(self.cut))
         )
+
         if self.choice.random() < 0.3:
             changes = {
                 "max_staleness": self.choice.randint(0, 3),
                 "consumer_batch": self.choice.randint(1, 7),
             }
             self.plan = replace(self.plan, **changes)
+
         self.begin()
 
     def move(self):
@@ -156,6 +163,7 @@ class Walk:
             self.crash()
         elif self.running:
             self.end(self.choice.choice(sorted(self.running)))
+
         group_counts = self.coordinator.checked_counts()
         group_counts.check()
         assert group_counts == counted(self.ledger.path)
@@ -166,11 +174,13 @@ class Walk:
         for _ in range(20_000):
             if self.coordinator.finished:
                 break
+
             self.take()
             for number in sorted(self.running):
                 self.end(number, mishaps=False)
             self.engine_version = max(self.engine_version, self.sent)
             self.train()
+
         assert self.coordinator.finished, "a step waits for ever"
         self.ledger.close()
 
@@ -197,6 +207,7 @@ def test_shares_hold_whatever_happens(
     for _ in range(150):
         walk.move()
     walk.finish()
+
     for path in sorted(walk.folder.iterdir()):
         verify(path)
         check_shares(plan, path)
@@ -211,10 +222,12 @@ def complete_all(coordinator, drop=lambda prompt_group: False):
         prompt_groups = coordinator.issue_groups(step)
         assert prompt_groups
         issued += prompt_groups
+
         for prompt_group in prompt_groups:
             coordinator.drop(prompt_group.group_id, "all_equal") if drop(
                 prompt_group
             ) else coordinator.complete(prompt_group.group_id, 1)
+
     coordinator.release(step)
     return issued
 
@@ -250,9 +263,11 @@ def test_a_step_waits_for_the_slow_domain_at_any_staleness():
         "train/quick": 3,
         "train/slow": 3,
     }
+
     for prompt_group in prompt_groups:
         if prompt_group.stream == "train/quick":
             coordinator.complete(prompt_group.group_id, 1)
+
     assert coordinator.ready(0) is None and not coordinator.issue_groups(0)
     slow = [prompt_group for prompt_group in prompt_groups if prompt_group.stream == "train/slow"]
     coordinator.complete(slow[0].group_id, 1)
@@ -263,6 +278,7 @@ def test_draws_are_counted_by_domain():
     """A domain that drops all of its groups uses up its own draws, and is named."""
     plan = plan_of(("good", 9, 3), ("bad", 9, 1), batch=4, steps=5, max_num_gen_batches=3)
     coordinator = Coordinator(plan)
+
     issued = Counter()
     with pytest.raises(Exhausted, match="step 1.*'bad'.*3 drawn"):
         while coordinator.ready(0) is None:
@@ -272,6 +288,7 @@ def test_draws_are_counted_by_domain():
                     coordinator.drop(prompt_group.group_id, "all_equal")
                 else:
                     coordinator.complete(prompt_group.group_id, 1)
+
     assert issued == {"train/good": 3, "train/bad": 3}
 
 
@@ -284,11 +301,13 @@ def test_a_short_step_takes_what_there_is_and_no_other_domain_fills_it(tmp_path)
         max_num_gen_batches=2,
         when_exhausted="continue",
     )
+
     with Ledger(tmp_path / "ledger.jsonl") as ledger:
         coordinator = Coordinator(plan, ledger)
         for _ in range(2):
             complete_all(coordinator, lambda prompt_group: prompt_group.stream == "train/bad")
         assert coordinator.finished
+
     assert shares_of(tmp_path / "ledger.jsonl") == [{"good": 3}, {"good": 6}]
     verify(tmp_path / "ledger.jsonl")
 
@@ -317,6 +336,7 @@ def test_orders_differ_by_domain_and_do_not_depend_on_the_others():
             for prompt_group in complete_all(coordinator)
             if prompt_group.stream == "train/a"
         ]
+
         return [(prompt_group.epoch, prompt_group.row - first) for prompt_group in issued][:8]
 
     assert rows_of_a(("a", 5, 1), ("b", 3, 1)) == rows_of_a(("c", 4, 1), ("a", 5, 1), ("d", 2, 1))
@@ -332,6 +352,7 @@ def test_a_run_of_other_domains_is_refused(other):
         match=r"made with domains=a \(4 rows\), b \(4 rows\), this run has .*data.domains",
     ):
         Coordinator(plan_of(*other), None, snapshot)
+
     with pytest.raises(UserError, match="this run has none"):
         Coordinator(DataPlan(8, 4, 2, 8, 2), None, snapshot)
 
@@ -343,6 +364,7 @@ def test_a_journal_that_gives_a_domain_too_much_is_found_out(tmp_path):
         coordinator = Coordinator(plan, ledger)
         for _ in range(3):
             complete_all(coordinator)
+
     verify(path)
     text = path.read_text().replace('"domain":"b"', '"domain":"a"')
     path.write_text(text)
@@ -357,10 +379,13 @@ def test_weights_that_the_config_changes_are_found_in_order(tmp_path):
         coordinator = Coordinator(plan, ledger)
         complete_all(coordinator)
         snapshot = coordinator.snapshot()
+
     other = replace(
         plan, domains=tuple(replace(d, weight=1e-3 if d.name != "f" else 9) for d in plan.domains)
     )
+
     with Journal(tmp_path / "ledger.jsonl", mark_of(snapshot)) as ledger:
         coordinator = Coordinator(other, ledger, snapshot)
         complete_all(coordinator)
+
     verify(tmp_path / "ledger.jsonl")

@@ -12,6 +12,7 @@ def test_the_worker_with_the_fewest_groups_gets_the_next(seed: int) -> None:
     """Against a count by hand, over 4,000 moves with lost and new workers."""
     random = Random(seed)
     workers = GroupsByWorker([str(number) for number in range(5)], 0)
+
     held: dict[int, set[int]] = {number: set() for number in range(5)}  # those that take groups
     silent = list[int]()
     for group_id in range(4000):

@@ -81,10 +81,12 @@ def test_incarnations_rise_whatever_checkpoint_is_resumed(tmp_path):
     mark = ledger.mark()
     assert ledger.restart == 0
     ledger.close()
+
     for restart in (1, 2, 3):
         ledger = Ledger(path, mark)
         assert ledger.restart == restart
         ledger.close()
+
     assert [r["restart"] for _, r in timeline(path)] == [0, 3]
 
 
@@ -259,9 +261,11 @@ def test_a_mark_within_a_line_is_no_place_to_go_on_from(tmp_path):
     write_step(ledger, 1, [0, 1])
     mark = ledger.mark()
     ledger.close()
+
     for shifted in (mark.offset - 9, mark.offset + 1):
         with pytest.raises(LedgerError, match="is damaged at byte|ends before byte"):
             Ledger(path, replace(mark, offset=shifted))
+
     Ledger(path, mark).close()
 
 

@@ -47,10 +47,12 @@ def staleness_of(seed, make):
                 "ended",
                 group_id.group_id,
             )
+
         if not trains and (numbers := run.ready(run.step)) is not None:
             highest = max(highest, *(run.step - versions[number] for number in numbers))
             trains = True
             after(training, "trained", run.step)
+
         assert events, "the run is stuck"
         now, _, kind, value = heapq.heappop(events)
         if kind == "trained":
@@ -63,6 +65,7 @@ def staleness_of(seed, make):
             run.drop(value, "equal_rewards")
         else:
             run.complete(value, 1)
+
     return highest, plan.max_staleness
 
 
@@ -83,6 +86,7 @@ def steps_in_order(order, dropped, options):
     """A synchronous run whose groups of a wave end in the order of their keys."""
     plan = DataPlan(ROWS, 3, 1, total_groups=2 * ROWS, total_steps=2 * ROWS // 3, **options)
     run = Coordinator(plan)
+
     steps = []
     while not run.finished:
         group_ids = run.issue_groups()
@@ -91,11 +95,13 @@ def steps_in_order(order, dropped, options):
                 run.drop(group_id.group_id, "equal_rewards")
             else:
                 run.complete(group_id.group_id, 1)
+
         if (numbers := run.ready(run.step)) is not None:
             steps.append(numbers)
             run.release(run.step)
         elif not group_ids and not run.finished:
             raise AssertionError("the run is stuck")
+
     return steps
 
 

@@ -55,9 +55,11 @@ def wave(coordinator, order, dropped=lambda prompt_group: False):
             complete(prompt_group)
         else:
             surplus.append(prompt_group)
+
         for waiting in [each for each in surplus if places.has_place(each)][:1]:
             surplus.remove(waiting)
             complete(waiting)
+
     if ended := [prompt_group.group_id for prompt_group in [*surplus, *left]]:
         coordinator.abort(sorted(ended))
     return [prompt_group.group_id for prompt_group in prompt_groups]
@@ -112,6 +114,7 @@ def test_a_place_that_was_kept_for_a_group_is_another_s_once_it_is_dropped():
             coordinator,
             lambda prompt_group: (prompt_group.group_id in (0, 1), prompt_group.group_id),
         )
+
     numbers, waves = step(
         coordinator,
         lambda prompt_group: (prompt_group.group_id in (0, 1), prompt_group.group_id),
@@ -200,8 +203,10 @@ class Run:
                 wave(self.coordinator, self.order, self.dropped)  # which nobody will remember
                 self.ledger.close()
                 self.begin()
+
             self.taken.append(step(self.coordinator, self.order, self.dropped))
             self.cut = json.dumps(self.coordinator.snapshot())
+
         self.ledger.close()
         return self
 
@@ -287,11 +292,13 @@ def test_with_domains(tmp_path_factory, batch, share, dropped, seed):
         whole = run(Coordinator(plan, ledger), 14)
     verify(folder / "whole.jsonl")
     cut = random.Random(seed).randint(1, 13)
+
     with Journal(folder / "cut.jsonl") as ledger:
         coordinator = Coordinator(plan, ledger)
         before = run(coordinator, cut)
         snapshot = json.loads(json.dumps(coordinator.snapshot()))
         coordinator.issue_groups()
+
     with Journal(folder / "cut.jsonl", mark_of(snapshot)) as ledger:
         found = before + run(Coordinator(plan, ledger, snapshot), 14 - cut)
     verify(folder / "cut.jsonl")

@@ -49,6 +49,7 @@ def test_whatever_the_parts_no_group_gets_too_old(
         elif taken and not coordinator.queue.num_owed():
             coordinator.release(coordinator.step)
             taken = 0
+
     coordinator.checked_counts().check()
 
 
@@ -58,6 +59,7 @@ def test_a_loop_that_takes_its_batch_in_parts_owes_nothing_and_never_stalls(
 ) -> None:
     batch = 2 * size
     coordinator = Coordinator(plan_of(staleness, batch))
+
     running = []
     for step in range(8):
         sizes = [size, batch - size]
@@ -66,11 +68,14 @@ def test_a_loop_that_takes_its_batch_in_parts_owes_nothing_and_never_stalls(
             if coordinator.part(step, sizes[0]):
                 sizes.pop(0)
                 continue
+
             assert not coordinator.stalled
             prompt_group = running.pop(order.randrange(len(running)))
             coordinator.complete(prompt_group.group_id, 1, prompt_group.version)
+
         assert coordinator.queue.num_owed() == 0
         coordinator.release(step)
+
     assert coordinator.checked_counts().consumed == 8 * batch
 
 

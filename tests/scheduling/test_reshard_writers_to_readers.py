@@ -35,11 +35,13 @@ def test_each_rank_picks_its_own_rows_in_its_own_order(uids, widths, random):
         wanted: list[list[str]] = [[] for _ in range(width)]
         for uid in random.sample(uids, len(uids)):
             random.choice(wanted).append(uid)
+
         for rank, mine in enumerate(wanted):
             share = exchange.pick(STEP, width, mine)
             assert [share.refs[part][row] for part, row in share.rows.tolist()] == mine
             assert [tuple(parts[writer]) for writer in share.writers] == list(share.refs)
             exchange.release(STEP, rank)
+
         assert not exchange.is_complete(STEP)
         parts = wanted
 
@@ -59,6 +61,7 @@ def test_a_sample_that_nobody_put_is_named():
         ReshardError, match=r"step 3 of queue 'rollout to actor' \(version 2\) has no sample '7-0'"
     ):
         exchange.pick(STEP, 2, ["0-0", "7-0"])
+
     with pytest.raises(ReshardError, match="has 2 readers, but one of them says they are 3"):
         exchange.pick(STEP, 3, ["0-0"])
 

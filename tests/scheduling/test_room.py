@@ -47,9 +47,11 @@ def test_every_run_comes_to_its_end_and_holds_no_more_than_the_bound_or_a_step(
     coordinator = Coordinator(plan)
     running: list[int] = []
     limit = max(plan.max_held_bytes, plan.consumer_batch * size)
+
     for _ in range(10_000):
         if coordinator.finished:
             break
+
         running += [prompt_group.group_id for prompt_group in coordinator.issue_groups()]
         group_counts = coordinator.checked_counts()
         assert (group_counts.running + group_counts.complete) * size <= limit
@@ -57,8 +59,10 @@ def test_every_run_comes_to_its_end_and_holds_no_more_than_the_bound_or_a_step(
         if numbers is not None and (not running or random.random() < 0.5):
             coordinator.release(coordinator.step)
             continue
+
         assert running, "nothing runs, nothing may start, and the step waits"
         number = running.pop(random.randrange(len(running)))
+
         if random.random() < drops:
             coordinator.drop(number, "filtered") if random.random() < 0.8 else coordinator.retry(
                 number
@@ -66,4 +70,5 @@ def test_every_run_comes_to_its_end_and_holds_no_more_than_the_bound_or_a_step(
         else:
             coordinator.complete(number, 1)
             coordinator.weigh(number, size)
+
     assert coordinator.finished

@@ -27,6 +27,7 @@ def test_a_step_is_the_smallest_prefix_with_enough_survivors_in_any_order_of_eve
                 queue.complete(number, 10)
             assert formed is None or formed == queue.ready(0)
             formed = queue.ready(0)
+
         assert formed == (1, 2, 4)
 
 
@@ -37,6 +38,7 @@ def exhausted_edge(num_complete, when_exhausted):
             queue.complete(number, 1)
         else:
             queue.drop(number, "too_few_scores" if number == 5 else "equal_rewards")
+
     assert queue.ready(0) is None, "more may be drawn"
     return queue
 
@@ -98,9 +100,11 @@ def test_a_step_that_leaves_what_later_steps_can_still_take_does_not_wait_for_st
     assert queue.ready(1) is None
     complete(queue, 2)
     assert queue.release(1), "step 2 can take the two that run"
+
     for number in (0, 1):
         assert queue.ready(2) is None
         complete(queue, number)
+
     assert queue.ready(2) == (0, 1)
 
 
@@ -140,6 +144,7 @@ def test_tokens_of_weights_that_the_step_may_not_train_on_are_a_fault(version):
     queue = staggered([2, 3], next_step=3)
     queue.complete(0, 1, version)
     queue.complete(1, 1)
+
     with pytest.raises(
         CountsError, match=f"group 0 holds tokens of version {version}, which step 4 may not"
     ):
@@ -172,6 +177,7 @@ def test_a_complete_ticket_moves_only_to_its_step(wrong):
 def test_a_lost_group_waits_and_is_no_longer_running():
     queue = edge_with(2)
     assert queue.retry(1)
+
     for wrong in (
         lambda: queue.complete(1, 5),
         lambda: queue.drop(1, "late"),
@@ -179,6 +185,7 @@ def test_a_lost_group_waits_and_is_no_longer_running():
     ):
         with pytest.raises(CountsError, match="group 1 .* waits to be issued again"):
             wrong()
+
     assert queue.num_waiting == 1
     assert queue.reissue(1, 0) == PromptGroup(1, 0, 1, 4, 0, attempt=1)
     assert queue.waiting == []
@@ -192,9 +199,11 @@ def test_groups_left_behind_count_among_those_that_a_later_step_lacks():
     for number in range(3):
         queue.complete(number, 1)
     queue.release(0)
+
     for number in (3, 4):
         queue.issue(PromptGroup(number, 0, number, 4, 1))
         queue.drop(number, "equal_rewards")
+
     wanted = r"of the 3 drawn for it 1 are left \(dropped: 2 equal_rewards\)"
     with pytest.raises(Exhausted, match=wanted):
         queue.ready(1, exhausted=True)

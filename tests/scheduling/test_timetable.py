@@ -26,8 +26,10 @@ def due_steps(coordinator: Coordinator, last: int, what: str = "save") -> list[i
                     coordinator.drop(group.group_id, "all_equal")
                 else:
                     coordinator.complete(group.group_id, 1)
+
         coordinator.release(step)
         found += [coordinator.step] if what in coordinator.due else []
+
     return found
 
 
@@ -69,6 +71,7 @@ def test_seconds_count_from_what_was_last_due_for_any_reason(now: list[float]) -
     for step in range(1, 13):
         now[0] += 4.0
         found += [step] if timetable.is_due(step, step) else []
+
     assert found == [3, 5, 8, 10]
     assert timetable.secs == 8.0
 

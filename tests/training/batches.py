@@ -25,6 +25,7 @@ def ragged_batch(
     batch["response_mask"] = (torch.rand(num_tokens, generator=generator) < 0.8).float()
     batch["advantages"] = torch.randn(num_tokens, generator=generator)
     batch["returns"] = torch.randn(num_tokens, generator=generator)
+
     return batch
 
 
@@ -71,10 +72,12 @@ def plain_outputs(model, batch: Batch, temperature: float = 1.0) -> dict[str, Te
             / temperature
         )
         log_probs = logits.log_softmax(-1)
+
         for position in range(prompt, len(ids)):
             before = log_probs[position - 1]
             found["log_probs"].append(before[ids[position]])
             found["entropy"].append(-(before.exp() * before).sum())
+
     return {
         name: torch.stack(values) if values else torch.zeros(0) for name, values in found.items()
     }
@@ -89,4 +92,5 @@ def plain_values(model, batch: Batch) -> Tensor:
         prompt = int(sample.lengths("prompt"))
         ids = sample.flat("input_ids")
         values.append(model(input_ids=ids[None]).logits[0, prompt - 1 : len(ids) - 1, 0])
+
     return torch.cat(values)

@@ -37,10 +37,12 @@ def mini_batch(number: int) -> Batch:
     sample = torch.arange(len(batch)).repeat_interleave(batch.lengths("response"))
     counted = {EMPTY: sample < 0, ONE_SAMPLE: sample == 1}.get(number, sample >= 0)
     batch["response_mask"] = counted.float()
+
     if number == FAULTY:
         batch["advantages"] = batch.flat("advantages").masked_fill(
             batch.flat("response_ids") < 20, float("nan")
         )
+
     return batch
 
 
@@ -66,6 +68,7 @@ def train(
         engine.train_step(mini_batch(n).select(rows), objective) for n in range(NUM_MINI_BATCHES)
     ]
     engine.forward(mini_batch(0).select(rows), ("log_probs",))
+
     return dict(engine.weights()), {"metrics": metrics, "passes": len(passes)}
 
 

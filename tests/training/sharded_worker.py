@@ -115,12 +115,14 @@ def states(folder: Path, mesh: DeviceMesh) -> None:
         {name: whole(tensor).clone() for name, tensor in live.tensors.items()}, live.meta
     )
     went_on = train(engine, range(2, 4))
+
     for state in (parts, full):
         resumed = new_engine()
         resumed.load_state(state)
         assert same(resumed.state().tensors, state.tensors if state is parts else parts.tensors)
         assert train(resumed, range(2, 4)) == went_on
         assert same(resumed.state().tensors, engine.state().tensors)
+
     with pytest.raises(ValueError, match="optim.optimizer"):
         new_engine("sgd").load_state(parts)
 
@@ -136,6 +138,7 @@ def offloading(folder: Path, mesh: DeviceMesh) -> None:
         assert same(dict(engines[1].weights()), dict(engines[0].weights()))
         if weights:
             engines[1].onload()
+
     ours, theirs = (train(engine, range(3, 4)) for engine in engines)
     assert ours == theirs
     assert same(engines[1].state().tensors, engines[0].state().tensors)
@@ -147,6 +150,7 @@ def reductions(folder: Path, mesh: DeviceMesh) -> None:
     alone = DeviceMesh.from_group(
         [dist.new_group([rank]) for rank in range(2)][mesh.get_rank()], "cpu"
     )
+
     found = []
     for own in (mesh, alone):
         engine = make_engine(load_model(folder / "model", sharding=Sharding(own, torch.bfloat16)))
@@ -159,6 +163,7 @@ def reductions(folder: Path, mesh: DeviceMesh) -> None:
         engine.max_grad_norm = None
         train(engine, range(1))
         found.append(kept)
+
     together, by_itself = found
     assert {grad.dtype for grad in together.values()} == {torch.float32}
     summed = {name: TorchCollective().sum(grad) for name, grad in by_itself.items()}
@@ -215,6 +220,7 @@ def sent(folder: Path, mesh: DeviceMesh) -> None:
         check_sent(bucket, model, 1)
         name = "model.layers.0.self_attn.q_proj.weight"
         next(tensor for own, tensor in bucket if own == name)[-8:] += 1.0
+
         if mesh.get_rank() == 0:
             check_sent(bucket, model, 1)
         else:
@@ -232,6 +238,7 @@ def movement(folder: Path, mesh: DeviceMesh) -> None:
     start = {name: own_part(weight).clone() for name, weight in weights.items()}
     watch = Movement(after=2)
     stays = "model.layers.1.mlp.up_proj.weight"
+
     found = []
     for step in range(4):
         batch = ragged_batch(seed=step, vocabulary=40).select(SHARES[mesh.get_rank()])
@@ -239,6 +246,7 @@ def movement(folder: Path, mesh: DeviceMesh) -> None:
         with torch.no_grad():
             own_part(weights[stays]).copy_(start[stays])
         found += watch.updated(engine, metrics)
+
     assert found == [stays]
     embedding = "model.embed_tokens.weight"
     assert same({"": weights[embedding]}, {"": start[embedding]}) == (mesh.get_rank() == 1)
@@ -251,6 +259,7 @@ def halves(folder: Path, mesh: DeviceMesh) -> None:
     plain = load_model(folder / "model", init="random", seed=3)
     model = load_model(folder / "model", sharding=two, init="random", seed=3)
     weights = dict(model.named_parameters())
+
     norms = 0.0
     for name, weight in plain.named_parameters():
         held, found = at_places(weights[name], torch.arange(weight.numel()))
@@ -259,6 +268,7 @@ def halves(folder: Path, mesh: DeviceMesh) -> None:
         )
         assert len(held) == own_part(weights[name]).numel()
         norms += float(weight.double().square().sum())
+
     assert square_sum(weights.values()) == pytest.approx(norms)
     divided = [
         name for name, weight in weights.items() if own_part(weight).numel() < weight.numel()
@@ -297,10 +307,12 @@ def resources(folder: Path, mesh: DeviceMesh) -> None:
         and built.ref is not None
         and plain.ref is not None
     )
+
     for engine in (built.actor, built.critic):
         assert all(
             isinstance(weight, DTensor) for weight in engine.state().trained_weights().values()
         )
+
     batch = ragged_batch().select(SHARES[mesh.get_rank()])
     ours, theirs = (
         part.forward(batch, ("log_probs",)).flat("log_probs") for part in (built.ref, plain.ref)
@@ -351,6 +363,7 @@ def _peak_bytes() -> int:
 def main(rank: int, folder: Path) -> None:
     mesh = init_device_mesh("cpu", (2,))
     assert sum(SHARES, []) == list(range(len(RAGGED)))
+
     for part in (
         scores,
         bfloat16,
@@ -362,5 +375,6 @@ def main(rank: int, folder: Path) -> None:
         movement,
     ):
         part(folder, mesh)
+
     for part in (halves, resources, memory):
         part(folder, mesh)

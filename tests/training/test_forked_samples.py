@@ -82,6 +82,7 @@ def plain_log_probs(model: nn.Module, batch: Batch) -> Tensor:
         logits = model(input_ids=ids[None]).logits[0].log_softmax(-1)
         own = logits[prompt - 1 : -1].gather(-1, ids[prompt:, None])[:, 0]
         found.append(own[batch["response_mask"][row, :response] > 0])
+
     return torch.cat(found)
 
 
@@ -101,10 +102,12 @@ def test_each_conversation_is_computed_alone(folder: Path, max_tokens: int) -> N
     scored = TorchScorer(model, max_tokens_per_micro_batch=max_tokens).forward(
         batch, ("log_probs",)
     )
+
     with torch.no_grad():
         expected = plain_log_probs(
             load_model(folder, dtype=torch.float64), forked_batch(split=True)
         )
+
     drawn = scored.flat("log_probs")[batch.flat("response_mask") > 0]
     torch.testing.assert_close(drawn.double(), expected, rtol=0, atol=1e-6)
 
@@ -120,6 +123,7 @@ def test_each_agent_is_computed_at_its_own_temperature(folder: Path, max_tokens:
         model, max_tokens_per_micro_batch=max_tokens, temperature=1.5, agent_temperatures=own
     )
     found = scorer.forward(batch, ("log_probs", "entropy"))
+
     for name in ("log_probs", "entropy"):
         at = {
             heat: TorchScorer(model, temperature=heat).forward(batch, (name,))[name]
@@ -142,6 +146,7 @@ def test_the_group_counts_the_episode_once_and_its_tokens_share_the_advantage() 
         advantages, _ = estimate(
             batch["token_level_rewards"], batch["response_mask"], batch["group_index"]
         )
+
         for row, value in enumerate(expected):
             own = advantages[row]
             mask = batch["response_mask"][row] > 0
@@ -227,6 +232,7 @@ def test_the_loss_and_its_step_are_those_of_the_conversations_apart(
         schedule=make_schedule("constant", total_steps=2),
         max_grad_norm=None,
     )
+
     # it encodes nothing
     ctx: Any = NodeContext(Config(), 0, None, group_ids=(0,))  # type: ignore[arg-type]
     objective = PolicyObjective("vanilla", loss_agg_mode=mode)

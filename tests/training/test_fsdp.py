@@ -54,6 +54,7 @@ def test_weights_and_metrics_are_those_of_whole_weights_in_one_process(
     weights = dict(engine.weights())
     files = sorted(folder.glob(f"{case}-*.pt"))
     assert len(files) == sum(len(LAYOUTS[name].ranks) for name in CASES[case][3])
+
     for file in files:
         found = torch.load(file)
         assert list(found) == list(weights)
@@ -62,6 +63,7 @@ def test_weights_and_metrics_are_those_of_whole_weights_in_one_process(
         ), file.name
         metrics = json.loads(file.with_suffix(".json").read_text())
         assert [step["skipped"] for step in metrics] == [step["skipped"] for step in wanted]
+
         for ours, theirs in zip(metrics, wanted, strict=True):
             if not theirs["skipped"]:
                 assert ours["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=1e-5)
@@ -115,6 +117,7 @@ def parts(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_reference_scores_as_whole_weights_do(parts: Path) -> None:
     plain = TorchScorer(load_model(parts / "model"), max_tokens_per_micro_batch=30)
     wanted = plain.forward(ragged_batch(), OUTPUTS)
+
     for dtype, atol in (("float32", 1e-5), ("bfloat16", 0.1)):
         found = [torch.load(parts / f"scores-{dtype}-{rank}.pt") for rank in range(2)]
         for name in OUTPUTS:

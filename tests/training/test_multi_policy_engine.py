@@ -43,7 +43,9 @@ def batch_of_episodes() -> Batch:
                 if agent != "solver" or turn:
                     segments.append(Segment("environment" if turn else "prompt", tuple(seen)))
                 segments.append(drew(said))
+
         samples.append(Sample(f"0-{number}", 0, segments, episode=number, forks=tuple(forks)))
+
     batch = Batch.from_samples(samples)
     batch["advantages"] = torch.arange(int(batch.lengths("response").sum())).float().cos()
     batch["old_log_probs"] = batch.flat("rollout_log_probs")
@@ -86,8 +88,10 @@ def conversations(policy: str) -> list[tuple[list[int], list[tuple[int, int]]]]:
                 replies += [(len(ids) + len(seen) + i, place + i) for i in range(len(said))]
                 ids = [*ids, *seen, *said]
                 place = place + len(said)
+
             if OWNERS[agent] == policy:
                 found.append((ids, replies))
+
     return found
 
 
@@ -99,6 +103,7 @@ def plain_log_probs(model: nn.Module, policy: str) -> tuple[torch.Tensor, torch.
         scores = model(input_ids=torch.tensor([ids])).logits[0].log_softmax(-1)
         found += [scores[at - 1, ids[at]] for at, _ in replies]
         places += [place for _, place in replies]
+
     return torch.stack(found), torch.tensor(places)
 
 
@@ -107,6 +112,7 @@ def test_each_token_is_scored_by_the_policy_of_its_conversation(
 ) -> None:
     batch = batch_of_episodes()
     scored = policies.forward(batch, ("log_probs", "entropy"))
+
     seen = torch.zeros(len(scored.flat("log_probs")))
     for policy, engine in policies.engines.items():
         with torch.no_grad():
@@ -116,6 +122,7 @@ def test_each_token_is_scored_by_the_policy_of_its_conversation(
             engine.own(batch).flat("loss_mask").nonzero()[:, 0], places.sort().values
         )
         seen[places] += 1
+
     assert torch.equal(seen, batch.flat("response_mask").float()), (
         "each sampled token belongs to one policy"
     )
@@ -128,6 +135,7 @@ def test_an_update_is_that_of_an_independent_loop_over_the_policys_own_tokens(
     steps."""
     batch = batch_of_episodes()
     objective = PolicyObjective("vanilla")
+
     for policy, engine in policies.engines.items():
         other = next(each for each in policies.engines.values() if each is not engine)
         before = [weight.detach().clone() for weight in other.model.parameters()]
@@ -135,6 +143,7 @@ def test_an_update_is_that_of_an_independent_loop_over_the_policys_own_tokens(
             str(engine.model.config._name_or_path), init="random", seed=sum(map(ord, policy))
         )
         optimizer = make_optimizer("adamw", plain.parameters(), lr=1e-3, weight_decay=0.1)
+
         for _ in range(2):
             log_probs, places = plain_log_probs(plain, policy)
             advantages = batch.flat("advantages")[places]
@@ -150,6 +159,7 @@ def test_an_update_is_that_of_an_independent_loop_over_the_policys_own_tokens(
                 found["grad_norm"] == pytest.approx(float(norm), rel=1e-4)
                 and found["grad_norm"] > 0.05
             )
+
         for ours, theirs in zip(engine.model.parameters(), plain.parameters(), strict=True):
             assert torch.allclose(ours, theirs, atol=2e-5)
         assert all(map(torch.equal, before, other.model.parameters())), (

@@ -45,6 +45,7 @@ def acted(model: Any, head: ActionHead, actions: tuple[int, ...] = (3, 2, 1, 0))
         for turn, prompt in enumerate(own)
     ]
     drawn = [r[0] for r in run_all(HFEngine(model, tiny_tokenizer(), version=FIRST), requests)]
+
     samples = list[Sample]()
     for n, (own, number) in enumerate(zip(starts, used, strict=True)):
         first = drawn[2 * n]
@@ -76,6 +77,7 @@ def acted(model: Any, head: ActionHead, actions: tuple[int, ...] = (3, 2, 1, 0))
                 head={"name": "actions", **vars(head)},
             )
         )
+
     batch = Batch.from_samples(samples)
     turns = [
         [0] * whole + [-1] * len(own[1]) + [1] * number + [-1] * (whole - number)
@@ -83,6 +85,7 @@ def acted(model: Any, head: ActionHead, actions: tuple[int, ...] = (3, 2, 1, 0))
     ]
     batch["turn_index"] = torch.tensor([each for own in turns for each in own])
     batch["advantages"] = torch.linspace(-1, 1, int(batch.lengths("response").sum()))
+
     return batch
 
 
@@ -96,25 +99,30 @@ def by_hand(model: Any, batch: Batch, head: ActionHead) -> Tensor:
     mask = torch.zeros(len(ids))
     values[batch.response_positions()] = batch.flat("action_values").double()
     mask[batch.response_positions()] = batch.flat("response_mask")
+
     for own, numbers, drawn in zip(
         ids.split(lengths), values.split(lengths), mask.split(lengths), strict=True
     ):
         logits = model(input_ids=own[None], use_cache=False).logits[0].double()
         start = int(drawn.argmax())
+
         for place, token in enumerate(own.tolist()):
             if not drawn[place]:
                 found.append(torch.zeros(()).double())
                 continue
+
             if head.steps:
                 mean, std = denoised(logits[place - 1], numbers[:place], place - start, head)
             else:
                 mean = logits[place - 1, token]
                 std = torch.exp(-3 + 2 * (torch.tanh(logits[place - 1, token + 1]) + 1))
+
             found.append(
                 -0.5 * ((numbers[place] - mean) / std) ** 2
                 - torch.log(std)
                 - 0.5 * math.log(2 * math.pi)
             )
+
     return torch.stack(found)[batch.response_positions()]
 
 
@@ -127,11 +135,13 @@ def denoised(
     step = number % size_of(head) // DIM
     if step == 0:
         return torch.zeros(()).double(), torch.ones(()).double()
+
     now = (step - 1) / head.steps
     length = 1 / head.steps
     noisy = before[-DIM]
     action = logits[head.first + head.bins * number]
     velocity = (action - noisy) / (1 - now)
+
     return noisy + velocity * length, torch.tensor(head.noise * math.sqrt(length)).double()
 
 
@@ -178,6 +188,7 @@ def test_each_level_has_the_gradient_of_its_definition(
     batch["old_log_probs"] = old
     unit = torch.arange(len(now))  # of each token
     rows = batch.rows()
+
     if level != "token":
         rank = torch.tensor(
             [
@@ -186,12 +197,14 @@ def test_each_level_has_the_gradient_of_its_definition(
             ]
         )
         unit = (rows * 10 + turns) * 10 + (rank // size_of(head) if level == "action" else 0)
+
     losses = list[Tensor]()
     for number in unit[mask].unique().tolist():
         own = mask & (unit == number)
         ratio = (now[own] - old.double()[own]).sum().exp()
         advantage = batch.flat("advantages").double()[own].mean()
         losses.append(-torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage))
+
     weights = [p for p in model.parameters() if p.requires_grad]
     wanted = torch.autograd.grad(torch.stack(losses).mean(), weights)
     objective = PolicyObjective(

@@ -28,6 +28,7 @@ def test_adamw_takes_the_steps_of_its_paper() -> None:
         m = b1 * m + (1 - b1) * g
         v = b2 * v + (1 - b2) * g * g
         x = x - lr * decay * x - lr * (m / (1 - b1**t)) / ((v / (1 - b2**t)) ** 0.5 + eps)
+
     assert stepped("adamw", lr=lr, weight_decay=decay, betas=(b1, b2), eps=eps) == pytest.approx(
         x, abs=1e-12
     )
@@ -65,10 +66,12 @@ def test_eight_bits_keep_moments_in_bytes_and_follow_adamw() -> None:
     def train(name: str) -> tuple[torch.optim.Optimizer, nn.Parameter]:
         parameter = nn.Parameter(torch.linspace(-1, 1, 128 * 128).reshape(128, 128))
         optimizer = make_optimizer(name, [parameter], lr=1e-2, weight_decay=0.0)
+
         for _ in range(20):
             parameter.square().sum().backward()
             optimizer.step()
             optimizer.zero_grad()
+
         return optimizer, parameter
 
     optimizer, compressed = train("adamw_8bit")

@@ -33,6 +33,7 @@ def test_weights_and_metrics_do_not_depend_on_the_ranks(tmp_path: Path) -> None:
         "clipping at 0.05 is to be active"
     )
     moved = math.sqrt(sum(float((alone[name] - start[name]).norm() ** 2) for name in alone))
+
     for size in (2, 4):
         ranks = [torch.load(tmp_path / f"{size}-{rank}.pt") for rank in range(size)]
         off = math.sqrt(sum(float((ranks[0][name] - alone[name]).norm() ** 2) for name in alone))
@@ -41,6 +42,7 @@ def test_weights_and_metrics_do_not_depend_on_the_ranks(tmp_path: Path) -> None:
         assert len({rank["passes"] for rank in found}) == 1, (
             "every rank runs the model as often, empty or not"
         )
+
         for rank in range(size):
             assert all(torch.equal(ranks[rank][name], ranks[0][name]) for name in alone), (
                 size,
@@ -49,5 +51,6 @@ def test_weights_and_metrics_do_not_depend_on_the_ranks(tmp_path: Path) -> None:
             assert str(found[rank]["metrics"]) == str(found[0]["metrics"]), (
                 "NaN is as equal as any other"
             )
+
         for ours, theirs in zip(found[0]["metrics"], wanted, strict=True):
             assert ours == pytest.approx(theirs, rel=1e-4, abs=1e-6, nan_ok=True)

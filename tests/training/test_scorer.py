@@ -39,9 +39,11 @@ def test_forward_keeps_the_order_of_samples_however_they_are_packed(
     )
     expected = plain_outputs(model, batch)
     assert torch.equal(scored.lengths("response"), batch.lengths("response"))
+
     for name, values in expected.items():
         assert scored.flat(name).dtype == torch.float32 and not scored.flat(name).requires_grad
         torch.testing.assert_close(scored.flat(name), values, rtol=0, atol=1e-5, msg=name)
+
     assert scored["log_probs"].shape == (8, 14)
 
 
@@ -83,14 +85,17 @@ def test_a_sample_without_a_prompt_is_refused_by_name(tmp_path: Path) -> None:
 def test_a_policy_without_its_adapter_is_the_reference(tmp_path: Path) -> None:
     folder = write_tiny_model(tmp_path / "m")
     policy = add_lora(load_model(folder), rank=2)
+
     with torch.no_grad():
         for name, parameter in policy.named_parameters():
             if "lora_B" in name:
                 parameter.fill_(0.1)
+
     batch = ragged_batch()
     base = TorchScorer(load_model(folder)).forward(batch, ("log_probs",)).flat("log_probs")
     off = TorchScorer(policy, without_adapter=True).forward(batch, ("log_probs",)).flat("log_probs")
     on = TorchScorer(policy).forward(batch, ("log_probs",)).flat("log_probs")
+
     # without an adapter native code computes
     torch.testing.assert_close(off, base, rtol=0, atol=1e-5)
     assert (on - base).abs().max() > 1e-3
@@ -106,6 +111,7 @@ def test_bfloat16_by_autocast_is_near_float32(tmp_path: Path) -> None:
     stored = TorchScorer(load_model(tmp_path / "m", dtype=torch.bfloat16)).forward(
         batch, ("log_probs", "entropy")
     )
+
     for name in ("log_probs", "entropy"):
         for other in (rough, stored):
             error = (other.flat(name) - exact.flat(name)).abs()

@@ -74,6 +74,7 @@ def test_a_step_is_that_of_a_plain_loop_for_every_split(
     assert metrics["mean"] == pytest.approx(float(loss), abs=1e-9)
     assert metrics["grad_norm"] == pytest.approx(float(norm), rel=1e-9)
     assert float(norm) > 0.05 and metrics["skipped"] == 0.0 and metrics["lr"] == 0.5
+
     for name, weight in plain.named_parameters():
         torch.testing.assert_close(
             weights_of(engine)[name], weight.detach(), rtol=0, atol=1e-10, msg=name
@@ -93,10 +94,12 @@ def test_a_critic_learns_its_returns(tmp_path: Path, folder: Path) -> None:
         critic, optimizer="sgd", lr=0.1, max_grad_norm=None, max_tokens_per_micro_batch=30
     )
     losses = [engine.train_step(batch, loss_fn)["loss"]]
+
     for name, weight in plain.named_parameters():
         torch.testing.assert_close(
             weights_of(engine)[name], weight.detach(), rtol=0, atol=1e-10, msg=name
         )
+
     losses += [engine.train_step(batch, loss_fn)["loss"] for _ in range(20)]
     assert losses[-1] < 0.5 * losses[0]
     again = load_model(

@@ -50,10 +50,12 @@ class ActionHead:
         zeros = torch.zeros_like(before)
         if not self.steps:
             return Normals(tokens, zeros, zeros + 1, zeros + math.nan)
+
         place = (tokens - self.first).div(self.bins, rounding_mode="floor")
         bin_ = (tokens - self.first) % self.bins
         step = place % (self.dim * (1 + self.steps)) // self.dim  # 0: noise
         gain = (step > 0) / (1 + self.steps - step)
         offset = torch.where(step > 0, before * (1 - gain), zeros)
         log_std = (step > 0) * math.log(self.noise / math.sqrt(self.steps))
+
         return Normals((tokens - bin_).clamp(min=0), offset, gain.to(zeros), log_std.to(zeros))

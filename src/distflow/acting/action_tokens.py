@@ -35,6 +35,7 @@ class ActionTokens:
         """Raises UserError for bounds whose bins cannot be told apart."""
         bins = np.arange(self.bins)[:, None].repeat(self.dim, axis=1)
         middles = self._middles(bins)
+
         are_apart = self.bins >= 2 and np.isfinite(middles).all()
         if not (are_apart and (self.bins_of(middles) == bins).all()):
             raise UserError(
@@ -59,12 +60,14 @@ class ActionTokens:
         wrong = ~np.isfinite(actions)
         if not self.clips:
             wrong |= (actions < low) | (actions > high)
+
         if wrong.any():
             step, part = np.argwhere(wrong)[0]
             raise ValueError(
                 f"dimension {part} of action {step} is {actions[step, part]:g}, not a number from "
                 f"{low[part]:g} to {high[part]:g}"
             )
+
         bins = np.floor((actions - low) / (high - low) * self.bins)
         return np.clip(bins, 0, self.bins - 1).astype(np.int64)
 
@@ -125,6 +128,7 @@ class ContinuousActions:
         low = np.array(self.low)
         high = np.array(self.high)
         whole = len(values) // size * size
+
         given = np.array(values[:whole], np.float64).reshape(-1, size)[:, -self.dim :]
         if not np.isfinite(given).all():
             step, part = np.argwhere(~np.isfinite(given))[0]
@@ -132,6 +136,7 @@ class ContinuousActions:
                 f"dimension {part} of action {step} is {given[step, part]:g}: the policy has "
                 "diverged"
             )
+
         return low + (np.clip(given, -1, 1) + 1) / 2 * (high - low)
 
 
@@ -168,12 +173,14 @@ def action_bounds(options: Mapping[str, Any]) -> tuple[tuple[float, ...], tuple[
     else:
         low = _numbers(options["low"], dim)
         high = _numbers(options["high"], dim)
+
     has_sizes = len(low) == len(high) == (dim or len(low))
     if not has_sizes or any(one >= other for one, other in zip(low, high, strict=True)):
         raise UserError(
             f"actions: {len(low)} lower and {len(high)} upper bounds for action_dim={dim}, each "
             "low < high"
         )
+
     return tuple(map(float, low)), tuple(map(float, high)), is_quantiles
 
 

@@ -41,6 +41,7 @@ def embodied_srpo_pipeline(config: Config | None = None) -> TaskGraph:
     prepare_training_data(pipeline, config)
     estimate_advantages(pipeline, config)
     pipeline.add_node("actor_train", nodes.train_actor)
+
     return pipeline.build()
 
 
@@ -50,6 +51,7 @@ def _check(config: Config) -> None:
             f"actor_rollout_ref.rollout.workflow={workflow}: embodied_srpo acts in a simulator: "
             "set it to simulator"
         )
+
     usual = AlgorithmConfig()
     for name, each in algorithms(config):
         changed = [key for key in _OF_REWARDS if getattr(each, key) != getattr(usual, key)]

@@ -38,10 +38,12 @@ def simulator_columns(
         "finish_step": steps,
         "episode_len": _counted(reward_parts, "episode_len"),
     }
+
     won = defaultdict[str, list[float]](list)
     for parts, extra in zip(reward_parts, reward_extra, strict=True):
         if "success" in parts:
             won[_task(extra)].append(parts["success"])
+
     metrics = {"acting/env_steps": float(steps.sum())}
     for task, successes in won.items():
         metrics[f"acting/success/{task}"] = sum(successes) / len(successes)
@@ -95,6 +97,7 @@ def reward_steps(
 
     placed = torch.zeros(turn_index.shape, dtype=torch.float64)
     drawn = torch.where(response_mask > 0, turn_index, -1)
+
     for row, score in enumerate(scores.tolist()):
         turns = drawn[row]
         for decision, rewards in enumerate(step_rewards[row]):
@@ -105,7 +108,9 @@ def reward_steps(
                 else:
                     end = places[dim * (step + 1) - 1]
                 placed[row, end] += in_units(reward)
+
         own = (turns >= 0).nonzero()
         last = int(own.max()) if len(own) else 0
         placed[row, last] += in_units(score) - placed[row].sum()
+
     return placed

@@ -33,11 +33,13 @@ class GridReach:
         draws = np.random.default_rng(seed)
         self._places = np.stack(np.divmod(draws.permutation(CELLS * CELLS)[:3], CELLS), axis=1)
         drawn = int(draws.integers(2))
+
         named = options.get("instruction")
         if named in COLOURS:
             self._goal = [*COLOURS].index(named)
         else:
             self._goal = drawn
+
         self._num_steps = 0
         self._ended = False
         return self._seen()
@@ -49,6 +51,7 @@ class GridReach:
         for action in chunk:
             if self._ended:
                 break
+
             self._num_steps += 1
             moved = self._places[0] + np.clip(np.rint(action), -1, 1).astype(np.int64)
             self._places[0] = np.clip(moved, 0, CELLS - 1)
@@ -58,6 +61,7 @@ class GridReach:
             terminated.append(any(reached))
             truncated.append(is_late and not any(reached))
             self._ended = any(reached) or is_late
+
         success = [reward == 1.0 for reward in rewards]
         return ChunkResult(rewards, terminated, truncated, success, self._seen())
 
@@ -67,12 +71,14 @@ class GridReach:
         place, goal, other = self._places[[0, 1 + self._goal, 2 - self._goal]]
         way = list[tuple[int, ...]]()
         moves = np.array([*itertools.product((-1, 0, 1), repeat=2)])
+
         while (place != goal).any():
             to = place + moves
             to = to[(to != other).any(1) & (abs(to - CELLS // 2) <= CELLS // 2).all(1)]
             nearest = min(to, key=lambda after: sorted(abs(goal - after), reverse=True))
             way.append(tuple((nearest - place).tolist()))
             place = nearest
+
         return way
 
     def _seen(self) -> Observation:

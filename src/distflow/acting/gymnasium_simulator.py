@@ -52,14 +52,17 @@ class GymnasiumSimulator:
                 action: Any = int(round(float(numbers[0])))
             else:
                 action = numbers.reshape(space.shape).astype(space.dtype)
+
             if not space.contains(action):
                 raise ValueError(f"the action {action!r} is not in the environment's space {space}")
+
             observation, reward, terminated, truncated, info = self._env.step(action)
             success = bool(info.get("is_success", info.get("success", False)))
             terminated = bool(terminated) or (success and self._ends_at_success)
             steps.append((reward, terminated, bool(truncated), success))
             if terminated or truncated:
                 break
+
         rewards, ends, cuts, won = map(list, zip(*steps, strict=True))
         return ChunkResult(rewards, ends, cuts, won, self._seen(observation))
 
@@ -71,9 +74,11 @@ class GymnasiumSimulator:
         named = {"observation": observation}
         if isinstance(observation, Mapping):
             named = dict(observation)
+
         for name in self._state:
             if name not in named:
                 raise ValueError(f"state: the observation has no '{name}', but {', '.join(named)}")
+
         images = dict[str, Any]()
         numbers = [np.zeros(0, np.float32)]
         for name in sorted(named):
@@ -82,6 +87,7 @@ class GymnasiumSimulator:
                 images[name] = value
             elif name in (self._state or named):
                 numbers.append(value.astype(np.float32).reshape(-1))
+
         if self._render:
             images["render"] = np.asarray(self._env.render())
         return Observation(images, np.concatenate(numbers), self._instruction)

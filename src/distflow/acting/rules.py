@@ -23,8 +23,10 @@ def action_head(config: Config) -> str | None:
             head = actions.get("head")
         else:
             head = None
+
         if head not in (None, "action_tokens"):
             return str(head)
+
     return None
 
 
@@ -35,6 +37,7 @@ def noise_of_flow(config: Config) -> Findings:
         noise = actions.get("noise", 0.5)
     else:
         noise = 0.5
+
     if not (isinstance(noise, int | float) and noise > 0):
         yield Finding(
             (_OPTIONS,),
@@ -51,14 +54,17 @@ def sampled_actions(config: Config) -> Findings:
         is_used = not group.endswith("val_kwargs") or rollout.val_kwargs.n
         if ".agents." in group or not is_used:
             continue
+
         for name, neutral in _NEUTRAL.items():
             if getattr(settings, name) not in (None, neutral):
                 key = f"{group}.{name}"
                 yield from _unsupported(config, key, f"set {key}={neutral}")
+
     for name, neutral in (("min_p", 0.0), ("repetition_penalty", 1.0)):
         if getattr(rollout, name) != neutral:
             key = f"{ROLLOUT}.{name}"
             yield from _unsupported(config, key, f"set {key}={neutral}")
+
     if rollout.stop:
         yield from _unsupported(config, f"{ROLLOUT}.stop", f"set {ROLLOUT}.stop=[]")
 

@@ -62,8 +62,10 @@ def check_observation(seen: Observation, first: Observation) -> None:
                 f"the image '{name}' of an observation is {image.dtype} {image.shape}, not uint8 "
                 "(H, W, 3)"
             )
+
     if not np.isfinite(np.asarray(seen.state, np.float64)).all():
         raise ValueError("the state of an observation has a number that is not finite")
+
     forms = [
         ({name: image.shape for name, image in each.images.items()}, each.state.shape)
         for each in (seen, first)
@@ -82,8 +84,10 @@ def check_result(result: ChunkResult, num_actions: int) -> None:
             f"step returned {[len(column) for column in result[:4]]} entries for {num_actions} "
             "actions"
         )
+
     for reward in result.rewards:
         finite_number(reward, "step returned the reward")
+
     ended = [one or other for one, other in zip(result.terminated, result.truncated, strict=True)]
     if any(ended[:-1]):
         raise ValueError(

@@ -50,6 +50,7 @@ class SimulatorHost:
         result = self._loop.run_until_complete(self._simulator.step(chunk))
         check_result(result, len(actions))
         check_observation(result.observation, self._first)
+
         return {
             **result._asdict(),
             "rewards": [*map(float, result.rewards)],
@@ -63,6 +64,7 @@ class SimulatorHost:
         self.begin(2, {})
         if self.begin(1, {}) != wanted:
             return "a used simulator"
+
         self._simulator = None
         if self.begin(1, {}) == wanted:
             return ""

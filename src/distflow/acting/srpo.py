@@ -53,16 +53,19 @@ def srpo_rewards(
         lost = [place for place in own if not successes[place]]
         if not won:
             continue
+
         centres, is_fallback = cluster_centres(
             np.array([embeddings[place] for place in won], np.float64), settings
         )
         number = 0 if is_fallback else len(centres)
         for place in won:
             found[place] = SrpoReward(settings.reward_coef, -1.0, number, is_fallback)
+
         distances = _distances([embeddings[place] for place in lost], centres)
         for place, distance in zip(lost, distances, strict=True):
             shaped = settings.max / (1.0 + float(np.exp(settings.steepness * (distance - 0.5))))
             found[place] = SrpoReward(settings.reward_coef * shaped, distance, number, is_fallback)
+
     return found
 
 
@@ -75,6 +78,7 @@ def cluster_centres(vectors: Vectors, settings: SrpoSettings) -> tuple[Vectors, 
     labels = dbscan(scaled, settings.eps, settings.min_samples)
     if not len(labels) or labels.max() < 0:
         return vectors.mean(axis=0, keepdims=True), True
+
     centres = []
     for label in range(int(labels.max()) + 1):
         centres.append(vectors[labels == label].mean(axis=0))
@@ -86,11 +90,13 @@ def dbscan(vectors: Vectors, eps: float, min_samples: int) -> NDArray[np.int64]:
     several clusters belongs to the first one; a point counts among its own neighbours."""
     near = np.stack([np.linalg.norm(vectors - each, axis=1) <= eps for each in vectors])
     is_core = near.sum(axis=1) >= min_samples
+
     labels = np.full(len(vectors), -1, np.int64)
     label = 0
     for start in range(len(vectors)):
         if not is_core[start] or labels[start] >= 0:
             continue
+
         waiting = [start]
         while waiting:
             point = waiting.pop()
@@ -99,7 +105,9 @@ def dbscan(vectors: Vectors, eps: float, min_samples: int) -> NDArray[np.int64]:
             labels[point] = label
             if is_core[point]:
                 waiting += np.flatnonzero(near[point] & (labels < 0)).tolist()
+
         label += 1
+
     return labels
 
 
@@ -108,10 +116,12 @@ def _distances(failures: Sequence[Sequence[float]], centres: Vectors) -> list[fl
     are equally far."""
     if not failures:
         return []
+
     nearest = [
         float(np.linalg.norm(centres - np.array(each, np.float64), axis=1).min())
         for each in failures
     ]
     low = min(nearest)
     high = max(nearest)
+
     return [0.5 if high - low < 1e-6 else (each - low) / (high - low) for each in nearest]

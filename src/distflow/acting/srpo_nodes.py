@@ -69,12 +69,14 @@ def keep_group(
         share = float(success[valid].double().mean())
     else:
         share = 0.0
+
     if share < bounds[0]:
         return Drop(TOO_HARD)
     if share > bounds[1]:
         return Drop(TOO_EASY)
     if filter_truncated and bool(truncated[valid].any()):
         return Drop(TRUNCATED)
+
     return None
 
 
@@ -82,11 +84,13 @@ def pixels(frames: NDArray[np.uint8]) -> list[float]:
     """The last frame `(H, W, 3)`, averaged to at most 8 x 8 cells, from 0 to 1."""
     last = frames[-1].astype(np.float64) / 255
     rows, columns = (np.array_split(np.arange(size), min(size, _SIDE)) for size in last.shape[:2])
+
     found: list[float] = []
     for row in rows:
         for column in columns:
             for each in last[np.ix_(row, column)].mean(axis=(0, 1)):
                 found.append(float(each))
+
     return found
 
 
@@ -120,12 +124,14 @@ async def embed_episodes(
             vector, error = await asyncio.to_thread(_embedding_of, frames, embedder)
             errors[place] = error or errors[place]
         vectors.append(vector)
+
     dimensions = {len(vector) for vector in vectors if vector}
     if len(dimensions) > 1:
         raise UserError(
             f"srpo.embedder returned vectors of {sorted(dimensions)} numbers: return as many for "
             "all"
         )
+
     is_left = [bool(vector) for vector in vectors]
     columns = {"embeddings": vectors, "valid": torch.tensor(is_left), "reward_errors": errors}
     return NodeOutput(columns, {"acting/embedding_ms": 1000 * (time.perf_counter() - started)})
@@ -137,16 +143,19 @@ def _embedding_of(
     """The vector, or an empty one and why there is none."""
     if not paths:
         return [], "srpo.embedder: the episode has no frames: the simulator shows no images"
+
     try:
         found = embedder(np.stack([np.asarray(load_image(path)) for path in paths]))
         vector = [float(each) for each in np.asarray(found, np.float64).reshape(-1)]
     except Exception as error:  # the embedder's code may raise anything
         return [], f"srpo.embedder: {type(error).__name__}: {error}"[:500]
+
     if not vector or not all(map(math.isfinite, vector)):
         return (
             [],
             "srpo.embedder returned a vector that is empty, or has a number that is not finite",
         )
+
     return vector, ""
 
 
@@ -181,6 +190,7 @@ def shape_rewards(
         if valid[row]:
             task = task_of(domain[row], reward_extra[row])
             own.append(_Scored(name, task, bool(success[row]), embeddings[row]))
+
     everyone = list[_Scored]()
     for part in reduce.gather(own):
         everyone += part
@@ -206,6 +216,7 @@ def shape_rewards(
         "srpo_distance": distances,
         "reward_parts": parts,
     }
+
     return NodeOutput(written, _metrics(tasks, shaped))
 
 

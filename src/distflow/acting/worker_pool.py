@@ -44,7 +44,9 @@ class SimulatorPool:
             self._server = ProcessServer(f"{simulator_host.__name__}:SimulatorHost", host)
         except UserError as error:  # MuJoCo loads what renders when it is imported
             raise UserError(f"{error}{_RENDERING}" if gl else str(error)) from None
+
         self.close = self._server.close
+
         # An answer is read, and the next call sent, while as many others compute.
         self._num_calls = 2 * num_workers
         self._timeout_s = timeout_s
@@ -53,6 +55,7 @@ class SimulatorPool:
         self._idle = list[UserProcess]()
         with ThreadPoolExecutor(1) as thread:  # the caller's thread may run a loop
             failed = thread.submit(asyncio.run, self._check()).result()
+
         if failed:
             self.close()
             rendering = _RENDERING if _OF_GL.search(failed) else ""
@@ -65,16 +68,19 @@ class SimulatorPool:
             self._loop = loop
             self._computing = asyncio.Semaphore(self._num_calls)
             self._idle = []
+
         if self._idle:
             process = self._idle.pop()
         else:
             process = await self._server.fork("simulator")
+
         episode = Episode(self, process)
         try:
             await episode.begin(seed, options)
         except BaseException:
             episode.close()
             raise
+
         return episode
 
     async def call(self, process: UserProcess, method: str, **arguments: Any) -> Any:
@@ -100,6 +106,7 @@ class SimulatorPool:
             return f"cannot be used: {error}"
         finally:
             process.close()
+
         why = (
             "has another state after reset with the same seed and options: derive all that is "
             "random from the seed"

@@ -57,6 +57,7 @@ class _Played:
         self.num_steps += len(result["success"])
         self.total += sum(result["rewards"])
         self.success = self.success or any(result["success"])
+
         if result["terminated"][-1]:
             self.reason = "stop"
         elif result["truncated"][-1]:
@@ -95,14 +96,17 @@ class SimulatorWorkflow(MadeByOptions):
             _check_choice("gl", gl, ("egl", "osmesa", "none"))
         if num_workers < 1:
             raise UserError(f"num_workers={num_workers}: set it to at least 1")
+
         self._actions = dict(actions)
         self._bounds = action_bounds(actions)
         self._chunk = int(actions.get("action_chunks_len", 8))
         self._execute = int(actions.get("execute", self._chunk))
+
         if not 1 <= self._execute <= self._chunk:
             raise UserError(
                 f"actions.execute={self._execute}: set it to 1 to {self._chunk} steps of each chunk"
             )
+
         self._state_tokens = dict(state_tokens or {})
         self._state_bounds = action_bounds(state_tokens) if state_tokens is not None else None
         self._codec: ActionTokens | ContinuousActions | None = None
@@ -119,6 +123,7 @@ class SimulatorWorkflow(MadeByOptions):
             raise ChatError(
                 "the prompts of a simulator are plain text: set data.prompt_format=text"
             )
+
         if self._codec is None:
             self._codec = self._codecs(chat)
         if isinstance(self._codec, ContinuousActions):
@@ -127,12 +132,14 @@ class SimulatorWorkflow(MadeByOptions):
         told = {**row.extra_info, "ground_truth": row.ground_truth}
         with chat.clock_stopped():
             episode = await _timed(chat, "simulator", self._pool.begin(seed_of(row), told))
+
         try:
             played = _Played()
             while not played.reason:
                 await self._decide(chat, episode, self._codec, played)
         finally:
             episode.close()
+
         if last := _store_images(episode.seen, chat):
             played.frames.append(last[0])
         facts = {
@@ -146,6 +153,7 @@ class SimulatorWorkflow(MadeByOptions):
             "instruction": episode.seen.instruction,
             "step_rewards": played.step_rewards,
         }
+
         return {"score": facts[self._score], "acc": float(played.success), **facts, "extra": extra}
 
     async def _decide(
@@ -163,10 +171,12 @@ class SimulatorWorkflow(MadeByOptions):
         asked = talk.ask(ids, max_tokens=codec.num_tokens, images=paths)
         reply = await _timed(chat, "model", asked)
         talk.finish_reason = ENV_ERROR  # until its actions are executed
+
         if isinstance(codec, ContinuousActions):
             actions = codec.decode(talk.segments[-1].values)
         else:
             actions = codec.decode(reply.token_ids)
+
         chunk = actions[: self._execute]
         num_steps = 0
         rewards: list[float] = []
@@ -178,12 +188,15 @@ class SimulatorWorkflow(MadeByOptions):
             if self._score == "success":
                 rewards = _first(result["success"], played.success)
             played.add(result)
+
         played.step_rewards.append(rewards)
         size = codec.num_tokens // self._chunk  # of an action
+
         used = num_steps * size
         if not played.reason and len(chunk) < self._execute:
             played.reason = NO_ACTION
             used = min(used + size, len(reply.token_ids))
+
         talk.keep(used)
         talk.finish_reason = played.reason or "stop"
 
@@ -195,24 +208,29 @@ class SimulatorWorkflow(MadeByOptions):
             self._state_codec = _tokens_of(
                 "state_tokens", chat, self._state_tokens, (low, high, True), 1
             )
+
         codec: ActionTokens | ContinuousActions
         if draws_numbers({"actions": self._actions}):
             codec = self._continuous(chat)
         else:
             codec = _tokens_of("actions", chat, self._actions, self._bounds, self._chunk)
+
         if codec.num_tokens > chat.limits.response:
             need = f"a chunk of actions has {codec.num_tokens} tokens"
             raise ChatError(f"{need}: set data.max_response_length to that, at least")
+
         return codec
 
     def _continuous(self, chat: Chat) -> ContinuousActions:
         low, high, _ = self._bounds
         steps = denoising_steps(self._actions)
+
         bins = 2
         noise = 0.0
         if steps:
             bins = self._actions.get("bins", 32)
             noise = float(self._actions.get("noise", 0.5))
+
         size = bins * len(low) * (1 + steps) * self._chunk
         first = _first_token("actions", chat, self._actions, size)
         return ContinuousActions(low, high, first, self._chunk, steps, bins, noise)
@@ -224,22 +242,27 @@ class SimulatorWorkflow(MadeByOptions):
             state = " ".join(f"{each:.3g}" for each in seen.state)
         sizes = tuple(image.shape for image in seen.images.values())
         key = seen.instruction, state, sizes
+
         ids = self._ids.get(key)
         if ids is None:
             marks = chat.tokens.image_mark * len(paths) if paths else ""
             text = self._prompt.format(images=marks, instruction=seen.instruction, state=state)
+
             if paths:
                 ids = chat.tokens.with_images(text, paths)
             else:
                 ids = chat.tokens.of_text(text, begins=True)
+
             if not state:  # a state hardly ever occurs again
                 self._ids[key] = ids
+
         if (codec := self._state_codec) is None:
             return ids
         if len(seen.state) != codec.dim:
             raise ChatError(
                 f"state_tokens: the state has {len(seen.state)} numbers, and the bounds {codec.dim}"
             )
+
         return (*ids, *codec.encode(seen.state.astype(float)[None]))
 
 
@@ -267,6 +290,7 @@ def _check_head(actions: Mapping[str, Any]) -> None:
             if name in actions:
                 raise UserError(f"actions.{name}: head={head} has no denoising steps: remove it")
         return
+
     sizes = (actions.get("denoising_steps", 4), actions.get("bins", 32))
     if not all(isinstance(size, int) and size >= 1 for size in sizes):
         raise UserError(
@@ -296,11 +320,13 @@ def _first_token(name: str, chat: Chat, options: Mapping[str, Any], size: int) -
         token = chat.tokens.token_id(number)
     else:
         token = int(number)
+
     if not 0 <= token <= chat.tokens.vocabulary - size:
         wanted = f"{size} tokens from {token}"
         raise ChatError(
             f"{name}: the tokenizer has {chat.tokens.vocabulary} tokens, not {wanted} (first_token)"
         )
+
     return token
 
 

@@ -29,9 +29,11 @@ def drop_reason(
         return TOO_LARGE
     if mean_range is None:
         return None
+
     mean = float(known.double().mean())
     if mean <= mean_range[0]:
         return MEAN_TOO_LOW
     if mean >= mean_range[1]:
         return MEAN_TOO_HIGH
+
     return None

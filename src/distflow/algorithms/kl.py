@@ -44,6 +44,7 @@ def check_kl_type(kind: str) -> str:
         else:
             why = hint(kind, KL_TYPES)
         raise ValueError(f"KL type '{kind}' is none of {', '.join(KL_TYPES)}{why}")
+
     return name
 
 
@@ -56,6 +57,7 @@ def _estimate(log_probs: Tensor, ref_log_prob: Tensor, name: str) -> Tensor:
     if name == "mse":
         return 0.5 * difference.square()
     log_ratio = (-difference).clamp(-20.0, 20.0)
+
     return (log_ratio.exp() - log_ratio - 1.0).clamp(-10.0, 10.0)
 
 
@@ -100,4 +102,5 @@ def apply_kl_penalty(
     if mean == "token":
         return rewards, float(masked_mean(kl, response_mask * counted[:, None], reduce))
     of_sequences = kl.double().sum(dim=-1) / (response_mask > 0).sum(dim=-1).clamp(min=1)
+
     return rewards, float(masked_mean(of_sequences, counted, reduce))

@@ -99,10 +99,12 @@ def _mean(inside: Tensor, mask: Tensor, reduce: Reduce | None) -> tuple[Tensor, 
 def _centred(values: Tensor, mask: Tensor, reduce: Reduce | None) -> tuple[Tensor, Tensor, Tensor]:
     """(values − mean, 0 outside the mask; variance; number of tokens)."""
     centred = under_mask(values.double(), mask)
+
     # differences of large values are exact, their mean is only up to its rounding
     for _ in range(2):
         mean, count = _mean(centred, mask, reduce)
         centred = under_mask(centred - mean, mask)
+
     # The sum of squares about the mean keeps the digits that E[x²] − E[x]² would cancel.
     squares = global_sum(centred.square().sum(), reduce)
     return centred, squares / (count - 1).clamp(min=1), count
@@ -149,11 +151,13 @@ def token_weights(
     mask = (loss_mask > 0).double()
     if mode == "token-mean":
         return mask / max(counts["tokens"], 1.0)
+
     per_sequence = mask / max(counts["rows" if every_row else "sequences"], 1.0)
     if mode == "seq-mean-token-sum":
         return per_sequence
     if mode == "seq-mean-token-mean":
         return per_sequence / mask.sum(dim=-1, keepdim=True).clamp(min=1)
+
     return per_sequence / (scale if scale is not None else max(loss_mask.shape[-1], 1))
 
 
@@ -199,10 +203,12 @@ def agg_loss(
     """
     bound = _bound.get() or BoundCounts(loss_counts(loss_mask), None)
     bound.used = True
+
     if loss_scale_factor is None:
         scale = bound.scale
     else:
         scale = loss_scale_factor
+
     return weighted_sum(loss_mat, token_weights(loss_mask, loss_agg_mode, bound.counts, scale))
 
 

@@ -59,10 +59,12 @@ def causes(
     begins = inside & ~torch.nn.functional.pad(inside[:, :-1], (1, 0))
     places = torch.arange(inside.shape[-1], device=inside.device).expand_as(inside)
     start = torch.where(begins, places, torch.zeros_like(places))
+
     if versions.numel():
         first = versions.gather(-1, start.cummax(dim=-1).values)
     else:
         first = versions
+
     mixed = inside & (versions != first) & keeps_kv
     older = inside & ~mixed & (versions != step)
     return dict(zip(CAUSES, (inside & ~mixed & ~older, older, mixed), strict=True))
@@ -105,21 +107,26 @@ def check_mismatch(
     )
     if "rollout_log_probs" not in batch or own is None:
         return {}, None
+
     rollout = batch.flat("rollout_log_probs")
     trainer = batch.flat(own)
+
     is_policy = batch.flat("response_mask") > 0
     if own == "trainer_log_probs":
         is_policy = is_policy & torch.isin(
             rows := batch.rows().to(trainer.device), rows[is_policy & ~trainer.isnan()]
         )
+
     finite = trainer.isfinite()
     counted = is_policy & finite
+
     if bool((batch.flat("versions")[is_policy] == step).all()):
         none = torch.zeros_like(is_policy)
         by_cause = dict(zip(CAUSES, (is_policy, none, none), strict=True))
     else:
         by_cause = causes(batch["versions"], batch["response_mask"], step, keeps_kv)
         by_cause = {name: tokens[batch.mask("response")] for name, tokens in by_cause.items()}
+
     masks = [counted, *(tokens & counted for tokens in by_cause.values())]
     total, *counts = global_sum(
         torch.stack([mask.sum() for mask in masks]).double(), reduce
@@ -128,6 +135,7 @@ def check_mismatch(
         every = mismatch_statistics(trainer, rollout, counted, reduce)
     else:
         every = {}
+
     metrics = {f"mismatch/{name}": value for name, value in every.items()}
     for cause, mask, count in zip(by_cause, masks[1:], counts, strict=True):
         if count:
@@ -137,10 +145,12 @@ def check_mismatch(
                 found = mismatch_statistics(trainer, rollout, mask, reduce)
             metrics |= {f"mismatch/{cause}/{name}": value for name, value in found.items()}
             metrics[f"mismatch/{cause}/share"] = count / total
+
     if not keeps_kv:
         _check_recomputed(
             batch, rollout - trainer, by_cause["same_version"] & counted, tolerance, step, reduce
         )
+
     if not bool(finite[is_policy].all()):
         return (
             metrics,
@@ -149,6 +159,7 @@ def check_mismatch(
                 f"({own})"
             ),
         )
+
     padded = (batch.pad(values, "response") for values in (rollout, trainer, is_policy))
     if metrics.get("mismatch/mean_abs", 0.0) > tolerance.mean and _is_shifted(*padded):
         raise TrustError(
@@ -156,6 +167,7 @@ def check_mismatch(
             "token, but agree when one is moved by a token: a node shifted them, or tokens are "
             "misaligned at the border of prompt and response"
         )
+
     return metrics, _warning(batch, metrics, tolerance, stops)
 
 
@@ -174,6 +186,7 @@ def _warning(
             "weights, another temperature, weights that did not arrive, or, below float32, a model "
             "that amplifies rounding"
         )
+
     message = (
         f"rollout and trainer log-probs differ by {mean:.3g} nats a token on average "
         f"({_cause(batch, metrics)})"
@@ -182,6 +195,7 @@ def _warning(
         raise TrustError(f"{message}, above {tolerance.mean:g}, and trust.on_mismatch=stop")
     if "rollout_is_weights" in batch:
         return f"{message}; each token's loss is weighted by the ratio of the two"
+
     return f"{message}; algorithm.rollout_correction.rollout_is=token weighs it out"
 
 
@@ -206,6 +220,7 @@ def _check_recomputed(
         torch.stack([*map(torch.Tensor.double, sums)]), reduce
     ).tolist()
     mean = later / max(number, 1.0)
+
     usual = others / rest if rest else tolerance.mean
     if number >= LEAST_BEHIND and mean > max(tolerance.mean, BEHIND_FACTOR * usual):
         raise TrustError(
@@ -223,6 +238,7 @@ def _cause(batch: Batch, metrics: Mapping[str, float]) -> str:
             "; and sampling is truncated or penalised, so the sampling policy differs from the "
             "trained one"
         )
+
     if metrics["mismatch/same_version/share"] < 1:
         message += "; tokens of older weights, which may differ by staleness, are not included"
     return message
@@ -234,8 +250,10 @@ def _is_shifted(rollout: Tensor, trainer: Tensor, counted: Tensor) -> bool:
     pairs = counted[:, 1:] & counted[:, :-1]
     if int(pairs.sum()) < 2:
         return False
+
     direct = (trainer - rollout)[:, 1:][pairs].abs().mean()
     ahead = trainer[:, 1:] - rollout[:, :-1]
     behind = trainer[:, :-1] - rollout[:, 1:]
     nearest = min(ahead[pairs].abs().mean(), behind[pairs].abs().mean())
+
     return bool(nearest * SHIFT_FACTOR < direct)

@@ -32,10 +32,12 @@ class Moments:
         count = float(global_sum((mask > 0).sum().double(), reduce))
         if count == 0:
             return self
+
         mean = float(global_sum(inside.sum(), reduce)) / count
         squares = float(global_sum(under_mask((inside - mean) ** 2, mask).sum(), reduce))
         total = self.count + count
         apart = mean - self.mean
+
         return Moments(
             total,
             self.mean + apart * count / total,
@@ -95,18 +97,22 @@ class Normalization:
                 raise ValueError(
                     "group_size needs episode_index, because it splits groups by episode"
                 )
+
             runs = torch.div(episode_index, self.group_size, rounding_mode="floor")
             group_index = torch.unique(
                 torch.stack([group_index, runs]), dim=1, return_inverse=True
             )[1]
+
         groups = Groups(group_index, valid)
         counted = (mask > 0) & groups.valid[:, None]
+
         centred = under_mask(values.double(), counted)
         if self.mean_level == "running":
             assert moments is not None
             centred = under_mask(centred - moments.mean, counted)
         elif self.mean_level is not None:
             centred = self._centred(centred, _Pool(self.mean_level, groups, counted, reduce))
+
         if self.std_level == "running":
             assert moments is not None
             centred = centred / (moments.std(self.std_unbiased) + self.eps)
@@ -116,19 +122,23 @@ class Normalization:
             std = (pool.sum(centred.square()) / freedom.clamp(min=1)).sqrt()
             undefined = (freedom < 1) | (pool.is_one_sample & self.std_unbiased)
             centred = centred / (torch.where(undefined, 1.0, std) + self.eps)
+
         return centred
 
     def _centred(self, values: Tensor, pool: "_Pool") -> Tensor:
         count = pool.count
         middle = pool.sum(values) / count.clamp(min=1)
+
         # differences of large values are exact, their mean is not
         near = under_mask(values - middle, pool.counted)
         total = pool.sum(near)
+
         mean = total / count.clamp(min=1)
         if self.mean_leave1out:
             mean = torch.where(count > 1, (total - near) / (count - 1).clamp(min=1), -middle)
             # no other sample: AReaL takes the value itself
             mean = torch.where(pool.is_one_sample, near, mean)
+
         equal = (count > 1) & (pool.max(values) == -pool.max(-values))
         return under_mask(torch.where(equal, 0.0, near - mean), pool.counted)
 

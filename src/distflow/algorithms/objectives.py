@@ -57,6 +57,7 @@ def compute_value_loss(
     plain = _loss(predictions - returns, value_loss, huber_delta)
     if cliprange_value is None:
         return plain, {"vpred_mean": predictions.detach()}
+
     near = predictions.clamp(values - cliprange_value, values + cliprange_value)
     clipped = _loss(near - returns, value_loss, huber_delta)
     stats = {"vf_clipfrac": (clipped > plain).to(plain.dtype), "vpred_mean": predictions.detach()}
@@ -144,15 +145,18 @@ class PolicyObjective(_Objective):
             self.policy_loss = find_policy_loss(self.loss)
         else:
             self.policy_loss = self.loss
+
         self.options = self.policy_loss.call_options(self.options)
         if self.kl_loss_type is not None:
             self.kl_loss_type = check_kl_type(self.kl_loss_type)
+
         threshold = self.off_policy_mask_threshold
         if threshold is not None and not threshold > 0:
             raise ValueError(
                 "off_policy_mask_threshold must be positive (nats a token, e.g. 0.5), not "
                 f"{threshold}"
             )
+
         more = {
             *self.policy_loss.reads,
             *self.policy_loss.optional,
@@ -163,15 +167,18 @@ class PolicyObjective(_Objective):
                 "actor_rollout_ref.actor.policy_loss=vanilla, or algorithm.logprob_level=token "
                 f"instead of {self.logprob_level}"
             )
+
         if "prox_log_probs" in self.policy_loss.reads:
             self._anchor = "prox_log_probs"
         else:
             self._anchor = "old_log_probs"
+
         self.scalar_loss: ScalarLossAdapter | None = None
         if self.policy_loss.returns_scalar:
             self.scalar_loss = ScalarLossAdapter(
                 self.policy_loss, self.loss_agg_mode, self.loss_scale_factor, self.actor
             )
+
             if self.weights_field is not None and not self.policy_loss.takes_weights:
                 raise ValueError(
                     f"policy loss '{self.policy_loss.name}' takes no rollout_is_weights; add the "
@@ -194,6 +201,7 @@ class PolicyObjective(_Objective):
             else ()
         )
         weighed = ("rollout_log_probs",) if self.correction is not None else ()
+
         own = self.policy_loss.reads
         if self.interpolates:
             own = (
@@ -201,12 +209,15 @@ class PolicyObjective(_Objective):
                 "prox_alpha",
                 *(name for name in own if name != "prox_log_probs"),
             )
+
         if self.derives_old:
             own = tuple(name for name in own if name != "old_log_probs")
+
         if self.domains:
             others = ("domain", *(name for each in self.domains.values() for name in each.reads))
         else:
             others = ()
+
         turns = ("turn_index",) if self.logprob_level != "token" else ()
         return tuple(
             dict.fromkeys((*own, "loss_mask", *turns, *extra, *weights, *masked, *weighed, *others))
@@ -221,6 +232,7 @@ class PolicyObjective(_Objective):
             for name in each.optional:
                 if name not in self.reads:
                     others.append(name)
+
         return tuple(dict.fromkeys((*self.policy_loss.optional, *old, *others)))
 
     def counts(self, batch: Batch) -> Counts:
@@ -230,6 +242,7 @@ class PolicyObjective(_Objective):
         mask = batch["loss_mask"]
         if self.logprob_level == "token":
             return found
+
         return found | {
             "units": float((sum_by_turn(torch.ones_like(mask), self._units(batch, mask)) > 0).sum())
         }
@@ -245,10 +258,12 @@ class PolicyObjective(_Objective):
         mask = micro["loss_mask"]
         weights = token_weights(mask, self.loss_agg_mode, counts, self.loss_scale_factor)
         fields = self._fields(micro, log_probs, mask)
+
         if self.domains:
             loss, sums = self._terms_by_domain(log_probs, micro, counts)
         else:
             loss, sums = self._policy_term(log_probs, micro, fields, counts)
+
         sums["pg_loss"] = loss
         anchored = fields if self._anchor in fields else micro
         if self._anchor in anchored:
@@ -259,17 +274,20 @@ class PolicyObjective(_Objective):
 
         entropy = under_mask(outputs["entropy"], mask)
         sums[_PER_TOKEN + "entropy"] = entropy.detach().double().sum()
+
         if self.entropy_coef:
             loss = loss - self.entropy_coef * weighted_sum(entropy, weights)
             sums["loss_term/entropy"] = abs(self.entropy_coef) * weighted_sum(
                 entropy.abs(), weights
             )
+
         if self.kl_loss_type is not None:
             reference = under_mask(micro["ref_log_prob"], mask)
             kl = kl_estimate(under_mask(log_probs, mask), reference, self.kl_loss_type)
             kl_loss = sums["kl_loss"] = weighted_sum(kl, weights)
             sums["loss_term/kl"] = abs(self.kl_loss_coef) * weighted_sum(kl.abs(), weights)
             loss = loss + self.kl_loss_coef * kl_loss
+
         return loss, _without_gradient({"loss": loss} | sums)
 
     def _terms_by_domain(
@@ -282,6 +300,7 @@ class PolicyObjective(_Objective):
         total = log_probs.new_zeros(())
         sums = Sums()
         names = [name if name in self.domains else None for name in micro["domain"]]
+
         for domain, part in ((None, self), *self.domains.items()):
             rows = torch.tensor(
                 [name == domain for name in names], dtype=torch.bool, device=mask.device
@@ -291,6 +310,7 @@ class PolicyObjective(_Objective):
             total = total + loss
             own |= {} if domain is None else {f"pg_loss/{domain}": loss}
             sums |= {name: sums.get(name, 0.0) + value for name, value in own.items()}
+
         return total, sums
 
     def _policy_term(
@@ -299,6 +319,7 @@ class PolicyObjective(_Objective):
         """The policy loss's share, and its sums."""
         if self.logprob_level == "token":
             return self._term(log_probs, micro, fields, counts)
+
         mask = fields["loss_mask"]
         units = self._units(micro, fields["loss_mask"])
         columns = {"log_probs": log_probs, **fields, "loss_mask": torch.ones_like(mask)}
@@ -308,6 +329,7 @@ class PolicyObjective(_Objective):
         of_units = {**counts, "tokens": counts["units"]}
         loss, sums = self._term(own.pop("log_probs"), micro, own, of_units)
         size = counts["tokens"] / max(counts["units"], 1.0)  # statistics are means over units
+
         return loss, {
             name: value * size if name.startswith(_PER_TOKEN) else value
             for name, value in sums.items()
@@ -327,19 +349,23 @@ class PolicyObjective(_Objective):
     ) -> tuple[Tensor, Sums]:
         mask = fields["loss_mask"]
         correction, measured = self._weights(log_probs, micro, fields)
+
         if self.scalar_loss is not None:
             loss, stats = self.scalar_loss(log_probs, fields, correction, counts)
             self._check_gradient(log_probs, loss)
             sums: Sums = {_PER_TOKEN + name: value for name, value in stats.items()}
             sums |= {_PER_TOKEN + name: value.double().sum() for name, value in measured.items()}
             return loss, sums | {"loss_term/pg": loss.abs()}
+
         # A user's loss may ignore the mask.
         current = under_mask(log_probs, mask)
         per_token, token_stats = self._per_token(current, fields)
         self._check_gradient(log_probs, per_token)
+
         if correction is not None:
             per_token = per_token * correction
             token_stats = {**token_stats, **measured}
+
         if self.off_policy_mask_threshold is not None:
             keep = off_policy_sequence_mask(
                 current,
@@ -350,6 +376,7 @@ class PolicyObjective(_Objective):
             )
             per_token = under_mask(per_token, keep)
             token_stats = {**token_stats, "off_policy_masked": 1.0 - keep}
+
         weights = token_weights(
             mask,
             self.loss_agg_mode,
@@ -361,6 +388,7 @@ class PolicyObjective(_Objective):
             _PER_TOKEN + name: under_mask(value, mask).double().sum()
             for name, value in token_stats.items()
         }
+
         return weighted_sum(per_token, weights), sums | {
             "loss_term/pg": weighted_sum(per_token.abs(), weights)
         }
@@ -379,6 +407,7 @@ class PolicyObjective(_Objective):
         """(correction weights or None, statistics per token of weights computed here)."""
         field = self.weights_field
         mask = fields["loss_mask"]
+
         if self.correction is not None:
             trainer = fields.get("prox_log_probs", log_probs)
             raw, weights = self.correction.weights(trainer, micro["rollout_log_probs"], mask)
@@ -387,6 +416,7 @@ class PolicyObjective(_Objective):
                 "rollout_is_weight": weights,
                 "rollout_is_corrected": changed,
             }
+
         if field is None:
             return None, {}
         return under_mask(micro[field], mask), {}
@@ -403,6 +433,7 @@ class PolicyObjective(_Objective):
                 for value in (loss, *statistics.values())
             ):
                 return loss, statistics
+
         raise UserError(
             f"policy loss '{self.policy_loss.name}' must return (losses, statistics by name), each "
             f"with a number per token, {tuple(log_probs.shape)}, for loss_agg_mode; write `return "
@@ -417,6 +448,7 @@ class PolicyObjective(_Objective):
             columns["prox_log_probs"] = interpolate(
                 *(under_mask(values, mask) for values in inputs)
             )
+
         if self.derives_old and "old_log_probs" in (
             *self.policy_loss.reads,
             *self.policy_loss.optional,
@@ -425,6 +457,7 @@ class PolicyObjective(_Objective):
                 columns["old_log_probs"] = micro["old_log_probs"]
             else:
                 columns["old_log_probs"] = log_probs.detach()
+
         names = [
             *self.policy_loss.reads,
             *(name for name in self.policy_loss.optional if name in micro),
@@ -474,6 +507,7 @@ class ValueObjective(_Objective):
             _PER_TOKEN + name: under_mask(value, mask).double().sum()
             for name, value in stats.items()
         }
+
         return loss, _without_gradient({"loss": loss, "vf_loss": loss} | sums)
 
 
@@ -519,6 +553,7 @@ class PairObjective(_Objective):
             "margin": margins.double(),
         }
         sums = {name: column.sum() / num_pairs for name, column in columns.items()}
+
         return sums["loss"], _without_gradient(sums)
 
 

@@ -105,6 +105,7 @@ class PolicyLoss:
         )
         settings = converted(f"policy loss '{self.name}'", settings, self.fn, self.selects)
         own = {name: value for name, value in settings.items() if name in self.options}
+
         missing = [
             name
             for name, default in self.options.items()
@@ -116,10 +117,12 @@ class PolicyLoss:
                 f"one in {shown_name(self.fn)}, or set "
                 f"actor_rollout_ref.actor.policy_loss_kwargs.{missing[0]}"
             )
+
         if self.check is not None:
             parameters = inspect.signature(self.check).parameters
             values = {**self.options, **self.selection_options, **settings}
             self.check(**{name: value for name, value in values.items() if name in parameters})
+
         return own
 
     def for_selection(self, settings: Mapping[str, object]) -> dict[str, object]:
@@ -177,6 +180,7 @@ class Registry(dict[str, Registered]):
                 f"{self._decorator} in a module of "
                 f"trainer.imports{hint(name, [*self._table, *self])}"
             )
+
         return found
 
     def add(self, name: str, entry: Registered) -> None:
@@ -293,6 +297,7 @@ def converted(
         except Mismatch as error:
             advice = f"; {error.advice}" if error.advice else ""
             raise ValueError(f"option '{name}' of {what} {error.what}{advice}") from None
+
     return values
 
 
@@ -303,6 +308,7 @@ def read_policy_loss(name: str, fn: Callable[..., object]) -> PolicyLoss:
         parameters = inspect.signature(fn).parameters
     except (TypeError, ValueError):
         raise _refused_loss(name, fn, "its parameters cannot be read") from None
+
     if inspect.iscoroutinefunction(fn):
         raise _refused_loss(
             name, fn, "it is async, but losses are called synchronously; write a plain def"
@@ -312,6 +318,7 @@ def read_policy_loss(name: str, fn: Callable[..., object]) -> PolicyLoss:
     if all(wanted in parameters for wanted in SCALAR_LOSS_PARAMETERS):
         if extra := [each for each in required_parameters(fn) if each not in SCALAR_LOSS_ARGUMENTS]:
             raise _refused_loss(name, fn, f"there is no value for '{extra[0]}'; add a default")
+
         return PolicyLoss(
             name,
             fn,
@@ -319,15 +326,18 @@ def read_policy_loss(name: str, fn: Callable[..., object]) -> PolicyLoss:
             optional=("old_log_probs",),
             returns_scalar=True,
         )
+
     open_ended = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
     for wanted in ("log_probs", "loss_mask"):
         if wanted not in parameters and not open_ended:
             raise _refused_loss(name, fn, f"it takes no {wanted}")
+
     for p in parameters.values():
         if p.kind is p.KEYWORD_ONLY and find_field(p.name) is not None:
             raise _refused_loss(
                 name, fn, f"'{p.name}' is a column of the batch: put it before the *"
             )
+
     fields = [
         p
         for p in parameters.values()

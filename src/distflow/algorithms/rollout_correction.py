@@ -69,12 +69,14 @@ class Correction:
             if self.rollout_is == "geometric":
                 total = total / (loss_mask > 0).sum(dim=-1, keepdim=True).clamp(min=1)
             log_ratio = total.expand_as(log_ratio)
+
         raw = log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
         if isinstance(threshold, tuple):
             lower, upper = threshold
             weights = torch.where((raw <= upper) & (raw >= lower), raw, torch.zeros_like(raw))
         else:
             weights = raw.clamp(max=threshold)
+
         return under_mask(raw, loss_mask), under_mask(weights, loss_mask)
 
 
@@ -99,6 +101,7 @@ def compute_rollout_weights(
     """
     raw, weights = correction.weights(old_log_probs, rollout_log_probs, loss_mask)
     level = correction.rollout_is
+
     stats = {
         "rollout_is_mean": float(masked_mean(raw, loss_mask, reduce)),
         "rollout_is_max": _global_max(raw, reduce),
@@ -116,6 +119,7 @@ def compute_rollout_weights(
             stats["rollout_is_batch_norm_factor"] = factor
         else:
             stats["rollout_is_batch_norm_factor"] = 1.0
+
     return weights.float(), stats
 
 
@@ -141,6 +145,7 @@ def mismatch_statistics(
     difference = raw_log_ratio(trainer_log_probs, rollout_log_probs, mask).double()
     log_ratio = difference.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
     size = difference.abs()
+
     # the difference is 0 and the weight 1 outside the mask
     weights = log_ratio.exp()
     inside = mask > 0
@@ -153,6 +158,7 @@ def mismatch_statistics(
         inside.sum().double(),
     ]
     gaps, k3, total, squares, count = global_sum(torch.stack(sums), reduce).tolist()
+
     return {
         "mean_abs": gaps / max(count, 1.0),
         "max_abs": _global_max(size, reduce),
@@ -197,6 +203,7 @@ def compute_rejection_mask(
     difference = raw_log_ratio(old_log_probs.detach(), rollout_log_probs.detach(), loss_mask)
     log_ratio = difference.double().clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
     inside = loss_mask > 0
+
     kept = inside
     statistics = {}
     for name, (lower, upper) in zip(rollout_rs, bounds, strict=True):
@@ -207,10 +214,12 @@ def compute_rejection_mask(
         kept = kept & passes
         statistics[f"{name}_mean"] = float(masked_mean(measured, loss_mask, reduce))
         statistics[f"{name}_masked"] = float(masked_mean((~passes).double(), loss_mask, reduce))
+
     statistics["masked"] = float(masked_mean((~kept).double(), loss_mask, reduce))
     counts = torch.stack([rows.any(dim=-1).sum().double() for rows in (inside & ~kept, inside)])
     num_masked, num_rows = global_sum(counts, reduce).unbind()
     statistics["seq_masked"] = float(num_masked / num_rows.clamp(min=1))
+
     return torch.where(kept, loss_mask, torch.zeros_like(loss_mask)).float(), statistics
 
 
@@ -227,6 +236,7 @@ def _measure(name: str, log_ratio: Tensor, inside: Tensor) -> Tensor:
         return divergence
     if level == "seq_max":
         return divergence.amax(dim=-1, keepdim=True).expand_as(divergence)
+
     total = divergence.sum(dim=-1, keepdim=True)
     if level == "seq_mean":
         total = total / inside.sum(dim=-1, keepdim=True).clamp(min=1)

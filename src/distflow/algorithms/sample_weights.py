@@ -38,16 +38,19 @@ def length_weights(
     the longest; the first if all lengths are equal. lengths, valid: `(bs,)`."""
     lengths = lengths.double()
     known = lengths[valid.bool()]
+
     ends = torch.full((2,), -torch.inf, dtype=torch.float64)
     if known.numel():
         # of the shortest length the sign is turned, so that the ranks take two maxima
         ends = torch.stack([-known.min(), known.max()])
+
     if reduce is not None:
         ends = reduce.max(ends)
     span = ends[1] + ends[0]
     if not span > 0:
         return torch.full_like(lengths, band[0])
     place = (lengths + ends[0]) / span
+
     return band[0] + (band[1] - band[0]) * place
 
 

@@ -50,11 +50,13 @@ class ScalarLossAdapter:
         other results."""
         mask = fields["loss_mask"]
         old = fields.get("old_log_probs")
+
         num_tokens = float((mask > 0).sum())
         if num_tokens == 0:
             # The loss's own means would divide by zero.
             zero = under_mask(log_probs, torch.zeros_like(log_probs)).sum()
             return zero, dict.fromkeys(SCALAR_LOSS_RETURNS[1:], 0.0)
+
         current = under_mask(log_probs, mask)
         arguments = {
             "old_log_prob": current.detach() if old is None else under_mask(old, mask),
@@ -65,10 +67,12 @@ class ScalarLossAdapter:
             "config": self.config,
             "rollout_is_weights": None if weights is None else under_mask(weights, mask),
         }
+
         with bind_counts(counts, self.scale) as bound:
             result = self.loss.fn(
                 **{k: v for k, v in arguments.items() if self._takes_all or k in self._takes}
             )
+
         pg_loss, *means = result if isinstance(result, tuple) and result else (result,)
         is_number = isinstance(pg_loss, Tensor) and pg_loss.numel() == 1
         if not is_number or len(means) != len(SCALAR_LOSS_RETURNS) - 1:
@@ -82,8 +86,10 @@ class ScalarLossAdapter:
                 "may be torch.zeros(()), and distflow.algorithms.agg_loss makes pg_loss of losses "
                 "per token"
             )
+
         if not bound.used:
             pg_loss = pg_loss * (num_tokens / max(counts["tokens"], 1.0))
+
         # Statistics are tensors, some with gradient, or plain numbers.
         numbers = (float(mean.detach() if isinstance(mean, Tensor) else mean) for mean in means)
         return pg_loss, {

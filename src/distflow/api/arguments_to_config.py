@@ -55,6 +55,7 @@ def to_lines(overrides: Overrides) -> list[str]:
         raise UserError(
             f"overrides are {overrides!r:.80}: pass a dict, or a list of strings 'key=value'"
         )
+
     return list(overrides)
 
 
@@ -100,6 +101,7 @@ def _text(value: Any, key: str) -> str:
             f"{key} is a function: pass it as an argument, e.g. distflow.train(..., "
             "reward=function)"
         )
+
     raise UserError(
         f"{key} is {value!r:.80}, a {type(value).__name__}: a config has numbers, strings, lists "
         "and dicts"
@@ -130,13 +132,16 @@ class PythonInputs:
             is_areals = name == "workflow" and (
                 hasattr(function, "arun_episode") or hasattr(function, "run_episode")
             )
+
             is_class = isinstance(function, type) and name != "workflow"
             if function is not None and not is_areals and (not callable(function) or is_class):
                 raise UserError(
                     f"{name} is {function!r:.80}: pass a function. Named ones are set with {key}"
                 )
+
         if self.reward is None:
             return
+
         from distflow.rewards.function_loading import find_fault, name_of
 
         if not callable(self.reward) or isinstance(self.reward, type):
@@ -155,13 +160,16 @@ class PythonInputs:
             if rows is not None:
                 _check_free(key, name, others)
                 lines += to_lines({key: rows if isinstance(rows, str | Path) else _ROWS_TO_COME})
+
         if self.reward is not None:
             _check_free("custom_reward_function", "reward", others)
             lines += [f"custom_reward_function.path={_REWARD_TO_COME}"]
+
         for name, (key, to_come) in _FUNCTIONS.items():
             if getattr(self, name) is not None:
                 _check_free(key, name, others)
                 lines += [f"{key}={to_come}"]
+
         return lines
 
     def in_python(self, problem: Problem) -> Problem:
@@ -170,12 +178,14 @@ class PythonInputs:
         places = []
         arguments = {key: name for name, (key, _) in _FUNCTIONS.items()}
         arguments["custom_reward_function.path"] = "reward"
+
         for what, where in problem.places:
             argument = arguments.get(what.partition(" = ")[0], "")
             is_passed = getattr(self, argument, None) is not None
             places.append(
                 (argument if is_passed else what, "given" if where == COMMAND_LINE else where)
             )
+
         return replace(problem, places=tuple(places))
 
     def with_files(self, loaded: Loaded) -> Loaded:
@@ -185,16 +195,19 @@ class PythonInputs:
 
         config = loaded.config
         keys = list[str]()
+
         for name in ("reward", "advantage", "loss", "workflow"):
             if getattr(self, name) is not None and not is_rl(config):
                 raise UserError(
                     f"{name} is given, and the pipeline {pipeline_name(config)} does not score "
                     "responses: remove it"
                 )
+
         for key, file, _ in self._files(config):
             files: dict[str, Any] = {f"{key}_files": (str(file),)}
             config = replace(config, data=replace(config.data, **files))
             keys.append(f"data.{key}_files")
+
         if self.reward is not None:
             custom = replace(
                 config.custom_reward_function,
@@ -203,15 +216,18 @@ class PythonInputs:
             )
             config = replace(config, custom_reward_function=custom)
             keys += ["custom_reward_function.path", "custom_reward_function.name"]
+
         functions = {key: f"{file}:{name}" for key, file, name, _ in self._functions(config)}
         config = with_values(config, functions)
         keys = [*keys, *functions]
+
         # Overrides were read as lines of a command line, but there is none.
         origins = {
             key: IN_PYTHON if where == COMMAND_LINE else where
             for key, where in loaded.origins.items()
         }
         origins |= dict.fromkeys(keys, IN_PYTHON)
+
         return replace(loaded, config=config, origins=origins)
 
     def file_lines(self, config: Config) -> list[str]:
@@ -238,8 +254,10 @@ class PythonInputs:
                     f"{name}: the run resumes with its original rows, in {file}; the argument is "
                     "not used"
                 )
+
         if self.reward is not None:
             write_function(self.reward, fingerprint_function(self.reward), _reward_file(config))
+
         for key, file, _, entry in self._functions(config):
             function = getattr(entry, "fn", entry)
             write_function(function, fingerprint_function(function), file, key, entry)
@@ -254,12 +272,14 @@ class PythonInputs:
         for argument, (key, _) in _FUNCTIONS.items():
             entry = getattr(self, argument)
             chosen = str(values[key])
+
             if entry is not None:
                 name = name_of(entry)
             elif is_pickled(chosen):
                 name = split_name(chosen)[1]
             else:
                 name = chosen
+
             if argument in ("advantage", "loss") and is_rl(config):
                 entry = entry_to_send(key, name, config, entry)
             if entry is not None:

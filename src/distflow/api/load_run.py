@@ -102,6 +102,7 @@ class Run:
                 f"step={step}: the run has {self.num_steps} steps: pass one of them, or -1 for the "
                 "last"
             )
+
         timeline = run_reader.read_timeline(self.folder, max_bytes=None)
         rows = Table()
         for name in run_reader.sample_splits(self.folder) if split is None else [split]:
@@ -111,6 +112,7 @@ class Run:
             ]:
                 found = run_reader.read_samples(self.folder, number, name, timeline, max_bytes=None)
                 rows += [{"step": number, "split": name, **row} for row in found]
+
         return rows
 
     def events(self, kind: str | None = None) -> Table:
@@ -146,10 +148,12 @@ class Run:
             import duckdb
         except ImportError as error:
             raise UserError("run.sql needs DuckDB: pip install 'distflow[ui]'") from error
+
         named = [name for name in VIEWS if name in query.lower()]
         with tempfile.TemporaryDirectory() as folder, duckdb.connect() as connection:
             file = Path(folder) / "views.sql"
             write_views([self.folder], file, named)
+
             try:
                 connection.execute(file.read_text("utf-8"))
                 cursor = connection.execute(query)
@@ -157,6 +161,7 @@ class Run:
                 rows = cursor.fetchall()
             except duckdb.Error as error:
                 raise UserError(f"the query cannot be answered: {error}") from error
+
         return Table(dict(zip(columns, row, strict=True)) for row in rows)
 
     def compare(self, others: "Sequence[Run | str | Path]") -> Table:

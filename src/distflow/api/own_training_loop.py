@@ -67,10 +67,12 @@ def rollouts(
         has_data = any(data_files(named, "train_files").values())
         if not has_data:
             inputs = replace(inputs, data=_unused_rows(named))
+
     loaded = read(preset_or_config, overrides, inputs, resume)
     _check_own_loop(loaded)
     _check_should_accept(should_accept)
     check_keys(allow_change)
+
     return Rollouts(loaded, inputs, should_accept, tuple(allow_change), has_data=has_data)
 
 
@@ -88,6 +90,7 @@ def _check_own_loop(loaded: Loaded) -> None:
     """Raises UserError for what only `distflow.train` can do."""
     config = loaded.config
     trainer = config.trainer
+
     if not is_rl(config):
         raise UserError(
             f"the pipeline {pipeline_name(config)} does not generate: run it with distflow.train"
@@ -103,6 +106,7 @@ def _check_own_loop(loaded: Loaded) -> None:
         )
     if trainer.launcher == "local" and not is_one_process(config):
         raise UserError("your own loop needs Ray for several processes: set trainer.launcher=ray")
+
     key = "actor_rollout_ref.rollout.free_cache_engine"
     origin = loaded.origin(key)
     if config.actor_rollout_ref.rollout.free_cache_engine and not is_verls(origin):
@@ -166,15 +170,19 @@ class Rollouts:
 
         if self._running is not None:
             raise UserError("these rollouts have already been entered")
+
         with ExitStack() as stack:
             stack.enter_context(claimed_for_a_run(self.config.trainer.run_dir))
             self._spec_entered = spec = self._spec()
             self._pipeline = spec.pipeline()
+
             if self.config.trainer.launcher == "ray":
                 self._running = stack.enter_context(open_ray(spec, self._allow_change, say))
             else:
                 self._running = stack.enter_context(open_local(spec, self._allow_change, say))
+
             self._stack = stack.pop_all()
+
         return self
 
     def __exit__(self, *exception: Any) -> None:
@@ -204,6 +212,7 @@ class Rollouts:
                 "prepare_batch takes rows of data, but there is no data: pass data=..., or submit "
                 "and wait"
             )
+
         self._entered.intake.open_data(of_group)
         return self._take(self.config.data.train_batch_size, timeout)
 
@@ -263,6 +272,7 @@ class Rollouts:
         self._refuse_domains("wait")
         if not isinstance(count, int) or isinstance(count, bool) or count < 1:
             raise UserError(f"wait({count!r}): pass a number of prompt groups, at least 1")
+
         batch = self._take(count, timeout)
         if batch is None:
             steps = self._spec_entered.data.total_steps
@@ -270,6 +280,7 @@ class Rollouts:
                 f"wait({count}): all {steps} steps of the run are done "
                 "(trainer.total_training_steps)"
             )
+
         return batch
 
     def train(self, batch: "Batch") -> dict[str, float]:
@@ -286,11 +297,13 @@ class Rollouts:
                 "train: the only update of this step is done, and afterwards the ratio is no "
                 "longer 1. To train on a step in parts, set algorithm.recompute_old_log_probs=true"
             )
+
         trained, metrics = self._entered.worker.learn(
             sorted(set(batch["group_index"].tolist())), batch
         )
         batch.copy_columns(trained, **{name: name for name in trained.names})
         self._updates.append(metrics)
+
         return metrics
 
     def apply(self, batch: "Batch", function: Callable[["Batch"], object]) -> None:
@@ -334,11 +347,13 @@ class Rollouts:
 
         worker = self._entered.worker
         self._refuse_early_publish()
+
         if not self._updates:
             say(
                 "warning: publish ends a step in which nothing was trained: call train or "
                 "actor.train_step before it"
             )
+
         common = set.intersection(*(set(part.batch.names) for part in self._parts))
         batches = []
         for part in self._parts:
@@ -349,6 +364,7 @@ class Rollouts:
         self._parts = []
         self._updates = []
         self._num_requests = 0
+
         return recorded
 
     def pause(self) -> None:
@@ -406,6 +422,7 @@ class Rollouts:
                     "the rollouts have ended with their `with` block: call this inside it"
                 )
             raise UserError("enter the rollouts first: with distflow.rollouts(...) as rollouts:")
+
         return self._running
 
     def _of_group(self, should_accept: ShouldAccept | None, workflow: object) -> Any:
@@ -432,9 +449,11 @@ class Rollouts:
                 raise UserError(
                     "without data the number of steps is unknown: set trainer.total_training_steps"
                 )
+
             spec = replace(
                 spec, description={**spec.description, "data": "prompts submitted by the loop"}
             )
+
         spec = replace(spec, checks_steps=False)
         self.config = spec.config
         return replace(
@@ -448,6 +467,7 @@ class Rollouts:
                 "publish ends a step, but no batch was taken since the last: prepare_batch or wait "
                 "first"
             )
+
         owed = self._entered.intake.standing().num_owed
         if owed:
             plan = self._spec_entered.data
@@ -476,6 +496,7 @@ class Rollouts:
                 UserError("a wait for groups was interrupted: call distflow.rollouts again")
             )
             raise
+
         if part is None:
             return None
         self._parts.append(part)
@@ -488,6 +509,7 @@ class Rollouts:
                 f"the pipeline '{self._pipeline.graph_id}' has no {name}: none of its nodes uses "
                 "one"
             )
+
         return engine
 
     def _request(
@@ -497,11 +519,13 @@ class Rollouts:
 
         worker = self._entered.worker
         spec = self._spec_entered
+
         if isinstance(prompt_ids, str) or not all(isinstance(token, int) for token in prompt_ids):
             raise UserError(
                 f"generate: {prompt_ids!r:.80} is not a prompt of token ids: pass "
                 "rollouts.tokenizer.encode(text)"
             )
+
         together = any({"actor", "rollout"} <= {*rank.engines} for rank in spec.plan.ranks)
         if self._updates and spec.shares_weights and together:
             raise UserError(
@@ -509,6 +533,7 @@ class Rollouts:
                 "publish, and have no version yet: publish first, or set async.max_staleness=1, "
                 "where it has weights of its own"
             )
+
         self._num_requests += 1
         stream = Stream(spec.config.trainer.seed, "own", worker.step, self._num_requests)
         return GenerateRequest(
@@ -545,10 +570,12 @@ class _CheckedEngine:
                 f"batch does not have: write batch['{missing[0]}'] = ... before, or call "
                 "rollouts.train(batch), which computes all columns"
             )
+
         metrics = self._rollouts._entered.worker.train_step(self._role, batch, loss_fn)
         self._rollouts._updates.append(
             {f"{self._role}/{name}": value for name, value in metrics.items()}
         )
+
         return metrics
 
     def __getattr__(self, name: str) -> Any:
@@ -579,7 +606,9 @@ def _over_updates(updates: list[dict[str, float]]) -> dict[str, float]:
         if metric.rpartition("/")[2] in COUNTED:
             found[name] = sum(update[name] for update in having)
             continue
+
         stepped = [update for update in having if not update.get(f"{role}/empty")]
         values = [update[name] for update in stepped or having]
         found[name] = sum(values) / len(values)
+
     return found

@@ -31,6 +31,7 @@ def read(
     """The checked config, with the files for rows and reward. Raises UserError."""
     preset, lines = preset_and_lines(preset_or_config, overrides)
     say(f"distflow {__version__} · {preset}")
+
     lines = [*lines, *inputs.lines(lines), *resume_override(resume)]
     try:
         loaded = load_config(preset, lines, needed=NEEDED_TO_TRAIN)
@@ -42,6 +43,7 @@ def read(
             )
     except ConfigError as error:
         raise ConfigError([inputs.in_python(problem) for problem in error.problems]) from None
+
     loaded = inputs.with_files(loaded)
     for line in loaded.notes:
         say(line)
@@ -56,6 +58,7 @@ def make_spec_of(inputs: PythonInputs, loaded: Loaded, *, has_data: bool = True)
         warnings.filterwarnings("ignore", message="IProgress not found")
         from distflow.launch.dry_run_of_user_code import try_users_code
         from distflow.launch.make_spec import make_spec
+
     _write(inputs, loaded.config)
     try:
         spec = make_spec(loaded, say)
@@ -65,6 +68,7 @@ def make_spec_of(inputs: PythonInputs, loaded: Loaded, *, has_data: bool = True)
             raise
         what = "remove it, or give the workflow a parameter `reward_fn` and await that"
         raise UserError(f"reward: nothing in this pipeline calls it: {what}") from error
+
     for line in describe(spec.config):
         say(line)
     if has_data:
@@ -93,16 +97,20 @@ def preset_and_lines(
     on several."""
     if not isinstance(config, Mapping):
         return str(config), to_lines(overrides)
+
     values = dict(config)
     named = values.pop("defaults", None)
     lines = [*to_lines(values), *to_lines(overrides)]
+
     if named is None:
         texts = {key_of(line): line.partition("=")[2].strip("'\"") for line in lines}
         named = base_preset({key: text for key, text in texts.items() if text != "null"})
+
     several = named if isinstance(named, list | tuple) else [named]
     presets = [name for name in several if name != "_self_"]
     if len(presets) != 1 or not isinstance(presets[0], str):
         raise UserError(f"defaults is {named!r}: name the single preset that the config builds on")
+
     return presets[0], lines
 
 
@@ -168,10 +176,12 @@ def train(
     inputs = PythonInputs(data, val_data, reward, advantage, loss, pipeline, workflow)
     loaded = read(preset_or_config, overrides, inputs, resume)
     check_keys(allow_change)
+
     with claimed_for_a_run(loaded.config.trainer.run_dir):
         spec = make_spec_of(inputs, loaded)
         launch = cast("Launch", load(launch_target(spec.config)))
         outcome = launch(spec, LaunchOptions(tuple(allow_change), say, callbacks, embedded=True))
+
     run = Run(spec.run_dir)
     for line in [] if outcome is None else outcome.lines():
         say(line)
@@ -202,11 +212,13 @@ def train_several(
             lines = [*lines, *to_lines(overrides)]
             inputs = PythonInputs(**given)
             read_runs[name] = inputs, read(preset, lines, inputs, None), [preset, *lines]
+
     check_side_by_side({name: loaded.config for name, (_, loaded, _) in read_runs.items()})
     for name, (inputs, loaded, words) in read_runs.items():
         with blaming(name):
             _write(inputs, loaded.config)
             words += inputs.file_lines(loaded.config)
+
     commands = {name: words for name, (_, _, words) in read_runs.items()}
     planned, ended = run_several(commands, SeveralOptions(say=say, embedded=True))
     if ended.failed:
@@ -214,4 +226,5 @@ def train_several(
             f"{', '.join(ended.failed)} failed, as the last lines of each say: the same call "
             "resumes it"
         )
+
     return {run.name: Run(run.run_dir) for run in planned}

@@ -26,6 +26,7 @@ def check_advantages(recorded: RecordedStep) -> str | None:
     node = next((node for node in nodes if "advantages" in node.contract.writes), None)
     if node is None or "advantages" not in recorded.batch:
         return NOT_APPLICABLE
+
     batch = recorded.batch
     rows = list(range(len(batch)))
     if node.contract.scope != "global":
@@ -35,25 +36,30 @@ def check_advantages(recorded: RecordedStep) -> str | None:
         groups = batch["group_index"].tolist()
         longest = groups[int(batch.lengths("response").argmax())]
         rows = [row for row, group in enumerate(groups) if group == longest]
+
     alone = batch.select(rows)
     again = _tensors(recorded.run.call_estimator(alone), alone)
     if not again:
         return "no estimator of the training loop writes advantages"
+
     for name, values in zip(("advantages", "returns"), again, strict=False):
         if name not in alone:
             continue
+
         wrong = _first_wrong(alone, alone[name], values)
         if wrong is None:
             continue
         if not is_builtin(node.fn):
             recorded.run.warn(_users_fault(node))
             return "the estimator is yours, and does not depend on its group alone"
+
         row, token = wrong
         raise Wrong(
             f"{name} of sample {alone['uid'][row]} is {float(alone[name][row, token]):g} at token "
             f"{token}, but the estimator, called again, gives {float(values[row, token]):g}: "
             "advantages were assigned to other samples, or changed after they were computed"
         )
+
     return None
 
 
@@ -74,10 +80,12 @@ def _tensors(output: object, batch: Batch) -> list[Tensor]:
     if isinstance(output, Mapping | Batch):
         output = [output[name] for name in ("advantages", "returns") if name in output]
     values = output if isinstance(output, tuple | list) else (output,)
+
     found = list[Tensor]()
     for each in values:
         if isinstance(each, Tensor):
             found.append(batch.pad(each, "response") if each.dim() == 1 else each)
+
     return found
 
 

@@ -70,9 +70,11 @@ class Canary:
         largest = gap["mismatch/max_abs"]
         limits = self._limits
         least = self.tolerance.mean
+
         if limits is None or at_start:
             limits = (self.tolerance.hold, float("inf"))
             self._limits = (max(self.GROWTH * mean, least), max(self.GROWTH * largest, 10 * least))
+
         if not (mean <= limits[0] and largest <= limits[1]):
             raise TrustError(
                 "canary: on fixed prompts the log-probs of engine and trainer differ by "
@@ -80,6 +82,7 @@ class Canary:
                 f"{limits[1]:.3g}). Likely causes: weights that did not arrive, KV kept from older "
                 "weights, a prefix cache not keyed by version, another temperature"
             )
+
         return {"canary/mean_abs": mean, "canary/max_abs": largest}
 
     async def generate_responses(self) -> Batch:
@@ -105,6 +108,7 @@ class Canary:
             given = Segment("prompt", prompt, images=images)
             if not agent:
                 return Sample(f"{row}-0", row, [given, drawn])
+
             return Sample(f"{row}-0", row, [given, given, drawn], forks=((agent, 0),))
 
         agents = self.agents or {"": ""}
@@ -113,6 +117,7 @@ class Canary:
             for policy, agent in agents.items()
             for each in enumerate(self.prompts)
         ]
+
         return Batch.from_samples(await asyncio.gather(*(sample(*each) for each in wanted)))
 
 
@@ -122,6 +127,7 @@ def make_canary(spec: Spec, resources: Resources) -> Canary:
     longest = spec.config.data.max_prompt_length + max(
         spec.sampling.max_tokens - Canary.NUM_TOKENS, 0
     )
+
     return Canary(
         resources.rollout,
         resources.actor,

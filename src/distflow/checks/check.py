@@ -46,6 +46,7 @@ def check_tokens(sample: Sample, column: str, expected: Tensor, wrong: Tensor, r
     the expected value."""
     if not bool(wrong.any()):
         return
+
     token = int(wrong.nonzero()[0])
     raise Wrong(
         f"{column} of sample {sample['uid']} is {float(sample[column][token]):g} at token {token} "

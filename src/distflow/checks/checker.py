@@ -123,9 +123,11 @@ class Checker:
         records = self.groups.take(group_ids)
         if not self._is_on:
             return
+
         # Decided once for all ranks, since clocks differ.
         self._is_due = bool(self._ranks.max(float(self._schedule.is_due(step))))
         self._run.older_weights.forget(step - self._run.spec.data.max_staleness - 1)
+
         with self._schedule.timed():
             every = self._run.spec.update_frequency
             expected = max(self._first_step, step - step % every)
@@ -134,6 +136,7 @@ class Checker:
                     f"step {step + 1} begins with version {synced_version} sent, but {expected} is "
                     "due"
                 )
+
             if synced_version == step:
                 self._remember_weights(step)
             self._taken = RecordedStep(
@@ -155,13 +158,16 @@ class Checker:
         actor = run.resources.actor
         if actor is None:
             return
+
         model = actor.model if isinstance(actor, OpenEngine) else None
         is_spread = model is not None and run.passes.is_spread(model)
+
         # all ranks take part in making sharded weights whole
         if self._is_due and (run.resources.rollout is not None or is_spread):
             served = run.engine_hashes()
             weights = ((name, weight) for name, weight in actor.weights() if name in served)
             self._sent_hashes = stripe_hashes(weights, run.spec.weight_dtype)
+
         if model is not None and not is_spread and self._schedule.expects(version):
             run.older_weights.keep(version, model)
 
@@ -169,8 +175,10 @@ class Checker:
         taken = self._taken
         if taken is None:
             return
+
         is_written = "advantages" in batch and "advantages" not in taken.batch
         taken.batch = batch
+
         if is_written and self._is_due:
             now = replace(taken)  # without what it has cached of its samples
             with self._schedule.timed(), global_random_states.lent():
@@ -180,13 +188,16 @@ class Checker:
         taken = self._taken
         if taken is None:
             return loss
+
         with self._schedule.timed():
             self._check("gradients", lambda _: check_cleared(role, engine), taken)
             if not self._is_due:
                 return loss
+
             recorded = self._recorded or self._begin(taken)
             self._watch = UpdateWatch(role, engine, batch, loss)
             number = len(recorded.updates_of(role))
+
             others = drawn_update(role, recorded.step, planned_updates(recorded, role))
             if number in (0, others):
                 with global_random_states.lent():  # a user's loss may draw
@@ -194,6 +205,7 @@ class Checker:
                     why_not = self._check(check_losses.name, run, recorded)
                     if why_not is not None:
                         self._found[check_losses.name] = why_not
+
             self._watch.begin(recorded.step)
             return self._watch
 
@@ -218,6 +230,7 @@ class Checker:
         taken = self._taken
         if taken is None:
             return found
+
         with self._schedule.timed(), global_random_states.lent(), _on_one_thread():
             if self._is_due:
                 recorded = self._recorded or self._begin(taken)
@@ -225,6 +238,7 @@ class Checker:
                 self._found = {**self._check_all(all_checks.AFTER, recorded), **self._found}
                 self._report(f"step {step + 1}", self._ranks.gather(self._found))
                 self._found = {}
+
         self._taken = None
         self._recorded = None
         return found
@@ -238,6 +252,7 @@ class Checker:
     def validated(self, step: int, rows: Facts, metrics: Mapping[str, float]) -> None:
         if not self._is_on:
             return
+
         every = self._run.spec.update_frequency
         version = max(self._first_step, step - step % every)
         what = f"the validation after step {step}"
@@ -251,6 +266,7 @@ class Checker:
         group = record.prompt_group
         if not self._schedule.is_due(group.version):
             return
+
         with self._schedule.timed():
             records = {group.group_id: record}
             part = RecordedStep(self._run, group.version, records, (), batch, None, {}, {})
@@ -280,6 +296,7 @@ class Checker:
         """See `Check.run`."""
         if isinstance(seen, RecordedStep) and not what:
             what = f"step {seen.step + 1}"
+
         try:
             found = run(seen)
         except Wrong as wrong:
@@ -287,6 +304,7 @@ class Checker:
         except Exception as err:  # an error in a check must not end a healthy run
             found = f"the check itself failed: {type(err).__name__}: {err}"
             self._run.warn(f"the check '{name}' could not be made: {type(err).__name__}: {err}")
+
         return found
 
     def _report(self, what: str, every: Sequence[dict[str, str | None]], of: str = "step") -> None:
@@ -300,10 +318,12 @@ class Checker:
                 not_checked[name] = why_not
             elif None in found:
                 passed.append(name)
+
         if not_checked and not self._has_told:
             self._has_told = True
             reasons = "; ".join(f"{name} ({why_not})" for name, why_not in not_checked.items())
             self._run.inputs.recorder.note("info", f"not checked: {reasons}")
+
         message = f"{what}: {count_of(len(passed), 'check')} passed: {', '.join(passed)}"
         if not_checked:
             message += f"; not checked: {', '.join(not_checked)}"

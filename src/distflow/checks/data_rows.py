@@ -34,24 +34,29 @@ def check_data(run: CheckedRun) -> str | None:
     named = _named_files(run.spec.config)
     is_lazy = run.spec.config.data.lazy
     sets = [run.spec.rows, *(chosen.rows for chosen in run.spec.validation)]
+
     unread = set[str]()
     for rows in sets:
         lines = set[str]()
         for row in _some(rows, is_lazy):
             place = ORIGIN.fullmatch(row.origin)
+
             # a conversation may give several texts, and a stream begins again
             may_repeat = row.turns is not None or is_lazy or not row.origin
             if place is not None and named[Path(place[1]).stem] > 1:
                 may_repeat = True
             if row.origin in lines and not may_repeat:
                 raise Wrong(f"{row.origin} is used twice: rows were duplicated")
+
             lines.add(row.origin)
             if place is None:
                 continue
+
             if _is_readable(Path(place[1])):
                 _check_row(run, row, read(Path(place[1]))(int(place[2])))
             else:
                 unread.add(place[1])
+
     if unread:
         return f"not read a second time: {', '.join(sorted(unread))}"
     return None
@@ -68,6 +73,7 @@ def _named_files(config: Config) -> Counter[str]:
                 for path in matching_files(source) or [Path(source.removeprefix("builtin:"))]:
                     own[path.stem] += 1
         found |= own
+
     return found
 
 
@@ -85,6 +91,7 @@ def _some(rows: Sequence[PromptRow], is_lazy: bool) -> list[PromptRow]:
 def _check_row(run: CheckedRun, row: PromptRow, record: Mapping[str, Any]) -> None:
     config = run.spec.config
     wanted = find(record, _setting(config, row.domain, "answer_key"))
+
     # dates and decimals, which the loader converts, are not compared
     wanted_text = json.dumps(wanted, sort_keys=True, default=lambda _: row.ground_truth)
     if json.dumps(row.ground_truth, sort_keys=True) != wanted_text:
@@ -92,17 +99,20 @@ def _check_row(run: CheckedRun, row: PromptRow, record: Mapping[str, Any]) -> No
             f"ground truth of {row.origin} is {row.ground_truth!r:.80}, but {wanted!r:.80} in the "
             "file"
         )
+
     asked = find(record, _setting(config, row.domain, "prompt_key"))
     texts = [asked] if isinstance(asked, str) else _said(asked, "user")
     is_cut = len(row.prompt_ids) >= config.data.max_prompt_length
     if is_cut or row.images or row.turns is not None:
         texts = []
+
     for text in texts:
         if "".join(text.split()) not in "".join(row.prompt_text.split()):
             raise Wrong(
                 f"the prompt of {row.origin} is {row.prompt_text!r:.80}, without {text!r:.80} of "
                 "the file"
             )
+
     if row.response_ids is not None and row.rejected_ids is None:
         _check_response(run, row, record)
 
@@ -113,6 +123,7 @@ def _check_response(run: CheckedRun, row: PromptRow, record: Mapping[str, Any]) 
     tokenizer = run.resources.tokenizer
     data = run.spec.config.data
     ids = list(row.response_ids or ())
+
     response = find(record, data.response_key)
     if row.turns is None and isinstance(response, str):
         tokens = tokenizer(response, add_special_tokens=False, verbose=False)["input_ids"]
@@ -122,10 +133,12 @@ def _check_response(run: CheckedRun, row: PromptRow, record: Mapping[str, Any]) 
                 f"the response of {row.origin} is not the tokens of its text in the file, "
                 f"{response!r:.80}"
             )
+
     messages = find(record, data.messages_key) or ()
     said = _said(json.loads(messages) if isinstance(messages, str) else messages, "assistant")
     if len(said) != len(row.turns or ()):
         return
+
     before = 0
     for content, (start, end) in zip(said, row.turns or (), strict=True):
         whole = tokenizer.decode(ids[before:end])
@@ -146,6 +159,7 @@ def _said(messages: object, role: str) -> list[str]:
             content = None
         if isinstance(content, str) and message.get("role") == role:
             found.append(content)
+
     return found
 
 
@@ -162,6 +176,7 @@ def _read(path: Path) -> Callable[[int], Mapping[str, Any]]:
 
         table = pyarrow.parquet.read_table(path)
         return lambda number: table.slice(number - 1, 1).to_pylist()[0]
+
     lines = path.read_bytes().removeprefix(b"\xef\xbb\xbf").split(b"\n")
     return lambda number: json.loads(lines[number - 1])
 

@@ -68,6 +68,7 @@ class _Draw:
 def check_draws(recorded: RecordedStep) -> str | None:
     if not recorded.is_written("rollout_log_probs"):
         return NOT_APPLICABLE
+
     _no_twins(recorded)
     engine = recorded.config.actor_rollout_ref.rollout.name
     if not ROLLOUT_ENGINES[engine].draws_by_stream:
@@ -76,6 +77,7 @@ def check_draws(recorded: RecordedStep) -> str | None:
             f"the engine '{engine}' draws by random numbers of its own: only cuts and the mean "
             "log-prob are compared"
         )
+
     found = list[_Draw]()
     unlike = ""
     for sample in recorded.samples:
@@ -83,17 +85,21 @@ def check_draws(recorded: RecordedStep) -> str | None:
             continue
         if any(turn.request.params.greedy for turn in recorded.turns(sample)):
             return "greedy draws are not repeated"
+
         own = _draws_of(recorded, sample)
         found += own
         unlike = unlike or _unlike(recorded, sample, own)
+
     if not found:
         return "no sample whose row is known was scored again"
+
     limit = EXACT if recorded.run.is_exact else ROUNDED
     allowed = 0.0 if recorded.run.is_exact else 2 + 0.1 * len(found)
     if not recorded.run.is_exact and len(_missed(found, limit)) > allowed:
         limit = max(limit, ROUNDINGS * moved_draws(recorded))
         if limit > WIDEST:
             return "rounding moves this model's draws too far to distinguish streams"
+
     missed = _missed(found, limit)
     if len(missed) > allowed:
         first = missed[0]
@@ -110,6 +116,7 @@ def check_draws(recorded: RecordedStep) -> str | None:
         raise Wrong(
             f"sampling_log_probs {unlike} that of the distribution that the token was drawn from"
         )
+
     return None
 
 
@@ -120,6 +127,7 @@ def _draws_of(recorded: RecordedStep, sample: Sample) -> list[_Draw]:
     assert group is not None, "called only if it is known"
     stream = Stream(recorded.config.trainer.seed, group.stream, group.epoch, group.row)
     scores, known = recorded.drawn[sample["uid"]]
+
     turns = [
         (turn.request, turn.start, turn.end, turn.conversation) for turn in recorded.turns(sample)
     ]
@@ -127,6 +135,7 @@ def _draws_of(recorded: RecordedStep, sample: Sample) -> list[_Draw]:
         by_the_config = GenerateRequest((), (), recorded.sampling(sample), stream)
         whole = conversations_of(sample)[0]
         turns = [(by_the_config, 0, len(sample["response_ids"]), whole)]
+
     found = list[_Draw]()
     for request, start, end, talk in turns:
         own = stream.fork(talk.name)
@@ -135,6 +144,7 @@ def _draws_of(recorded: RecordedStep, sample: Sample) -> list[_Draw]:
                 f"sample {sample['uid']} drew from the stream of {request.stream}, but its own is "
                 f"{own}"
             )
+
         _by_the_config(recorded, request.params, sample["domain"], talk.name)
         earlier = sample["versions"][max(talk.first, 0) : start] >= 0
         if request.num_drawn < int(earlier.sum()):
@@ -142,12 +152,14 @@ def _draws_of(recorded: RecordedStep, sample: Sample) -> list[_Draw]:
                 "later turns of a sample reuse the random numbers of earlier turns: a request to "
                 "the rollout engine must give in num_drawn the number of tokens sampled before"
             )
+
         key = _key(own, index_of(sample))
         for position in (start + known[start:end].nonzero()[:, 0]).tolist():
             low = float(scores.below[position])
             high = low + float(scores.mass[position])
             uniform = _uniform(key, request.num_drawn + position - start)
             found.append(_Draw(sample["uid"], position, low, high, uniform))
+
     return found
 
 
@@ -156,6 +168,7 @@ def _unlike(recorded: RecordedStep, sample: Sample, draws: list[_Draw]) -> str:
     rounding hides it."""
     if not recorded.run.is_exact:
         return ""
+
     for draw in draws:
         mass = draw.high - draw.low
         if mass <= TINY:
@@ -163,6 +176,7 @@ def _unlike(recorded: RecordedStep, sample: Sample, draws: list[_Draw]) -> str:
         gap = float(sample["sampling_log_probs"][draw.position]) - math.log(mass)
         if not abs(gap) <= LOG_PROB:
             return f"of token {draw.position} of sample {sample['uid']} is {gap:+.3g} away from"
+
     return ""
 
 
@@ -174,6 +188,7 @@ def _follows_the_policy(recorded: RecordedStep) -> None:
     for sample in recorded.samples:
         if sample["uid"] in recorded.drawn:
             scored.append((sample, *recorded.drawn[sample["uid"]]))
+
     outside = sum(int((scores.mass[known] == 0).sum()) for _, scores, known in scored)
     total = sum(int(known.sum()) for *_, known in scored)
     if outside > (1 if recorded.run.is_exact else 2 + 0.1 * total):
@@ -181,6 +196,7 @@ def _follows_the_policy(recorded: RecordedStep) -> None:
             f"{outside} of {total} tokens are outside of what the config's top_k, top_p and min_p "
             "leave: the engine ignores them, or computes with other weights"
         )
+
     sums = recorded.run.state.setdefault("likelihood", [0.0, 0.0, 0.0])
     for sample, scores, known in scored:
         if any(_is_cut(params) for _, params, _ in recorded.sampling_of_tokens(sample)):
@@ -188,8 +204,10 @@ def _follows_the_policy(recorded: RecordedStep) -> None:
         surprise = (scores.log_probs + scores.entropy)[known]
         now = (known.sum(), surprise.sum(), scores.variance[known].sum())
         sums[:] = (KEPT * before + float(more) for before, more in zip(sums, now, strict=True))
+
     number, signed, variance = sums
     moved = abs(signed)
+
     is_unlikely = moved**2 > UNLIKELY * (variance + LARGEST * moved / 3)
     if is_unlikely and moved > MOVED * math.sqrt(variance * number):
         recorded.run.warn(
@@ -213,6 +231,7 @@ def moved_draws(recorded: RecordedStep) -> float:
     samples = scored_samples(recorded)
     if not isinstance(actor, OpenEngine) or not samples:
         return 0.0
+
     rounded = policy_scores(recorded, actor, samples)
     exact = policy_scores(recorded, actor, samples, torch.float32)
     moved = torch.cat([rounded[uid].below - exact[uid].below for uid in rounded])
@@ -232,6 +251,7 @@ def _by_the_config(
     names = ["temperature", "top_p", "top_k", "min_p", "repetition_penalty"]
     if recorded.is_ours("responses"):  # a user's turns may end elsewhere
         names.append("stop")
+
     for name in names:
         wanted = agents.get(name, getattr(own, name, None))
         if getattr(params, name) != (getattr(settings, name) if wanted is None else wanted):
@@ -248,6 +268,7 @@ def _no_twins(recorded: RecordedStep) -> None:
         drawn = sample["action_values" if "action_values" in sample else "response_ids"]
         response = (int(sample["group_index"]), tuple(drawn.tolist()))
         twin = seen.setdefault(response, sample)
+
         nats = float(sample["sampling_log_probs"].sum())
         if twin is not sample and nats < TWIN_NATS:
             raise Wrong(

@@ -17,11 +17,13 @@ def check_weights(recorded: RecordedStep) -> str | None:
         if generates:
             return "the rollout engine is on another worker"
         return NOT_APPLICABLE
+
     if not recorded.sent_hashes:
         return (
             "no weights were synced, or an adapter is applied unmerged, on the trainer's own "
             "storage"
         )
+
     found = recorded.run.engine_hashes()
     different = [name for name, own in recorded.sent_hashes.items() if found.get(name) != own]
     if different:
@@ -30,4 +32,5 @@ def check_weights(recorded: RecordedStep) -> str | None:
             f"its tensors are not the trainer's of that version ({', '.join(different[:4])}): they "
             "were not sent, or not loaded"
         )
+
     return None

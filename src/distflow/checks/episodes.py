@@ -37,17 +37,20 @@ class Said(NamedTuple):
 def check_episodes(recorded: RecordedStep) -> str | None:
     if recorded.config.actor_rollout_ref.rollout.workflow is None:
         return NOT_APPLICABLE
+
     is_any_known = False
     for sample in recorded.some_samples(MOST):
         turns = _turns_of(recorded, sample)
         if turns is None:
             continue
+
         is_any_known = True
         _check_numbers(sample, turns)
         _check_said(recorded, sample, turns)
         _check_scored_text(recorded, sample)
         if sample["reward_errors"] is None and bool(sample["valid"]):
             _check_paid(recorded, sample, turns)
+
     if is_any_known:
         return None
     return "no episode's events are known"
@@ -72,6 +75,7 @@ def _of_trained(recorded: RecordedStep, events: Sequence[tuple[Any, ...]]) -> li
             if not agents[name if name in agents else next(iter(agents))].trainable:
                 continue
         found.append(event)
+
     return found
 
 
@@ -80,21 +84,25 @@ def _turns_of(recorded: RecordedStep, sample: Sample) -> list[Said] | None:
     events are not known."""
     drawn = [event[1:] for event in _events(recorded, sample) if event[0] == "turn" and event[-1]]
     kept = recorded.num_used(sample)
+
     places: dict[str, list[RecordedTurn]] = {}
     for turn in recorded.turns(sample):
         name = turn.conversation.name
         end = turn.start + kept[name] if name in kept else turn.end
         places.setdefault(name, []).append(turn._replace(end=end))
+
     counts = Counter({name: len(own) for name, own in places.items()})
     if not drawn or Counter(name for name, *_ in drawn) != counts:
         return None
     left = {name: iter(own) for name, own in places.items()}
+
     return [Said(name, said, ids, next(left[name])) for name, said, ids in drawn]
 
 
 def _check_numbers(sample: Sample, turns: Sequence[Said]) -> None:
     if "turn_index" not in sample:
         return
+
     wanted = torch.full_like(sample["turn_index"], -1)
     for number, turn in enumerate(sorted(turns, key=lambda turn: turn.place.start)):
         wanted[turn.place.start : turn.place.end] = number
@@ -109,9 +117,11 @@ def _check_said(recorded: RecordedStep, sample: Sample, turns: Sequence[Said]) -
         for turn in turns:
             if turn.name != talk.name:
                 continue
+
             tokens = tuple(talk.ids[before : turn.place.start - talk.first])
             before = turn.place.end - talk.first
             found = "".join(recorded.run.text(tokens).split())
+
             for text in _texts(recorded, turn.said):
                 if "".join(text.split()) not in found:
                     raise Wrong(
@@ -125,6 +135,7 @@ def _texts(recorded: RecordedStep, said: Any) -> list[str]:
     """The texts of the user in what was said, as the tokenizer writes them."""
     if isinstance(said, str | Mapping):
         said = [said]
+
     found = list[str]()
     for message in said if isinstance(said, list | tuple) else ():
         text = message
@@ -133,9 +144,11 @@ def _texts(recorded: RecordedStep, said: Any) -> list[str]:
                 text = message.get("content")
             else:
                 text = None
+
         if isinstance(text, str):
             ids = recorded.run.resources.tokenizer.encode(text, add_special_tokens=False)
             found.append(recorded.run.text(tuple(ids)))
+
     return found
 
 
@@ -145,14 +158,17 @@ def _check_paid(recorded: RecordedStep, sample: Sample, turns: Sequence[Said]) -
     algorithm = recorded.config.algorithm
     if algorithm.reward_level != "token" or algorithm.agent_rewards != "shared":
         return
+
     expected = torch.zeros(len(sample["response_ids"]), dtype=torch.float64)
     ends = dict[str, int]()
     left = iter(turns)
+
     for kind, name, *values in _events(recorded, sample):
         if kind == "turn" and values[-1]:
             ends[name] = next(left).place.end
         elif kind == "paid":
             expected[ends[name] - 1] += values[0]
+
     found = sample["token_level_scores"].double()
     rest = turns[-1].place.end - 1
     expected[rest] = found[rest]
@@ -169,6 +185,7 @@ def _check_scored_text(recorded: RecordedStep, sample: Sample) -> None:
         return
     if not all("solution_str" in given for _, given, _ in record.scored):
         return
+
     passed = set[str]()
     for events in record.events.values():
         last: tuple[int, ...] = ()
@@ -178,6 +195,7 @@ def _check_scored_text(recorded: RecordedStep, sample: Sample) -> None:
             elif kind == "judged":
                 text = values[0]
                 passed.add(recorded.run.text(tuple(last)) if text is None else str(text))
+
     scored = {str(given["solution_str"]) for _, given, _ in record.scored}
     if passed != scored:
         text = sorted(passed ^ scored)[0]

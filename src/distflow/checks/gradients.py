@@ -23,12 +23,15 @@ SUM_LIMIT = 2e-4
 def check_gradients(recorded: RecordedStep) -> str | None:
     if not recorded.updates:
         return "no update was recorded"
+
     for update in recorded.updates:
         _each_once(update)
         if isinstance(update.engine, OpenEngine) and not update.metrics.get("skipped"):
             _clipped(recorded, update)
+
     if not all(isinstance(update.engine, OpenEngine) for update in recorded.updates):
         return "an engine that was updated does not expose its model"
+
     stripes = [stripe for update in recorded.updates for stripe in update.stripes.values()]
     if stripes and all(stripe.contributions is None for stripe in stripes):
         return "gradients of sharded weights are summed over the ranks before they are seen"
@@ -42,6 +45,7 @@ def check_cleared(role: str, engine: TrainEngine) -> None:
         names = leftover(engine.model)
     else:
         names = []
+
     if names:
         raise Wrong(
             f"a mini-batch of the {role} began with gradients left over from the one before "
@@ -76,6 +80,7 @@ def _clipped(recorded: RecordedStep, update: UpdateRecord) -> None:
     reported = float(update.metrics["grad_norm"])
     most = settings_of(recorded, update.role).max_grad_norm
     factor = 1.0 if most is None else min(1.0, most / (reported + 1e-6))
+
     norm = update.norm
     if norm is not None and not abs(norm - reported * factor) <= LIMIT * reported + 1e-9:
         raise Wrong(
@@ -83,9 +88,11 @@ def _clipped(recorded: RecordedStep, update: UpdateRecord) -> None:
             f"measured as {reported:.4g} and max_grad_norm is {most}: it should be "
             f"{reported * factor:.4g}"
         )
+
     for name, stripe in update.stripes.items():
         if stripe.gradient is None or stripe.contributions is None:
             continue
+
         gap = float((stripe.gradient - stripe.contributions * factor).norm())
         if not gap <= SUM_LIMIT * float(stripe.gradient.norm()) + 1e-7 * reported:
             raise Wrong(

@@ -62,6 +62,7 @@ class GroupRecords:
         record = _current.get()
         if record is None:
             return
+
         if batch is None:
             self._validated.append(record)
         elif self._on_keep is not None:

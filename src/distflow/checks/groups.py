@@ -18,6 +18,7 @@ def check_groups(recorded: RecordedStep) -> str | None:
     names = ("group_index", "domain", "uid")
     own = [tuple(sample[name] for name in names) for sample in recorded.samples]
     samples = [each for rank in recorded.run.ranks.gather(own) for each in rank]
+
     sizes = Counter(int(group) for group, _, _ in samples)
     if sorted(sizes) != sorted(recorded.group_ids):
         differing = sorted(set(recorded.group_ids) ^ set(sizes))[:4]
@@ -25,17 +26,21 @@ def check_groups(recorded: RecordedStep) -> str | None:
             f"the step has {len(recorded.group_ids)} groups, but its samples are of {len(sizes)} "
             f"({differing} differ)"
         )
+
     is_ours = recorded.is_ours("responses")
     size_of = {domain.name: domain.group_size for domain in data.domains}
+
     for group, domain, _ in samples:
         size = size_of.get(str(domain)) or data.group_size
         if is_ours and sizes[int(group)] != size:
             raise Wrong(
                 f"group {int(group)} has {sizes[int(group)]} samples, and should have {size}"
             )
+
     for uid, times in Counter(uid for _, _, uid in samples).most_common(1):
         if times > 1:
             raise Wrong(f"sample {uid} is in the step {times} times")
+
     if is_ours:
         _check_rows(recorded)
     return None
@@ -47,11 +52,13 @@ def _check_rows(recorded: RecordedStep) -> None:
     for number, record in sorted(recorded.records.items()):
         group = record.prompt_group
         epochs = recorded.run.rows_used.setdefault(group.stream, {})
+
         first = epochs.setdefault(group.epoch, {}).setdefault(group.row, number)
         if first != number:
             raise Wrong(
                 f"group {number} was generated from row {group.row} of the data, as was group "
                 f"{first} of the same epoch"
             )
+
         for epoch in [epoch for epoch in epochs if epoch < group.epoch - 1]:
             del epochs[epoch]

@@ -66,6 +66,7 @@ class Invariants:
             role: magnitudes(engine.state().trained_weights().items())
             for role, engine in trained.items()
         }
+
         return Invariants(
             note,
             spec.tolerance,
@@ -101,6 +102,7 @@ class Invariants:
                 "warning",
                 f"an update of the {role} was skipped: loss or gradient is not finite ({bundle})",
             )
+
         if metrics.get("empty") and role not in self._empty:
             self._empty.add(role)
             self.note(
@@ -109,6 +111,7 @@ class Invariants:
                 "no scores, or a node or a rejection masked all): no optimizer step was taken, and "
                 "the learning rate schedule did not advance",
             )
+
         still = self.movement[role].updated(engine, metrics)
         if still:
             more = f" and {len(still) - 5} more" if len(still) > 5 else ""
@@ -118,6 +121,7 @@ class Invariants:
                 f"{self.movement[role].after} updates, or only by weight decay: it gets no "
                 "gradient, or the learning rate is too small",
             )
+
         gap = metrics.get("log_ratio_abs", 0.0)
         is_first = (
             first and role != "critic" and not metrics.get("skipped") and "old_log_probs" in batch
@@ -140,15 +144,18 @@ class Invariants:
             found, warning = check_mismatch(
                 batch, step, self.tolerance, self.stops_on_mismatch, self.keeps_kv, reduce
             )
+
         gap = found.get("mismatch/same_version/mean_abs", 0.0)
         if warning is not None and (not self._warned_at or gap > 2 * self._warned_at):
             self._warned_at = gap
             self.note("warning", warning)
+
         if "actor/loss" in metrics:
             for name in self.loss_terms.updated(metrics):
                 cause = DEAD_TERMS.get(name, "its coefficient or its input is 0")
                 message = f"is on but was exactly 0 in the first {self.loss_terms.after} steps"
                 self.note("finding", f"the loss term {name} {message}: {cause}")
+
         return found
 
 
@@ -162,6 +169,7 @@ def check_versions(batch: Batch, step: int, synced: int, max_staleness: int) -> 
     of_policy = versions >= 0
     too_new = versions > synced
     too_old = of_policy & (versions < step - max_staleness)
+
     if too_new.any():
         raise TrustError(
             f"{int(too_new.sum())} tokens of step {step + 1} are marked with weight version "
@@ -175,9 +183,11 @@ def check_versions(batch: Batch, step: int, synced: int, max_staleness: int) -> 
             f"{max_staleness} steps old (async.max_staleness): they were not sent, or are not used "
             "by the engine"
         )
+
     own = versions[of_policy]
     if not (falls := np.diff(own) < 0).any():
         return
+
     lengths = batch.conversation_lengths()
     talks = repeated(torch.arange(len(lengths)), lengths)[batch.response_positions()].numpy()[
         of_policy
@@ -222,16 +232,20 @@ def check_alignment(batch: Batch, same_prompts: bool = True) -> None:
             f"loss_mask covers token {found[1]} of sample {found[0]}, which the policy did not "
             "generate"
         )
+
     if "rollout_log_probs" in batch:
         values = batch.flat("rollout_log_probs").cpu().numpy()
+
         # the density of a number may exceed 1
         highest = np.inf if "action_values" in batch else 1e-3
+
         wrong = mask & ~(np.isfinite(values) & (values <= highest))
         if found := _first(batch, wrong):
             raise TrustError(
                 f"rollout_log_probs of sample {found[0]} is {float(values[wrong][0]):g} at token "
                 f"{found[1]}, which is not a log-probability"
             )
+
     _check_groups(batch, same_prompts)
 
 
@@ -242,6 +256,7 @@ def _check_groups(batch: Batch, same_prompts: bool) -> None:
     raw = ids.tobytes()
     ends = (batch.lengths("prompt").cumsum(0) * ids.itemsize).tolist()
     groups = batch["group_index"].tolist()
+
     episodes = batch["episode_index"].tolist()
     for uid, group, episode, start, end in zip(
         batch["uid"], groups, episodes, [0, *ends], ends, strict=False
@@ -252,6 +267,7 @@ def _check_groups(batch: Batch, same_prompts: bool) -> None:
             )
         if (group, episode) in episodes_seen:
             continue
+
         episodes_seen.add((group, episode))
         first_uid, first = prompts.setdefault(group, (uid, raw[start:end]))
         if same_prompts and raw[start:end] != first:

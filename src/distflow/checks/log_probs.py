@@ -44,46 +44,54 @@ def check_log_probs(recorded: RecordedStep) -> str | None:
     columns = ("old_log_probs", "ref_log_prob", "values")
     if not any(map(recorded.is_written, columns)):
         return NOT_APPLICABLE
+
     resources = recorded.run.resources
     if recorded.is_written("prox_log_probs"):
         own = "prox_log_probs"
     else:
         own = "old_log_probs"
+
     chosen = scored_samples(recorded)
     if not chosen and plain_forward.model_of(resources.actor) is None:
         return f"the model that computes {own} is not exposed"
     if not chosen:
         return "no sample is short enough to hold the logits of all its tokens, or it has numbers"
+
     takes_engines = own == "old_log_probs" and (
         recorded.is_written("prox_alpha")
         or recorded.config.algorithm.recompute_old_log_probs == "false"
     )
     if takes_engines and recorded.is_ours(own):
         _check_copied(recorded)
+
     if isinstance(resources.actor, OpenEngine):
         recorded.plain |= policy_scores(recorded, resources.actor, chosen)
         # else the check of the loss compares it as the input of the loss
         if own in recorded.batch and not takes_engines and recorded.is_ours(own):
             for sample in chosen:
                 _same(recorded, sample, own, recorded.plain[sample["uid"]].log_probs)
+
     if plain_forward.model_of(resources.ref) is not None and recorded.is_ours("ref_log_prob"):
         is_scaled = is_rl(recorded.config)
         score = _log_probs_at(lambda own: recorded.temperatures(own) if is_scaled else 1.0)
         scores = forward_samples(recorded.run, resources.ref, chosen, score)
         for sample, expected in zip(chosen, scores, strict=True):
             _same(recorded, sample, "ref_log_prob", expected)
+
     if isinstance(resources.critic, OpenEngine) and recorded.is_ours("values"):
         values = forward_samples(
             recorded.run, resources.critic, chosen, lambda values, _: values[:, 0]
         )
         for sample, expected in zip(chosen, values, strict=True):
             _same(recorded, sample, "values", expected)
+
     engines = {own: resources.actor, "ref_log_prob": resources.ref, "values": resources.critic}
     hidden = list[str]()
     for name, engine in engines.items():
         is_hidden = engine is not None and plain_forward.model_of(engine) is None
         if is_hidden and recorded.is_ours(name):
             hidden.append(name)
+
     if hidden:
         return f"the model that computes {', '.join(hidden)} is not exposed"
     return None
@@ -111,12 +119,14 @@ def check_reference(recorded: RecordedStep) -> str | None:
         if reference is None:
             return NOT_APPLICABLE
         return "the reference's model is not exposed"
+
     scores = forward_samples(
         recorded.run, reference, _fixed(model), _log_probs_at(lambda sample: 1.0)
     )
     now = torch.cat(scores)
     then = recorded.run.state.setdefault("reference", now.tolist())
     gap = float((now - torch.tensor(then, dtype=torch.float64)).abs().mean())
+
     limit = recorded.limit(REFERENCE_EXACT, REFERENCE_ROUNDED)
     if not gap <= limit:
         raise Wrong(
@@ -124,6 +134,7 @@ def check_reference(recorded: RecordedStep) -> str | None:
             f"from those at the start of the run (limit {limit:g}). It shares weights with the "
             "policy, or is being trained"
         )
+
     return None
 
 
@@ -133,10 +144,12 @@ def scored_samples(recorded: RecordedStep) -> list[Sample]:
     model = plain_forward.model_of(recorded.run.resources.actor)
     if model is None or "number_head" in recorded.batch:  # numbers have no softmax
         return []
+
     total = int(recorded.batch.lengths("sequence").sum())
     vocabulary = plain_forward.vocabulary_of(model)
     drawn = recorded.some_samples(MOST)
     drawn.sort(key=lambda sample: -len(sample["versions"].unique()))
+
     chosen: list[Sample] = []
     num_tokens = 0
     entries = 0
@@ -151,6 +164,7 @@ def scored_samples(recorded: RecordedStep) -> list[Sample]:
             break
         if response and length * vocabulary <= plain_forward.MAX_LOGITS:
             chosen.append(sample)
+
     return chosen
 
 
@@ -166,9 +180,11 @@ def forward_samples(
     adapter = not getattr(engine, "without_adapter", False)
     models = models_of(engine.model)
     dtype = dtype or dtype_of(engine)
+
     with torch.no_grad(), ExitStack() as plain:
         for model in models.values():
             plain.enter_context(plain_forward.plainly(model, adapter=adapter, compute_dtype=dtype))
+
         apart = list[list[tuple[str, plain_forward.Ids]]]()
         for own in samples:
             sequences = sequences_of(own)
@@ -176,10 +192,12 @@ def forward_samples(
             if len(models) > 1:
                 owners = policies_of_conversations(run.spec.config, own)
             apart.append([*zip(owners, sequences, strict=True)])
+
         logits = {}
         for name, model in models.items():
             its_own = [ids for each in apart for owner, ids in each if owner == name]
             logits[name] = plain_forward.logits_of(run.passes.run, model, its_own)
+
         found = list[T]()
         for each, sample in zip(apart, samples, strict=True):
             found.append(score(joined_logits([next(logits[name]) for name, _ in each]), sample))
@@ -218,6 +236,7 @@ def sequences_of(sample: Sample) -> list[plain_forward.Ids]:
     first, *others = conversations_of(sample)
     images = sample.get("images") or [()] * (1 + len(others))
     prompt_length = -first.first
+
     found = [plain_forward.Ids(first.ids[:prompt_length], first.ids[prompt_length:], images[0])]
     for own, paths in zip(others, images[1:], strict=True):
         given = 0
@@ -225,6 +244,7 @@ def sequences_of(sample: Sample) -> list[plain_forward.Ids]:
             drawn = sample["response_mask"][own.first : own.first + len(own.ids)] > 0
             given = int(drawn.long().argmax())
         found.append(plain_forward.Ids(own.ids[:1], own.ids[1:], paths, given))
+
     return found
 
 
@@ -264,6 +284,7 @@ def _log_probs_at(
 def _same(recorded: RecordedStep, sample: Sample, column: str, expected: Tensor) -> None:
     drawn = sample["response_mask"] > 0
     gap = (doubles(sample[column]) - doubles(expected)).abs()[drawn]
+
     limits = recorded.limit(EXACT, ROUNDED)
     if is_beyond(gap, limits):
         raise Wrong(

@@ -62,9 +62,11 @@ def run_plainly(recorded: RecordedStep, update: UpdateRecord) -> str | None:
         return None  # the loss of one text depends on the other one of its pair
     if is_spread(engine.model):
         return "the model is sharded: no pass with gradient is made beside the engine's"
+
     rows = _drawn_rows(recorded, update, engine.model)
     if not rows:
         return "no sequence is short enough"
+
     names, weights = zip(*striped(trained(engine.model), recorded.step), strict=True)
     found = PlainPass()
     apart = [_plain_gradients(recorded, update, engine, row, weights, found) for row in rows]
@@ -82,9 +84,11 @@ def run_plainly(recorded: RecordedStep, update: UpdateRecord) -> str | None:
     sums = [torch.stack(others).sum(0).double() for others in zip(*apart, strict=True)]
     if not all(bool(torch.isfinite(other).all()) for other in sums):
         return "a gradient is not finite"
+
     # The gradient of a bias of keys without positions is rounding alone.
     least = max(1e-9, NOISE * max(float(other.norm()) for other in sums))
     limit = recorded.limit(WEIGHT_EXACT, WEIGHT_ROUNDED)
+
     for name, one, other in zip(names, packed, sums, strict=True):
         error = float((one.double() - other).norm()) / max(float(other.norm()), least)
         if error > limit:
@@ -95,6 +99,7 @@ def run_plainly(recorded: RecordedStep, update: UpdateRecord) -> str | None:
                 "one: there is attention between packed sequences, or part of the model gets no "
                 "gradient"
             )
+
     return None
 
 
@@ -112,15 +117,19 @@ def run_plainly(recorded: RecordedStep, update: UpdateRecord) -> str | None:
 def check_losses(recorded: RecordedStep) -> str | None:
     if not recorded.updates:
         return "no update was recorded"
+
     why_not = None
     for update in recorded.updates:
         if update.metrics.get("skipped") or not update.micros:
             continue
+
         _check_reported(update)
         if int(update.batch.lengths("response").sum()) > MOST_TOKENS:
             why_not = f"a mini-batch has more than {MOST_TOKENS:,} tokens"
             continue
+
         why_not = _check_update(recorded, update) or why_not
+
     return why_not
 
 
@@ -129,6 +138,7 @@ def _check_update(recorded: RecordedStep, update: UpdateRecord) -> str | None:
     if update.plain is not None:
         for place, row in enumerate(update.plain.rows):
             _same_outputs(recorded, update, row, update.plain.outputs[place], outputs)
+
     every = list(range(len(update.batch)))
     alone = update.plain.rows if update.plain is not None else []
     for rows in [every, *([row] for row in alone)]:
@@ -138,7 +148,9 @@ def _check_update(recorded: RecordedStep, update: UpdateRecord) -> str | None:
         if _is_users(update.loss):
             recorded.run.warn(_users_fault(update.loss))
             return "the loss is yours, and does not depend on each sample alone"
+
         raise Wrong(wrong)
+
     return None
 
 
@@ -159,26 +171,31 @@ def _wrong_gradients(
     with these samples of the mini-batch alone; empty if nothing is."""
     if not rows:
         return ""
+
     batch = update.batch.select(rows)
     inputs = {name: torch.cat([outputs[row][name] for row in rows]) for name in outputs[rows[0]]}
     loss, expected = call_loss(update.loss, batch, inputs, update.counts)
     share = update.share[0]
     is_whole = len(rows) == len(update.batch)
+
     for name, wanted in expected.items():
         own = torch.cat([found[row][name] for row in rows])
         if not len(own):
             continue
+
         slack = LIMIT * wanted.abs() + FLOOR * wanted.abs().max()
         far = ~((own - wanted).abs() <= slack)
         if bool(far.any()):
             far = ~((own - wanted).abs() <= slack + _jump(update, batch, inputs, name))
         if bool(far.any()):
             return _message(update, batch, name, own, wanted, int(far.nonzero()[0]), is_whole)
+
     if is_whole and not abs(share - loss) <= LIMIT * abs(loss) + FLOOR:
         return (
             f"the loss of a mini-batch of the {update.role} is {share:.6g} over "
             f"{len(update.micros)} micro-batches, but {loss:.6g} if it is computed at once"
         )
+
     return ""
 
 
@@ -200,15 +217,18 @@ def call_loss(
     for name in loss.outputs:
         leaves[name] = outputs[name].detach().float().clone().requires_grad_()
     padded = {name: batch.pad(leaf, "response") for name, leaf in leaves.items()}
+
     value, _ = loss(padded, batch, dict(counts))
     if not value.requires_grad:
         return float(value), {
             name: torch.zeros_like(leaf).double() for name, leaf in leaves.items()
         }
+
     gradients = torch.autograd.grad(
         value, list(leaves.values()), allow_unused=True, materialize_grads=True
     )
     named = zip(leaves, gradients, strict=True)
+
     return float(value.detach()), {name: doubles(gradient) for name, gradient in named}
 
 
@@ -217,6 +237,7 @@ def _recorded(update: UpdateRecord) -> tuple[list[dict[str, Tensor]], list[dict[
     them, float64."""
     lengths = update.batch.lengths("response").tolist()
     row_of = {uid: row for row, uid in enumerate(update.uids)}
+
     outputs: list[dict[str, Tensor]] = [{} for _ in lengths]
     gradients: list[dict[str, Tensor]] = [{} for _ in lengths]
     for micro in update.micros:
@@ -226,6 +247,7 @@ def _recorded(update: UpdateRecord) -> tuple[list[dict[str, Tensor]], list[dict[
                 row = row_of[uid]
                 outputs[row][name] = doubles(values[place, : lengths[row]])
                 gradients[row][name] = doubles(came_back[place, : lengths[row]])
+
     return outputs, gradients
 
 
@@ -234,11 +256,13 @@ def _drawn_rows(recorded: RecordedStep, update: UpdateRecord, model: nn.Module) 
     batch = update.batch
     if "number_head" in batch:  # numbers have no softmax
         return []
+
     lengths = batch.lengths("response").tolist()
     counted = torch.zeros(len(batch)).index_add(0, batch.rows(), batch.flat("loss_mask").float())
     rows = [row for row, number in enumerate(counted.tolist()) if number > 0]
     drawn = random.Random(recorded.step).sample(rows, min(MOST_TRIED, len(rows)))
     most = MOST_ENTRIES // vocabulary_of(model)
+
     return [row for row in drawn if lengths[row] <= most][:NUM_SEQUENCES]
 
 
@@ -254,6 +278,7 @@ def _plain_gradients(
     `found` receives."""
     batch = update.batch.select([row])
     (sample,) = samples_of(batch)
+
     with plainly(engine.model, compute_dtype=dtype_of(engine)):
         parts = logits_of(nn.Module.__call__, engine.model, sequences_of(sample))
         flat = _outputs_of(recorded, update.loss, sample, joined_logits([*parts]))
@@ -278,12 +303,14 @@ def _outputs_of(
     """The outputs that the loss reads, from the logits of the sample's response tokens."""
     if "values" in loss.outputs:
         return {"values": logits[:, 0]}
+
     ids = torch.tensor(ids_of(sample).response, device=logits.device)
     heat = recorded.temperatures(sample).to(logits) if is_rl(recorded.config) else 1.0
     scores = (logits / heat).log_softmax(-1)
     log_probs = scores.gather(-1, ids[:, None])[:, 0]
     entropy = -(scores.exp() * scores).sum(-1)
     found = {"log_probs": log_probs, "entropy": entropy}
+
     return {name: found[name] for name in loss.outputs}
 
 
@@ -298,6 +325,7 @@ def _same_outputs(
     temperature."""
     (sample,) = samples_of(update.batch.select([row]))
     own = (sample["loss_mask"] > 0) & own_tokens(recorded.config, sample, update.role)
+
     for name, expected in plain.items():
         gap = (outputs[row][name] - expected)[own].abs()
         mean = float(gap.sum() / own.sum().clamp(min=1))
@@ -321,6 +349,7 @@ def _users_fault(loss: LossFn) -> str:
         name = f"the loss '{loss.policy_loss.name}'"
     else:
         name = "the loss"
+
     return (
         f"{name} gives a sample alone other gradients than in its micro-batch: it reads outside "
         "the mask or other samples, does not aggregate with distflow.algorithms.agg_loss, or is "
@@ -340,10 +369,12 @@ def _message(
 ) -> str:
     row = int(batch.rows()[place])
     token = place - int(batch.lengths("response")[:row].sum())
+
     if is_whole:
         alone = "for the whole mini-batch at once"
     else:
         alone = "for the sample alone"
+
     return (
         f"the gradient of the {update.role}'s loss by {name} is {float(found[place]):.4g} at token "
         f"{token} of sample {batch.row_names[row]}, but the loss function gives "

@@ -35,6 +35,7 @@ def _check_loss_mask(recorded: RecordedStep, sample: Sample) -> None:
         left_out = "is truncated (mask_truncated)"
     elif algorithm.mask_max_turns and sample["finish_reason"] == "max_turns":
         left_out = "reached its limit of turns (mask_max_turns)"
+
     drawn = (sample["versions"] >= 0).float()
     expected = torch.zeros_like(drawn) if left_out else drawn
     wrong = sample["loss_mask"] != expected

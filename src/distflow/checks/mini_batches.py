@@ -40,12 +40,14 @@ def check_mini_batches(recorded: RecordedStep) -> str | None:
             return "no update was recorded"
         _same_columns(recorded)
         return "a user's node chooses the mini-batches"
+
     roles = {update.role for update in recorded.updates} | _roles_to_update(recorded)
     for role in sorted(roles):
         _each_once(recorded, role, recorded.updates_of(role))
     for update in recorded.updates:
         _check_micro_batches(update)
     _same_columns(recorded)
+
     return None
 
 
@@ -101,10 +103,13 @@ def _each_once(recorded: RecordedStep, role: str, updates: list[UpdateRecord]) -
             f"the {role} took {len(updates)} optimizer steps, but {passes} passes over "
             f"{len(recorded.group_ids)} prompts in mini-batches of {num_prompts} are {wanted}"
         )
+
     algorithm = recorded.config.algorithm
+
     # a decision is a part of a sample, and a critic skips domains whose estimator reads no values
     if algorithm.sample_level == "decision" or (role == "critic" and algorithm.domains):
         return
+
     times = Counter(uid for update in updates for uid in update.uids)
     wrong = [(uid, times[uid]) for uid in recorded.batch["uid"] if times[uid] != passes]
     if wrong:
@@ -123,15 +128,18 @@ def _same_columns(recorded: RecordedStep) -> None:
         for number, update in enumerate(recorded.updates_of(role), start=1):
             if update.metrics.get("skipped") or "decision" in update.batch:
                 continue
+
             places = _places(before, update.batch)
             for name in COLUMNS:
                 if name not in update.batch or name not in before:
                     continue
+
                 now = update.batch.flat(name).cpu()
                 then = before.flat(name).cpu()
                 if name == "loss_mask" and trained_policies(recorded.config):
                     masks = [own_tokens(recorded.config, each, role) for each in samples_of(before)]
                     then = then * torch.cat([then.new_zeros(0).bool(), *masks])
+
                 then = then[places]
                 wrong = (now != then) & ~(now.isnan() & then.isnan())
                 if bool(wrong.any()):
@@ -148,8 +156,10 @@ def _places(before: Batch, taken: Batch) -> Tensor:
     lengths = torch.bincount(before.rows().cpu(), minlength=len(before["uid"]))
     ends = lengths.cumsum(0)
     row_of = {uid: row for row, uid in enumerate(before["uid"])}
+
     places = [torch.zeros(0, dtype=torch.int64)]
     for uid in taken["uid"]:
         row = row_of[uid]
         places.append(torch.arange(int(ends[row] - lengths[row]), int(ends[row])))
+
     return torch.cat(places)

@@ -26,15 +26,18 @@ class Movement:
         does not reach."""
         if self._updates >= self.after:
             return []
+
         lr = self._lr
         self._lr = metrics.get("lr", 0.0)
         if self._start is None:
             self._start = fingerprints(engine.state())
             return []
+
         if 0 < self._lr <= lr and metrics.get("grad_norm", 0) > 0 and not metrics.get("skipped"):
             self._updates += 1
         if self._updates < self.after:
             return []
+
         state = engine.state()
         weights = state.trained_weights()
         now = fingerprints(state)
@@ -42,6 +45,7 @@ class Movement:
             {name: now[name] != before for name, before in self._start.items()}, weights
         )
         pushed = on_any_rank({name: _had_gradient(state, name) for name in self._start}, weights)
+
         return [name for name in self._start if not (moved[name] and pushed[name])]
 
 
@@ -60,6 +64,7 @@ class LossTerms:
         exactly 0."""
         if self._seen >= self.after:
             return []
+
         self._seen += 1
         self._alive |= {name for name in self.names if metrics.get(name, 0.0) != 0.0}
         if self._seen == self.after:

@@ -54,6 +54,7 @@ class NonFinite:
         """
         if metrics.get("empty"):
             return None  # nothing was computed
+
         if not metrics.get("skipped"):
             self._in_a_row[role] = 0
             wrong = unsound(magnitudes(self._trained(role, engine).items()), self.start.get(role))
@@ -63,15 +64,19 @@ class NonFinite:
                     f"garbage ({len(wrong)} tensors, {wrong[0]} first); they were not synced or "
                     "saved. Lower the learning rate, or resume from the last checkpoint"
                 )
+
             return None
+
         self._in_a_row[role] += 1
         bundle = self._save(role, engine, batch, metrics, step)
+
         if self._in_a_row[role] >= self.limit:
             raise TrustError(
                 f"{self._in_a_row[role]} updates of the {role} in a row had a non-finite loss or "
                 "gradient (trust.max_skipped_updates). Look at one with `distflow replay "
                 f"{bundle}`; lower the learning rate, or resume from an earlier checkpoint"
             )
+
         return bundle
 
     def _trained(self, role: str, engine: TrainEngine) -> Mapping[str, Tensor]:
@@ -83,6 +88,7 @@ class NonFinite:
             self._parameters[role] = {
                 name: parameter for name, parameter in named if parameter.requires_grad
             }
+
         return self._parameters[role] or engine.state().trained_weights()
 
     def _save(
@@ -91,12 +97,15 @@ class NonFinite:
         bundle = self._make_folder(role, step)
         names = [n for n in batch.names if n in KEPT_OBJECTS or isinstance(batch.flat(n), Tensor)]
         batch.only(names).save(bundle / BATCH)
+
         if self._in_a_row[role] > 1:
             # another rank has removed it, or the file system has no hard links
             with suppress(OSError):
                 # a skipped update changed nothing
                 os.link(self._last[role] / WEIGHTS, bundle / WEIGHTS)
+
         is_there = (bundle / WEIGHTS).exists()
+
         # All ranks take part in making sharded weights whole, whichever of them have a file.
         wholes = (
             (name, whole(tensor)) for name, tensor in engine.state().trained_weights().items()
@@ -111,6 +120,7 @@ class NonFinite:
         (bundle / FACTS).write_text(json.dumps(facts, indent=2))
         self._last[role] = bundle
         self._remove_old()
+
         return bundle
 
     def _make_folder(self, role: str, step: int) -> Path:
@@ -131,6 +141,7 @@ class NonFinite:
             for path in self.folder.iterdir()
             if re.fullmatch(r"step-\d{6,}-\w+-\d+", path.name) and not path.is_symlink()
         )
+
         bundles = sorted(
             (path for path in ours if "role" in read_object(path / FACTS)), key=_written
         )

@@ -32,26 +32,33 @@ KNOWN = ("adamw", "sgd")
 def check_optimizers(recorded: RecordedStep) -> str | None:
     if not recorded.updates:
         return "no update was recorded"
+
     is_known = True
     for role in sorted({update.role for update in recorded.updates}):
         num_before = recorded.num_updates.get(role, 0)
         settings = settings_of(recorded, role).optim
+
         for update in recorded.updates_of(role):
             if update.metrics.get("skipped"):
                 continue
+
             rate = settings.lr * _factor(recorded, role, settings, num_before)
             _check_rate(update, rate)
             _check_options(update, settings)
+
             if settings.optimizer in KNOWN and update.stripes:
                 _check_moves(update, settings, rate, num_before)
             else:
                 is_known = False
+
             num_before += 1
+
     if not is_known:
         return (
             "only the learning rate: the optimizer is neither adamw nor sgd, or its engine does "
             "not expose it"
         )
+
     return None
 
 
@@ -59,10 +66,12 @@ def _factor(recorded: RecordedStep, role: str, settings: OptimConfig, step: int)
     """The schedule's factor of the optimizer step of this number, from 0."""
     config = recorded.config
     passes, num_prompts = plan_of(config, role)
+
     if role != "critic" and is_rl(config):
         warmup = config.trainer.critic_warmup
     else:
         warmup = 0
+
     num_steps = recorded.run.spec.data.total_steps - warmup
     per_step = passes * -(-config.data.train_batch_size // num_prompts)
     schedule = make_schedule(
@@ -72,6 +81,7 @@ def _factor(recorded: RecordedStep, role: str, settings: OptimConfig, step: int)
         warmup_steps=settings.lr_warmup_steps,
         min_lr_ratio=settings.min_lr_ratio,
     )
+
     return schedule(step)
 
 
@@ -87,6 +97,7 @@ def _check_rate(update: UpdateRecord, rate: float) -> None:
 def _check_options(update: UpdateRecord, settings: OptimConfig) -> None:
     if not isinstance(update.engine, OpenEngine):
         return
+
     for group in update.engine.optimizer.param_groups:
         for name in group.keys() & {"betas", "eps", "weight_decay"}:
             wanted = getattr(settings, name)
@@ -104,6 +115,7 @@ def _check_moves(update: UpdateRecord, settings: OptimConfig, rate: float, num_b
                 f"the optimizer of the {update.role} was not called, or {name} had no gradient, "
                 "though the update was not skipped"
             )
+
         is_counted = settings.optimizer == "adamw"
         steps = int(stripe.moments.get("step", 0 if is_counted else num_before))
         if steps != num_before:
@@ -111,6 +123,7 @@ def _check_moves(update: UpdateRecord, settings: OptimConfig, rate: float, num_b
                 f"the optimizer of the {update.role} has counted {steps} steps, but {num_before} "
                 "were taken: its moments were lost"
             )
+
         if len(stripe.before):  # this rank has a part of it
             _check_move(update, name, stripe, settings, rate)
 
@@ -123,6 +136,7 @@ def _check_move(
     for moment, value in moments.items():
         before = torch.as_tensor(stripe.moments.get(moment, 0.0), dtype=torch.float64)
         found = torch.as_tensor(stripe.moved_moments.get(moment, torch.nan), dtype=torch.float64)
+
         size = value.abs() + before.abs()
         if not bool(((found - value).abs() <= MOMENT_LIMIT * size + 1e-30).all()):
             raise Wrong(
@@ -130,6 +144,7 @@ def _check_move(
                 f"gradient and the previous {moment}: it was lost, or is kept in a lower precision "
                 "than float32"
             )
+
     most = float((expected - stripe.before).abs().max())
     rounding = 4e-7 * stripe.before.abs() + 1e-12
     if bool(((stripe.after - expected).abs() > LIMIT * most + rounding).any()):
@@ -163,4 +178,5 @@ def _moved(
     optimizer.step()
     after = optimizer.state[weight]
     moments = {name: value for name, value in after.items() if value is not None and value.dim()}
+
     return weight.detach(), moments

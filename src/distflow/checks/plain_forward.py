@@ -68,6 +68,7 @@ def plainly(
         model.eval()
     if attention == PACKED_ATTENTION:
         config._attn_implementation = "sdpa"  # `set_attn_implementation` walks over all modules
+
     try:
         with (
             torch.autocast(device.type, dtype=compute_dtype, enabled=low),
@@ -89,6 +90,7 @@ def logits_of(run: Run, model: nn.Module, sequences: Sequence[Ids]) -> Iterator[
     together = max(1, MAX_LOGITS // (longest * vocabulary_of(model)))
     if any(each.images for each in sequences):
         together = 1
+
     for start in range(0, len(sequences), together):
         part = sequences[start : start + together]
         lengths = torch.tensor([len(each.prompt) + len(each.response) for each in part])
@@ -97,6 +99,7 @@ def logits_of(run: Run, model: nn.Module, sequences: Sequence[Ids]) -> Iterator[
         ids[mask] = torch.tensor(
             [token for each in part for token in (*each.prompt, *each.response)]
         )
+
         device = next(model.parameters()).device
         with own_pass(
             model, ids.to(device), part[0].given or len(part[0].prompt), (part[0].images,)
@@ -104,6 +107,7 @@ def logits_of(run: Run, model: nn.Module, sequences: Sequence[Ids]) -> Iterator[
             logits = run(
                 model, **inputs, attention_mask=mask.long().to(device), use_cache=False
             ).logits
+
         for row, each in zip(logits, part, strict=True):
             yield row[len(each.prompt) - 1 : len(each.prompt) + len(each.response) - 1].float()
 
@@ -126,6 +130,7 @@ def plain_scores(
     parts = list[tuple[Tensor, ...]]()
     start = 0
     ids = torch.tensor(list(token_ids), dtype=torch.int64)
+
     for number, params, before in sampling:
         own = slice(start, start + number)
         seen = torch.tensor(list(before), dtype=torch.int64)
@@ -133,6 +138,7 @@ def plain_scores(
             parts.append(_scores_of(part, tokens, params, seen))
             seen = torch.cat([seen, tokens])
         start += number
+
     return PlainScores(*(torch.cat(column) for column in zip(*parts, strict=True)))
 
 
@@ -158,6 +164,7 @@ def _scores_of(
     drawn_from = drawn_from / drawn_from.sum(-1, keepdim=True)
     own = token_ids[:, None]
     before = torch.where(torch.arange(drawn_from.shape[-1]) < own, drawn_from, 0.0).sum(-1)
+
     return policy.gather(-1, own)[:, 0], entropy, variance, before, drawn_from.gather(-1, own)[:, 0]
 
 
@@ -176,11 +183,13 @@ def _truncated(masses: Tensor, params: SamplingParams) -> Tensor:
     """Top-k, then top-p of the rest, then min-p; masses `(tokens, vocabulary)`."""
     if 0 < params.top_k < masses.shape[-1]:
         masses = torch.where(masses < masses.topk(params.top_k).values[:, -1:], 0.0, masses)
+
     if params.top_p < 1.0:
         shares = masses / masses.sum(-1, keepdim=True)
         likeliest = shares.sort(descending=True).values
         inside = (likeliest.cumsum(-1) - likeliest < params.top_p).sum(-1, keepdim=True)
         masses = torch.where(shares < likeliest.gather(-1, inside - 1), 0.0, masses)
+
     if params.min_p > 0.0:
         masses = torch.where(masses < params.min_p * masses.amax(-1, keepdim=True), 0.0, masses)
     return masses

@@ -131,11 +131,13 @@ class CheckedRun:
         for step in self.training_steps:
             if "advantages" not in step.node.contract.writes:
                 continue
+
             state = copy.deepcopy(self.inputs.state.get(step.node.node_id, {}))
             ctx = NodeContext(
                 self.spec.config, self.inputs.version.step, self.resources.tokenizer, state
             )
             return step.fn(**step.inputs(batch, {"batch": batch, "ctx": ctx}))
+
         return None
 
 
@@ -191,9 +193,11 @@ class RecordedStep:
         record = self.record_of(sample)
         if record is not None:
             return record.prompt_group
+
         spec = self.run.spec
         if spec.data.domains or len(spec.plan.ranks) == 1 or not self.is_ours("responses"):
             return None
+
         data = spec.data
         number = int(sample["group_index"])
         epoch, row = place(number, data.num_rows, data.seed, data.shuffle)
@@ -220,6 +224,7 @@ class RecordedStep:
         not record them."""
         record = self.record_of(sample)
         may_be_baseline = not self.run.spec.sampling.greedy  # baselines are greedy
+
         found: list[tuple[GenerateRequest, Segment]] = []
         if record:
             for request, result in record.generated:
@@ -228,6 +233,7 @@ class RecordedStep:
                 for generation in result:
                     if generation.sample == index_of(sample):
                         found.append((request, generation))
+
         return found
 
     def num_used(self, sample: Sample) -> dict[str, int]:
@@ -248,11 +254,13 @@ class RecordedStep:
         has_streams = self.config.actor_rollout_ref.rollout.workflow is not None
         record = self.record_of(sample)
         requests = self.requests(sample)
+
         found = dict[int, RecordedTurn]()
         for talk in conversations_of(sample):
             stream = record.prompt_group.stream if record else ""
             if record and talk.name:
                 stream += f"/fork {talk.name}"
+
             for request, made in requests:
                 before = len(request.prompt_ids)
                 start = talk.first + before
@@ -260,9 +268,11 @@ class RecordedStep:
                     continue
                 if start < max(talk.first, 0) or talk.ids[:before] != list(request.prompt_ids):
                     continue
+
                 end = start + sum(takewhile(bool, map(eq, talk.ids[before:], made.token_ids)))
                 if end > (found[start].end if start in found else start):
                     found[start] = RecordedTurn(request, made, start, end, talk)
+
         return [found[start] for start in sorted(found)]
 
     @cached_property
@@ -285,6 +295,7 @@ class RecordedStep:
         if column in BY_WORKFLOW and workflow is not None and not is_scored:
             return False
         writers = self._writers.get(column, [])
+
         return bool(writers) and all(map(is_builtin, writers))
 
     def is_written(self, column: str) -> bool:
@@ -303,6 +314,7 @@ class RecordedStep:
             start = max(-talk.first, 0)
             params = replace(self.sampling(sample), **own)
             found.append((len(talk.ids) - start, params, talk.ids[:start]))
+
         return found
 
     def temperatures(self, sample: Sample) -> Tensor:

@@ -31,14 +31,17 @@ def check_responses(recorded: RecordedStep) -> str | None:
         return NOT_APPLICABLE  # "turns" and "episodes" compare what it did
     if not recorded.is_ours("responses"):
         return "a user's node generates the responses"
+
     is_any_known = False
     for sample in recorded.some_samples(MOST):
         group = recorded.prompt_group(sample)
         if group is None:
             continue
+
         is_any_known = True
         row = recorded.run.row(group.row)
         _check_prompt(sample, row)
+
         requests = recorded.requests(sample)
         if requests:
             request, generation = requests[0]
@@ -48,15 +51,18 @@ def check_responses(recorded: RecordedStep) -> str | None:
             )
         elif recorded.record_of(sample) is not None and row.response_ids is None:
             raise Wrong(f"no request to the engine was recorded for sample {sample['uid']}")
+
         if row.response_ids is None:
             _check_end(recorded, sample)
         else:
             _check_response_of_row(recorded, sample, row)
+
         # A conversation from the data keeps its special tokens, which mark where each turn begins.
         tokenizer = recorded.run.resources.tokenizer
         ids = sample["response_ids"].tolist()
         text = tokenizer.decode(ids, skip_special_tokens=row.turns is None)
         check_same(sample, "responses", sample["responses"], text, "its decoded tokens")
+
     if is_any_known:
         return None
     return "no sample's row is known: other processes generated them"
@@ -78,13 +84,16 @@ def _check_generated(sample: Sample, generation: Segment, version: int) -> None:
     requested."""
     response = sample["response_ids"].tolist()
     check_same(sample, "response_ids", response, list(generation.token_ids), "the engine")
+
     log_probs = torch.tensor(generation.rollout_log_probs, dtype=torch.float32)
     if not torch.equal(sample["rollout_log_probs"], log_probs):
         raise Wrong(
             f"rollout_log_probs of sample {sample['uid']} are not those that the engine returned"
         )
+
     versions = sample["versions"].tolist()
     check_same(sample, "versions", versions, list(generation.versions), "the engine")
+
     if min(generation.versions, default=version) < version:
         raise Wrong(
             f"sample {sample['uid']} was requested when the engine had version {version}, but has "
@@ -102,11 +111,13 @@ def _check_response_of_row(recorded: RecordedStep, sample: Sample, row: PromptRo
             ids = row.rejected_ids
         check_same(sample, "response_ids", response, list(ids or ()), "the data")
         return
+
     wanted = list(row.response_ids or ())
     check_same(sample, "response_ids", response, wanted, "the data")
     is_full = len(wanted) >= recorded.config.data.max_response_length
     if not is_full and wanted[-1] not in recorded.run.resources.stop_token_ids:
         raise Wrong(f"the response of sample {sample['uid']} does not end with a stop token")
+
     turns = [False] * len(wanted)
     for start, end in row.turns or ((0, len(wanted)),):
         turns[start:end] = [True] * (min(end, len(wanted)) - start)
@@ -125,6 +136,7 @@ def _check_end(recorded: RecordedStep, sample: Sample) -> None:
     before = decode(ids[:-1], skip_special_tokens=False) if stops else ""
     if any(token in stop_ids for token in ids[:-1]) or any(stop in before for stop in stops):
         raise Wrong(f"sample {uid} continues after a stop token or text: {shortened(text)}")
+
     stopped = bool(ids) and (ids[-1] in stop_ids or any(stop in text for stop in stops))
     expected = "stop" if stopped else "length"
     if sample["finish_reason"] != expected or bool(sample["truncated"]) == stopped:
@@ -133,6 +145,7 @@ def _check_end(recorded: RecordedStep, sample: Sample) -> None:
             f"sample {uid} counts as {counted} ({sample['finish_reason']}), but its {len(ids)} "
             f"tokens {'end' if stopped else 'do not end'} with a stop token or text"
         )
+
     longest = response_limit(recorded.config, sample["domain"])
     if not stopped and len(ids) != longest:
         raise Wrong(
@@ -148,6 +161,7 @@ def _check_pixels(recorded: RecordedStep) -> None:
     paths = [path for sample in recorded.some_samples(MOST_IMAGES) for path in _images(sample)]
     if processor is None or not paths:
         return
+
     from PIL import Image
 
     given = processor.inputs(paths)["pixel_values"]
@@ -157,8 +171,10 @@ def _check_pixels(recorded: RecordedStep) -> None:
             made = processor._processor.image_processor(
                 images=[image.convert("RGB")], return_tensors="pt"
             )
+
         wanted = made["pixel_values"]
         number = len(wanted)
+
         found = given[(slice(start, start + number), *map(slice, wanted.shape[1:]))]
         if not torch.equal(found, wanted):
             raise Wrong(
@@ -166,4 +182,5 @@ def _check_pixels(recorded: RecordedStep) -> None:
                 "another, its channels were swapped, or it was changed before the model's "
                 "processor read it"
             )
+
         start += number

@@ -58,13 +58,16 @@ class Memory:
                 model is model_of(getattr(self._resources, other)) for other in found
             ):
                 continue
+
             optimizer: Mapping[Any, Any] = (
                 engine.optimizer.state if isinstance(engine, OpenEngine) else {}
             )
             found[role] = {"number of optimizer steps": ("", str(getattr(engine, "num_steps", 0)))}
+
             for name, parameter in model.named_parameters():
                 for what, value in {"weight": parameter, **optimizer.get(parameter, {})}.items():
                     found[role][f"{what} {name}"] = (_place(value), _digest(value))
+
         return found
 
     def others(self, nodes: Mapping[str, Any], point: ResumePoint[Batch] | None) -> Hashes:
@@ -73,12 +76,14 @@ class Memory:
         streams |= {f"device:{i}": state for i, state in enumerate(streams.pop("device", ()))}
         found: Hashes = {}
         found[NODES] = _hashed({name: nodes[name] for name in nodes if name != CHECK_STATE})
+
         if point is not None:
             elsewhere = ("plan", "restart", "ledger", "secs", "ended")
             position = {n: value for n, value in point.snapshot.items() if n not in elsewhere}
             queued = {str(n): samples_of(group.data) for n, group in point.queued.items()}
             found[POSITION] = _hashed(position)
             found[QUEUED] = _hashed(queued)
+
         found[STREAMS] = _hashed(streams, owner=str(self._rank))
         return found
 
@@ -89,6 +94,7 @@ class Memory:
         self._saved = {}
         assert checkpoint is not None, "called in a resumed run"
         parts = [part for part in checkpoint.files if part.startswith("rank_")]
+
         with checkpoint.reading():
             # this rank's own shards last
             for part in sorted(parts, key=lambda part: part == f"rank_{self._rank}"):
@@ -96,7 +102,9 @@ class Memory:
                     self._saved.setdefault(kind, {}).update(
                         {name: (entry[0], entry[1]) for name, entry in hashes.items()}
                     )
+
             before = config_from_dict(checkpoint.load("run")["config"], judge=False)
+
         if spec.data.max_staleness:
             self._tolerated = dict.fromkeys((STREAMS, NODES), "groups are generated meanwhile")
         changed = [
@@ -104,10 +112,12 @@ class Memory:
         ]
         if changed:
             self._tolerated |= dict.fromkeys((POSITION, QUEUED, "ref"), f"{changed[0]} has changed")
+
         if self._rank == 0:
             point = self._inputs.ports.queue.resume_point()
         else:
             point = None
+
         self._compare(self.models() | self.others(self._inputs.state, point))
 
     def compare_again(self, step: int) -> str | None:
@@ -122,14 +132,17 @@ class Memory:
     def _compare(self, now: Hashes) -> None:
         wrong = list[str]()
         saved = self._saved or {}
+
         for part, hashes in now.items():
             before = saved.get(part, {})
             if not before and part != QUEUED:
                 self._unchecked[part if saved else "all"] = "the checkpoint has no hashes"
                 continue
+
             names = before.keys() | hashes.keys()
             if part == STREAMS:  # each rank has its own
                 names = before.keys() & hashes.keys()
+
             for name in sorted(names):
                 place, then = before.get(name, ("", ""))
                 here, found = hashes.get(name, ("", ""))
@@ -139,6 +152,7 @@ class Memory:
                     self._unchecked[part] = self._tolerated[part]
                 elif then != found:
                     wrong.append(f"{part} {name}")
+
         if wrong:
             raise Wrong(
                 f"{', '.join(wrong[:3])} ({len(wrong)} in all): not what the run had in memory "
@@ -188,4 +202,5 @@ def _text(value: object) -> str:
         return value.tobytes().hex()
     if isinstance(value, Tensor):
         return bit_hash(value)
+
     return json.dumps(value)

@@ -46,17 +46,21 @@ def check_reward_results(recorded: RecordedStep) -> str | None:
         return NOT_APPLICABLE
     if not recorded.is_ours("reward_parts"):
         return "no built-in node or workflow decides the scores"
+
     drawn = list[tuple[Sample, GroupRecord]]()
     for sample in recorded.some_samples(MOST):
         record = recorded.record_of(sample)
         failed = not sample["valid"] or sample["reward_errors"] is not None
+
         # a failed episode may never have requested a score
         if record is None or (failed and not recorded.is_ours("responses")):
             continue
+
         drawn.append((sample, record))
         for name in functions_of(recorded, sample):
             _own_score(recorded, record, sample, name)
         _own_accuracy(recorded, record, sample)
+
     if recorded.budget_s and drawn:
         _check_calls(recorded, *drawn[0])
     return _call_again(recorded, drawn)
@@ -71,18 +75,22 @@ def _call_again(recorded: RecordedStep, drawn: Sequence[tuple[Sample, GroupRecor
     left_out = run.state.setdefault(NOT_DETERMINISTIC, [])
     num_called = 0
     began = time.monotonic()  # so that even a busy machine has time for one call
+
     for sample, record in drawn:
         if time.monotonic() - began >= recorded.budget_s:
             break
+
         for name in functions_of(recorded, sample):
             # scored alone, a sample may get another score than in its group
             if name in left_out or name in reward_fn.pools.takes_groups:
                 continue
+
             score = _own_score(recorded, record, sample, name)
             again = run.call_reward(name, _arguments(recorded, sample, name))
             num_called += 1
             if score is None or not isinstance(again, Score) or again.value == score:
                 continue
+
             left_out.append(name)
             run.warn(
                 f"reward function '{name}' is not deterministic: for sample {sample['uid']} the "
@@ -91,6 +99,7 @@ def _call_again(recorded: RecordedStep, drawn: Sequence[tuple[Sample, GroupRecor
                 "that fails, or a timeout, as 0, let it raise instead: reward errors are retried, "
                 "then left out of the loss and counted"
             )
+
     if num_called:
         return None
     return "no reward function could be called again in time, or none is deterministic"
@@ -109,12 +118,14 @@ def check_rewards(recorded: RecordedStep) -> str | None:
         if is_written:
             return "a user's node writes the scores"
         return NOT_APPLICABLE
+
     for sample in recorded.samples:
         if not sample["valid"]:
             continue
         if recorded.config.algorithm.reward_level == "token":
             _check_places(sample)
         _check_total(recorded, sample)
+
     return None
 
 
@@ -138,6 +149,7 @@ def accuracies(record: GroupRecord, text: str) -> list[float]:
         if is_its_own and isinstance(result, Score) and DOES_NOT_APPLY not in result.extra:
             said: Any = result.extra.get("acc")
             found.append(float(result.value if said is None else said))
+
     return found
 
 
@@ -147,6 +159,7 @@ def _own_accuracy(recorded: RecordedStep, record: GroupRecord, sample: Sample) -
     failed = not sample["valid"] or sample.get("reward_errors") is not None
     if failed or not recorded.is_ours("acc"):
         return
+
     found = float(sample["acc"])
     stated = accuracies(record, _arguments(recorded, sample)["solution_str"])
     if stated and not any(abs(found - own) <= LIMIT * max(abs(own), 1.0) for own in stated):
@@ -164,10 +177,12 @@ def _check_calls(recorded: RecordedStep, sample: Sample, record: GroupRecord) ->
     failed = recorded.run.call_reward(FAILS, call_arguments("", "", "", {}))
     if isinstance(failed, Score):
         raise Wrong(f"a reward function that raises must give no score, but it gave {failed.value}")
+
     row = recorded.run.row(record.prompt_group.row)
     text = str(sample["responses"])
     first = f" {text}{ECHO}"
     last = f"{text[::-1]}\n"
+
     backwards = (first + last)[::-1].replace(ECHO[::-1], ECHO)
     for said in (first + last, first + "x" + last, backwards):
         own = (said, row.ground_truth, row.extra_info or {})
@@ -187,12 +202,14 @@ def _own_score(
     another sample's."""
     wanted = _arguments(recorded, sample, name)
     del wanted[PROMPT]  # a user's rollout may use a prompt other than the row's
+
     own = list[RewardResult]()
     for called, given, result in record.scored:
         arguments = {key: given.get(key) for key in wanted}
         arguments["extra_info"] = given.get("extra_info") or {}
         if called == name and arguments == wanted:
             own.append(result)
+
     if not own:
         raise Wrong(
             f"reward function '{name}' was never called with the response of sample "
@@ -200,13 +217,16 @@ def _own_score(
             f"({str(wanted['ground_truth'])[:80]!r}), domain and extra_info of its row: it was "
             "scored with another's data"
         )
+
     # A sample with a reward error may be valid: reward.on_error can assign a score.
     score = sample["reward_parts"].get(name)
     valid = bool(sample["valid"]) and sample.get("reward_errors") is None
+
     gave = list[float | None]()
     for result in own:
         if isinstance(result, Score):
             gave.append(None if DOES_NOT_APPLY in result.extra else result.value)
+
     if valid and score not in gave:
         raise Wrong(
             f"sample {sample['uid']} has the score {score} of reward function '{name}', which gave "
@@ -215,6 +235,7 @@ def _own_score(
         )
     if not valid and sample.get("reward_errors") is None:
         raise Wrong(f"sample {sample['uid']} is marked as having no score, without a reward error")
+
     return score if valid else None
 
 
@@ -250,6 +271,7 @@ def _check_total(recorded: RecordedStep, sample: Sample) -> None:
     parts = sample["reward_parts"]
     workflow = config.actor_rollout_ref.rollout.workflow
     returned = _returned(recorded, sample)
+
     wanted = float(sample["scores"])
     if sample["reward_errors"] is not None:
         fallback = on_error_of(config.reward, sample["domain"])
@@ -258,6 +280,7 @@ def _check_total(recorded: RecordedStep, sample: Sample) -> None:
                 f"sample {sample['uid']} has a score in spite of reward errors: "
                 f"{sample['reward_errors']}"
             )
+
         wanted = fallback
     elif workflow is None and recorded.is_ours("reward_parts"):
         weights = functions_of(recorded, sample)
@@ -273,6 +296,7 @@ def _check_total(recorded: RecordedStep, sample: Sample) -> None:
         if any("scores" in step.node.contract.writes for step in recorded.run.training_steps):
             for name, model in scoring_models(config.reward_model, sample["domain"]).items():
                 wanted += parts.get(name, math.nan) * model.weight
+
     found = float(sample["token_level_scores"].double().sum())
     sizes = [abs(part) for part in parts.values()]
     if abs(found - wanted) > SUM_LIMIT * max([1.0, abs(wanted), *sizes]):
@@ -299,10 +323,12 @@ def _check_places(sample: Sample) -> None:
     drawn = (sample["response_mask"] > 0).nonzero()[:, 0]
     if len(drawn):
         may[drawn[-1]] = True
+
     if "turn_index" in sample:
         turn = sample["turn_index"]
         after = torch.cat([turn[1:], turn.new_full((1,), -1)])[: len(turn)]
         may |= (turn >= 0) & (turn != after)
+
     wrong = (sample["token_level_scores"] != 0) & ~may
     if bool(wrong.any()):
         token = int(wrong.nonzero()[0])

@@ -32,14 +32,17 @@ def samples_of(batch: Batch) -> list[Sample]:
     for name in (*batch.names, "loss_mask", "token_level_scores"):
         if name not in batch or name in columns:
             continue
+
         axis = batch.field(name).axis
         flat = batch.flat(name)
+
         if axis in TOKEN_AXES:
             columns[name] = flat.split(batch.lengths(axis).tolist())
         elif isinstance(flat, Tensor) and flat.dim() == 1:
             columns[name] = flat.tolist()
         else:
             columns[name] = list(flat)
+
     return [{name: column[row] for name, column in columns.items()} for row in range(len(batch))]
 
 
@@ -80,6 +83,7 @@ def own_tokens(config: Config, sample: Sample, policy: str) -> Tensor:
     own = torch.ones(len(sample["response_ids"]), dtype=torch.bool)
     if not policies_of_agents(config):
         return own
+
     owners = policies_of_conversations(config, sample)
     for talk, owner in zip(conversations_of(sample), owners, strict=True):
         own[max(talk.first, 0) : talk.first + len(talk.ids)] = owner in ("", policy)

@@ -25,11 +25,13 @@ COLUMNS = {
 def check_turns(recorded: RecordedStep) -> str | None:
     if recorded.is_ours("responses") or not recorded.is_written("rollout_log_probs"):
         return NOT_APPLICABLE
+
     asked = [sample for sample in recorded.samples if recorded.requests(sample)]
     for sample in asked:
         _check_sample(recorded, sample)
     if asked:
         return None
+
     return "no request of this process to the engine is for its samples"
 
 
@@ -40,18 +42,21 @@ def _check_sample(recorded: RecordedStep, sample: Sample) -> None:
     kept = recorded.num_used(sample)
     firsts = [talk.first for talk in conversations_of(sample)]
     images = dict(zip(firsts, sample.get("images", ()), strict=False))
+
     for turn in recorded.turns(sample):
         tokens = slice(turn.start, turn.end)
         number = turn.end - turn.start
         drawn[tokens] = True
         seen = images.get(turn.conversation.first, [])
         check_same(sample, "images", seen, list(turn.request.images), "the engine's request")
+
         used = slice(turn.start, turn.start + kept.get(turn.conversation.name, number))
         if bool(of_policy[used.stop : turn.end].any()):
             raise Wrong(
                 f"sample {uid} is trained on tokens from {used.stop} on, which its workflow did "
                 "not use"
             )
+
         given = (~of_policy[used]).nonzero()
         if len(given) and number == len(turn.generation.token_ids):
             token = turn.start + int(given[0])
@@ -59,14 +64,17 @@ def _check_sample(recorded: RecordedStep, sample: Sample) -> None:
                 f"token {token} of sample {uid} counts as given, but the engine drew it for the "
                 "sample"
             )
+
         for column, name in COLUMNS.items():
             if column not in sample:
                 continue
+
             expected = sample[column].clone()
             numbers = getattr(turn.generation, name)[:number]
             expected[tokens] = torch.tensor(numbers, dtype=expected.dtype)
             wrong = (sample[column] != expected) & of_policy
             check_tokens(sample, column, expected, wrong, " by the engine")
+
     others = (of_policy & ~drawn).nonzero()
     if len(others):
         raise Wrong(

@@ -146,17 +146,20 @@ class UpdateWatch:
         engine = self.record.engine
         if not isinstance(engine, OpenEngine):
             return
+
         self._trained = trained(engine.model)
         self._striped += striped(self._trained, turn)
         self._summed = {name for name, _ in self._striped}
         others = [each for each in _small(self._trained) if each[0] not in self._summed]
         self._striped += random.Random(turn).sample(others, min(NUM_MOVED, len(others)))
+
         for name, parameter in self._striped:
             moments = _moments(engine.optimizer, parameter)
             stripe = Stripe(_stripe(parameter), moments)
             self.record.stripes[name] = stripe
             if name in self._summed and not isinstance(parameter, DTensor):
                 self._handles.append(parameter.register_hook(stripe.contribute))
+
         self._handles.append(engine.optimizer.register_step_pre_hook(self._before_step))
 
     def counts(self, batch: Batch) -> Counts:
@@ -167,10 +170,12 @@ class UpdateWatch:
     ) -> tuple[Tensor, Sums]:
         seen = MicroRecord(micro.row_names, {})
         self.record.micros.append(seen)
+
         for name, output in outputs.items():
             seen.outputs[name] = output.detach().cpu()
             if output.requires_grad:
                 output.register_hook(partial(seen.add_gradient, name))
+
         loss, sums = self.record.loss(outputs, micro, counts)
         seen.share = loss.detach()
         seen.watch(loss)
@@ -186,6 +191,7 @@ class UpdateWatch:
         self.record.metrics = dict(metrics)
         share = math.fsum(float(micro.share) for micro in self.record.micros)
         self.record.share = share, _over_ranks({"loss": share}, self._group)["loss"]
+
         for name, parameter in self._striped:
             stripe = self.record.stripes[name]
             stripe.after = _stripe(parameter)
@@ -193,6 +199,7 @@ class UpdateWatch:
             stripe.moved_moments = _moments(engine.optimizer, parameter)
             if name not in self._summed or isinstance(parameter, DTensor):
                 continue  # sharded gradients are summed over the ranks before they are seen
+
             num_passes = self._group.sum(float(len(stripe.passes)))
             total = torch.zeros_like(stripe.before)
             for each in stripe.passes:
@@ -201,6 +208,7 @@ class UpdateWatch:
             stripe.passes = []
             if num_passes > 0:
                 stripe.contributions = total
+
         return self.record
 
     def _before_step(self, *_: object) -> None:

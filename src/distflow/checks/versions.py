@@ -53,25 +53,31 @@ class Prompt(NamedTuple):
 def check_versions(recorded: RecordedStep) -> str | None:
     if not recorded.is_written("rollout_log_probs"):
         return NOT_APPLICABLE
+
     actor = recorded.run.resources.actor
     if not isinstance(actor, OpenEngine):
         return "the train engine does not expose its model"
+
     recomputes = recorded.config.actor_rollout_ref.rollout.kv_on_update == "recompute"
     for sample in scored_samples(recorded):
         uid = sample["uid"]
         recorded.drawn[uid] = _scores(recorded, actor, sample, recomputes)
+
     if not any(bool(known.any()) for _, known in recorded.drawn.values()):
         return "no token of the drawn samples is of weights that were kept"
     if not recorded.is_ours("rollout_log_probs") and not any(map(recorded.turns, recorded.samples)):
         return "a user's node writes rollout_log_probs"
+
     versions = recorded.batch.flat("versions")
     is_new = bool((versions[versions >= 0] == recorded.step).all())
     if is_new and not recorded.run.is_exact:
         # below float32, rounding may be large, but is corrected; every step compares these
         return None
+
     for sample in recorded.samples:
         if sample["uid"] in recorded.drawn:
             _same(recorded, sample, *recorded.drawn[sample["uid"]])
+
     return None
 
 
@@ -84,6 +90,7 @@ def _scores(recorded: RecordedStep, actor: OpenEngine, sample: Sample, recompute
     is_present = all(weights[i] is PRESENT for i in policy.nonzero()[:, 0].tolist())
     if is_present and sample["uid"] in recorded.plain:
         return recorded.plain[sample["uid"]], policy
+
     models = models_of(actor.model)
     talks = conversations_of(sample)
     names = [talk.name for talk in talks]
@@ -93,6 +100,7 @@ def _scores(recorded: RecordedStep, actor: OpenEngine, sample: Sample, recompute
     prompts = dict[str, Prompt]()
     for name, own in zip(names, sequences_of(sample), strict=True):
         prompts[name] = Prompt(own.given or len(own.prompt), own.images)
+
     # Each continuation begins with keys and values from its first token's weights, then uses those
     # of earlier tokens.
     whole = talks[0]
@@ -101,10 +109,12 @@ def _scores(recorded: RecordedStep, actor: OpenEngine, sample: Sample, recompute
     if recomputes:
         pieces = [(max(talk.first + 1, 0), talk.first + len(talk.ids), talk) for talk in talks]
     score = _over_own_keys if recomputes else _over_older_keys
+
     logits = torch.zeros(len(weights), vocabulary_of(actor.model))
     with torch.no_grad(), ExitStack() as plain:
         for model in models.values():
             plain.enter_context(plainly(model, compute_dtype=dtype_of(actor)))
+
         for start, end, talk in pieces:
             if not recomputes:
                 known[start:end] = known[start:end].cummin(0).values
@@ -114,6 +124,7 @@ def _scores(recorded: RecordedStep, actor: OpenEngine, sample: Sample, recompute
             logits[start:end] = score(
                 recorded.run.passes, models[owner], ids, own_weights, prompts[talk.name]
             )
+
     sampling = recorded.sampling_of_tokens(sample)
     response = ids_of(sample).response
     return plain_scores(logits, response, sampling), known & policy
@@ -126,6 +137,7 @@ def _weights_of_tokens(recorded: RecordedStep, sample: Sample) -> list[Weights |
         present = recorded.synced_version
     else:
         present = None
+
     found = list[Weights | None]()
     for version in sample["versions"].tolist():
         found.append(PRESENT if version == present else recorded.run.older_weights.of(version))
@@ -136,6 +148,7 @@ def _of_policy(weights: Sequence[Weights | None], policy: str) -> list[Weights |
     """The weights for the model of one of several policies; equal entries stay one object."""
     if not policy:
         return [*weights]
+
     own = dict[int, Weights]()
     for each in weights:
         if not each or id(each) in own:
@@ -144,6 +157,7 @@ def _of_policy(weights: Sequence[Weights | None], policy: str) -> list[Weights |
             n.removeprefix(f"{policy}."): w for n, w in each.items() if n.startswith(f"{policy}.")
         }
         own[id(each)] = named
+
     return [own[id(each)] if each else each for each in weights]
 
 
@@ -161,12 +175,14 @@ def _over_older_keys(
     found = torch.zeros(len(weights), vocabulary_of(model))
     cache = DynamicCache(config=unwrapped(model).config)
     first = len(ids) - len(weights) - 1
+
     fed = 0
     done = 0
     for _, run in groupby(weights, key=id):
         own, *more = run
         if own is None:
             break
+
         until = done + 1 + len(more)
         new = ids[fed : first + until]
         seen = Prompt(0, ()) if fed else prompt
@@ -174,6 +190,7 @@ def _over_older_keys(
         found[done:until] = logits[done - until :]
         fed = first + until
         done = until
+
     return found
 
 
@@ -187,10 +204,12 @@ def _over_own_keys(
     """The same if all keys and values are recomputed after a weight sync."""
     found = torch.zeros(len(weights), vocabulary_of(model))
     start = len(ids) - len(weights) - 1
+
     for own in {id(one): one for one in weights if one is not None}.values():
         mine = torch.tensor([one is own for one in weights])
         logits = _forward(passes, model, own, ids[:-1], prompt, use_cache=False)
         found[mine] = logits[start:][mine]
+
     return found
 
 
@@ -205,6 +224,7 @@ def _forward(
     """Logits of all positions, float32 on the CPU."""
     device = next(model.parameters()).device
     swapped = {name: weight.to(device) for name, weight in weights.items()}
+
     row = torch.tensor([list(ids)], device=device)
     with own_pass(model, row, prompt.length, (prompt.images,)) as given:
         inputs = {**given, **options}
@@ -213,6 +233,7 @@ def _forward(
             output = functional_call(model, swapped, kwargs=inputs)
         else:
             output = passes.run(model, **inputs)
+
     logits: Tensor = output.logits[0]
     return logits.float().cpu()
 

@@ -62,10 +62,12 @@ class Pair:
             return dist.Backend._plugins[self.backend.upper()].creator_fn(
                 store, rank, 2, self.timeout
             )
+
         # read now: existing groups keep their setting
         os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = _KEEP_PROCESS
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = self.timeout
+
         return dist.ProcessGroupNCCL(store, rank, 2, options)
 
     def finish(self, work: Any) -> None:
@@ -122,10 +124,12 @@ class Pairs:
         """device: see `Pair`; buckets are packed there. timeout_s: time for a worker to reply."""
         self._run_dir = run_dir
         self._device = device
+
         if timeout_s is None:
             self._timeout = _FOREVER
         else:
             self._timeout = timedelta(seconds=timeout_s / 2)
+
         self._pairs: dict[int, tuple[Pair, Future[_Group]]] = {}
         """By the worker's rank, with the trainer's side of each."""
 
@@ -137,11 +141,13 @@ class Pairs:
         if number == 0:
             self._pairs = {rank: self._open() for rank in to}
         tensors = tuple((name, dtype, shape) for name, dtype, shape, _ in packed)
+
         sent = {}
         for rank in to:
             pair, group = self._pairs[rank]
             on_a_thread(partial(_send, group, packed, pair))
             sent[rank] = InPair(pair, tensors)
+
         return sent
 
     def _open(self) -> "tuple[Pair, Future[_Group]]":

@@ -26,6 +26,7 @@ def launch_several(runs: Sequence[PlannedRun], options: SeveralOptions) -> Ended
     of the cores, and its own GPUs."""
     num_devices = sum(len(run.devices) for run in runs)
     cores = usable_cores()
+
     environments = {}
     for run in runs:
         own = {"OMP_NUM_THREADS": str(max(1, cores * len(run.devices) // num_devices))}
@@ -34,7 +35,9 @@ def launch_several(runs: Sequence[PlannedRun], options: SeveralOptions) -> Ended
             own["CUDA_VISIBLE_DEVICES"] = ",".join(
                 seen.split(",")[device] for device in run.devices
             )
+
         environments[run.name] = own
+
     with RunProcesses(runs, environments, options) as processes:
         return processes.watch()
 
@@ -87,6 +90,7 @@ class RunProcesses(AbstractContextManager["RunProcesses"]):
                     raise WorkerDied(dead)
                 with suppress(Empty):
                     self._options.say(self._lines.get(timeout=_LOOKS_EVERY_S))
+
         statuses = {name: process.wait() or 0 for name, process in self._processes.items()}
         failed = {}
         for name, status in statuses.items():
@@ -98,7 +102,9 @@ class RunProcesses(AbstractContextManager["RunProcesses"]):
                 how = (
                     f"FAILED (status {status}), its last lines say why; the same command resumes it"
                 )
+
             self._options.say(f"{name}: {how}")
+
         asked = 0
         if stop.signal or any(statuses.values()):
             asked = exit_status(stop.signal or SIGTERM)

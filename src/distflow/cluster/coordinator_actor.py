@@ -54,12 +54,14 @@ class CoordinatorActor(SharedSampleQueue[GroupRef]):
         self._messages = MessageQueue()
         self._reshard = SharedReshard()
         coordinator, self._ledger = begin_ledger(spec, start)
+
         queued: dict[int, FinishedGroup[GroupRef]] = {}
         for number, group in (load_queued(start.checkpoint) if start.checkpoint else {}).items():
             reference, num_bytes = to_group(group.data, spec.config.trainer.launcher != "local")
             queued[number] = group.stored_as(reference)
             if coordinator.queue.holds(number):
                 coordinator.weigh(number, num_bytes)
+
         dp_groups = [queue_dp_group(spec, each) for each in dp_groups_of(spec.plan)]
         super().__init__(
             coordinator,

@@ -66,6 +66,7 @@ class Blame:
             error.__cause__ = err
         except RayError as err:
             error = err
+
         return error
 
     def cause_of(self, error: BaseException, running: Mapping[Any, int]) -> WorkerDied | None:
@@ -76,6 +77,7 @@ class Blame:
             workers = {rank: self._workers[rank] for rank in running.values()}
             limit_s = self._spec.config.trainer.peers_timeout_s
             return hanging(calls, workers, self._spec.run_dir / STACKS, limit_s)
+
         return self._death_of_coordinator() or self._death_of_trainer(error, training)
 
     def _death_of_coordinator(self) -> WorkerDied | None:
@@ -85,6 +87,7 @@ class Blame:
             return WorkerDied(f"the coordinator has died ({_process_of(err)}): {_CAUSES}")
         except GetTimeoutError:  # its heartbeat reports it if it is not just slow
             return None
+
         return None
 
     def _death_of_trainer(
@@ -96,6 +99,7 @@ class Blame:
             within_s = _DEATH_IS_REPORTED_WITHIN_S
         else:
             within_s = STARVED_S
+
         until = time.monotonic() + within_s
         while training and time.monotonic() < until:
             done, _ = ray.wait(list(training), timeout=max(until - time.monotonic(), 0.0))
@@ -103,6 +107,7 @@ class Blame:
                 outcome = self.outcome(ref, training.pop(ref))
                 if isinstance(outcome, WorkerDied):
                     return outcome
+
         return None
 
     def died(
@@ -115,6 +120,7 @@ class Blame:
             if said.startswith(_OF_IMPORTS):
                 return UserError(f"{message}\n{_SAME}")
             return WorkerFailed(message)
+
         plan = self._spec.plan.ranks[rank]
         does = []
         if plan.rollout_nodes:
@@ -134,6 +140,7 @@ class Blame:
             return UserError(f"{who}: {err.cause}")
         if isinstance(err.cause, UserError):
             return UserError(f"{who}: {err.cause}\n{_THERE}")
+
         return WorkerFailed(
             f"{who} could not build its engines: {type(err.cause).__name__}: {err.cause}"
         )

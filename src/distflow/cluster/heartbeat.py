@@ -22,6 +22,7 @@ def hanging(
     late = [rank for rank, call in calls.items() if call in not_done]
     if not late:
         return None
+
     asked = [future_of(worker.write_stacks.remote(stacks)) for worker in workers.values()]
     where = {rank: future_of(workers[rank].where.remote()) for rank in late}
     answered = wait([*asked, *where.values()], remote_calls.ENDS_WITHIN_S).done
@@ -29,6 +30,7 @@ def hanging(
         f"worker {rank} is {each.result() if each in answered else 'silent'}"
         for rank, each in where.items()
     ]
+
     return WorkerHangs(
         f"{' and '.join(places)}, and has not reached a collective call of all ranks within "
         f"{limit_s:g} s (trainer.peers_timeout_s): a function or a lock does not end, or the rank "
@@ -69,16 +71,19 @@ class Heartbeat:
         now = time.monotonic()
         before = self._looked
         self._looked = now
+
         if now - before > _AWAY_S:  # this process itself was stopped: answers are on their way
             self._asked = {
                 rank: (asked, since + now - before) for rank, (asked, since) in self._asked.items()
             }
+
         for rank, (asked, since) in list(self._asked.items()):
             if asked.done():
                 self._heard.add(rank)
                 self.follow(rank, self._actors[rank])
             elif now - since > self._limit_s(rank):
                 return rank
+
         return None
 
     def describe_silence(self, silent: int, stacks: Path) -> str:

@@ -64,6 +64,7 @@ class WorkerProcess:
                 map(str, range(place.rank + 1))
             )
             variables["CUDA_VISIBLE_DEVICES"] = seen.split(",")[place.rank]
+
         with theirs:
             self._child = Child(
                 python_command(__name__, theirs.fileno()),
@@ -73,6 +74,7 @@ class WorkerProcess:
                 stderr=None,
                 leaves_s=_CLEANS_UP_WITHIN_S,
             )
+
         self.place = place
         self.calls = Peer(ours, _NUM_CALLS)
         threading.Thread(target=self.calls.serve, args=(coordinator,), daemon=True).start()
@@ -126,6 +128,7 @@ class LocalRun(AbstractContextManager["LocalRun"]):
         checkpoint."""
         spec = self._spec
         start = self._start
+
         begun = [
             worker.calls.begin.remote(spec, start, worker.place, self._meeting)
             for worker in self._workers
@@ -133,6 +136,7 @@ class LocalRun(AbstractContextManager["LocalRun"]):
         while not all(call.done() for call in begun):
             wait(begun, _LOOKS_EVERY_S)
             self._check(begun, "while its engines were built")
+
         self._check(begun, "while its engines were built")
         return check_reports([call.result() for call in begun], 0, spec, start, say)
 
@@ -159,6 +163,7 @@ class LocalRun(AbstractContextManager["LocalRun"]):
                 finally:
                     while messages := self.coordinator.messages(0.0):
                         output.pass_on(messages)
+
         return max(call.result() for call in running)
 
     def _check(self, calls: Sequence["Future[Any]"], when: str) -> None:
@@ -166,12 +171,14 @@ class LocalRun(AbstractContextManager["LocalRun"]):
         does not respond. when: in the run."""
         error = next((error for call in calls if call.done() and (error := call.exception())), None)
         may_follow = error is not None and not isinstance(error, UserError | TrustError)
+
         until = time.monotonic() + (STARVED_S if may_follow else 0.0)
         while (
             not (dead := [worker for worker in self._workers if worker.how_it_died()])
             and time.monotonic() < until
         ):
             time.sleep(_LOOKS_EVERY_S)
+
         for worker in dead:
             rank = worker.place.rank
             raise WorkerDied(
@@ -179,6 +186,7 @@ class LocalRun(AbstractContextManager["LocalRun"]):
                 f"({worker.how_it_died()}): killed from outside, out of memory, or crashed in "
                 "native code."
             )
+
         stacks = self._spec.run_dir / STACKS
         if isinstance(error, PeersLate):
             limit_s = self._spec.config.trainer.peers_timeout_s
@@ -194,13 +202,16 @@ def launch_processes(spec: Spec, options: LaunchOptions = LAUNCH_DEFAULTS) -> Ou
     with starting(spec, options.allow_change) as start:
         if done := done_before(spec, start, options.say):
             return done
+
         start.set_aside(spec, options.say)
         options.say(f"starting {count_of(len(spec.plan.ranks), 'process')} on this machine")
+
         with reported(spec.run_dir, options.say), LocalRun(spec, start) as run:
             try:
                 steps = run.watch(run.build(options.say), options)
             except WorkerDied as died:
                 raise type(died)(f"{died} {resume_hint(spec)}") from died
+
         return outcome_of(
             spec,
             steps,

@@ -95,9 +95,11 @@ class TrainingRanks:
         except Exhausted:
             self.reward_metrics()  # which may be the reason
             raise
+
         if step is not None:
             self._reward_counts = RewardCounts.joined([self._reward_counts, step.reward_counts])
             self._call("check_taken", self._dp_groups, step.group_ids, step.batch)
+
         return step
 
     def reward_metrics(self) -> dict[str, float]:
@@ -147,6 +149,7 @@ class TrainingRanks:
         rank = self._generating_rank(request, ())
         ref = self._run.generate(rank, request)
         await self._run.done(ref)
+
         try:
             return self._run.replies({ref: rank})[0]
         except WorkerDied:
@@ -161,11 +164,13 @@ class TrainingRanks:
         for rank in self._run.training_ranks:
             if "rollout" in self._spec.plan.ranks[rank].engines:
                 ready.add(rank)
+
         left = sorted(ready.difference(gone))
         if not left:
             raise WorkerDied(
                 "no rollout worker has the newest weights: a new one gets them with the next batch."
             )
+
         return left[request.stream.row % len(left)]
 
     def _having(self, role: str) -> list[tuple[int, ...]]:
@@ -183,10 +188,12 @@ class TrainingRanks:
         sizes = Batch(torch.zeros(len(taken.own)), torch.tensor(taken.loads))
         sizes["group_index"] = torch.tensor(taken.own)
         holders = with_samples(self._spec.plan, dp_group)
+
         calls = {}
         for rank, own in self._rows_of_ranks(sizes, dp_group).items():
             if rank in holders and own:
                 calls[rank] = ([taken.own[i] for i in own], [groups[i] for i in own])
+
         parts = []
         lost = []
         rows_of_group = defaultdict[int, list[int]](list)
@@ -197,6 +204,7 @@ class TrainingRanks:
             for number in group_of_rows:
                 rows_of_group[number].append(num_rows)
                 num_rows += 1
+
         if lost:
             return None, lost
         order = [row for number in taken.own for row in rows_of_group[number]]
@@ -223,17 +231,21 @@ class TrainingRanks:
         columns, rest = replies[dp_groups[0][0]]
         if columns is None:
             return None, rest
+
         written = batch.only([])
         for dp_group in dp_groups:
             holders = with_samples(self._spec.plan, dp_group)
             ranks = [rank for rank in holders if rows[rank]] or holders[:1]
+
             replied = []
             for rank in ranks:
                 lengths = (parts[rank].lengths("prompt"), parts[rank].lengths("response"))
                 replied.append(Batch.from_columns(*lengths, replies[rank][0]))
+
             taken = [row for rank in ranks for row in rows[rank]]
             in_order = sorted(range(len(taken)), key=taken.__getitem__)
             written = written.merge(Batch.concat(replied).select(in_order))
+
         return written, rest
 
     def _rows_of_ranks(

@@ -67,12 +67,14 @@ def stored(batch: Batch) -> Batch:
 
     lengths = (batch.lengths("prompt"), batch.lengths("response"))
     rows = [(0, row) for row in range(len(batch))]
+
     columns = []
     for field, column in batch.columns():
         if isinstance(column, Tensor | list):
             alone = Batch.from_columns(*lengths, [(replace(field, name=_NAME), column)])
             column = StoredColumn((ray.put(to_buffers(alone)),), rows)
         columns.append((field, column))
+
     return Batch.from_columns(*lengths, columns)
 
 
@@ -110,6 +112,7 @@ class RankCalls:
             if name == "leave":
                 result.set_result(None)
                 return worker.step
+
             try:
                 if name == "hold":
                     found = _hold(*arguments)
@@ -133,6 +136,7 @@ def _carry_out(
             argument = argument.to("cpu")  # reads its columns
             before |= {key: argument.flat(key) for key in argument.names}
         given.append(argument)
+
     found = getattr(worker, name)(*given)
     rest = None
     if isinstance(found, tuple):
@@ -140,6 +144,7 @@ def _carry_out(
     if not isinstance(found, Batch):
         return None, found
     written = found.only(key for key in found.names if found.flat(key) is not before.get(key))
+
     return [*stored(written).columns()], rest
 
 

@@ -57,19 +57,23 @@ class Peer:
                 elif (reply := self._replies.pop(number, None)) is not None:
                     result, error = content
                     reply.set_result(result) if error is None else reply.set_exception(error)
+
         for number in list(self._replies):
             self._gone(number)
 
     def _call(self, name: str, *arguments: Any) -> "Future[Any]":
         number = next(self._numbers)
         reply = Future[Any]()
+
         # it arrives even if a coroutine that waited for it was cancelled
         reply.set_running_or_notify_cancel()
         self._replies[number] = reply
+
         try:
             self._send(number, name, arguments)
         except OSError:
             self._gone(number)
+
         return reply
 
     def _answer(self, number: int, call: "Future[Any]") -> None:

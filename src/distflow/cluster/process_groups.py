@@ -60,6 +60,7 @@ class ProcessGroups:
         self._training_ranks = [rank for dp_group in dp_groups for rank in dp_group]
         names = {group.ranks: group.name for group in plan.groups}
         self._groups = {}
+
         for ranks in dict.fromkeys([*names, *dp_groups]):
             if len(ranks) > 1 and set(ranks) <= set(self._training_ranks):
                 places = self._places(ranks)
@@ -85,6 +86,7 @@ class ProcessGroups:
             axes[TENSOR] = "tensor"
         if len(axes) == 1:
             return DeviceMesh.from_group(self.of(dp_group), device)
+
         lines = [layout.line(axis, rank) for axis in axes.values()]
         groups = [self.of(line) for line in lines]
         places = torch.tensor(self._places(dp_group)).view([len(line) for line in lines])
@@ -126,12 +128,14 @@ class TorchCollective:
             return self._all_reduce(value.detach().clone(), op)
         if not isinstance(value, dict):
             return self._all_reduce(self._numbers([value]), op).item()
+
         everyone = self.gather(value)
         odd = {name for own in everyone for name in own.keys() ^ value.keys()}
         if odd:
             raise ValueError(
                 f"ranks reduce values with different names: only some have {sorted(odd)}"
             )
+
         reduce = sum if op is dist.ReduceOp.SUM else max
         return {name: reduce(own[name] for own in everyone) for name in value}
 
@@ -171,7 +175,9 @@ class Collectives:
         if not place.dp_group or (len(trainers) == 1 and not shards):
             alone = OneRank()
             return Collectives(alone, alone, alone, None)
+
         device = torch.device(spec.plan.ranks[place.rank].device).type
+
         # A file, not a port: only those who can read the run's folder can join.
         store = dist.FileStore(str(meeting), len(trainers))
         timeout = timedelta(seconds=spec.config.trainer.peers_timeout_s)
@@ -184,6 +190,7 @@ class Collectives:
         )
         groups = ProcessGroups(spec.plan, place.dp_groups, timeout)
         layout = dp_group_layout(spec.plan, place.dp_group)
+
         return Collectives(
             TorchCollective(),
             TorchCollective(groups.of(place.dp_group)),

@@ -55,8 +55,10 @@ def connect_ray(plan: Plan, say: Callable[[str], None]) -> Iterator[bool]:
         with joined_ray(address):
             yield False
         return
+
     check_room(plan)
     say(f"starting Ray for {count_of(len(plan.ranks), 'worker')} on this machine")
+
     with ExitStack() as stack:
         with lasting(say, "starting Ray"):
             stack.enter_context(start_ray(len(plan.ranks)))
@@ -77,6 +79,7 @@ def joined_ray(address: str) -> Iterator[None]:
         else:
             token = ""
         raise UserError(f"the Ray at RAY_ADDRESS={address} cannot be used: {err}{token}") from err
+
     try:
         yield
     finally:
@@ -90,6 +93,7 @@ def start_ray(num_cpus: int) -> Iterator[None]:
     # reach only the run, which saves before its Ray ends.
     popen = services.ConsolePopen
     services.ConsolePopen = partial(popen, process_group=0)  # type: ignore[misc,assignment]
+
     try:
         ray.init(
             address="local",  # never one that another process started here
@@ -103,6 +107,7 @@ def start_ray(num_cpus: int) -> Iterator[None]:
         raise RayNotStarted(f"Ray could not be started on this machine: {err}") from err
     finally:
         services.ConsolePopen = popen  # type: ignore[misc]
+
     try:
         yield
     finally:
@@ -153,6 +158,7 @@ def bundles_of(
         group = PlacementGroup(ray.PlacementGroupID(bytes.fromhex(shared)))
         yield {node: Bundle(group, node) for node in nodes}
         return
+
     with reserve(plan, each, say, ends) as group:
         yield {node: Bundle(group, index) for index, node in enumerate(nodes)}
 
@@ -168,6 +174,7 @@ def reserve(
     """
     nodes = sorted({rank.node for rank in plan.ranks})
     wanted = [_needs([rank for rank in plan.ranks if rank.node == node], each) for node in nodes]
+
     group = placement_group(wanted, strategy="PACK" if len(nodes) == 1 else "STRICT_SPREAD")
     try:
         each_bundle = [Bundle(group, number) for number in range(len(wanted))]
@@ -194,6 +201,7 @@ def wait_for_room(
     ]
     if timeout_s and ray.wait(ready, num_returns=len(ready), timeout=_SAYS_AFTER_S)[1]:
         say(f"waiting up to {timeout_s:g} s for {needs}: they are used by other jobs now")
+
     try:
         ray.get(ready, timeout=timeout_s)
     except GetTimeoutError:
@@ -215,6 +223,7 @@ def check_room(plan: Plan) -> None:
             "RAY_ADDRESS is not set: lower them, or run `ray start` on each machine and set "
             "RAY_ADDRESS to the head's HOST:PORT"
         )
+
     check_cores(plan, ", or set RAY_ADDRESS to a cluster")
 
 
@@ -224,6 +233,7 @@ def _check_reachable(address: str) -> None:
     host, _, port = address.rpartition(":")
     if not port.isdigit() or "/" in host:  # "auto", or another kind of address
         return
+
     try:
         socket.create_connection((host, int(port)), _CONNECTS_WITHIN_S).close()
     except OSError as err:
@@ -252,6 +262,7 @@ def _fits(wanted: Sequence[Mapping[str, float]]) -> bool:
                 break
         else:
             return False
+
     return True
 
 
@@ -266,9 +277,11 @@ def bound_of(spec: Spec) -> int:
     object store counts. A concurrent run gets its devices' share of it."""
     if spec.config.trainer.max_held_mb is not None:
         return spec.config.trainer.max_held_mb * _MB
+
     stores = [
         node["Resources"].get("object_store_memory", 0) for node in ray.nodes() if node["Alive"]
     ]
     trainer = spec.config.trainer
     of_devices = len(spec.plan.ranks) / (trainer.nnodes * trainer.n_gpus_per_node)
+
     return int(_SHARE_OF_STORE * of_devices * min(store for store in stores if store))

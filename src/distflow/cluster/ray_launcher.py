@@ -60,6 +60,7 @@ def open_ray(
             run.driven(run.build(say)) as progress,
         ):
             yield OwnLoop(TrainingRanks(spec, run, progress.version.step), RemoteIntake(run))
+
         write_report(spec.run_dir)
 
 
@@ -95,6 +96,7 @@ def gpus_of_machines() -> list[int]:
         raise UserError(f"trainer.launcher=ray {NEEDED}")
     if not os.environ.get("RAY_ADDRESS") and not _is_connected():
         return [torch.cuda.device_count()]
+
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     from distflow.cluster.ray_cluster import joined_ray, ray
 
@@ -106,6 +108,7 @@ def launch_several_ray(runs: Sequence[PlannedRun], options: SeveralOptions) -> E
     """As `launch_several`, on one Ray, found as in `launch_ray`."""
     if not is_installed():
         raise UserError(f"trainer.launcher=ray {NEEDED}")
+
     with tempfile.TemporaryDirectory(prefix="distflow-") as folder, _private_ray(Path(folder)):
         from ray import get_runtime_context
 
@@ -122,6 +125,7 @@ def launch_several_ray(runs: Sequence[PlannedRun], options: SeveralOptions) -> E
             tuple(rank for run in runs for rank in run.plan.ranks),
             (),
         )
+
         say = options.say
         with (
             connect_ray(plan, say) as ends,
@@ -147,6 +151,7 @@ def own_ray(folder: Path, num_workers: int) -> Iterator[None]:
     if _is_connected():
         yield
         return
+
     address = os.environ.pop("RAY_ADDRESS", None)
     try:
         with _private_ray(folder):
@@ -167,8 +172,10 @@ def _private_ray(folder: Path) -> Iterator[None]:
     if "RAY_ADDRESS" in os.environ or _is_connected():
         yield
         return
+
     # Despite its name: when off, Ray keeps the address that it gets, including loopback.
     os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
+
     # What a user's code started in a worker ends with the worker.
     os.environ.setdefault("RAY_kill_child_processes_on_worker_exit_with_raylet_subreaper", "1")
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -178,6 +185,7 @@ def _private_ray(folder: Path) -> Iterator[None]:
     before = {name: os.environ.get(name) for name in ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN_PATH")}
     os.environ |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(token)}
     _read_again()
+
     try:
         # some of Ray's helpers look for their parent only now and then
         with survivors_ended():
@@ -189,6 +197,7 @@ def _private_ray(folder: Path) -> Iterator[None]:
                 os.environ.pop(name, None)
             else:
                 os.environ[name] = value
+
         _read_again()
 
 

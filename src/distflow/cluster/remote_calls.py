@@ -50,6 +50,7 @@ def reply(ref: Any) -> Any:
     """Wait for the result of an actor's call. Raises what the actor raised."""
     if isinstance(ref, Future):
         return ref.result()
+
     import ray
     from ray.exceptions import RayTaskError
 

@@ -52,6 +52,7 @@ def to_group(batch: Batch, by_ray: bool) -> tuple[GroupRef, int]:
     num_bytes = sum(column.nbytes for column in buffers.values())
     if not by_ray:
         return buffers, num_bytes
+
     import ray
 
     return (ray.put(buffers),), num_bytes
@@ -76,6 +77,7 @@ def _fetched(groups: Sequence[GroupRef]) -> Sequence[Buffers]:
     """Raises GroupLost."""
     if not isinstance(groups[0], tuple):
         return groups
+
     import ray
     from ray.exceptions import ObjectLostError
 
@@ -91,6 +93,7 @@ def to_batch(groups: Sequence[GroupRef | RowsOfGroup]) -> Batch:
     distinct = {id(each): each for each in data}
     part_of = {each: part for part, each in enumerate(distinct)}
     parts = _fetched(list(distinct.values()))
+
     picks = []
     for group, stored in zip(groups, data, strict=True):
         part = part_of[id(stored)]
@@ -99,6 +102,7 @@ def to_batch(groups: Sequence[GroupRef | RowsOfGroup]) -> Batch:
         else:
             rows = range(parts[part]["lengths.prompt"].size // 8)
         picks += [(part, row) for row in rows]
+
     return gather(parts, picks)
 
 
@@ -143,6 +147,7 @@ class RemoteSampleQueue:
         if self._ready is not None:
             with self._waits("rollout", "weights", on="training"):
                 await asyncio.wrap_future(self._ready)
+
         while True:
             asked = self._coordinator.wait_for_groups.remote(self._worker, engine_version())
             with self._waits("rollout", "capacity", on="coordinator"):
@@ -174,20 +179,25 @@ class RemoteSampleQueue:
                 timeout_s = None
             else:
                 timeout_s = deadline - time.monotonic()
+
             with self._waits("training", f"step {step + 1}", on="rollout"):
                 taken = self._reply(
                     self._coordinator.take.remote(step, self._first + rank, wanted, timeout_s)
                 )
+
             if taken is None or isinstance(taken, NewWorkers):
                 return taken
+
             fault_injection.reach("queue.taken")
             batch, lost = self._read(taken, taken.batch)
             report = self._coordinator.read.remote(step, self._first + rank, lost)
+
             if self._by_ray:
                 with self._waits("training", f"step {step + 1}", on=RANKS):
                     whole = self._reply(report)
             else:
                 whole = True  # the coordinator has the groups themselves
+
             if whole:
                 assert batch is not None, "no group of it is lost"
                 return joined(taken, batch)
@@ -198,6 +208,7 @@ class RemoteSampleQueue:
             released: Released = reply(
                 self._coordinator.release.remote(step, self._first + rank, sent_weights)
             )
+
         self._stop.wanted = released.stopping
         return released
 
@@ -214,21 +225,25 @@ class RemoteSampleQueue:
             with suppress(GroupLost):  # a resumed run generates it again
                 batch = to_batch([RowsOfGroup.of(group)])
                 queued[number] = replace(group.stored_as(batch), rows=None)
+
         return ResumePoint(point.snapshot, queued)
 
     def _stored(self, ended: EndedGroups[Batch]) -> EndedGroups[GroupRef]:
         """With references to the samples, if there are some."""
         if isinstance(ended, DroppedGroup | AbortedGroups):
             return ended
+
         fault_injection.reach("queue.put")
         if isinstance(ended, FinishedGroup):
             reference, num_bytes = to_group(ended.data, self._by_ray)
             return replace(ended, num_bytes=num_bytes).stored_as(reference)
+
         if ended.data is not self._batch_ahead:
             self.store_ahead(ended.data)
         reference, num_bytes = self._reference_ahead
         self._batch_ahead = None
         self._reference_ahead = (None, 0)
+
         return LoadedGroups(ended.prompt_groups, reference, ended.num_tokens, num_bytes)
 
 
@@ -242,10 +257,12 @@ def read_groups(
     """The rows of the groups, or the ids of lost groups. numbers: their ids."""
     with suppress(GroupLost):
         return to_batch(groups), []
+
     lost = []
     for number, group in zip(numbers, groups, strict=True):
         try:
             to_batch([group])
         except GroupLost:
             lost.append(number)
+
     return (None, lost) if lost else (to_batch(groups), [])  # a fetch may have been too slow before

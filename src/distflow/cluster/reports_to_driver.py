@@ -128,6 +128,7 @@ class DriverOutput:
             )
             if not last and not wait([future_of(self._asked)], self._waits_s).done:
                 return  # its heartbeat reports whether it responds at all
+
             asked = self._asked
             self._asked = None
             self.pass_on(reply_of(asked, COORDINATOR))

@@ -42,6 +42,7 @@ class RayReshard:
             share: Share[ObjectRef] = _result(
                 self._coordinator.pick_share.remote(key, num_ranks, uids)
             )
+
         try:
             parts: list[Buffers] = ray.get(list(share.refs))
         except ObjectLostError as lost:
@@ -49,6 +50,7 @@ class RayReshard:
                 f"samples of {key} are lost, because one of their writers {list(share.writers)} "
                 "has died"
             ) from lost
+
         batch = gather(parts, [(part, row) for part, row in share.rows.tolist()])
         self._coordinator.release_share.remote(key, rank)
         return batch

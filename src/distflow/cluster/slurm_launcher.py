@@ -27,11 +27,13 @@ def launch_slurm(spec: Spec, options: LaunchOptions = LAUNCH_DEFAULTS) -> Outcom
         raise UserError(
             "trainer.launcher=slurm: no sbatch is on the PATH: submit on a machine with Slurm"
         )
+
     with starting(spec, options.allow_change) as start:
         if done := done_before(spec, start, options.say):
             return done
         path = spec.run_dir.absolute() / "slurm.sbatch"
         write_atomically(path, _script(spec).encode())
+
     submitted = subprocess.run(
         [sbatch, "--parsable", str(path)],
         env=without_mark(os.environ),  # the job has this environment, and outlives this command
@@ -40,10 +42,12 @@ def launch_slurm(spec: Spec, options: LaunchOptions = LAUNCH_DEFAULTS) -> Outcom
     )
     if submitted.returncode:
         raise UserError(f"sbatch rejected {path}: {submitted.stderr.strip()}")
+
     job = submitted.stdout.strip().partition(";")[0]
     options.say(f"submitted as job {job}: {path}")
     log = shlex.quote(str(path.with_name(f"slurm-{job}.out")))
     options.say(f"to follow it: tail -F {log}; to cancel it: scancel {job}")
+
     return None
 
 
@@ -56,6 +60,7 @@ def _script(spec: Spec) -> str:
         "WORDS": shlex.join(shlex.split(str(spec.description["command"]))[1:]),
     }
     template = Path(__file__).with_suffix(".sbatch").read_text("utf-8")
+
     return re.sub("@([A-Z]+)@", lambda found: filled[found[1]], template)
 
 
@@ -65,6 +70,7 @@ def _options(spec: Spec) -> list[str]:
     trainer = spec.config.trainer
     slurm = spec.config.trainer.slurm
     output = f"{spec.run_dir.absolute()}/slurm-".replace("%", "%%") + "%j.out"
+
     options = [
         *(
             f"--job-name={trainer.experiment_name}",
@@ -87,4 +93,5 @@ def _options(spec: Spec) -> list[str]:
         raise UserError(
             f"trainer.launcher=slurm: {broken[0]!r} has characters not allowed in options of sbatch"
         )
+
     return options

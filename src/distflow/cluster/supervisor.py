@@ -97,10 +97,12 @@ class RayRun(AbstractContextManager["RayRun"]):
         starting = [starting.worker for starting in self._others.starting.values()]
         for actor in [*starting, *self._workers, self.coordinator]:
             remote_calls.kill(actor)
+
         with suppress(OSError, RunFolderError):  # the next start tries again
             wait_for_joined(self._spec.run_dir)
             remove_meetings(self._spec.run_dir)
             remove_weights(self._spec.run_dir)
+
         if error is not None:
             note_failure(self._spec.run_dir, error)
 
@@ -115,12 +117,14 @@ class RayRun(AbstractContextManager["RayRun"]):
             reports: list[BuildReport] = self._all(
                 [worker.build.remote() for worker in self._workers]
             )
+
         for rank, report in enumerate(reports):
             if report.version != __version__:
                 raise UserError(
                     f"worker {rank} has distflow {report.version}, and this process {__version__}: "
                     "install the same version on every machine"
                 )
+
         return check_reports(reports, self._leader, self._spec, self._start, say)
 
     def watch(self, differences: list[str], options: LaunchOptions) -> int:
@@ -139,6 +143,7 @@ class RayRun(AbstractContextManager["RayRun"]):
             with self.stop:
                 for _ in self._rounds(differences, output):
                     pass
+
         return self._steps
 
     @contextmanager
@@ -147,6 +152,7 @@ class RayRun(AbstractContextManager["RayRun"]):
         waits. An error there waits only for a checkpoint that is being written."""
         everyone: dict[int, Sequence[Any]] = dict.fromkeys(self.training_ranks, ())
         progress = self._progress()
+
         has_ended = False
         with shown(self._spec, progress.total_steps, Callbacks(), waits_s=0.0) as output:
             self._supervision = self._rounds(differences, output)
@@ -188,7 +194,9 @@ class RayRun(AbstractContextManager["RayRun"]):
                         raise self._blame.died(
                             refs[ref], "while the loop waited for it", err
                         ) from err
+
                 next(self._supervision, None)
+
         return ray.get(list(refs))
 
     def with_newest_weights(self) -> list[int]:
@@ -217,17 +225,21 @@ class RayRun(AbstractContextManager["RayRun"]):
         while still_training:
             output.show(self.coordinator)
             self._look_after()
+
             done, _ = ray.wait(list(running), num_returns=len(running), timeout=0)
             for ref in done:
                 rank = running.pop(ref)
                 still_training.discard(rank)
                 self._take(rank, self._blame.outcome(ref, rank), running)
+
             for rank, worker in self._others.ready().items():
                 self._workers[rank] = worker
                 self._heartbeat.follow(rank, worker)
                 running[self._run(rank, differences)] = rank
                 self._others.connect(rank, worker)
+
             yield
+
         self._end(running)
         output.show(self.coordinator, last=True)
 
@@ -237,11 +249,13 @@ class RayRun(AbstractContextManager["RayRun"]):
         if isinstance(outcome, int):
             self._steps = max(self._steps, outcome)
             return
+
         if not isinstance(outcome, WorkerDied):
             cause = self._blame.cause_of(outcome, running)
             if cause is not None:
                 raise cause from outcome
             raise outcome
+
         if rank not in self._others.places:
             raise outcome
         self._heartbeat.forget(rank)
@@ -265,6 +279,7 @@ class RayRun(AbstractContextManager["RayRun"]):
             max_concurrency=_NUM_CALLS,
             runtime_env={"env_vars": dict(needs.env)} if needs.env else None,
         )
+
         return actor.remote(self._spec, self._start, place, self.coordinator, self._meeting)
 
     def _run(self, rank: int, differences: list[str]) -> Any:
@@ -280,14 +295,17 @@ class RayRun(AbstractContextManager["RayRun"]):
         with suppress(WorkerDied):
             generating = self.with_newest_weights()
         self.coordinator.close.remote()
+
         for ref, rank in running.items():
             can_be_replaced = rank in self._others.places
             if can_be_replaced and rank not in generating:
                 continue
+
             outcome = self._blame.outcome(ref, rank, remote_calls.ENDS_WITHIN_S)
             may_be_gone = isinstance(outcome, WorkerDied | GetTimeoutError) and can_be_replaced
             if isinstance(outcome, BaseException) and not may_be_gone:
                 raise outcome
+
         self.finished = self._progress().finished
 
     def _look_after(self) -> None:
@@ -297,9 +315,11 @@ class RayRun(AbstractContextManager["RayRun"]):
         silent = self._heartbeat.silent()
         if silent is None:
             return
+
         message = self._heartbeat.describe_silence(silent, self._spec.run_dir / STACKS)
         if silent not in self._others.places:
             raise WorkerDied(message)
+
         self._workers[self._leader].note.remote("warning", f"{message} It is killed")
         self._heartbeat.forget(silent)
         ray.kill(self._workers[silent])
@@ -308,12 +328,14 @@ class RayRun(AbstractContextManager["RayRun"]):
         """The results in order; the first failure is raised at once."""
         waiting = list(refs)
         ranks = {ref: rank for rank, ref in enumerate(refs)}
+
         while waiting:
             _check_ray()
             if (silent := self._heartbeat.silent()) is not None:
                 raise WorkerDied(
                     self._heartbeat.describe_silence(silent, self._spec.run_dir / STACKS)
                 )
+
             done, waiting = ray.wait(waiting, timeout=_LOOKS_EVERY_S)
             for ref in done:
                 try:
@@ -322,6 +344,7 @@ class RayRun(AbstractContextManager["RayRun"]):
                     raise self._blame.build_failed(ranks[ref], err) from err
                 except RayActorError as err:
                     raise self._blame.died(ranks[ref], "while its engines were built", err) from err
+
         return ray.get(list(refs))
 
 
@@ -343,10 +366,12 @@ def start_again(
     events = read_events(spec.run_dir)
     with RunFolder(spec.run_dir, events[-1].restart if events else 0, part=DRIVER) as folder:
         folder.event("warning", message)
+
     try:
         wait_for_room(bundles, PLACED_WITHIN_S, say)
     except UserError as err:
         raise type(died)(f"{died}. It cannot restart in place: {err}") from died
+
     return find_start(spec, "auto", start.allowed, claim_again(spec.run_dir, number))
 
 
@@ -368,6 +393,7 @@ def supervise(
             start = start_again(spec, start, bundles.values(), number, died, options.say)
             if done := done_before(spec, start, options.say):
                 return done
+
     return outcome_of(spec, steps, run.stop.signal, stopped=run.stop.wanted and not run.finished)
 
 

@@ -100,6 +100,7 @@ class WeightReceivers:
             deadline = None
         else:
             deadline = time.monotonic() + timeout_s
+
         replies = {}
         waiting = {ref: rank for rank, ref in asked.items()}
         while waiting:
@@ -107,6 +108,7 @@ class WeightReceivers:
                 left_s = None
             else:
                 left_s = max(0.0, deadline - time.monotonic())
+
             done, _ = ray.wait(list(waiting), timeout=left_s)
             for ref in done:
                 rank = waiting.pop(ref)
@@ -120,14 +122,17 @@ class WeightReceivers:
                     kill(workers[rank])
                     why = f"worker {rank} rejected {what}, and is killed: {err}"
                     self._remove(rank, workers[rank], why)
+
             if not done:
                 break
+
         for rank in waiting.values():
             kill(workers[rank])
             late = f"worker {rank} did not reply for {what} within {timeout_s:g} s"
             self._remove(
                 rank, workers[rank], f"{late} (actor_rollout_ref.rollout.timeout_s), and is killed"
             )
+
         return replies
 
     def validate(self, step: int) -> list[ValidationResults]:
@@ -140,15 +145,18 @@ class WeightReceivers:
             parts = dict(zip(workers := self.with_newest_weights(), left, strict=False))
             if not parts:
                 break
+
             asked = {
                 rank: workers[rank].validate.remote(step, part, num_parts)
                 for rank, part in parts.items()
             }
             found = self.replies(workers, asked, f"the validation after step {step}", None)
             results |= {parts[rank]: reply for rank, reply in found.items()}
+
         if len(results) < max(num_parts, 1):
             self.note(f"no rollout worker is left, so there is no validation after step {step}")
             return []
+
         return [results[part] for part in range(num_parts)]
 
     def _remove(self, rank: int, worker: Any, why: str) -> None:
@@ -258,9 +266,11 @@ class RayWeights:
         number = self._num_buckets
         own_hash = hash_of(packed)
         self._sent = self._put_for_workers(version, number, packed)
+
         for rank, sent in self._sent.items():
             receive = self._receiving[rank].receive
             self._asked[rank] = receive.remote(version, number, sent, own_hash)
+
         self._num_buckets += 1
 
     def _put_for_workers(
@@ -275,6 +285,7 @@ class RayWeights:
         except TimeoutError as err:
             if putting.done():  # its own
                 raise
+
             raise Stalled(
                 f"bucket {number} of the weights of step {version.step} could not be stored for "
                 f"the workers within {self._timeout_s:g} s (actor_rollout_ref.rollout.timeout_s): "
@@ -286,6 +297,7 @@ class RayWeights:
         """Wait until every worker that still runs has the bucket on its way."""
         if not self._asked:
             return
+
         has_it = self._replies(self._receiving, self._asked, version)
         self._receiving = {
             rank: worker for rank, worker in self._receiving.items() if rank in has_it

@@ -64,6 +64,7 @@ def check_reports(
     facts = {**spec.facts, **reports[leader].facts}
     if start.checkpoint:
         return check_same_facts(start.checkpoint, spec, facts)
+
     return []
 
 
@@ -98,6 +99,7 @@ class WorkerActor:
     def build(self) -> BuildReport:
         """Build engines and services. Raises UserError."""
         fault_injection.reach("build")
+
         # loads the user's modules, and sets threads as in a run of one process
         self._spec.pipeline()
         torch.set_num_threads(self._place.threads)
@@ -105,6 +107,7 @@ class WorkerActor:
         device = own_device(own.device)  # before meeting the others, which would wait
         self._among = among = Collectives.join(self._spec, self._place, self._meeting)
         self._resources = build_resources(self._spec.factories, own, among.data, among.mesh)
+
         return BuildReport(__version__, device, dict(self._resources.facts), self._resources.sizes)
 
     def run(self, differences: list[str], others: Mapping[int, Any], own_loop: bool) -> int:
@@ -120,6 +123,7 @@ class WorkerActor:
         checkpoint = self._start.checkpoint
         progress: Progress = reply(self._coordinator.progress.remote())
         state = restore(checkpoint, self._resources) if checkpoint else {}
+
         send = MessageSender(self._coordinator)
         with Recorder(
             spec,
@@ -139,6 +143,7 @@ class WorkerActor:
                     write_facts(spec, self._resources.facts, recorder, progress.total_steps)
                     if checkpoint:
                         note_resume(recorder, checkpoint, differences, spec)
+
                 self._recorder.set_result(recorder)
                 for rank, other in others.items():
                     self._rollout_workers.join(rank, other)
@@ -163,19 +168,23 @@ class WorkerActor:
                         checkpoint,
                     )
                 )
+
             with worker:
                 set_generators(checkpoint, spec.config.trainer.seed, place.part)
                 self._worker.set_result(worker)
+
                 with self._ports.errors_reported():
                     trains = (
                         partial(self._calls.serve, worker) if own_loop else worker.training_loop
                     )
                     steps = trains() if place.dp_group else worker.serve()
+
             if place.leads:
                 ended: Progress = reply(self._coordinator.progress.remote())
                 done = ended.version.step
                 planned = ended.total_steps
                 note_end(recorder, stop, ended.finished, ended.group_counts, done, planned)
+
         send.flush()
         return steps
 

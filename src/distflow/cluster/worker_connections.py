@@ -41,6 +41,7 @@ class WorkerPorts:
         """rollout_workers: those that only generate, for the leading worker."""
         place = self._place
         among.record(waits)
+
         engine: EnginePort = self.incoming_weights
         weights: WeightPort | None = None
         ready = None
@@ -50,18 +51,22 @@ class WorkerPorts:
                 local = LocalWeights(waits)
             else:
                 local = StreamedWeights(waits)
+
             engine = local
             weights = local
+
             if any(channel.kind == "exchange" for channel in self._spec.plan.channels):
                 from distflow.cluster.reshard_through_object_store import RayReshard
 
                 reshard = RayReshard(self._coordinator, waits)
         elif "rollout" in self._spec.plan.ranks[place.rank].engines:
             ready = self.incoming_weights.ready
+
         if rollout_workers is not None:
             settings = self._spec.config.actor_rollout_ref
             run_dir = self._spec.run_dir
             timeout_s = settings.rollout.timeout_s
+
             carry: Carry = put_in_store
             device = "cpu"
             if settings.actor.weight_update_mode == "disk":
@@ -69,8 +74,10 @@ class WorkerPorts:
             elif settings.actor.weight_update_mode == "collective":
                 device = self._spec.plan.ranks[place.rank].device.partition(":")[0]
                 carry = Pairs(run_dir, device, timeout_s)
+
             assert weights is not None, "the leading worker trains"
             weights = RayWeights(weights, rollout_workers, carry, timeout_s, waits, device)
+
         queue = RemoteSampleQueue(
             self._coordinator, place.generator, place.first, waits, self.stop, ready
         )
@@ -86,6 +93,7 @@ class WorkerPorts:
         )
         if rollout_workers is None:
             return ports
+
         return replace(ports, validate=rollout_workers.validate)
 
     @contextmanager

@@ -88,10 +88,12 @@ class Replacements:
                 )
             else:
                 ready[starting.rank] = starting.worker
+
         for ref, starting in list(self.starting.items()):
             if time.monotonic() > starting.deadline:
                 del self.starting[ref]
                 self._give_up(starting)
+
         return ready
 
     def connect(self, rank: int, worker: Any) -> None:
@@ -105,6 +107,7 @@ class Replacements:
         deaths.append(now)
         while now - deaths[0] > WITHIN_S:
             deaths.popleft()
+
         if len(deaths) > MOST_DEATHS:
             raise WorkerDied(
                 f"worker {rank} has died {len(deaths)} times within {WITHIN_S / 60:g} minutes and "

@@ -52,6 +52,7 @@ def at_least(minimum: int, text: str, most: float = math.inf) -> int:
         else:
             bounds = f" from {minimum} to {most:,}"
         raise argparse.ArgumentTypeError(f"must be a whole number{bounds}, not '{text}'")
+
     return int(text)
 
 

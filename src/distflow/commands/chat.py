@@ -57,6 +57,7 @@ def run_chat(arguments: argparse.Namespace) -> int:
         f"{'with its chat template' if chat.has_template else 'each line is a prompt, as plain text'}; "  # noqa: E501
         "Ctrl-D ends"
     )
+
     messages: list[dict[str, str]] = []
     for line in _lines():
         asked = [*messages, {"role": "user", "content": line}]
@@ -65,7 +66,9 @@ def run_chat(arguments: argparse.Namespace) -> int:
         except UserError as err:  # the error concerns this line only
             note(f"distflow: {err}")
             continue
+
         messages = [*asked, {"role": "assistant", "content": response}]
+
     return 0
 
 

@@ -31,11 +31,14 @@ def run_config(arguments: argparse.Namespace) -> int:
     refused: UserError | None = None
     for line in loaded.notes:
         _note(line)
+
     if loaded.config.trainer.imports and not (trusted or arguments.graph or arguments.mermaid):
         named = ", ".join(loaded.config.trainer.imports)
         _note(f"note: trainer.imports names Python code, which was not run: {named}")
+
     if not arguments.graph:
         loaded, refused = _checked(loaded, trusted)
+
     if arguments.explain:
         print(explain(arguments.explain, loaded))
     elif arguments.graph or arguments.mermaid:
@@ -48,6 +51,7 @@ def run_config(arguments: argparse.Namespace) -> int:
         print(pipeline.to_mermaid() if arguments.mermaid else pipeline.to_text(), end="")
     else:
         print(to_yaml(loaded.config), end="")
+
     if refused is not None:
         raise refused
     return 0
@@ -66,6 +70,7 @@ def _checked(loaded: "Loaded", trusted: bool) -> tuple["Loaded", UserError | Non
         if reason := why_not_from_files(loaded.config, trusted):
             _note(f"note: only the config itself was checked: {reason}")
             return loaded, None
+
         from distflow.launch.make_spec import check_run
 
         return check_run(loaded), None
@@ -87,14 +92,17 @@ def why_not_from_files(config: "Config", trusted: bool) -> str:
         for file in named:
             if not is_local_data(file):
                 elsewhere.append(file)
+
     if elsewhere:
         return f"'{elsewhere[0]}' is not a file on this machine"
+
     model = config.actor_rollout_ref.model
     for path in (model.path, model.tokenizer_path):
         if path and is_of_a_run(path):
             return f"'{path}' is a run, whose policy is only exported when needed"
         if path and not is_local_model(path):
             return f"'{path}' is not a folder on this machine"
+
     if (pipeline_code(config) or data_code(config) or model.trust_remote_code) and not trusted:
         return "it names Python code, which --trust-code would run"
     return ""

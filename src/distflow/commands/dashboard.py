@@ -80,6 +80,7 @@ def run_dashboard(arguments: argparse.Namespace) -> int:
     host = arguments.host
     if not folder.is_dir():
         raise UserError(f"there is no folder {folder}: name the folder that contains the runs")
+
     from distflow.commands.dashboard_page_data import Dashboard
 
     check_server_packages("`distflow dashboard`", "ui")
@@ -94,12 +95,15 @@ def run_dashboard(arguments: argparse.Namespace) -> int:
         shown = f"[{host}]" if ":" in host else host
         say(f"distflow {__version__} · {escape_control(str(folder), one_line=True)}")
         say(f"http://{shown}:{port}/?token={token}  (Ctrl-C ends)")
+
         if is_loopback(host):
             say(
                 f"from another machine: ssh -L {port}:{shown}:{port} {socket.gethostname()}, then "
                 "the same address"
             )
+
         make_server(dashboard, host, token).run([listening])
+
     return 0
 
 
@@ -132,6 +136,7 @@ def make_app(dashboard: "Dashboard", token: str) -> Any:
             "pages": pages,
             **dashboard.frame(runs, page.of_run),
         }
+
         return respond(served_page(data, ", ".join(data["runs"]) or "Runs"), "text/html")
 
     def show_file(request: Any) -> Any:
@@ -173,4 +178,5 @@ def make_app(dashboard: "Dashboard", token: str) -> Any:
     ]
     routes += [routing.Route("/static/{name}", show_file), routing.Route("/api/{part}", give)]
     handlers = {404: missing, 405: no_method, UserError: refuse, Exception: fail}
+
     return starlette.Starlette(routes=routes, exception_handlers=handlers)

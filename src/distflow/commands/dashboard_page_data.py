@@ -62,6 +62,7 @@ class Dashboard:
         paths = [self._path(name) for name in names[:_MAX_COMPARED]]
         if part == "state" and len(paths) == 1:  # which is asked all the time
             return _state(paths[0], query)
+
         with self._lock:
             if part == "runs":
                 return self._list_runs()
@@ -70,17 +71,20 @@ class Dashboard:
                 return _compare(dict(zip(names, runs, strict=False)), query)
             if part in _PARTS and len(paths) == 1:
                 return _PARTS[part](self._read(paths[0]), query)
+
         raise UserError(f"'{part}' of {len(paths)} runs is not a part of any page")
 
     def _path(self, name: str) -> Path:
         """Raises UserError for anything but a run's folder below the dashboard's."""
         path = self.folder / name
         is_inside = "\0" not in name and ".." not in Path(name).parts
+
         is_inside = is_inside and path.resolve().is_relative_to(self.folder)
         if not is_inside or not any((path / mark).exists() for mark in _MARKS):
             raise UserError(
                 f"There is no run {name!r} below {self.folder}: the page Runs, at /, lists them."
             )
+
         return path
 
     def _read(self, path: Path) -> RunPages:
@@ -109,6 +113,7 @@ class Dashboard:
                 below.clear()
             elif len(path.relative_to(self.folder).parts) >= _MAX_DEPTH or len(found) >= _MAX_FOUND:
                 below.clear()
+
         return found
 
     def _row(self, path: Path) -> dict[str, Any]:
@@ -119,6 +124,7 @@ class Dashboard:
             self._rows[path] = known
         elif known[1]["state"] in _WITHOUT_END:
             known[1]["state"] = state_of(path, NO_END)["word"]
+
         return known[1]
 
 
@@ -140,6 +146,7 @@ def _step(run: RunPages, query: Query) -> dict[str, Any]:
         step = whole(query["step"])
     else:
         step = max(known, default=0)
+
     found = why.step_page(run.run_dir, step)
     return {
         **found,
@@ -164,11 +171,13 @@ def _group(run: RunPages, query: Query) -> dict[str, Any]:
     step = whole(query.get("step", ""))
     place = whole(query.get("place", ""))
     split = query.get("split", "")
+
     found = samples.sample_groups(read_samples(run.run_dir, step, split), step, split)
     if place >= len(found):
         raise UserError(
             f"the samples of step {step} are not there any more: a resume may have taken it back"
         )
+
     group = found[place]
     return {**group, "pictures": samples.prompt_images(run.run_dir, [group], MAX_PICTURE_BYTES)}
 
@@ -183,18 +192,22 @@ def whole(text: str) -> int:
 def _sample(run: RunPages, query: Query) -> dict[str, Any]:
     uid = query.get("uid", "")
     step = query.get("step", "")
+
     if not uid:
         raise UserError(
             "Name a sample by its uid, such as 27570-2: the page Samples has a link for each."
         )
+
     found = find_sample(run.run_dir, uid, whole(step) if step else None)
     group = found.group
+
     facts = []
     if group is not None:
         facts += [["row", f"{group.row} of epoch {group.epoch}"], ["state", group.state]]
         if group.started is not None and group.completed is not None:
             took = group.completed - group.started
             facts.append(["generated and scored in", f"{took:.3g} s"])
+
     shown = samples.sample_groups([found.row], found.step, found.split, _MAX_TEXT)
     shown[0]["pictures"] = samples.prompt_images(run.run_dir, shown, MAX_PICTURE_BYTES)
     others = []
@@ -224,6 +237,7 @@ def _tokens_of(run_dir: Path, step: int, uid: str) -> list[dict[str, Any]]:
             token["difference"] = old - log_prob
         if token["trained"] is not None:
             token["trained"] = int(token["trained"])
+
     return tokens
 
 
@@ -232,6 +246,7 @@ def _compare(runs: Mapping[str, RunPages], query: Query) -> dict[str, Any]:
     names = list(runs)
     if len(names) < 2:
         raise UserError("Choose two to eight runs on the page Runs, at /.")
+
     other = query.get("against", "")
     if other not in names[1:]:
         other = names[1]
@@ -239,6 +254,7 @@ def _compare(runs: Mapping[str, RunPages], query: Query) -> dict[str, Any]:
     shown = headline_names()
     metrics = [each for each in found["metrics"] if each["metric"] in shown]
     pair = [names[0], other]
+
     return {**found, "metrics": metrics, "runs": names, "pair": pair, "curves": _overlaid(runs)}
 
 
@@ -256,9 +272,11 @@ def _overlaid(runs: Mapping[str, RunPages]) -> dict[str, Any]:
                     steps.setdefault(step, {})[line] = values[name]
                     labels[line] = run
                     colors[line] = color
+
         if labels:
             chart = {"question": name, "kind": "line", "unit": chart_data.unit_of(name)}
             charts.append({**chart, "names": list(labels), "labels": labels, "colors": colors})
+
     series = chart_data.series(steps)
     return {"series": series, "charts": charts, "others": [], "trials": {}, "docs": {}}
 

@@ -38,9 +38,11 @@ def run_data(arguments: argparse.Namespace) -> int:
 
     say = partial(print, flush=True)
     say(f"distflow {__version__} · data of {arguments.preset}")
+
     with TemporaryDirectory() as folder:  # rows from Python code are written into a run's folder
         overrides = [*arguments.overrides, f"trainer.default_local_dir={folder}"]
         loaded = load_config(arguments.preset, overrides, needed=NEEDED_TO_TRAIN)
+
         with importing():
             from distflow.launch.read_config import (
                 fitted_to_files,
@@ -52,6 +54,7 @@ def run_data(arguments: argparse.Namespace) -> int:
         loaded = with_models_of_runs(follow_pipeline(loaded), say)
         _, _, data = fitted_to_files(loaded, read_config(loaded))
         sets = {"training": data.looked_at}
+
         sets |= {f"validation {name}".strip(): found for name, found in data.validation.items()}
         for name, found in sets.items():
             say(f"\n{name} data: {', '.join(found.report.lines())}")
@@ -61,11 +64,14 @@ def run_data(arguments: argparse.Namespace) -> int:
                 *_shown(found, arguments.rows, data.tokenizer),
             ):
                 say(f"  {line}")
+
         overlap = data.overlap()
+
     if overlap and loaded.config.data.allow_overlap:
         overlap = f"as data.allow_overlap allows, {overlap.rpartition(' (')[0]}"
     elif overlap:
         overlap = f"warning: {overlap}"
+
     say(f"\n{overlap or 'no validation prompt is trained on'}" if data.validation else "")
     return 0
 
@@ -90,6 +96,7 @@ def _duplicates(rows: "PromptSet") -> Iterator[str]:
     if len(same) == len(rows):
         yield "there are no duplicate rows"
         return
+
     (text, *_), origins = max(same.items(), key=lambda each: len(each[1]))
     often = f"{_quoted(text, 60)} most often: {len(origins):,} times, in {', '.join(origins[:3])}"
     yield f"{len(rows) - len(same):,} duplicate rows, {often}"

@@ -40,10 +40,12 @@ def run_diff(arguments: argparse.Namespace) -> int:
     a = RunRecords(find_run(arguments.first))
     b = RunRecords(find_run(arguments.second))
     content = differences(a, b)
+
     if arguments.json:
         print(as_json(content))
     else:
         print("\n".join(escape_control(line, one_line=True) for line in _diff_lines(a, b, content)))
+
     return 0
 
 
@@ -54,6 +56,7 @@ def differences(a: "RunRecords", b: "RunRecords") -> dict[str, Any]:
 
     facts = [read_object(run.run_dir / "run.json", run.run_dir) for run in (a, b)]
     rules = [{found.rule for found in examine(run).problems()} for run in (a, b)]
+
     same = []
     different = []
     for name in _FINGERPRINTS:
@@ -62,6 +65,7 @@ def differences(a: "RunRecords", b: "RunRecords") -> dict[str, Any]:
             different.append(name)
         elif first is not None:
             same.append(name)
+
     return {
         "config": _config_changes(a.run_dir, b.run_dir),
         "same": same,
@@ -76,11 +80,13 @@ def _config_changes(a: Path, b: Path) -> list[dict[str, str]]:
     """The keys that differ, with the values of both sides."""
     first = flat_config(a)
     second = flat_config(b)
+
     changes = []
     for key in sorted({*first, *second}):
         change = {"key": key, "a": first.get(key, "missing"), "b": second.get(key, "missing")}
         if change["a"] != change["b"]:
             changes.append(change)
+
     return changes
 
 
@@ -98,6 +104,7 @@ def _first_difference(a: "RunRecords", b: "RunRecords") -> str:
                         f"step {step}: the {name}s of sample {row.get('uid')} differ from "
                         f"character {where}"
                     )
+
     return "none in the samples that both have"
 
 
@@ -125,10 +132,12 @@ def _metric_table(metrics: Sequence[Mapping[str, Any]]) -> list[str]:
     """The headline metrics."""
     shown = headline_names()
     words = {True: "yes, in this pair", False: "no", None: "too few steps"}
+
     rows = [["metric", "A", "B", "B - A", "95 % interval", "can one tell?"]]
     for found in metrics:
         if found["metric"] not in shown:
             continue
+
         interval = ""
         if found["low"] is not None:
             interval = f"{found['low']:+.4g} .. {found['high']:+.4g}"
@@ -142,4 +151,5 @@ def _metric_table(metrics: Sequence[Mapping[str, Any]]) -> list[str]:
                 words[found["differs"]],
             ]
         )
+
     return aligned(rows, set(range(1, 5)))

@@ -62,6 +62,7 @@ def run_doctor(arguments: argparse.Namespace) -> int:
     examine a run; returns 1 after warnings, 2 after errors."""
     if arguments.device is not None:
         return _check_device(arguments.device, arguments.trust_code)
+
     if arguments.template is not None:
         with importing():
             from distflow.launch.startup_messages import template_lines
@@ -72,8 +73,10 @@ def run_doctor(arguments: argparse.Namespace) -> int:
             )
         )
         return 0
+
     if arguments.run_dir is not None:
         return _examine(find_run(arguments.run_dir), arguments.json, arguments.trust_code)
+
     versions = {name: _version(name) for name in NEEDED}
     packages = [f"{name} {version or 'missing'}" for name, version in versions.items()]
     missing = [name for name, version in versions.items() if version is None]
@@ -94,6 +97,7 @@ def run_doctor(arguments: argparse.Namespace) -> int:
         *_indent(faults or ["nothing found"]),
     ]
     print("\n".join(lines))
+
     return 1 if faults else 0
 
 
@@ -106,6 +110,7 @@ def _examine(run_dir: Path, as_json: bool, trusted: bool) -> int:
     examined = doctor.examine(run)
     problems = doctor.problems(run, examined, writer_of(run_dir) is not None)
     numbers = Counter(found.level for found in problems)
+
     if as_json:
         listed = [found._asdict() for found in problems]
         content = {
@@ -119,6 +124,7 @@ def _examine(run_dir: Path, as_json: bool, trusted: bool) -> int:
         for level in ("error", "warning"):
             if numbers[level]:
                 counts.append(count_of(numbers[level], level))
+
         num_steps = sum(step > 0 for step in run.steps)  # step 0 is a validation
         outcome = " and ".join(counts) or "no problem found"
         lines = [f"{count_of(num_steps, 'step')} of {run_dir}: {outcome}"]
@@ -127,10 +133,12 @@ def _examine(run_dir: Path, as_json: bool, trusted: bool) -> int:
         lines += [f"no data: {count_of(len(examined.lacking), 'rule')}"]
         lines += _indent([f"{name} {why}" for name, why in examined.lacking.items()] + own)
         print("\n".join(escape_control(line, one_line=True) for line in lines))
+
     if numbers["error"]:
         return 2
     if numbers["warning"]:
         return 1
+
     return 0
 
 
@@ -141,11 +149,13 @@ def _own_rules(config: "Mapping[str, JSON]", trusted: bool) -> list[str]:
         modules = trainer.get("imports")
     else:
         modules = None
+
     if not modules or not isinstance(modules, list):
         return []
     if not trusted:
         return ["rules of trainer.imports are left out: --trust-code imports these modules"]
     load_modules(map(str, modules))
+
     return []
 
 
@@ -157,12 +167,15 @@ def _described(found: "Finding") -> list[str]:
             title += f" to {found.last}"
         if found.is_over:
             title += ", over"
+
     lines = [f"{found.text} {found.advice}".strip()]
     if found.action:
         lines.append(f"try {found.action}")
+
     if found.numbers:
         numbers = [f"{name} {value:.4g}" for name, value in found.numbers.items()]
         lines.append(f"numbers {', '.join(numbers)}")
+
     if found.uids:
         lines.append(f"samples {', '.join(found.uids)}")
     return [title, *_indent(lines)]
@@ -177,6 +190,7 @@ def _check_device(words: list[str], trusted: bool) -> int:
     preset, *overrides = ["grpo", *words] if not words or "=" in words[0] else words
     config = load_config(preset, overrides, complete=False, trust_code=trusted).config
     print(f"distflow {__version__} · device", flush=True)
+
     with importing():
         from distflow.commands.selftest.device import check_device
         from distflow.launch.select_pipeline import import_user_modules
@@ -186,6 +200,7 @@ def _check_device(words: list[str], trusted: bool) -> int:
     only_if_trusted([*pipeline_code(config), *model_code(config)], trusted, say=print)
     import_user_modules(config)
     make_process_ready(config)
+
     with tempfile.TemporaryDirectory(prefix="distflow-device-") as folder:
         for found in check_device(config, Path(folder)):
             failed += found.outcome == "failed"
@@ -193,6 +208,7 @@ def _check_device(words: list[str], trusted: bool) -> int:
                 f"{found.name:<24} {found.outcome:<9} {escape_control(found.text, one_line=True)}",
                 flush=True,
             )
+
     print(f"{time.monotonic() - started:.0f} s; {failed or 'nothing'} failed")
     return int(failed > 0)
 
@@ -216,6 +232,7 @@ def _disk_faults() -> list[str]:
             faults.append(f"{folder} cannot be written to")
         elif shutil.disk_usage(folder).free < MIN_FREE_BYTES:
             faults.append(f"less than 2 GiB are free in {folder}: checkpoints may not fit")
+
     return faults
 
 

@@ -54,20 +54,24 @@ def run_eval(arguments: argparse.Namespace) -> int:
     to = arguments.to
     chosen = None if to is None else empty_folder(to, "--to ")
     say(f"distflow {__version__} · evaluating {arguments.preset}")
+
     # Encoded prompts go to a temporary folder: a run may be writing to the config's.
     with TemporaryDirectory() as folder:
         loaded = _load(arguments, Path(folder), say)
         for line in loaded.notes:
             say(line)
+
         with rewards_ahead(loaded.config):
             with importing():
                 from distflow.launch.make_spec import make_spec
                 from distflow.launch.without_run.evaluate import evaluate
                 from distflow.runtime.rollout_loop.rollout_services import try_rewards
+
             spec = make_spec(loaded, say=say)
             for line in try_rewards(spec):
                 say(line)
             found = evaluate(spec, say)
+
     for name, value in sorted(found.metrics.items()):
         number = found.num_prompts.get(name)
         if number is None:
@@ -75,6 +79,7 @@ def run_eval(arguments: argparse.Namespace) -> int:
         else:
             interval = "  (95 %: {:.4f} to {:.4f})".format(*wilson(value, number))
         print(f"{escape_control(name, one_line=True)}: {value:.4f}{interval}")
+
     target = chosen or _numbered(arguments.preset)
     report = _write(target, arguments.preset, loaded.config, found)
     print(f"responses: {target / 'samples'}\nreport: {report}")
@@ -106,6 +111,7 @@ def _write(target: Path, title: str, config: "Config", found: "Evaluation") -> P
         folder.samples(0, found.rows, split="val")
         folder.metrics(0, "val", found.metrics)
         folder.event("end", "evaluated", status="finished")
+
     return write_report(target)
 
 
@@ -121,11 +127,13 @@ def _load(arguments: argparse.Namespace, folder: Path, say: Callable[[str], None
 
         file = folder / "config_of_the_run.yaml"
         preset = str(write_config_of(Path(preset), file, say, trust_code=arguments.trust_code))
+
     overrides = [*arguments.overrides, *_EVAL_ONLY, f"trainer.default_local_dir={folder}/run"]
     loaded = load_config(preset, overrides, complete=False, needed=NEEDED_TO_EVALUATE)
     if not (data := loaded.config.data).domains:
         # nothing is trained on: the set must not be said to overlap with itself
         data = replace(data, train_files=data.val_files, allow_overlap=True)
+
     loaded = replace(loaded, config=replace(loaded.config, data=data))
     if not validates(loaded.config):
         raise UserError(
@@ -136,4 +144,5 @@ def _load(arguments: argparse.Namespace, folder: Path, say: Callable[[str], None
             "there is no model to evaluate: set actor_rollout_ref.model.path to a folder or a hub "
             "id"
         )
+
     return loaded

@@ -27,4 +27,5 @@ def run_export(arguments: argparse.Namespace) -> int:
     export_checkpoint(
         source, target, trust_code=arguments.trust_code, say=print, adapter=arguments.adapter
     )
+
     return 0

@@ -19,6 +19,7 @@ def find_run(run_dir: str | None) -> Path:
         (found / name).exists() for name in ("events.jsonl", "run.json", "metrics.jsonl", LEDGER)
     ):
         raise not_a_run(found)
+
     return found
 
 
@@ -30,6 +31,7 @@ def not_a_run(folder: Path) -> UserError:
             f"{folder} is not a run's folder, but contains runs: name {folder / below[-1]}, for "
             "example"
         )
+
     return UserError(
         f"{folder} is not a run's folder: it has no file events.jsonl; if a run is starting, try "
         "later"

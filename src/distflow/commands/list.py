@@ -34,6 +34,7 @@ def _presets() -> Iterator[tuple[str, str]]:
 def _models() -> Iterator[tuple[str, str]]:
     with importing():
         from distflow.launch.configured_models import builtin_models
+
     for path, config, has_weights in builtin_models():
         size = (
             f"{config['model_type']}, {config['num_hidden_layers']} layers of width "

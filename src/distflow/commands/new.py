@@ -34,10 +34,12 @@ def run_new(arguments: argparse.Namespace) -> int:
     """Write a config, a reward function and problems that are ready to train."""
     folder = empty_folder(arguments.folder)
     folder.mkdir(parents=True, exist_ok=True)
+
     sums = []
     for a in range(10, 50):
         for b in range(10, 50):
             sums.append({"prompt": f"{a}+{b}=", "answer": str(a + b)})
+
     Random(0).shuffle(sums)
     for name, rows in (("problems", sums[NUM_VALIDATION:]), ("validation", sums[:NUM_VALIDATION])):
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -52,6 +54,7 @@ def run_new(arguments: argparse.Namespace) -> int:
     (folder / "reward.py").write_text(REWARD.format(folder=folder))
     name = escape_control(str(folder), one_line=True)
     print(f"{name}: config.yaml, reward.py, problems.jsonl, validation.jsonl")
+
     config, reward, data = (
         shlex.quote(f"{name}/{file}") for file in ("config.yaml", "reward.py", "problems.jsonl")
     )
@@ -61,4 +64,5 @@ def run_new(arguments: argparse.Namespace) -> int:
         f"train {config}",
     ):
         print(f"  distflow {command}")
+
     return 0

@@ -36,6 +36,7 @@ def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="number of devices, 8 on each machine",
     )
+
     for name in ("prompt", "response"):
         parser.add_argument(
             f"--{name}-tokens",
@@ -43,6 +44,7 @@ def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
             metavar="MEAN",
             help=f"mean {name} length; default: half of the maximum",
         )
+
     parser.add_argument(
         "--reward-seconds",
         type=a_time,
@@ -73,15 +75,18 @@ def run_plan(arguments: argparse.Namespace) -> int:
         runs_code=not arguments.no_code,
     )
     run = planner.run
+
     if arguments.json:
         print(json.dumps(as_json(planner), indent=1))
     else:
         for line in (*planner.loaded.notes, *lines(planner)):
             print(line)
+
     if not (arguments.measured or arguments.device or arguments.devices):
         _check(planner)
     if not run.fits:
         raise UserError(f"it does not fit: {run.excess()}; {run.advice()}")
+
     return 0
 
 
@@ -103,12 +108,14 @@ def _preset_of(arguments: argparse.Namespace) -> tuple[str, list[str]]:
         return arguments.preset, arguments.overrides
     if not arguments.measured:
         raise UserError("name a preset or a YAML file, or a run (--from RUN)")
+
     overrides = arguments.overrides
     if arguments.preset:
         overrides = [arguments.preset, *overrides]
     file = Path(arguments.measured).expanduser() / "config.yaml"
     if not file.is_file():
         raise UserError(f"--from {arguments.measured}: there is no run: {file} does not exist")
+
     return str(file), overrides
 
 
@@ -118,10 +125,12 @@ def lines(planner: "RunPlanner") -> Iterator[str]:
     yield f"{run.plan.pipeline} on {count_of(len(run.plan.ranks), 'device')} ({run.device.name})"
     for fitted in planner.loaded.fitted:
         yield f"made to fit: {fitted}"
+
     if planner.search:
         yield f"\nallocation: {planner.search.why()}"
         for candidate in planner.search.best:
             yield f"  {candidate.line()}"
+
     yield "\ngraph"
     yield from _graph(planner)
     synced = "none, the engine uses the trained weights"
@@ -141,6 +150,7 @@ def _graph(planner: "RunPlanner") -> Iterator[str]:
             engines = f", {' and '.join(node.engines)}"
         else:
             engines = ""
+
         after = f" after {', '.join(node.deps)}" if node.deps else ""
         yield f"  {node.node_id} ({node.plane}{engines}) on {_ranks(ranks)}{after}"
 
@@ -152,6 +162,7 @@ def _memory(run: "PredictedRun") -> Iterator[str]:
             f"\nmemory of {_ranks(worker.ranks)}: {_bytes(worker.peak)} in '{worker.peak_phase}', "
             f"{share:.0%} of each {run.device.name}"
         )
+
         for item in sorted(worker.items, key=lambda item: -item.num_bytes):
             where = ", in host memory" if item.on_host else ""
             yield f"  {_bytes(item.num_bytes):>9}  {item.role} {item.what} ({item.when}{where})"
@@ -170,16 +181,19 @@ def _whole_run(run: "PredictedRun") -> Iterator[str]:
     rates = run.times.rates
     if rates.source:
         yield f"\nmeasured in {rates.source}: {rates.sentence()}"
+
     if run.why_untimed:
         if run.steps is None:
             known = "unknown"
         else:
             known = count_of(run.steps, "step")
+
         yield (
             f"\nthe run: {known}; its time is not predicted, because {run.why_untimed}; "
             f"{_CALIBRATE}"
         )
         return
+
     untimed = "rewards, validation and checkpoints"
     if rates.source or rates.score:
         untimed = "validation and checkpoints"
@@ -187,12 +201,14 @@ def _whole_run(run: "PredictedRun") -> Iterator[str]:
         f"\nassumed: {lengths.prompt:.4g} tokens of a prompt and {lengths.response:.4g} of a "
         f"response on average; no time for {untimed}"
     )
+
     if run.steps is None or run.hours is None:
         yield (
             "the run: unknown length, as the number of rows is unknown; set "
             "trainer.total_training_steps"
         )
         return
+
     money = ""
     if run.cost is not None:
         money = f", costs {run.cost:,.2f} (cost.gpu_hour={run.config.cost.gpu_hour:g})"
@@ -223,10 +239,12 @@ def as_json(planner: "RunPlanner") -> Mapping[str, Any]:
     """The plan as plain data; bytes and seconds."""
     run = planner.run
     rates = run.times.rates
+
     memory = []
     for worker in run.workers:
         facts = {"peak_bytes": worker.peak, "peak_phase": worker.peak_phase}
         memory.append({**asdict(worker), **facts})
+
     allocations = []
     if planner.search:
         for candidate in planner.search.best:
@@ -237,10 +255,12 @@ def as_json(planner: "RunPlanner") -> Mapping[str, Any]:
                     "step_seconds": candidate.run.step_seconds,
                 }
             )
+
     step: dict[str, Any] = {"seconds": None, "bars": []}
     if not run.why_untimed:
         step = {"seconds": run.step_seconds, "bars": [asdict(bar) for bar in run.bars]}
     lengths = run.lengths
+
     return {
         "fits": run.fits,
         "allocations": allocations,

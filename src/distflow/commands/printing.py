@@ -21,6 +21,7 @@ def aligned(rows: Sequence[Sequence[str]], right: set[int]) -> list[str]:
             width = widths[column]
             cells.append(cell.rjust(width) if column in right else cell.ljust(width))
         lines.append("  ".join(cells).rstrip())
+
     return lines
 
 

@@ -36,6 +36,7 @@ def importing() -> Iterator[None]:
     if "torch" in sys.modules:
         yield
         return
+
     gc.disable()
     try:
         yield

@@ -35,11 +35,13 @@ def run_report(arguments: argparse.Namespace) -> int:
     if arguments.views is not None:
         _write_views([find_run(str(run_dir)) for run_dir in run_dirs], arguments.views)
         return 0
+
     for run_dir in run_dirs:
         if arguments.trace is not None:
             _write_trace(run_dir, arguments.trace)
         else:
             _write_report(run_dir)
+
     return 0
 
 

@@ -90,28 +90,34 @@ def run_reward(arguments: argparse.Namespace) -> int:
         answer_key = arguments.answer_key
     else:
         answer_key = "answer"
+
     target = with_answer_key(target, arguments.options, answer_key)
     rows, skipped = _rows(arguments)
+
     if is_large(arguments.reward):
         settings = alone("it", target, arguments.timeout)
     else:
         settings = PoolSettings({"it": target}, arguments.workers, arguments.timeout)
+
     try:
         pool = RewardPool(settings)
     except UserError as error:  # no config names the function here
         raise UserError(
             str(error).replace("; see custom_reward_function.path and reward.functions", "")
         ) from error
+
     try:
         result = asyncio.run(check_reward(pool, "it", rows, arguments.workers))
     finally:
         pool.close()
+
     head = f"{escape_control(arguments.reward, one_line=True)} on {count_of(len(rows), 'row')}"
     if skipped:
         head += (
             f"; {count_of(len(skipped), 'bad row')} skipped, the first: "
             f"{escape_control(skipped[0], one_line=True)}"
         )
+
     print("\n".join([head, *_lines(result, arguments.show)]))
     return int(result.num_faults > 0)
 
@@ -121,6 +127,7 @@ def _options(text: str) -> dict[str, object]:
         found = json.loads(text)
     except ValueError:
         found = None
+
     if not isinstance(found, dict):
         raise argparse.ArgumentTypeError("write a JSON object, e.g. '{\"n\": 4}'")
     return found
@@ -139,6 +146,7 @@ def _target(name: str, has_responses: bool) -> str:
                 "responses with --response-key"
             )
         return target_of(name, None)
+
     path, _, function = name.partition(":")
     if Path(path).is_dir() and (files := sorted(Path(path).glob("*.py"))):
         raise UserError(f"'{path}' is a folder: name a file in it, e.g. {files[0]}")
@@ -146,6 +154,7 @@ def _target(name: str, has_responses: bool) -> str:
         raise UserError(
             f"there is no file '{path}': name the file with the reward function; see {Path.cwd()}"
         )
+
     return custom_target(path, function or "compute_score")
 
 
@@ -162,6 +171,7 @@ def _rows(arguments: argparse.Namespace) -> "tuple[list[Row], list[str]]":
         response=arguments.response_key,
         answer_required=entry is None or entry.needs_answer,
     )
+
     with TemporaryDirectory() as folder:
         kwargs: dict[str, Any] = {
             "max_samples": arguments.rows or -1,
@@ -172,6 +182,7 @@ def _rows(arguments: argparse.Namespace) -> "tuple[list[Row], list[str]]":
             raw, bad = load_rows(arguments.data, columns, key="--data", **kwargs)
         except UserError as error:  # here options name the columns
             raise UserError(re.sub(r"data\.(\w+)_key", r"--\1-key", str(error))) from error
+
     reads_messages = entry is not None and entry.reads_messages
     rows = [_row(row, reads_messages, arguments.chat) for row in raw]
     return rows, bad.reasons
@@ -189,6 +200,7 @@ def _row(raw: "RawRow", reads_messages: bool, is_chat: bool) -> "Row":
             asked[PROMPT_CHAT] = [{"role": "user", "content": prompt}]
         else:
             asked[PROMPT_CHAT] = list(prompt)
+
     if not isinstance(prompt, str):
         prompt = asked_text(prompt)
     if reads_messages:
@@ -202,6 +214,7 @@ def _lines(result: "CheckResult", shown: int) -> Iterator[str]:
     found = ", ".join(f"{form} {count}" for form, count in result.read.items())
     if result.read:
         yield f"  answers found, of {result.answers}: {found}"
+
     if result.hangs:
         yield (
             f"  stopped after {count_of(result.num_hangs, 'call')} that did not return in time "
@@ -212,11 +225,13 @@ def _lines(result: "CheckResult", shown: int) -> Iterator[str]:
             "  it supports none of these forms: see --answer-key, or name correct responses with "
             "--response-key"
         )
+
     if not result.read:
         yield (
             "  the answers are not strings or numbers: only responses wrong for all are tried; see "
             "--response-key"
         )
+
     width = max(map(len, result.kinds))
     for name, kind in result.kinds.items():
         what = "false negatives" if kind.is_right else "false positives"
@@ -225,6 +240,7 @@ def _lines(result: "CheckResult", shown: int) -> Iterator[str]:
         counts = f"{len(kind.wrong)} {what}, {errors}, {hangs}"
         yield f"  {name:<{width}}  {kind.asked:>6} asked  {counts}"
         yield from _examples([*kind.wrong, *kind.errors, *kind.timeouts], shown)
+
     seconds = sorted(result.seconds)
     yield (
         f"  a call takes {1e3 * statistics.median(seconds):.2f} ms, 99 of 100 below "
@@ -242,5 +258,6 @@ def _examples(faults: "Sequence[Fault]", shown: int) -> Iterator[str]:
             f"      {response} for {truth} got {escape_control(fault.said, _SHOWN, one_line=True)} "
             f"({fault.origin})"
         )
+
     if 0 < shown < len(faults):
         yield f"      and {len(faults) - shown} more; --show 0 shows all"

@@ -32,11 +32,13 @@ def run_rollout(arguments: argparse.Namespace) -> int:
     with TemporaryDirectory() as folder:
         (Path(folder) / "run").mkdir()
         overrides = [*arguments.overrides, f"trainer.default_local_dir={folder}/run"]
+
         loaded = load_config(arguments.preset, overrides, complete=False, needed=(MODEL,))
         if not loaded.config.actor_rollout_ref.model.path:
             raise UserError(
                 f"there is no model to generate with: set {MODEL} to a folder or a hub id"
             )
+
         with importing():
             from distflow.launch.run_folders.export_checkpoint import with_models_of_runs
         return asyncio.run(_check(with_models_of_runs(loaded, partial(print, flush=True)).config))
@@ -54,12 +56,14 @@ async def _check(config: "Config") -> int:
         ),
         flush=True,
     )
+
     async for found in check_rollout(config):
         failed += found.outcome == "failed"
         print(
             f"{found.name:<20} {found.outcome:<14} {escape_control(found.text, one_line=True)}",
             flush=True,
         )
+
     print(
         f"{failed} properties failed: do not train with this engine"
         if failed

@@ -50,19 +50,24 @@ def run_row(run_dir: Path) -> dict[str, Any]:
         row["total"] = read_object(run_dir / "run.json", run_dir).get("total_steps")
     except UserError as error:
         return {**row, "state": str(error)[:200]}
+
     row["state"] = state_of(run_dir, status(events))["word"]
     steps = [record.get("step") for record in records]
     row["step"] = max((step for step in steps if isinstance(step, int)), default=0)
+
     for record in records:
         metrics = record.get("m")
         if not isinstance(metrics, dict):
             continue
+
         for name, metric in _HEADLINES.items():
             if metric in metrics:
                 row[name] = to_number(metrics[metric])
+
         reward = to_number(metrics.get(REWARD))
         if reward is not None and math.isfinite(reward):
             row["rewards"].append(reward)
+
     for event in events:
         row["problems"] += event.kind in PROBLEM_KINDS and not event.rolled_back
     return row
@@ -79,9 +84,11 @@ def state_of(run_dir: Path, found: dict[str, str]) -> dict[str, str]:
         return found
     if (writer := writer_of(run_dir)) is not None:
         return {"word": "running", "detail": f"process {writer} writes to the folder"}
+
     with suppress(OSError):
         host = _HOST.match(read_file(run_dir / WRITER, run_dir, _TAIL_BYTES))
         if host and host[1].decode("utf-8", "replace") == os.uname().nodename:
             detail = "it has no end, and no process of this machine writes to the folder"
             return {"word": "crashed", "detail": detail}
+
     return found

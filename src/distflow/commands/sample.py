@@ -35,18 +35,22 @@ def find_sample(run_dir: Path, uid: str, step: int | None) -> FoundSample:
     number = int(name) if name.isdecimal() and len(name) < 19 else -1
     group = ledger_groups(run_dir / LEDGER).get(number)
     timeline = read_timeline(run_dir)
+
     for split in (*sample_splits(run_dir), DROPPED):
         wanted = step
         if step is None and group is not None and split == "train":
             wanted = group.step
+
         for found in sorted(sample_steps(run_dir, split), reverse=True):
             if wanted not in (None, found):
                 continue
+
             samples = read_samples(run_dir, found, split, timeline, None)
             rows = [row for row in samples if str(row.get("uid")).partition("-")[0] == name]
             for row in rows:
                 if row.get("uid") == uid:
                     return FoundSample(found, split, row, group, rows)
+
     where = "" if step is None else f" in step {step}"
     raise UserError(
         f"{run_dir} has no sample {uid}{where}: `distflow why RUN STEP` lists groups, and samples/ "
@@ -57,20 +61,24 @@ def find_sample(run_dir: Path, uid: str, step: int | None) -> FoundSample:
 def print_sample(run_dir: Path, uid: str, known_step: int | None, is_json: bool) -> None:
     found = find_sample(run_dir, uid, known_step)
     group = found.group
+
     if is_json:
         if group is None:
             known = None
         else:
             known = dict(zip(GROUP_COLUMNS, group.values(), strict=True))
+
         about = {"run": str(run_dir), "step": found.step, "split": found.split}
         print(as_json({**about, "sample": found.row, "group": known}))
         return
+
     lines = [f"sample {uid} of {run_dir}: step {found.step}, {found.split}"]
     if group is not None:
         reason = f" ({group.reason})" if group.reason else ""
         attempts = count_of(group.attempts, "attempt")
         row_of = f"row {group.row} of epoch {group.epoch}"
         lines.append(f"group     {row_of}, {attempts}, {group.state}{reason}")
+
     scores = ", ".join(str(each.get("score")) for each in found.rows)
     lines += _facts(found.row)
     lines.append(f"group has {count_of(len(found.rows), 'sample')}: scores {scores}")
@@ -97,10 +105,12 @@ def _texts(row: Mapping[str, JSON]) -> Iterator[tuple[str, str]]:
         turns = [turn for turn in listed if isinstance(turn, dict)]
     else:
         turns = []
+
     for turn in turns:
         drawn = "drawn" if turn.get("owner") == "policy" else "given"
         words = f"{turn.get('agent') or ''} {turn.get('owner')} {turn.get('fork') or ''} ({drawn})"
         yield words.strip(), str(turn.get("text"))
+
     for name in ("prompt", "response", "ground_truth"):
         if row.get(name) and not (turns and name == "response"):
             yield name, str(row[name])

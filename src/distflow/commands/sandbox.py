@@ -62,13 +62,16 @@ def _serve(arguments: argparse.Namespace) -> int:
             ),
             flush=True,
         )
+
         if server.token_file is not None:
             print(
                 f"its password is in {server.token_file}; clients of this user find it there",
                 flush=True,
             )
+
         with suppress(KeyboardInterrupt):
             server.serve_forever()
+
     return 0
 
 
@@ -79,16 +82,20 @@ def _run(arguments: argparse.Namespace) -> int:
 
     code = _read(arguments.file)
     stdin = _read(arguments.stdin) if arguments.stdin else ""
+
     with Sandbox() as sandbox:
         ran = sandbox.run(code, stdin)
         level = sandbox.level
+
     sys.stdout.write(ran.stdout)
     sys.stdout.flush()
     sys.stderr.write(ran.stderr)
+
     if ran.cut:
         cut = f"; only the first {sandbox.limits.output_bytes:,} bytes of each stream are shown"
     else:
         cut = ""
+
     print(
         (
             f"{ran.status}: exit status {ran.exit_code} after {ran.seconds:.2f} s{cut}; sandbox: "

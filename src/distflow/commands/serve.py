@@ -50,6 +50,7 @@ def run_serve(arguments: argparse.Namespace) -> int:
     say = partial(print, flush=True)
     say(f"distflow {__version__} · {arguments.model}")
     listening = listen(arguments.host, arguments.port)
+
     with importing():
         from distflow.launch.without_run.chat import load_config_of
         from distflow.launch.without_run.serve import serve
@@ -70,4 +71,5 @@ def run_serve(arguments: argparse.Namespace) -> int:
             arguments.model, arguments.overrides, Path(folder), say, arguments.trust_code
         )
         asyncio.run(serve(config, arguments.model, key, listening, report))
+
     return 0

@@ -62,6 +62,7 @@ def split_configs(preset: str, words: Sequence[str]) -> dict[str, list[str]]:
     stems = [Path(each).stem for each in presets]
     numbered = len(set(stems)) < len(stems)
     names = [f"{stem}-{place}" if numbered else stem for place, stem in enumerate(stems, start=1)]
+
     found = {name: [each] for name, each in zip(names, presets, strict=True)}
     for word in words:
         name, colon, own = word.partition(":")
@@ -72,6 +73,7 @@ def split_configs(preset: str, words: Sequence[str]) -> dict[str, list[str]]:
             found[name].append(own)
         else:
             raise UserError(f"'{word}' is for a config '{name}'{hint(name, names)}")
+
     return found
 
 
@@ -89,22 +91,26 @@ def run_train(arguments: argparse.Namespace, base: str = "grpo") -> int:
                 f"distflow sft takes one config, not {', '.join(commands)}: use `distflow train`"
             )
         return _train_several(commands, arguments)
+
     say = partial(print, flush=True)
     say(f"distflow {__version__} · {arguments.preset}")
     runs = _load_runs(arguments, base, say)
     check_keys(arguments.allow_change)
     if len(runs) > 1 and runs[0].config.trainer.launcher == "ray" and base == "grpo":
         return _train_several(commands, arguments)
+
     with ExitStack() as stack:
         for loaded in runs:
             stack.enter_context(claimed(loaded.config.trainer.run_dir))
         stack.enter_context(rewards_ahead(runs[0].config))
+
         with importing():
             from distflow.launch.dry_run_of_user_code import try_users_code
             from distflow.launch.make_spec import make_spec
             from distflow.runtime.spec import LaunchOptions
 
             launch = cast("Launch", load(launch_target(runs[0].config)))
+
         specs = []
         for loaded in runs:
             if len(runs) > 1:
@@ -114,16 +120,20 @@ def run_train(arguments: argparse.Namespace, base: str = "grpo") -> int:
                 say(line)
             if specs[-1].predicted:
                 say(specs[-1].predicted["line"])
+
         specs[0] = try_users_code(specs[0], say)
         for spec in specs:
             if len(runs) > 1:
                 say(f"training policy {spec.config.dag.policy}")
+
             outcome = launch(spec, LaunchOptions(tuple(arguments.allow_change), say))
             if outcome is not None:
                 for line in outcome.lines():
                     say(line)
+
             if outcome is not None and outcome.signal is not None:
                 return exit_status(outcome.signal)
+
     return 0
 
 
@@ -137,12 +147,14 @@ def _load_runs(
 
     overrides = [*arguments.overrides, *resume_override(arguments.resume)]
     load_own = partial(load_config, arguments.preset, needed=NEEDED_TO_TRAIN, base=base)
+
     loaded = load_own(overrides)
     if loaded.config.trainer.allocation == "auto":
         from distflow.launch.plans.run_planner import searched_allocation
 
         overrides += searched_allocation(arguments.preset, overrides, say)
         loaded = load_own(overrides)
+
     for line in loaded.notes:
         say(line)
     policies = with_own_policies(loaded.config)
@@ -153,6 +165,7 @@ def _load_runs(
             "trainer.launcher=slurm: a job trains one policy: submit one for each of "
             f"dag.policy={'|'.join(policies)}"
         )
+
     return [load_own([*overrides, *own]) for own in policies.values()] or [loaded]
 
 
@@ -162,6 +175,7 @@ def _train_several(commands: dict[str, list[str]], arguments: argparse.Namespace
 
     if arguments.resume not in (None, "auto", "never"):
         raise UserError("--resume is for a single run: write NAME:trainer.resume_mode=PATH")
+
     check_keys(arguments.allow_change)
     with importing():
         from distflow.launch.plan_concurrent_runs import SeveralOptions, run_several
@@ -171,4 +185,5 @@ def _train_several(commands: dict[str, list[str]], arguments: argparse.Namespace
     options = [f"--allow-change={key}" for key in arguments.allow_change]
     options += [f"--resume={arguments.resume}"] if arguments.resume else []
     options += ["--debug"] if arguments.debug else []
+
     return run_several(commands, SeveralOptions(tuple(options), say))[1].status

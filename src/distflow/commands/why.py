@@ -90,6 +90,7 @@ def step_content(run_dir: Path, step: int) -> StepContent:
     damage: list[str] = []
     responses = _by_group(read_samples(run_dir, step, max_bytes=_MAX_SAMPLE_BYTES, damage=damage))
     last, slowest = _last_done(lineage, responses)
+
     head = [*_head(lineage, run_dir), *last]
     waits = []
     try:
@@ -99,9 +100,11 @@ def step_content(run_dir: Path, step: int) -> StepContent:
         head += [escape_control(line, one_line=True) for line in times_lines(times, step)]
     except UserError as error:
         damage.append(f"where its time went is unknown: {error}")
+
     if lineage.consumed_at is not None and not responses:
         name = f"{SAMPLES}/{sample_file_name(step, 'train')}"
         head.append(f"scores are missing: {name} is missing, empty or rolled back")
+
     head += [_short(each, limit=400) for each in damage]
     return StepContent(lineage, responses, waits, head, slowest, damage)
 
@@ -114,6 +117,7 @@ def step_page(run_dir: Path, step: int) -> dict[str, Any]:
     except UserError as error:
         head = [str(error)]
         return {"head": head, "slowest": "", "groups": [], "dropped_note": "", "dropped": []}
+
     note, dropped = found.dropped()
     return {
         "head": found.head,
@@ -135,6 +139,7 @@ def _run_and_step(arguments: argparse.Namespace) -> tuple[str | None, int | None
             raise UserError("name a step, counted from 1, or a sample: `distflow why RUN STEP`")
         word = run_dir
         run_dir = None
+
     try:
         return run_dir, at_least(0 if arguments.sample else 1, word)
     except argparse.ArgumentTypeError as error:
@@ -147,19 +152,23 @@ def run_why(arguments: argparse.Namespace) -> int:
     if arguments.sample is not None:
         print_sample(run_dir, arguments.sample, step, arguments.json)
         return 0
+
     assert step is not None
     content = step_content(run_dir, step)
     lineage = content.lineage
+
     if arguments.json:
         found: dict[str, Any] = {"step": lineage.step}
         for kind, groups in (("groups", lineage.groups), ("dropped", lineage.dropped)):
             found[kind] = [_json_row(group, content.responses) for group in groups]
         print(as_json({**found, "waits": content.waits, "damage": content.damage}))
         return 0
+
     lines = [*content.head, *_table("groups", content.groups()), *_table(*content.dropped())]
     if lineage.aborted:
         group_ids = ", ".join(map(str, lineage.aborted))
         lines += ["", f"aborted when the step was full, and generated later: groups {group_ids}"]
+
     print("\n".join(lines))
     return 0
 
@@ -170,17 +179,20 @@ def _head(lineage: StepLineage, run_dir: Path) -> list[str]:
         counts = Counter(group.state for group in lineage.groups)
         states = ", ".join(f"{count} {state}" for state, count in counts.most_common()) or "none"
         return [f"{name} is not finished; states of its groups at the end of the ledger: {states}"]
+
     tokens = sum(group.tokens or 0 for group in lineage.groups)
     if lineage.max_staleness is None:
         bound = ""
     else:
         bound = f", staleness at most {lineage.max_staleness}"
+
     when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(lineage.consumed_at))
     made = f"it made version {lineage.step} of the weights"
     if lineage.weights is None:
         made = f"the ledger ends before its version {lineage.step}"
     elif lineage.weights != lineage.step:
         made = f"no weights were sent, the engines kept those of step {lineage.weights}"
+
     return [
         f"{name}: {count_of(len(lineage.groups), 'group')}, {tokens:,} tokens{bound}",
         f"consumed {when} by restart {lineage.restart}; {made}",
@@ -192,6 +204,7 @@ def _last_done(lineage: StepLineage, responses: Mapping[int, "Responses"]) -> tu
     timed = [group for group in lineage.groups if group.completed and group.started]
     if len(timed) < 2:
         return [], ""
+
     last = max(timed, key=lambda group: group.completed or 0.0)
     took = (last.completed or 0.0) - (last.started or 0.0)
     said = f"the last group to be done was {last.group_id}, {took:.3g} s after its start"
@@ -200,11 +213,13 @@ def _last_done(lineage: StepLineage, responses: Mapping[int, "Responses"]) -> tu
         lengths[str(response.get("uid"))] = to_number(response.get("response_length")) or 0.0
     if not lengths:
         return [said], ""
+
     longest = max(lengths, key=lengths.__getitem__)
     if lengths[longest]:
         tokens = f" of {lengths[longest]:,.0f} tokens"
     else:
         tokens = ""
+
     return [f"{said}; its longest response is {_short(longest)}{tokens}"], longest
 
 
@@ -237,6 +252,7 @@ def _group_row(group: Group, lineage: StepLineage, own: "Responses") -> dict[str
         "score": _mean(response.get("score") for response in scored),
         "reason": _short(group.reason or ""),
     }
+
     return {name: "" if value is None else str(value) for name, value in shown.items()}
 
 

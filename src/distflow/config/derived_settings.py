@@ -34,6 +34,7 @@ def algorithm_of(config: Config, domain: str | None) -> AlgorithmConfig:
         own = config.algorithm.domains.get(domain)
     else:
         own = None
+
     if own is None:
         return config.algorithm
     return replace(changed(config.algorithm, own), domains={})
@@ -54,6 +55,7 @@ def named_algorithms(config: Config) -> list[tuple[str, str]]:
     the pipeline is RL."""
     if not is_rl(config):
         return []
+
     run = config.algorithm.adv_estimator
     named = [(POLICY_LOSS, config.actor_rollout_ref.actor.policy_loss)]
     domains = [
@@ -61,10 +63,12 @@ def named_algorithms(config: Config) -> list[tuple[str, str]]:
         for domain, own in algorithms(config)
         if own.adv_estimator != run
     ]
+
     others = [(f"algorithm.domains.{domain}.adv_estimator", name) for domain, name in domains]
     for domain in own_losses(config):
         loss = config_of(config, domain).actor_rollout_ref.actor.policy_loss
         others.append((f"algorithm.domains.{domain}.policy_loss", loss))
+
     return [*named, (ADV_ESTIMATOR, run), *others]
 
 
@@ -85,20 +89,25 @@ def config_of(config: Config, domain: str | None) -> Config:
         changes = {}
     else:
         changes = {**config.algorithm.domains.get(domain, {})}
+
     losses = {name: value for name, value in changes.items() if name in DIFFERING_LOSS}
     if "policy_loss" in losses:
         losses = {"policy_loss_kwargs": {}, **losses}
+
     if domain not in config.data.domains:
         size = None
     else:
         size = config.data.domains[domain].n
+
     if size is None and not losses:
         return own
+
     group = own.actor_rollout_ref
     if size is None:
         rollout = group.rollout
     else:
         rollout = replace(group.rollout, n=size)
+
     actor = changed(group.actor, losses)
     return replace(own, actor_rollout_ref=replace(group, rollout=rollout, actor=actor))
 
@@ -127,6 +136,7 @@ def code_of_workflow(config: Config) -> list[tuple[str, str]]:
             named += _code_of_options(
                 f"{WORKFLOW}_kwargs.{domain}", own if isinstance(own, dict) else {"workflow": own}
             )
+
     named += [(WORKFLOW, rollout.workflow)]
     return [(key, target) for key, target in named if isinstance(target, str) and ":" in target]
 
@@ -139,6 +149,7 @@ def _code_of_options(key: str, options: Mapping[str, object]) -> list[tuple[str,
         (f"{key}.tools", entry.get("name") if isinstance(entry, dict) else entry)
         for entry in entries
     ]
+
     return [
         *named,
         *(
@@ -228,6 +239,7 @@ def model_of(config: Config, role: str) -> tuple[str, str | None]:
         return key, models[role].path
     if role == "critic" and config.critic.model.path is not None:
         return "critic.model.path", config.critic.model.path
+
     return "actor_rollout_ref.model.path", config.actor_rollout_ref.model.path
 
 
@@ -247,6 +259,7 @@ def offload_keys(config: Config) -> list[str]:
     )
     found = [name for name, _, value, _ in keys if value is True]
     models = scoring_models(config.reward_model)
+
     return found + [
         f"reward_model.models.{name}.param_offload" for name in models if models[name].param_offload
     ]
@@ -270,11 +283,13 @@ def optimizer_steps_a_step(config: Config, role: Role) -> int:
     one pass."""
     actor = config.actor_rollout_ref.actor
     critic = config.critic
+
     mini_batch = actor.ppo_mini_batch_size
     passes = actor.ppo_epochs if is_rl(config) else 1
     if role == "critic":
         mini_batch = critic.ppo_mini_batch_size or mini_batch
         passes = critic.ppo_epochs
+
     return passes * ceil(config.data.train_batch_size / mini_batch)
 
 
@@ -285,10 +300,12 @@ def clip_range(config: Config) -> tuple[float, float]:
         low = actor.clip_ratio
     else:
         low = actor.clip_ratio_low
+
     if actor.clip_ratio_high is None:
         high = actor.clip_ratio
     else:
         high = actor.clip_ratio_high
+
     return low, high
 
 
@@ -389,11 +406,13 @@ def with_own_policies(config: Config) -> dict[str, list[str]]:
     trainer = config.trainer
     if not dag.policies or dag.policy is not None or policies_of_agents(config):
         return {}
+
     key = "default_local_dir"
     own = str(trainer.run_dir)
     if trainer.default_local_dir is None:
         key = "experiment_name"
         own = trainer.experiment_name
+
     own = own.replace("'", r"\'")
     return {
         name: [f"dag.policy={name}", f"trainer.{key}='{own}-{name}'"]
@@ -496,6 +515,7 @@ def temperatures(config: Config) -> dict[str, float]:
         for name, domain in domains.items()
         if domain.temperature is not None
     }
+
     return {name: temperature for name, temperature in own.items() if temperature != common}
 
 

@@ -38,14 +38,17 @@ def _step(config: Config) -> str:
     sizes = sorted({domain.n or common for domain in domains} or {common})
     staleness = config.async_.max_staleness
     prompts = config.data.train_batch_size
+
     if optimizer_steps_a_step(config, "actor") == 1:
         first = "on-policy"
     else:
         first = "the first on-policy"
+
     if staleness == 0:
         policy = first
     else:
         policy = f"weights at most {count_of(staleness, 'step')} old"
+
     samples = (
         f"{count_of(prompts, 'prompt')} × {sizes[0]} = {count_of(prompts * sizes[0], 'sample')}"
     )
@@ -75,6 +78,7 @@ def _objective(config: Config) -> str:
         name = "a custom pipeline"
     else:
         name = f"pipeline {pipeline_name(config)}"
+
     details = [actor.loss_agg_mode, *_clips(config)]
     if actor.entropy_coef:
         details.append(f"entropy bonus {actor.entropy_coef:g}")
@@ -83,6 +87,7 @@ def _objective(config: Config) -> str:
         (domain, config_of(config, domain).actor_rollout_ref.actor) for domain in own_losses(config)
     )
     details += [f"{own_name(own.policy_loss)} loss in {domain}" for domain, own in losses]
+
     return f"{name}: {estimator} advantages, {loss} loss ({', '.join(details)})"
 
 
@@ -97,6 +102,7 @@ def _clips(config: Config) -> list[str]:
 def _kl(config: Config) -> str:
     algorithm = config.algorithm
     actor = config.actor_rollout_ref.actor
+
     terms = []
     if algorithm.use_kl_in_reward:
         control = algorithm.kl_ctrl
@@ -105,12 +111,15 @@ def _kl(config: Config) -> str:
         else:
             follows = ""
         terms.append(f"in the reward ({algorithm.kl_penalty} × {control.kl_coef:g}{follows})")
+
     if actor.use_kl_loss:
         terms.append(f"in the loss ({actor.kl_loss_type} × {actor.kl_loss_coef:g})")
+
     if not terms:  # a custom pipeline may use a reference for something else
         if pipeline_name(config) == CUSTOM:
             return "no KL term"
         return "no KL term: no reference is loaded"
+
     return f"KL to the reference {' and '.join(terms)}"
 
 
@@ -118,10 +127,12 @@ def _tokens(config: Config) -> str:
     data = config.data
     limit = config.actor_rollout_ref.actor.ppo_max_token_len_per_gpu
     longest = data.max_prompt_length + data.max_response_length
+
     if limit is None:
         micro_batches = "of a size that fits the device"
     else:
         micro_batches = f"of {limit} tokens"
+
     return (
         f"{data.max_prompt_length} + {data.max_response_length} = {longest} tokens per sample at "
         f"most, micro-batches {micro_batches}"
@@ -136,6 +147,7 @@ def _learning_rate(config: Config) -> str:
         rise = f", rising for {count_of(optim.lr_warmup_steps, 'optimizer step')}"
     else:
         rise = f", rising for {optim.warmup_ratio:.0%} of the optimizer steps"
+
     return f"{optim.optimizer}, learning rate {optim.lr:g} ({optim.scheduler}{rise})"
 
 
@@ -145,11 +157,13 @@ def _run(config: Config) -> str:
         length = count_of(trainer.total_epochs, "epoch")
     else:
         length = count_of(trainer.total_training_steps, "step")
+
     saves = f"checkpoint {_every(trainer, 'save_freq')}"
     if validates(config):
         validation = f"validation {_every(trainer, 'test_freq')}"
     else:
         validation = "no validation data"
+
     return f"{length}, {saves}, {validation}, in {trainer.run_dir}"
 
 
@@ -169,6 +183,7 @@ def _every(trainer: TrainerConfig, key: str) -> str:
         number = getattr(trainer, key + end) or 0
         if number > 0:
             told.append(unit if number == 1 else f"{number:g} {unit}s")
+
     return f"every {' or '.join(told)}" if told else "never"
 
 
@@ -181,6 +196,7 @@ def explain(key: str, loaded: Loaded) -> str:
     keys = schema_keys()
     if key in keys:
         return _explain_key(keys[key], flatten(loaded.config)[key], loaded.origin(key))
+
     below = [name for name in keys if name.startswith(f"{key}.")]
     if below:
         values = flatten(loaded.config)
@@ -188,6 +204,7 @@ def explain(key: str, loaded: Loaded) -> str:
             f"{name}={show_value(keys[name], values[name])}  {keys[name].spec.description}"
             for name in below
         )
+
     raise ConfigError([Problem(((key, COMMAND_LINE),), "there is no such key", suggest(key, keys))])
 
 

@@ -37,10 +37,12 @@ def render_turns(chat: Chat, template: ChatTemplate, ends: Sequence[str]) -> lis
     prompts = [template.render(chat, place, prompts=True) for place in places]
     if marked := template.render_marked(chat):
         return [_marked(*marked, prompts, ends)]
+
     turns = []
     for number, (place, prompt) in enumerate(zip(places, prompts, strict=True), 1):
         text = template.render(chat, place + 1, prompts=False)
         turns.append((text, _turn_after(prompt, text, number, ends)))
+
     return _joined(turns)
 
 
@@ -58,10 +60,12 @@ def encode_turns(
     )
     ids = encoding["input_ids"]
     begins = [begin for begin, _ in encoding["offset_mapping"]]
+
     spans = []
     for number, start, end in turns:
         first = bisect_left(begins, start)
         end_place = bisect_left(begins, end)
+
         if not _is_prompted(text[:start], ids[:first], begins, tokenizer):
             raise RowError(
                 f"turn {number} of the assistant begins inside a token, between "
@@ -73,7 +77,9 @@ def encode_turns(
             raise RowError(
                 f"{text[:end][-_SHOWN:]!r} ends turn {number} of the assistant by more than a token"
             )
+
         spans.append((first, end_place))
+
     return ids[: spans[-1][1]], spans
 
 
@@ -104,6 +110,7 @@ def _turn_after(prompt: str, text: str, number: int, ends: Sequence[str]) -> Tur
             "template moves, like a system message, or use a template that marks the turns by {% "
             "generation %}"
         )
+
     return number, len(prompt), _end(text, len(prompt), len(text), number, ends)
 
 
@@ -120,8 +127,10 @@ def _joined(turns: list[tuple[str, Turn]]) -> list[Rendered]:
                 together.append(turn)
             else:
                 others.append((own, turn))
+
         rendered.append((text, together))
         turns = others
+
     return rendered[::-1]
 
 
@@ -133,6 +142,7 @@ def _marked(
     begun = [
         (number, len(prompt)) for number, prompt in enumerate(prompts, 1) if text.startswith(prompt)
     ]
+
     turns: list[Turn] = []
     for start, stop in blocks:
         number, prompted = max((own for own in begun if own[1] < stop), default=(0, 0))
@@ -142,12 +152,15 @@ def _marked(
                 f"the chat template marks {text[start:stop][:_SHOWN]!r} as generated, but it is in "
                 "no turn"
             )
+
         start = max(start, prompted)
         turns.append((number or len(turns) + 1, start, _end(text, start, stop, number, ends)))
+
     if not turns:
         raise RowError(
             "the chat template marks nothing of it as generated: see its {% generation %} blocks"
         )
+
     return text, turns
 
 
@@ -163,15 +176,18 @@ def _end(text: str, start: int, stop: int, number: int, ends: Sequence[str]) -> 
         )
     if place == start:
         raise RowError(f"the chat template writes nothing of turn {number} of the assistant")
+
     rest = text[end:stop]
     for other in ends:
         rest = rest.replace(other, "")
+
     if rest.strip():
         raise RowError(
             f"turn {number} of the assistant continues after {text[place:end]!r}, which ends it, "
             f"with {rest.strip()[:_SHOWN]!r}: remove such a token from the text, or use a "
             "tokenizer whose template does not write one within a turn"
         )
+
     return end
 
 

@@ -116,13 +116,16 @@ class Batch:
         batch._put("response_ids", [seg.token_ids for seg in segments])
         is_drawn = [[float(seg.owner == "policy")] * len(seg.token_ids) for seg in segments]
         batch._put("response_mask", is_drawn)
+
         for name, missing in _OF_DRAWN_TOKENS.items():
             found = [getattr(seg, name) or [missing] * len(seg.token_ids) for seg in segments]
             batch._put(name, found)
+
         if any(s.head for s in samples):
             batch["number_head"] = [s.head and dict(s.head) for s in samples]
             values = [seg.values or [0.0] * len(seg.token_ids) for seg in segments]
             batch["action_values"] = _flat_tensor(values, np.float32)
+
         return batch
 
     def _put(self, name: str, values: list[Any]) -> None:
@@ -133,6 +136,7 @@ class Batch:
             column = torch.from_numpy(np.array(values, field.dtype))
         elif field.axis in TOKEN_AXES:
             column = _flat_tensor(values, np.dtype(field.dtype))
+
         self._columns[name] = field, column
 
     def __len__(self) -> int:
@@ -158,6 +162,7 @@ class Batch:
         name = canonical(name)
         if name in self._columns:
             return self._columns[name][0]
+
         known = find_field(name)
         if known is None or name not in self:
             raise KeyError(f"the batch has no column '{name}'; it has {', '.join(self._columns)}")
@@ -176,19 +181,23 @@ class Batch:
         name = canonical(name)
         if name in self._columns:
             return _read(self._columns[name][1])
+
         self.field(name)
         if name == "input_ids":
             return self._interleave(self.flat("prompt_ids"), self.flat("response_ids"))
+
         if name == "attention_mask":
             num_tokens = int(self._lengths[Axis.SEQUENCE].sum())
             device = self.flat("prompt_ids").device
             return torch.ones(num_tokens, dtype=torch.float32, device=device)
+
         if name == "token_level_rewards":
             return self.flat("token_level_scores")
         if name == "in_baselines":
             return self.flat("valid")
         if name == "loss_mask":
             return self._derived_loss_mask()
+
         return self._placed_scores()
 
     def pad(self, values: Tensor, axis: Axis | str) -> Tensor:
@@ -234,6 +243,7 @@ class Batch:
         tokens: dict[Axis, Tensor] = {}
         for axis, lengths in self._lengths.items():
             tokens[axis] = ranges((lengths.cumsum(0) - lengths)[index], lengths[index])
+
         for name, (field, column) in self._columns.items():
             picked: Column | RemoteColumn
             if isinstance(column, list):
@@ -242,7 +252,9 @@ class Batch:
                 picked = column.select(rows)
             else:
                 picked = column[tokens.get(field.axis, index)]
+
             out._columns[name] = field, picked
+
         return out
 
     def to(self, device: torch.device | str) -> "Batch":
@@ -311,12 +323,14 @@ class Batch:
         dtype or axis."""
         if not batches:
             raise ValueError("concat needs at least one batch")
+
         first = batches[0]
         for other in batches[1:]:
             differing = first._columns.keys() ^ other._columns.keys()
             if differing:
                 raise ValueError(f"batches with different columns: {sorted(differing)} not in all")
             first._check_same_fields(other)
+
         out = Batch(
             torch.cat([b._lengths[Axis.PROMPT] for b in batches]),
             torch.cat([b._lengths[Axis.RESPONSE] for b in batches]),
@@ -373,11 +387,13 @@ class Batch:
         for name, (field, stored) in self._columns.items():
             column = _read(stored)
             header.append([name, field.dtype, field.axis.value])
+
             if isinstance(column, list):
                 tensors[f"column.{name}"] = _json_bytes(column)
             else:
                 # two may share storage
                 tensors[f"column.{name}"] = column.clone(memory_format=torch.contiguous_format)
+
         return {**tensors, "fields": _json_bytes(header)}
 
     @staticmethod
@@ -389,6 +405,7 @@ class Batch:
             is_object = axis == Axis.OBJECT.value
             column = _from_json_bytes(stored) if is_object else stored.view(getattr(torch, dtype))
             columns.append((Field(name, dtype, Axis(axis)), column))
+
         prompts, responses = (
             tensors[f"lengths.{axis}"].view(torch.int64) for axis in ("prompt", "response")
         )
@@ -414,25 +431,30 @@ class Batch:
                     f"column '{field.name}' has {len(values)} entries for {len(self)} samples"
                 )
             return values
+
         try:
             tensor = torch.as_tensor(value, dtype=getattr(torch, field.dtype)).detach()
         except (TypeError, ValueError, RuntimeError) as err:  # str, None, ragged lists
             raise ValueError(f"column '{field.name}' takes numbers: {err}") from err
+
         if field.axis is Axis.SAMPLE:
             if tensor.shape != (len(self),):
                 raise ValueError(
                     f"column '{field.name}' has shape {tuple(tensor.shape)}, wanted ({len(self)},)"
                 )
             return tensor
+
         return self._flatten(field, tensor)
 
     def _flatten(self, field: Field, tensor: Tensor) -> Tensor:
         num_tokens = int(self._lengths[field.axis].sum())
         if tensor.shape == (num_tokens,):
             return tensor
+
         mask = self.mask(field.axis)
         if tensor.shape == mask.shape:
             return tensor[mask]
+
         raise ValueError(
             f"column '{field.name}' is per {field.axis.value} token: it has shape "
             f"{tuple(tensor.shape)}, expected {tuple(mask.shape)} padded or ({num_tokens},) flat"
@@ -474,12 +496,15 @@ class Batch:
         A conversation attends to no other, even of its own episode."""
         if "forks" not in self or not any(self.flat("forks")):
             return self._lengths[Axis.SEQUENCE]
+
         prompts = self._lengths[Axis.PROMPT].tolist()
         lengths = self._lengths[Axis.SEQUENCE].tolist()
+
         found: list[int] = []
         for prompt, length, forks in zip(prompts, lengths, self.flat("forks"), strict=True):
             ends = [0, *(prompt + start for _, start in forks), length]
             found += (after - before for before, after in pairwise(ends))
+
         return torch.tensor(found, dtype=torch.int64)
 
     @property
@@ -503,6 +528,7 @@ class Batch:
             lengths += (end - start for start, end in pairwise(starts))
             names = (name.partition(".")[0] for name, _ in forks)
             owners += (0, *(number_of.get(name, 0) for name in names))
+
         return repeated(
             torch.tensor(owners, dtype=torch.int64), torch.tensor(lengths, dtype=torch.int64)
         )
@@ -521,15 +547,18 @@ class Batch:
         tokens.
         """
         mask: Tensor = self.flat("response_mask")
+
         # NumPy takes a tenth of torch's time for the few tokens of a prompt group.
         positions = np.flatnonzero(mask.cpu().numpy() > 0)
         ends = self._lengths[Axis.RESPONSE].numpy().cumsum()
+
         # tokens of the policy up to the end of the sample
         before = np.searchsorted(positions, ends)
         answered = np.diff(before, prepend=0) > 0
         scores = self.flat("scores").double().cpu().numpy()
         placed = np.zeros(len(mask), dtype=np.float64)
         placed[positions[before[answered] - 1]] = scores[answered]
+
         return send(torch.from_numpy(placed), mask.device)
 
 
@@ -543,6 +572,7 @@ def _images(sample: Sample) -> list[list[str]]:
             begins.discard(length)
             found.append(list(segment.images))
         length += len(segment.token_ids)
+
     return found if any(found) else []
 
 
@@ -558,10 +588,12 @@ def _joined(parts: Sequence[Column | RemoteColumn]) -> Column | RemoteColumn:
     remote = [part for part in parts if not isinstance(part, Tensor | list)]
     if parts and len(remote) == len(parts):
         return remote[0].concat(remote[1:])
+
     here = [_read(part) for part in parts]
     tensors = [part for part in here if isinstance(part, Tensor)]
     if tensors:
         return torch.cat(tensors)
+
     return [value for part in here for value in part]
 
 
@@ -603,11 +635,13 @@ def _guess_field(name: str, value: Written, shapes: Shapes) -> Field:
     """
     if not isinstance(value, Tensor | np.ndarray):
         return Field(name, "object", Axis.OBJECT)
+
     tensor = torch.as_tensor(value)
     shape = tuple(tensor.shape)
     fitting = [axis for axis, wanted in shapes.items() if shape in wanted]
     if len(fitting) == 1:
         return Field(name, str(tensor.dtype).removeprefix("torch."), fitting[0])
+
     count = "more than one" if fitting else "no"
     wanted = "; ".join(f"{axis.value}: {' or '.join(map(str, shapes[axis]))}" for axis in shapes)
     raise ValueError(

@@ -29,11 +29,13 @@ def gather(parts: Sequence[Buffers], picks: Sequence[tuple[int, int]]) -> Batch:
     dtype or axis of a column."""
     used = sorted({part for part, _ in picks}) or [0]
     batches = [_from_buffers(parts[part]) for part in used]
+
     first_of: dict[int, int] = {}
     num_rows = 0
     for part, batch in zip(used, batches, strict=True):
         first_of[part] = num_rows
         num_rows += len(batch)
+
     return Batch.concat(batches).select([first_of[part] + row for part, row in picks])
 
 
@@ -46,4 +48,5 @@ def _from_buffers(buffers: Buffers) -> Batch:
             copies[name] = torch.from_numpy(values.copy())
         else:
             copies[name] = empty
+
     return Batch.from_tensors(copies)

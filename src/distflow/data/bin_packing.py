@@ -24,6 +24,7 @@ def pack(lengths: Sequence[int], max_tokens: int, min_bins: int = 1) -> Parts:
     """
     if max_tokens < 1:
         raise ValueError(f"max_tokens must be at least 1, not {max_tokens}")
+
     lengths = [int(length) for length in lengths]
     assert min_bins >= 0 and all(length >= 0 for length in lengths)
     longest_first = sorted(range(len(lengths)), key=lambda i: -lengths[i])
@@ -32,11 +33,13 @@ def pack(lengths: Sequence[int], max_tokens: int, min_bins: int = 1) -> Parts:
 
     packed = _first_fit(rest, lengths, max_tokens)
     num_bins = max(len(packed), min_bins - len(alone))
+
     even = lightest_first(rest, lengths, num_bins) if num_bins else []
     if all(sum(lengths[i] for i in bin_) <= max_tokens for bin_ in even):
         packed = even
     else:
         packed += [[] for _ in range(num_bins - len(packed))]
+
     return _in_order(alone + packed)
 
 
@@ -49,10 +52,12 @@ def lightest_first(longest_first: Sequence[int], lengths: Sequence[int], num_bin
     """Put each item in turn into the lightest bin so far (Graham 1969), the first of equals."""
     bins: Parts = [[] for _ in range(num_bins)]
     loads = [(0, b) for b in range(num_bins)]
+
     for item in longest_first:
         load, b = loads[0]
         bins[b].append(item)
         heapq.heapreplace(loads, (load + lengths[item], b))
+
     return bins
 
 
@@ -65,8 +70,10 @@ def _first_fit(longest_first: Sequence[int], lengths: Sequence[int], max_tokens:
         if b == len(bins):
             bins.append([])
             room.append(max_tokens)
+
         bins[b].append(item)
         room[b] -= length
+
     return bins
 
 
@@ -95,12 +102,14 @@ def divide_step(
     """
     parts: Parts = [[] for _ in range(num_parts)]
     totals = [0] * num_parts
+
     loads_of: list[list[list[int]]] = [[] for _ in lengths]
     for mini_batches in passes:
         for mini_batch in mini_batches:
             loads = [0] * num_parts
             for item in mini_batch:
                 loads_of[item].append(loads)
+
     for item in sorted(range(len(lengths)), key=lambda item: -lengths[item]):
         sums = [sum(loads) for loads in zip(*loads_of[item], strict=True)]
         weights = list(zip(sums, totals, strict=True))
@@ -108,4 +117,5 @@ def divide_step(
         parts[part].append(item)
         for loads in (*loads_of[item], totals):
             loads[part] += lengths[item]
+
     return [sorted(part) for part in parts]

@@ -48,6 +48,7 @@ def render_all(
     """
     if not rows:
         return
+
     with limited_fork(partial(_serve, rows, render), MORE_MEMORY_BYTES) as rendered:
         template = template_of(tokenizer)
         for number in range(1, len(rows) + 1):
@@ -65,6 +66,7 @@ def template_of(tokenizer: PreTrainedTokenizerBase) -> str:
             folder / name
         ):
             return f"the chat template of '{folder / name}'"
+
     return f"the chat template of the tokenizer '{tokenizer.name_or_path}'"
 
 
@@ -94,6 +96,7 @@ class ChatTemplate:
         if chat.tools and not re.search(r"\btools\b", template):
             advice = ", or name another column with data.tools_key"
             raise RowError(unused.format("tools") + advice)
+
         has_calls = any("tool_calls" in message for message in chat.messages)
         if has_calls and not re.search(r"\btool_calls\b", template):
             raise RowError(unused.format("tool_calls"))
@@ -105,6 +108,7 @@ class ChatTemplate:
         around messages."""
         if (words := control_words(self._tokenizer)) is None:
             return
+
         for number, message in enumerate(messages, 1):
             if message.get("role") == ASSISTANT and self._has_own_replies:
                 continue
@@ -130,6 +134,7 @@ class ChatTemplate:
         it marks none."""
         if not _MARK.search(self._text(chat)):
             return None
+
         rendered: Any = render_jinja_template(
             [chat.messages],
             tools=chat.tools or None,
@@ -138,6 +143,7 @@ class ChatTemplate:
             **{**self._tokenizer.special_tokens_map, **chat.kwargs},
         )
         (text,), (blocks,) = rendered
+
         return str(text), [(start, end) for start, end in blocks if start < end]
 
     def _text(self, chat: Chat) -> str:
@@ -155,6 +161,7 @@ def _next(channel: Channel, what: str) -> tuple[str, Any]:
         ) from None
     except PeerGone:
         raise UserError(f"{what}: the process that rendered it crashed") from None
+
     if kind == "fails":
         raise UserError(f"{what}: {value}")
     return kind, value
@@ -168,6 +175,7 @@ def _serve(rows: Sequence[Any], render: Callable[[Any], JSON], channel: Channel)
             channel.send(encode([kind, value]))
         except ValueError as error:
             channel.send(encode(["fails", str(error)]))
+
         if kind == "fails":
             return
 
@@ -187,6 +195,7 @@ def _rendered(row: Any, render: Callable[[Any], JSON]) -> tuple[str, JSON]:
         return "refused", f"{_REFUSES}: {error}"[:1000]
     except Exception as error:  # a template can call anything it reaches
         return "refused", f"{_REFUSES}: {type(error).__name__}: {error}"[:1000]
+
     if characters > MAX_CHARACTERS:
         return "fails", f"a prompt becomes {characters:,} characters"
     return "rendered", value

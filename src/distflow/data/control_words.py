@@ -27,6 +27,7 @@ def _control_words(tokenizer: Any, template: str) -> re.Pattern[str] | None:
     """template: the tokenizer's, which may have been replaced since the last call."""
     named = {tokenizer.bos_token: "bos_token", tokenizer.eos_token: "eos_token"}
     known = {str(token): token.special for token in tokenizer.added_tokens_decoder.values()}
+
     words = set(_WORDS.findall(_rendered(tokenizer, template)))
     for text, is_special in known.items():
         # one of a pair, such as `<think>` and `</think>`, may be in a reply
@@ -34,10 +35,12 @@ def _control_words(tokenizer: Any, template: str) -> re.Pattern[str] | None:
             other = text.replace("</", "<", 1)
         else:
             other = text.replace("<", "</", 1)
+
         is_tag = other != text and other in known
         is_end = text in named and named[text] in template
         if is_end or (is_special and text in template and not is_tag):
             words.add(text)
+
     if not words:
         return None
     return re.compile("|".join(map(re.escape, sorted(words, key=len, reverse=True))))
@@ -54,6 +57,7 @@ def _rendered(tokenizer: Any, template: str) -> str:
                     messages, chat_template=template, tokenize=False, add_generation_prompt=True
                 )
                 texts.append(str(rendered))
+
     return "\n".join(texts)
 
 

@@ -147,21 +147,26 @@ def read_rows(
             tag = _tag(values, columns)
             if columns.domain_of_tag.get(tag, columns.only_domain) != columns.only_domain:
                 continue
+
             num_read += 1
             _strike_found(missing, values, columns)
             row = _raw_row(origin, values, columns, tag)
         except RowError as error:
             bad.add(origin, str(error))
             continue
+
         yield row
+
     if source is None:
         return
+
     if "data.tag_key" in missing and seen:
         key = "data.tag_key"
     elif missing and num_read:
         key = next(iter(missing))
     else:
         return
+
     message = _missing_column(key, missing[key], columns, source, seen)
     group = "data" if key == "data.tag_key" else columns.group
     raise UserError(message.replace(key, key.replace("data.", f"{group}.", 1)))
@@ -195,6 +200,7 @@ def read_line(line: bytes) -> Values | str:
         return f"not JSON, one object on each line ({error})"
     except RecursionError:
         return "nested too deeply"
+
     if not isinstance(values, dict):
         return f"a JSON {type(values).__name__}, not an object"
     return values
@@ -235,16 +241,19 @@ def _missing_column(key: str, name: str, columns: Columns, source: str, seen: se
     """The message: what the source has instead, and what to set."""
     if name in seen:
         return f"the column '{name}' ({key}) of {source} is empty in every row"
+
     also = ""
     if columns.messages is not None and name in (columns.prompt, columns.response):
         also = f", nor one of conversations, '{columns.messages}' (data.messages_key)"
     shown = ", ".join(sorted(seen)[:100]) or "none"
     usual = (each for each in _USUAL_NAMES.get(key, ()) if each.partition(".")[0] in seen)
+
     near = nearest(name, seen) or next(usual, "")
     if near:
         advice = f"did you mean {key}={near}?"
     else:
         advice = f"set {key} to one of them"
+
     if key == "data.answer_key" and not near:
         advice += ", or custom_reward_function.path to a reward of your own"
     return f"no row of {source} has the column '{name}' ({key}){also}; columns: {shown}; {advice}"
@@ -254,18 +263,21 @@ def _tag(values: Values, columns: Columns) -> str:
     """The row's tag; empty if none is read. Raises RowError for one that no domain has."""
     if columns.tag is None:
         return ""
+
     found = find(values, columns.tag)
     tag = str(found) if isinstance(found, str | int) else ""
     if not tag:
         raise RowError(
             f"the tag (column '{columns.tag}', data.tag_key) is {kind(plain(found))}, not a text"
         )
+
     known = columns.domain_of_tag
     if known and tag not in known:
         raise RowError(
             f"no domain has the tag '{tag}' (column '{columns.tag}'){hint(tag, known)}: put it "
             "into data.domains.NAME.tags"
         )
+
     return tag
 
 
@@ -281,12 +293,15 @@ def _raw_row(origin: str, values: Values, columns: Columns, tag: str) -> RawRow:
         prompt, images = _prompt(origin, values, columns)
         if columns.response is not None:
             response = _response(values, columns.response)
+
     answer = plain(find(values, columns.answer))
     if columns.answer_required and answer in (None, "", []):
         raise RowError(f"no answer in the column '{columns.answer}'")
+
     domain: object = columns.only_domain
     if columns.domain is not None:
         domain = find(values, columns.domain)
+
     tools: list[JSON] = []
     template_kwargs: dict[str, JSON] = {}
     if columns.is_chat or not isinstance(prompt, str):
@@ -294,6 +309,7 @@ def _raw_row(origin: str, values: Values, columns: Columns, tag: str) -> RawRow:
         template_kwargs = chat_messages.read_template_kwargs(
             plain(values.get(TEMPLATE_KWARGS_COLUMN)), TEMPLATE_KWARGS_COLUMN
         )
+
     return RawRow(
         origin=origin,
         prompt=prompt,
@@ -316,6 +332,7 @@ def _conversation(values: Values, columns: Columns) -> chat_messages.Messages:
             f"a conversation cannot have images (column '{columns.images}'): give a prompt and a "
             "response"
         )
+
     return chat_messages.read_conversation(plain(find(values, columns.messages)), columns.messages)
 
 
@@ -354,10 +371,12 @@ def _extra_info(values: Values, columns: Columns, is_conversation: bool) -> dict
     used = {columns.prompt, columns.answer, columns.domain, columns.response, columns.images}
     if is_conversation:
         used.add(columns.messages)
+
     rest: dict[str, JSON] = {}
     for name, value in values.items():
         if name not in used and value is not None:
             rest[name] = plain(value)
+
     spread = rest.pop("extra_info", {})
     if isinstance(spread, dict):
         return {**rest, **spread}
@@ -371,11 +390,13 @@ def plain(value: object) -> JSON:
         return value
     if isinstance(value, Mapping):
         return {str(key): plain(entry) for key, entry in value.items()}
+
     if isinstance(value, list | tuple | set):
         entries = [plain(entry) for entry in value]
         if isinstance(value, set):
             return sorted(entries, key=repr)
         return entries
+
     if isinstance(value, date | time):
         return value.isoformat()
     if isinstance(value, Decimal):
@@ -383,4 +404,5 @@ def plain(value: object) -> JSON:
         return int(value) if is_whole else float(value)
     if callable(tolist := getattr(value, "tolist", None)):
         return plain(tolist())  # numpy scalars and arrays
+
     return repr(value)[:1000]

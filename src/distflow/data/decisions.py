@@ -23,6 +23,7 @@ def by_decision(batch: Batch) -> tuple[Batch, Tensor]:
     counts = torch.tensor([1 + len(own) for own in forks], dtype=torch.int64)
     rows = repeated(torch.arange(len(batch)), counts)
     numbers = ranges(torch.zeros_like(counts), counts)
+
     columns: list[tuple[Field, Column | RemoteColumn]] = []
     for field, _ in batch.columns():
         column = batch.flat(field.name)
@@ -39,7 +40,9 @@ def by_decision(batch: Batch) -> tuple[Batch, Tensor]:
             column = column[send(places, column.device)]
         elif field.axis is Axis.SAMPLE:
             column = column[send(rows, column.device)]
+
         columns.append((field, column))
+
     apart = Batch.from_columns(prompts, lengths - prompts, columns)
     apart["decision"] = numbers
     return apart, places

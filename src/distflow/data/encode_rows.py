@@ -50,6 +50,7 @@ def fit(
             num_prompts += 1
         else:
             num_responses += 1
+
     if not kept:
         shortest = min((len(row.prompt_ids) for row in good), default=0)
         raise UnusableRow(
@@ -59,6 +60,7 @@ def fit(
             f"{shortest} tokens), data.max_response_length={options.max_response_length}: raise "
             "the limit",
         )
+
     report = replace(
         report,
         num_rows=len(kept),
@@ -77,15 +79,18 @@ def _cut(row: PromptRow, tokenizer: PreTrainedTokenizerBase, options: PromptOpti
     is_whole = row.rejected_ids is not None or bool(row.images)
     if options.truncation == "error" or is_whole:
         raise _too_long(row, options, is_whole)
+
     prompt_ids = truncated(row.prompt_ids, options.max_prompt_length, options.truncation)
     text = row.prompt_text
     if len(prompt_ids) < len(row.prompt_ids):
         text = str(tokenizer.decode(list(prompt_ids)))
+
     limit = options.max_response_length
     turns = row.turns
     if turns is not None:
         turns = tuple((start, min(end, limit)) for start, end in turns if start < limit)
         limit = turns[-1][1]
+
     return replace(
         row,
         prompt_text=text,
@@ -103,6 +108,7 @@ def _too_long(row: PromptRow, options: PromptOptions, is_whole: bool) -> UserErr
         part = "prompt"
         num_tokens = len(row.prompt_ids)
         limit = options.max_prompt_length
+
     advice = "raise it, or set data.filter_overlong_prompts=true"
     if not is_whole:
         advice += " or data.truncation=left"
@@ -143,12 +149,14 @@ def encode_rows(
     """
     _check_options(tokenizer, rows, options)
     rows = [_with_messages(row, options) for row in rows]
+
     encoded: Iterator[_Entries]
     if options.pair:
         names = options.pair
         encoded = (encode_pair(row, tokenizer, names) for row in rows)
     else:
         encoded = _encode_all(rows, tokenizer, options, end_ids)
+
     good: list[PromptRow] = []
     num_texts_more = 0
     for row, found in zip(rows, encoded, strict=True):
@@ -157,11 +165,13 @@ def encode_rows(
         else:
             good.extend(found)
             num_texts_more += len(found) - 1
+
     bad_rows.check()
     if not good:
         raise UnusableRow(
             "bad_row", f"all rows are bad and were skipped; the first: {bad_rows.reasons[0]}"
         )
+
     report = PromptReport(num_bad=len(bad_rows.reasons), num_texts_more=num_texts_more)
     return fit(good, tokenizer, options, report)
 
@@ -182,6 +192,7 @@ def _check_options(
             "to an instruction-tuned model, or put a chat_template.jinja into the tokenizer's "
             "folder"
         )
+
     has_responses = any(row.response is not None or row.is_conversation for row in rows)
     if has_responses and tokenizer.eos_token_id is None:
         raise UserError(f"the tokenizer has no end token, so responses cannot end: see {where}")
@@ -194,6 +205,7 @@ def _check_options(
         raise UserError(
             "preference pairs with images cannot be trained on: set data.image_key=null"
         )
+
     for name in options.template_kwargs:
         unused = f"data.apply_chat_template_kwargs.{name} does nothing"
         if not is_chat:
@@ -228,6 +240,7 @@ def _encode_all(
     if options.num_workers < 1 or len(starts) < 2:
         yield from chain.from_iterable(map(encode, starts))
         return
+
     with ThreadPoolExecutor(options.num_workers, thread_name_prefix="distflow-tokenise") as threads:
         yield from chain.from_iterable(threads.map(encode, starts))
 
@@ -253,10 +266,12 @@ def _encode_chunk(
             prompts[i] = text
         else:
             encoded[i] = _encode_conversation(rows[i], text, tokenizer, ends)
+
     responses = _response_ids(rows, prompts, tokenizer)
     for is_chat in (False, True):
         chosen = [i for i in prompts if _is_chat(rows[i], options) == is_chat]
         special = {"add_special_tokens": False} if is_chat else {}
+
         tokens = _tokenise(tokenizer, [prompts[i] for i in chosen], **special)
         for i, ids in zip(chosen, tokens, strict=True):
             try:
@@ -264,10 +279,12 @@ def _encode_chunk(
             except ValueError as error:
                 encoded[i] = str(error)
                 continue
+
             if ids:
                 encoded[i] = [PromptRow.of(rows[i], prompts[i], ids, responses.get(i))]
             else:
                 encoded[i] = "the prompt has no tokens"
+
     return [encoded[i] for i in range(len(texts))]
 
 
@@ -285,6 +302,7 @@ def _with_images(
         raise RowError(
             f"the prompt has the text {processor.mark!r}, which stands for an image, but no image"
         )
+
     return ids
 
 
@@ -301,12 +319,15 @@ def _encode_conversation(
             ids, spans = encode_turns((text, turns), tokenizer, ends)
         except RowError as error:
             return str(error)
+
         first = spans[0][0]
         if not first:
             return "the prompt has no tokens"
+
         prompt = text[: turns[0][1]]
         learnt = tuple((start - first, end - first) for start, end in spans)
         encoded.append(PromptRow.of(row, prompt, ids[:first], ids[first:], turns=learnt))
+
     return encoded
 
 
@@ -325,6 +346,7 @@ def _render(
         template.check(asked, response)
         if not is_conversation:
             return template.render(asked, prompts=True)
+
         texts: list[JSON] = []
         for text, turns in render_turns(asked, template, end_texts):
             texts.append([text, [list(turn) for turn in turns]])
@@ -332,11 +354,13 @@ def _render(
 
     prompts = [_with_marks(_prompt(row, options), row, tokenizer) for row in rows]
     end = str(tokenizer.eos_token or "")
+
     chats: list[tuple[Chat, bool, str]] = []
     for prompt, row in zip(prompts, rows, strict=True):
         if isinstance(prompt, Chat):
             response = (row.response or "").removesuffix(end)
             chats.append((prompt, row.is_conversation, response))
+
     rendered = render_all(chats, render, tokenizer)
     return [prompt if isinstance(prompt, str) else next(rendered) for prompt in prompts]
 
@@ -348,12 +372,14 @@ def _with_marks(prompt: str | Chat, row: RawRow, tokenizer: PreTrainedTokenizerB
         return prompt
     if isinstance(prompt, str):
         return prompt.replace(IMAGE_MARK, processor.mark)
+
     messages: Messages = []
     for message in prompt.messages:
         text = str(message.get("content"))
         if IMAGE_MARK in text:
             message = {**message, "content": parts_of(text)}
         messages.append(message)
+
     return replace(prompt, messages=messages)
 
 
@@ -375,6 +401,7 @@ def _prompt(row: RawRow, options: PromptOptions) -> str | Chat:
         messages = [{"role": "user", "content": text}]
     else:
         messages = row.prompt
+
     if options.system_prompt is not None and messages[0]["role"] != "system":
         messages = [{"role": "system", "content": options.system_prompt}, *messages]
     kwargs = {
@@ -382,6 +409,7 @@ def _prompt(row: RawRow, options: PromptOptions) -> str | Chat:
         **options.template_kwargs,
         **row.template_kwargs,
     }
+
     return Chat(messages, row.tools, kwargs)
 
 
@@ -394,12 +422,14 @@ def _with_messages(row: RawRow, options: PromptOptions) -> RawRow:
         columns.append(PROMPT_CHAT)
     if not columns:
         return row
+
     asked = _prompt(row, options)
     messages: list[JSON] = []
     if isinstance(asked, Chat):
         messages += asked.messages
     else:
         messages.append({"role": "user", "content": asked})
+
     return replace(row, extra_info={**row.extra_info, **dict.fromkeys(columns, messages)})
 
 
@@ -421,8 +451,10 @@ def _response_ids(
     responses = _tokenise(
         tokenizer, [str(rows[i].response) for i in answered], add_special_tokens=False
     )
+
     found: dict[int, list[int]] = {}
     for i, ids in zip(answered, responses, strict=True):
         is_ended = bool(ids) and ids[-1] == end
         found[i] = ids if is_ended else [*ids, end]
+
     return found

@@ -117,6 +117,7 @@ class PromptRow:
                 Segment("policy", ids[start:end], zeros, zeros, (version,) * (end - start))
             )
             done = end
+
         return segments
 
 
@@ -180,6 +181,7 @@ class PromptReport:
             "truncated to the maximum length": self.num_truncated,
         }
         used = f"{self.num_rows:,} rows, longest prompt {self.longest_prompt_tokens} tokens"
+
         return [used, *(f"{number:,} {what}" for what, number in counts.items() if number)]
 
     @staticmethod
@@ -239,12 +241,14 @@ class PromptSet(PromptRows):
         self.has_messages = False
         """Whether a prompt is chat messages."""
         self.has_images = False
+
         domains = set[str]()
         for row in rows:
             self.lines.append(write_line(row))
             self.has_messages |= row.is_chat
             self.has_images |= bool(row.images)
             domains.add(row.domain)
+
         self.domains = sorted(domains)
         """Each once."""
 
@@ -277,6 +281,7 @@ class PromptSet(PromptRows):
             names = tuple(Path(path).stem for path in row.images)
             read = replace(row, extra_info=extra, images=names, origin="", is_chat=False)
             digest.update(write_line(read) + b"\n")
+
         return digest.hexdigest()
 
 
@@ -295,6 +300,7 @@ def read_line(line: bytes, index: int) -> PromptRow:
     for name in _TUPLES:
         if values[name] is not None:
             values[name] = tuple(values[name])
+
     if values["turns"] is not None:
         values["turns"] = tuple(map(tuple, values["turns"]))
     return PromptRow(index=index, **values)

@@ -25,14 +25,18 @@ def write_encoded(prompts: PromptSet, run_folder: Path, name: str) -> Path:
     OSError."""
     fingerprint = prompts.fingerprint()
     file = run_folder / "data" / f"{name}-{fingerprint[:12]}.rows"
+
     with suppress(UserError):  # it is missing or torn
         if EncodedRows(file).fingerprint() == fingerprint:
             return file
+
     file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     header = json.dumps([_FORMAT, fingerprint, len(prompts), prompts.domains]).encode()
+
     with replacing(file) as aside, aside.open("wb") as sink:
         for line in (header, *prompts.lines):
             sink.write(b"%08x %b\n" % (zlib.crc32(line), line))
+
     return file
 
 
@@ -48,6 +52,7 @@ class EncodedRows(PromptRows):
         self.path = path.absolute()
         self._ends = array("q")
         """The end of each line, the header's first."""
+
         try:
             with check_file(path).open("rb") as file:
                 self._memory = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)

@@ -46,6 +46,7 @@ def seed(*identity: object) -> None:
     random.seed(number)
     if numpy := sys.modules.get("numpy"):
         numpy.random.seed(number % 2**32)
+
     if torch := sys.modules.get("torch"):
         torch.default_generator.manual_seed(number)
         if device := device_module():
@@ -57,10 +58,12 @@ def states() -> States:
     found: dict[str, Any] = {"random": random.getstate()}
     if numpy := sys.modules.get("numpy"):
         found["numpy"] = numpy.random.get_state()
+
     if torch := sys.modules.get("torch"):
         found["torch"] = torch.default_generator.get_state()
         if device := device_module():
             found["device"] = device.get_rng_state_all()
+
     return found
 
 

@@ -31,11 +31,13 @@ def read_images(found: object, name: str, folder: Path | None, store: Path) -> t
     """
     if found is None:
         return ()
+
     values = found if isinstance(found, list | tuple) else [found]
     paths = list[str]()
     for number, value in enumerate(values, 1):
         what = f"image {number} (column '{name}')"
         paths.append(str(_keep(_decoded(_bytes_of(value, what, folder), what), store)))
+
     return tuple(paths)
 
 
@@ -61,15 +63,18 @@ def place_images(prompt: Any, number: int) -> JSON:
         return IMAGE_MARK * number + prompt
     if not isinstance(prompt, list) or not all(isinstance(message, dict) for message in prompt):
         return prompt  # `read_prompt` says what is wrong
+
     messages: list[Any] = [
         {**message, "content": _text_of(message.get("content"))} for message in prompt
     ]
+
     texts: list[Any] = [message for message in messages if isinstance(message["content"], str)]
     if not _has_marks("".join(message["content"] for message in texts), number):
         first = next((message for message in texts if message.get("role") == "user"), None)
         if first is None:
             raise RowError("the prompt has images, but no message of the user with a text")
         first["content"] = IMAGE_MARK * number + first["content"]
+
     return messages
 
 
@@ -112,16 +117,19 @@ def _keep(image: Any, store: Path, synced: bool = True) -> Path:
 def _bytes_of(value: object, what: str, folder: Path | None) -> bytes:
     if isinstance(value, Mapping):
         value = value.get("bytes") or value.get("path")
+
     # an image of Pillow, as `datasets` decodes it
     if callable(save := getattr(value, "save", None)):
         memory = io.BytesIO()
         save(memory, format="PNG")
         value = memory.getvalue()
+
     if isinstance(value, str) and (found := _DATA_URI.match(value)):
         try:
             value = base64.b64decode(value[found.end() :], validate=True)
         except binascii.Error as error:
             raise RowError(f"{what} is a data URI that is not base64 ({error})") from None
+
     if isinstance(value, bytes):
         return value
     if not isinstance(value, str) or not value:
@@ -129,6 +137,7 @@ def _bytes_of(value: object, what: str, folder: Path | None) -> bytes:
             f"{what} is {kind(value)}, not bytes, a path, a data URI or a mapping with 'bytes' or "
             "'path'"
         )
+
     return _file_of(value, what, folder)
 
 
@@ -137,9 +146,11 @@ def _file_of(name: str, what: str, folder: Path | None) -> bytes:
         raise RowError(
             f"{what} is the path '{name}', but the rows are not in a file's folder: give its bytes"
         )
+
     path = (folder / name).resolve()
     if not path.is_relative_to(folder.resolve()):
         raise RowError(f"{what} is '{name}', outside the folder '{folder}' of the data")
+
     try:
         if path.stat().st_size > MAX_BYTES:
             raise RowError(f"{what}, '{name}', has more than {MAX_BYTES:,} bytes")
@@ -170,6 +181,7 @@ def _text_of(content: Any) -> JSON:
     """A message's content, with marks for its images if it is a list of parts."""
     if not isinstance(content, list):
         return content
+
     pieces = list[str]()
     for part in content:
         is_text = isinstance(part, Mapping) and isinstance(part.get("text"), str)
@@ -179,6 +191,7 @@ def _text_of(content: Any) -> JSON:
             pieces.append(str(part["text"]))
         else:
             raise RowError(f"a message has a part that is neither text nor an image: {kind(part)}")
+
     return "".join(pieces)
 
 

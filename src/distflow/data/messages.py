@@ -33,6 +33,7 @@ def read_prompt(found: JSON, name: str) -> str | Messages:
     if not found:
         raise RowError(f"{what} is empty")
     check_unicode(found, what)
+
     return found
 
 
@@ -43,6 +44,7 @@ def read_conversation(found: JSON, name: str) -> Messages:
     found = _parsed(found, what)
     if not isinstance(found, list):
         raise RowError(f"{what} is {kind(found)}, not a list of chat messages")
+
     messages = _messages(found, what)
     roles = [message["role"] for message in messages]
     if ASSISTANT not in roles:
@@ -57,6 +59,7 @@ def read_conversation(found: JSON, name: str) -> Messages:
             f"{what} begins with the {ASSISTANT}'s turn, which answers nothing: add a message "
             "before it"
         )
+
     for number, message in enumerate(messages, 1):
         if (
             message["role"] == ASSISTANT
@@ -64,6 +67,7 @@ def read_conversation(found: JSON, name: str) -> Messages:
             and "tool_calls" not in message
         ):
             raise RowError(f"message {number} of {what} is empty, so there is nothing to train on")
+
     return messages
 
 
@@ -93,6 +97,7 @@ def read_tools(found: JSON, name: str) -> list[JSON]:
             f"{what} are {kind(found)}, not a list of JSON schemas; data.tools_key names another "
             "column"
         )
+
     check_unicode(found, what)
     return found
 
@@ -106,6 +111,7 @@ def read_template_kwargs(found: JSON, name: str) -> dict[str, JSON]:
     if reserved := [key for key in found if key in TEMPLATE_PARAMETERS]:
         raise RowError(f"{what} may not hold '{reserved[0]}', which is set already")
     check_unicode(found, what)
+
     return found
 
 
@@ -135,16 +141,19 @@ def _messages(found: list[JSON], what: str) -> Messages:
 def _message(message: JSON, what: str) -> dict[str, JSON]:
     if not isinstance(message, dict):
         raise RowError(f"{what} is {kind(message)}, not a mapping with 'role' and 'content'")
+
     message = {key: value for key, value in message.items() if value is not None}
     role = message.get("role")
     if not isinstance(role, str):
         raise RowError(f"{what} needs the str values 'role' and 'content'")
     if role not in ROLES:
         raise RowError(f"{what} has the role '{role}'{hint(role, ROLES)}")
+
     if "tool_calls" in message:
         message["tool_calls"] = _tool_calls(message["tool_calls"], what)
         if not message["tool_calls"]:
             del message["tool_calls"]
+
     content = message.get("content")
     if isinstance(content, list):
         raise RowError(
@@ -155,6 +164,7 @@ def _message(message: JSON, what: str) -> dict[str, JSON]:
         raise RowError(
             f"{what} needs the str values 'role' and 'content'; its content is {kind(content)}"
         )
+
     check_unicode(message, what)
     return message
 
@@ -168,15 +178,19 @@ def _tool_calls(found: JSON, what: str) -> list[JSON]:
             function = call.get("function", call)
         else:
             function = None
+
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
             raise RowError(f"{what} has a tool call without the name of a function: {kind(call)}")
+
         if isinstance(text := function.get("arguments"), str):
             arguments = _parsed(text, f"the arguments of '{function['name']}' in {what}")
             if isinstance(arguments, dict):
                 function["arguments"] = arguments
             else:
                 function["arguments"] = text
+
         calls.append(call)
+
     return calls
 
 
@@ -184,10 +198,12 @@ def _parsed(value: JSON, what: str) -> JSON:
     """The value of a JSON text; anything else unchanged."""
     if not isinstance(value, str):
         return value
+
     try:
         parsed: JSON = json.loads(value)
     except (ValueError, RecursionError) as error:
         raise RowError(f"{what} is text, but not JSON ({error})") from None
+
     return parsed
 
 

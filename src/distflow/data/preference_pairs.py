@@ -50,6 +50,7 @@ def encode_text(
         return _encode(
             tokenizer, asked, response, is_encoder, truncation=True, max_length=max_length
         ), cut
+
     start = ids[:1] if ids[0] == tokenizer.bos_token_id else []
     return start + ids[cut + len(start) :], cut
 
@@ -66,6 +67,7 @@ def _encode(
         answered: list[Any] = [*asked, {"role": "assistant", "content": response}]
         text = tokenizer.apply_chat_template(answered, tokenize=False)
         return tokenizer(text, add_special_tokens=False, **options)["input_ids"]
+
     prompt = "\n\n".join(str(message.get("content") or "") for message in asked)
     if is_encoder:
         return tokenizer(prompt, response, **options)["input_ids"]
@@ -90,12 +92,14 @@ def encode_pair(
             response = last.get("content")
         else:
             response = found
+
         if not isinstance(response, str) or not response:
             what = (
                 f"the response (column '{name}') is {kind(found)}, neither a text nor messages "
                 "that end with one"
             )
             return f"{what}; data.chosen_key and data.rejected_key name the columns"
+
         if tokenizer.chat_template:
             try:
                 ChatTemplate(tokenizer).check_contents(
@@ -103,13 +107,17 @@ def encode_pair(
                 )
             except RowError as error:
                 return str(error)
+
         texts.append(encode_text(tokenizer, asked, response)[0])
+
     chosen, rejected = texts
     if chosen == rejected:
         return f"the columns '{names[0]}' and '{names[1]}' hold the same response"
+
     both = zip(chosen[:-1], rejected[:-1], strict=False)
     same = len(list(takewhile(lambda pair: pair[0] == pair[1], both)))
     if not same:
         return "the prompt has no tokens"
     prompt = str(tokenizer.decode(chosen[:same]))
+
     return [PromptRow.of(row, prompt, chosen[:same], chosen[same:], rejected_ids=rejected[same:])]

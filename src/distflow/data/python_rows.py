@@ -30,10 +30,12 @@ def rows_of_function(target: str, file: Path | None, key: str, wanted: int) -> I
             f"{key}: rows of a function need a run's folder (trainer.default_local_dir) to be kept "
             "in"
         )
+
     source = f"'{target}'"
     header = json.dumps(source if wanted < 0 else f"{source}, first {wanted}")
     with blaming(key):
         function = cast(Callable[[], object], load_function(target))
+
     lines = file.read_text("utf-8").splitlines() if file.is_file() else []
     if lines[:1] != [header]:
         with users_code(f"{key}: {source} raised", passes=UserError):
@@ -41,6 +43,7 @@ def rows_of_function(target: str, file: Path | None, key: str, wanted: int) -> I
         lines = [header, *texts]
         file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         write_atomically(file, "\n".join(lines).encode())
+
     for number, text in enumerate(lines[1:], 1):
         yield f"{source}, row {number}", read_line(text.encode())
 
@@ -62,14 +65,17 @@ def keep_rows(values: GivenRows, file: Path, *, name: str, wanted: int, resuming
     """
     if resuming and file.is_file() and not hasattr(values, "__len__"):
         return True
+
     rows: Any = _iterable(values, name)
     max_rows = len(rows) if hasattr(rows, "__len__") else MAX_ROWS
+
     texts = json_lines(rows, source=_called(values), key=name, wanted=wanted, max_rows=max_rows)
     if not texts:
         again = ""
         if hasattr(values, "__next__"):
             again = " (an iterator can be read only once: create a new one)"
         raise UserError(f"{name}: no rows in {_called(values)}{again}")
+
     data = "".join(f"{text}\n" for text in texts).encode()
     if resuming and file.is_file() and file.read_bytes() != data:
         raise UserError(
@@ -78,6 +84,7 @@ def keep_rows(values: GivenRows, file: Path, *, name: str, wanted: int, resuming
             'same rows to resume, or start again with resume="never" or in another '
             "trainer.default_local_dir"
         )
+
     write_atomically(file, data)
     return False
 
@@ -95,6 +102,7 @@ def json_lines(
         raise UserError(
             f"{key}: {source} gives {type(rows).__name__}, which cannot be iterated over"
         ) from None
+
     texts: list[str] = []
     for row in rows_read:
         if not isinstance(row, Mapping):
@@ -103,12 +111,15 @@ def json_lines(
                 "from columns to "
                 'values: write each row as {"prompt": ..., "answer": ...}'
             )
+
         texts.append(json.dumps(plain(row)))
+
     if wanted < 0 and len(texts) > max_rows:
         raise UserError(
             f"{key}: {source} gave more than {max_rows:,} rows; is it infinite? Set "
             "data.train_max_samples (data.val_max_samples) to the number of rows"
         )
+
     return texts
 
 
@@ -121,17 +132,21 @@ def _iterable(values: Any, name: str) -> object:
                 f"{name} is the splits {', '.join(map(str, splits))}: give one, e.g. "
                 f"{name}=dataset[{splits[0]!r}]"
             )
+
         raise UserError(
             f"{name} is a {type(values).__name__} of columns: give a list of rows, each a dict"
         )
+
     if not (callable(values) or hasattr(values, "__iter__")):
         raise UserError(
             f"{name} is of type {type(values).__name__}: give a list of rows, each a dict"
         )
+
     if callable(values) and not hasattr(values, "__iter__"):
         values = values()
     if hasattr(values, "notna") and hasattr(values, "to_dict"):  # pandas, whose empty cells are NaN
         return values.astype(object).where(values.notna(), None).to_dict("records")
+
     return values
 
 

@@ -61,6 +61,7 @@ class IndexedFile:
         with open_file(self.path) as file:
             file.seek(start)
             line = next(lines_of(file))
+
         if start == 0:
             line = line.removeprefix(BOM_UTF8)
         return f"{self.path}:{number}", read_line(line)
@@ -104,6 +105,7 @@ def _index_lines(path: Path, folder: Path) -> IndexedFile:
             if (line if size else line.removeprefix(BOM_UTF8)).strip():
                 found.extend((number, size))
             size += len(line)
+
     places = _write(found, folder, digest.hexdigest())
     return IndexedFile(path, size, len(found) // 2, digest.hexdigest(), places)
 
@@ -116,6 +118,7 @@ def _index_parquet(path: Path) -> IndexedFile:
     groups = [footer.row_group(number) for number in range(footer.num_row_groups)]
     if any(group.total_byte_size > max(MAX_LIST_BYTES, 1000 * size) for group in groups):
         raise ValueError("a row group expands to too many bytes")
+
     fingerprint = hashlib.sha256(repr(footer.to_dict()).encode()).hexdigest()
     ends = tuple(accumulate(group.num_rows for group in groups))
     return IndexedFile(path, size, footer.num_rows, fingerprint, group_ends=ends)

@@ -77,6 +77,7 @@ class Segment:
                     f"a {self.owner} segment of {len(self.token_ids)} tokens needs {expected} "
                     f"{name}"
                 )
+
         if len(self.values) not in (0, expected):
             raise ValueError(
                 f"a {self.owner} segment of {len(self.token_ids)} tokens has {len(self.values)} "
@@ -145,6 +146,7 @@ class Sample:
                 lengths.append(0)
             else:
                 lengths[-1] += len(segment.token_ids)
+
         return max(lengths)
 
     @property

@@ -81,26 +81,33 @@ def load_rows(
     bad = BadRows(bad_rows)
     rows: list[RawRow] = []
     listed = [sources] if isinstance(sources, str | Path) else sources
+
     # `train_files`, or `NAME.train_files` of a domain
     name = key.removeprefix("data.").removeprefix("domains.")
+
     for number, source in enumerate(listed):
         wanted = -1 if max_samples < 0 else max_samples - len(rows)
         if wanted == 0:
             break
+
         if run_folder is not None:
             file = run_folder / "data" / f"{name}-{number}.rows"
         else:
             file = None
+
         text = str(source)
         most = -1 if columns.domain_of_tag else wanted
+
         if is_function(text):
             file_rows = rows_of_function(text, file, key, most)
         elif text.startswith(tuple(f"{package}:" for package in PACKAGES)):
             file_rows = read_package_rows(text, key, most)
         else:
             file_rows = rows_of(text, key)
+
         found = read_rows(file_rows, columns, bad, f"'{source}'")
         rows.extend(found if wanted < 0 else islice(found, wanted))
+
     bad.check()
     if not rows and not columns.domain_of_tag:
         skipped = ""
@@ -108,6 +115,7 @@ def load_rows(
             skipped = f" ({len(bad.reasons)} bad ones were skipped, the first: {bad.reasons[0]})"
         named = ", ".join(f"'{source}'" for source in listed)
         raise UserError(f"{key}: no rows in {named or 'an empty list'}{skipped}")
+
     return rows, bad
 
 
@@ -129,6 +137,7 @@ def read_file(path: Path, key: str) -> Iterator[FileRow]:
     reader = _read_jsonl if is_compressed(path) else READERS.get(path.suffix.lower())
     if reader is None:
         raise UserError(f"{key}: '{path}' ends in '{path.suffix}'; known are {', '.join(READERS)}")
+
     try:
         yield from reader(path)
     except OSError as error:
@@ -151,10 +160,12 @@ def rows_of(text: str, key: str) -> Iterator[FileRow]:
         file = BUILTIN_FOLDER / f"{name}.jsonl"
         if file.is_file():
             return read_file(file, key)
+
         known = sorted(file.stem for file in BUILTIN_FOLDER.glob("*.jsonl"))
         raise UserError(
             f"{key}: there is no built-in data set '{name}'; there are: {', '.join(known)}"
         )
+
     path = Path(text).expanduser()
     if path.is_file():
         return read_file(path, key)
@@ -185,6 +196,7 @@ def _hub_rows(name: str, key: str) -> Iterator[FileRow]:
             found = datasets.load_dataset(str(folder), configuration or None)
         else:
             found = datasets.load_dataset(path, configuration or None)
+
         rows = _split_of(found, path, split, key)
         for number, values in enumerate(rows, 1):
             yield f"{name}, row {number}", values
@@ -195,12 +207,14 @@ def _hub_rows(name: str, key: str) -> Iterator[FileRow]:
         reason = next(iter(str(cause).splitlines()), type(cause).__name__)
         if folder.is_dir():
             reason += f"; name its files of data, e.g. {path}/*.jsonl"
+
         if unreached:
             reason = (
                 f"there is no file or folder '{path}' in {Path.cwd()}, and the hub cannot be "
                 f"reached ({unreached}): write the path of a file, or check the network "
                 "(HF_ENDPOINT names a mirror, HTTPS_PROXY a proxy)"
             )
+
         raise UserError(f"{key}: the data set '{name}' cannot be loaded: {reason}") from error
 
 
@@ -209,6 +223,7 @@ def _split_of(found: Rows | dict[str, Rows], name: str, split: str, key: str) ->
         return found
     if split in found or (not split and len(found) == 1):
         return found[split or next(iter(found))]
+
     raise UserError(
         f"{key}: '{name}' has the splits {', '.join(found)}: name one, e.g. "
         f"{name}::{next(iter(found))}"
@@ -243,12 +258,14 @@ def _read_json(path: Path) -> Iterator[FileRow]:
     if not is_list:
         yield from _read_jsonl(path)
         return
+
     size = path.stat().st_size
     if size > MAX_LIST_BYTES or count_values(text := path.read_bytes()) > MAX_JSON_VALUES:
         raise UserError(
             f"'{path}' is one list of {size:,} bytes, too large to be read at once: save it as "
             ".jsonl"
         )
+
     try:
         entries = json.loads(text.decode("utf-8-sig"))
     except UnicodeDecodeError as error:
@@ -259,6 +276,7 @@ def _read_json(path: Path) -> Iterator[FileRow]:
         raise UserError(f"'{path}' is not JSON: {error}") from error
     except RecursionError as error:
         raise UserError(f"'{path}' cannot be read: its JSON is nested too deeply") from error
+
     for number, entry in enumerate(entries, 1):
         if not isinstance(entry, dict):
             entry = f"{type(entry).__name__}, not an object"
@@ -285,12 +303,14 @@ def _read_fields(fields: dict[str | None, str | list[str] | None]) -> Values | s
     """The values of a line's fields, or why it has none."""
     if isinstance(surplus := fields.get(None), list):
         return f"{len(surplus)} more fields than columns"
+
     values: dict[str, object] = {}
     for name, field in fields.items():
         if field is None:
             return f"no field for the column '{name}'"
         if field != "":
             values[str(name)] = field
+
     return values
 
 
@@ -304,12 +324,14 @@ def _read_parquet(path: Path) -> Iterator[FileRow]:
         for number in range(file.num_row_groups):
             size = max(size, file.metadata.row_group(number).total_byte_size)
         batches = file.iter_batches(batch_size=16) if size <= most else ()
+
         rows = chain.from_iterable(batch.to_pylist() for batch in batches)
         for number, values in enumerate(rows, 1):
             size += _ROW_BYTES + sum(len(each) for each in values.values() if isinstance(each, str))
             if size > most:
                 break
             yield f"{path}, row {number}", values
+
         if size > most:
             raise ValueError(f"it expands to more than {most:,} bytes")
     except (pyarrow.ArrowException, ValueError) as error:  # a ValueError: a text in it is not UTF-8

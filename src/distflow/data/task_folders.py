@@ -83,6 +83,7 @@ def read_task_folder(folder: Path) -> Task:
     tables = {name: config.get(name, {}) for name in ("environment", "agent", "verifier")}
     if wrong := [name for name, table in tables.items() if not isinstance(table, dict)]:
         raise ValueError(f"task.toml: {wrong[0]} is no table")
+
     environment, agent, verifier = tables.values()
     _refuse_unsupported(folder, config)
     instruction = _text(folder, "instruction.md").strip()
@@ -90,9 +91,11 @@ def read_task_folder(folder: Path) -> Task:
         raise ValueError("instruction.md is empty")
     if not (folder / "tests" / "test.sh").is_file():
         raise ValueError("tests/test.sh is missing")
+
     memory = environment.get("memory_mb")
     if memory is not None and (type(memory) is not int or memory < 1):
         raise ValueError(f"task.toml: environment.memory_mb={memory!r}: write a number of MiB")
+
     own = _variables(environment, "environment")
     return Task(
         folder,
@@ -111,9 +114,11 @@ def _refuse_unsupported(folder: Path, config: Mapping[str, Any]) -> None:
     for image in _IMAGES:
         if (folder / "environment" / image).exists():
             raise ValueError(f"environment/{image} is not supported: {here}")
+
     for name in _UNSUPPORTED:
         if _setting(config, name):
             raise ValueError(f"task.toml: {name} is not supported: {here}")
+
     for name, only in _ONLY.items():
         if (_setting(config, name) or only) != only:
             raise ValueError(f"task.toml: {name} must be {only!r}: {here}")
@@ -141,6 +146,7 @@ def _workdir(found: object) -> str:
             f"task.toml: environment.workdir={found!r}: write an absolute path outside "
             f"/{', /'.join(_TAKEN)}"
         )
+
     return str(path)
 
 
@@ -160,4 +166,5 @@ def _variables(table: Mapping[str, Any], name: str) -> dict[str, str]:
             f"task.toml: {name}.env.{asked[0]} wants a variable of this machine, which tasks do "
             "not get"
         )
+
     return dict(found)

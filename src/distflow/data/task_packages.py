@@ -53,12 +53,14 @@ def read_package_rows(source: str, key: str, wanted: int) -> Iterator[FileRow]:
     name, _, query = rest.partition("?")
     if importlib.util.find_spec(PACKAGES[package]) is None:
         raise UserError(f"{key}: '{source}' {missing(package)}")
+
     settings = _read_settings(query)
     if package == "reasoning-gym":
         size = settings.get("size", _SIZE)
         if isinstance(size, bool) or not isinstance(size, int) or size < 1:
             raise UserError(f"{key}: '{source}': size is {size!r}, not a number of rows")
         settings = {"seed": _SEED, **settings, "size": size}
+
     process = subprocess.run(
         [sys.executable, "-P", "-m", __name__, package, name, json.dumps(settings), str(wanted)],
         env={
@@ -75,6 +77,7 @@ def read_package_rows(source: str, key: str, wanted: int) -> Iterator[FileRow]:
             process.stderr.strip() or f"its process ended with {process.returncode}"
         ).splitlines()[-1]
         raise UserError(f"{key}: '{source}' returned no rows: {reason}")
+
     for number, line in enumerate(process.stdout.rstrip("\n").split("\n"), 1):
         found = json.loads(line)
         if "error" in found:
@@ -90,6 +93,7 @@ def _read_settings(query: str) -> dict[str, JSON]:
             settings[name] = json.loads(text)
         except ValueError:
             settings[name] = text
+
     return settings
 
 
@@ -99,6 +103,7 @@ def read_entry(text: str) -> dict[str, object]:
         entry = ast.literal_eval(text)
     except (ValueError, SyntaxError):
         entry = json.loads(text)
+
     if not isinstance(entry, dict):
         raise ValueError(f"the row's entry is not a mapping, but {text:.80}")
     return entry
@@ -121,9 +126,11 @@ def make_dataset(name: str, settings: Mapping[str, object]) -> Any:
 
     if name not in DATASETS:
         raise UserError(f"reasoning-gym has no data set '{name}'{hint(name, DATASETS)}")
+
     known = [field.name for field in dataclasses.fields(DATASETS[name][1])]
     if unknown := [setting for setting in settings if setting not in known]:
         raise UserError(f"'{name}' has no setting '{unknown[0]}'{hint(unknown[0], known)}")
+
     try:
         return create_dataset(name, **settings)
     # the package uses assertions for its checks
@@ -183,6 +190,7 @@ def find_need(name: str, taskset: Any, task: Any) -> str:
         return f"a runtime ({own[0]})"
     if task.data.prompt is None:
         return "a user who opens the conversation"
+
     signals = [
         *task.hooks("reward"),
         *task.hooks("metric"),
@@ -192,6 +200,7 @@ def find_need(name: str, taskset: Any, task: Any) -> str:
         runtime = inspect.signature(signal).parameters.get("runtime")
         if runtime is not None and runtime.default is runtime.empty:
             return f"a runtime (for {getattr(signal, '__name__', 'a judge')})"
+
     if not task.hooks("reward") and not task.plugged_judges():
         return "a reward: it has none"
     return ""
@@ -212,14 +221,17 @@ def _task_rows(
         raise UserError(
             "the taskset is infinite: set data.train_max_samples (of the domain, if it has one)"
         )
+
     for task in taskset if wanted < 0 else taskset.take(wanted):
         data = task.data.model_dump(mode="json", exclude_none=True)
+
         # the environment may open
         prompt = data.get("prompt") or data.get("name") or f"task {task.data.idx}"
         if isinstance(prompt, str):
             messages = [{"role": "user", "content": prompt}]
         else:
             messages = prompt
+
         if "system_prompt" in data:
             messages = [{"role": "system", "content": data["system_prompt"]}, *messages]
         row = {"prompt": messages, "data_source": f"verifiers/{name}"}

@@ -70,6 +70,7 @@ class Agent:
         self._reward: Callable[..., object] | None = None
         if reward is not None:
             self._reward = _loaded("reward", reward, (*GIVEN, *JUDGED))
+
         # import here once, instead of in each episode
         for package in _IMPORTED_LATE.keys() & sys.modules.keys():
             for name in _IMPORTED_LATE[package]:
@@ -83,6 +84,7 @@ class Agent:
             os.environ.pop(name, None)
             if value is not None:
                 os.environ[name] = value
+
         if self._function is not None:
             return _called(self._function, given)
         return self._printed(given["row"])
@@ -97,11 +99,13 @@ class Agent:
         with TemporaryFile() as told, TemporaryFile() as out, TemporaryFile() as errors:
             told.write(json.dumps(row).encode())
             told.seek(0)
+
             status = subprocess.run(self._command, stdin=told, stdout=out, stderr=errors).returncode
             if status:
                 raise RuntimeError(
                     f"the command ended with exit status {status}: {_end(errors, _SHOWN)}"
                 )
+
             return _end(out, _READ_BYTES)
 
 
@@ -112,12 +116,14 @@ def _loaded(
     found = cast(Callable[..., object], load(target))
     if not callable(found):
         raise UserError(f"workflow_kwargs.{option}: '{target}' cannot be called")
+
     signature = inspect.signature(found)
     for name in own:
         if name in known:
             raise UserError(f"workflow_kwargs.kwargs: '{name}' is an argument of every agent")
         if name not in signature.parameters:
             raise UserError(f"workflow_kwargs.kwargs: '{name}' is no parameter of '{target}'")
+
     names = (*known, *own)
     try:
         signature.bind(**{name: None for name in names if name in signature.parameters})
@@ -125,6 +131,7 @@ def _loaded(
         raise UserError(
             f"workflow_kwargs.{option}: '{target}': {error}; it may take {', '.join(names)}"
         ) from None
+
     return found
 
 

@@ -69,6 +69,7 @@ class AgentWorkflow(MadeByOptions):
             raise UserError(
                 f"{KEY}.reward is missing: a command returns no score. Name a function, or {REWARD}"
             )
+
         check_format(format)
         check_server_packages("the endpoint", "endpoint")
         self.uses_reward_fn = reward == REWARD
@@ -92,10 +93,12 @@ class AgentWorkflow(MadeByOptions):
         if self._endpoint is None:
             self._endpoint = Endpoint()
             weakref.finalize(self, self._endpoint.close)
+
         conversations = Conversations(chat, self._format, self._max_calls)
         seed = random.getrandbits(64)
         with chat.clock_stopped():
             process = await self._server.fork(seed)
+
         try:
             calls = _Calls(conversations)
             with self._endpoint.session(calls.submit) as session:
@@ -107,10 +110,12 @@ class AgentWorkflow(MadeByOptions):
                     chat.counts["agent/refused_calls"] += len(session.refused)
                     if conversations.templated_twice is not None:  # whatever the agent made of it
                         raise conversations.templated_twice
+
             _check_has_called(conversations, session)
             if reward_fn is not None:
                 is_text = isinstance(returned, str) and returned
                 return await reward_fn(returned if is_text else conversations.last)
+
             return await self._score(process, conversations, given, returned)
         finally:
             process.close()
@@ -127,6 +132,7 @@ class AgentWorkflow(MadeByOptions):
             talks = conversations.messages
             trace = {"result": returned, "conversations": talks, "messages": talks[-1]}
             return await process.call("reward", None, given={**given, **trace})
+
         if returned is None:
             raise UserError(f"the agent returned no score: return one, or set {KEY}.reward")
         return returned
@@ -146,6 +152,7 @@ class VerifiersWorkflow(AgentWorkflow):
         options = options_of(locals())
         if importlib.util.find_spec(VERIFIERS) is None:
             raise UserError(f"the workflow verifiers {missing(VERIFIERS)}")
+
         target = "distflow.environments.verifiers_episode:play"
         super().__init__(
             function=target, kwargs={"env": dict(env or {})}, format=format, max_calls=max_calls
@@ -160,6 +167,7 @@ class _Calls:
     def __init__(self, conversations: Conversations) -> None:
         self._conversations = conversations
         self._loop = asyncio.get_running_loop()
+
         # the episode's: its clock stops while calls are answered
         self._context = copy_context()
         self._answering = set[asyncio.Task[Any]]()
@@ -185,9 +193,11 @@ class _Calls:
     async def _answer(self, call: Call) -> Answer:
         if self._has_ended:
             raise RequestError(410, "this episode has ended", "episode_ended")
+
         task = asyncio.current_task()
         assert task is not None
         self._answering.add(task)
+
         try:
             return await self._conversations.answer(call)
         except (UserError, RequestError):
@@ -210,6 +220,7 @@ def _check_has_called(conversations: Conversations, session: Session) -> None:
         return
     if session.refused:
         raise UserError(f"every call of the agent was refused; the last: {session.refused[-1]}")
+
     raise UserError(
         "the agent ended without calling its endpoint: create its client inside the function, with "
         "the address in OPENAI_BASE_URL"
@@ -220,6 +231,7 @@ def _command(command: str | Sequence[str] | None) -> Sequence[str]:
     """The command as a list; a str is a shell command. Raises UserError."""
     if isinstance(command, str):
         word = command.split()[0] if command.split() else ""
+
         # `type` also knows shell builtins; assignments and quotations are not plain words.
         is_plain = re.fullmatch(r"[\w./-]+", word) is not None
         if (
@@ -227,12 +239,15 @@ def _command(command: str | Sequence[str] | None) -> Sequence[str]:
             and subprocess.run(["/bin/sh", "-c", f"type {word}"], capture_output=True).returncode
         ):
             raise UserError(f"{KEY}.command: there is no executable '{word}'")
+
         return ("/bin/sh", "-c", command)
+
     words = list(command or ())
     if not all(isinstance(word, str) for word in words) or (command is not None and not words):
         raise UserError(f"{KEY}.command={words}: write a string, or a list of strings")
     if words and shutil.which(words[0]) is None:
         raise UserError(f"{KEY}.command: there is no executable '{words[0]}'")
+
     return words
 
 
@@ -244,6 +259,7 @@ def _arguments(row: Row, session: Session) -> dict[str, Any]:
         "ground_truth": row.ground_truth,
     }
     whole = {**row.extra_info, **own, "domain": row.domain}
+
     return {
         **own,
         "row": whole,
@@ -260,7 +276,9 @@ def _environment(session: Session) -> dict[str, str | None]:
     variables |= agent_process.client_variables(session.base_url, session.key)
     for name in ("PYTHONPATH", "OMP_NUM_THREADS"):
         variables[name] = os.environ.get(name)
+
     for name in ("NO_PROXY", "no_proxy"):
         own = os.environ.get(name)
         variables[name] = f"{own},{_LOOPBACK}" if own else _LOOPBACK
+
     return variables

@@ -31,11 +31,13 @@ async def answer_calls(
         if chat.turns >= max_turns:
             chat.finish_reason = "max_turns"
             return
+
         answers = list[Message]()
         for number, call in enumerate(calls):
             text = await answer_call(chat, call, tools, run)
             id = f"{number:09d}"  # Mistral's templates require this form.
             answers.append({"role": "tool", "name": call.name, "tool_call_id": id, "content": text})
+
         reply = await chat.ask(answers)
 
 
@@ -44,11 +46,13 @@ async def answer_call(chat: Chat, call: ToolCall, tools: Parameters, run: RunToo
     name = call.name if call.name in tools else "unknown"
     problem = call.problem or _misfit(call, tools)
     started = time.monotonic()
+
     if problem:
         answer = failure(problem)
     else:
         with chat.clock_stopped(f"tool {name}"):
             answer = await run(name, typed_arguments(call, tools[name]))
+
     chat.counts[f"tool/{name}/ms"] += round(1000 * (time.monotonic() - started))
     chat.counts[f"tool/{name}/calls"] += 1
     chat.counts[f"tool/{name}/errors"] += answer.failed
@@ -60,9 +64,11 @@ def _misfit(call: ToolCall, tools: Parameters) -> str:
     known = tools.get(call.name)
     if known is None:
         return f"there is no tool {call.name!r}{hint(call.name, tools)}"
+
     for name in call.arguments:
         if name not in known:
             return f"{call.name} has no parameter {name!r}{hint(name, known)}"
+
     return ""
 
 
@@ -72,9 +78,11 @@ def typed_arguments(call: ToolCall, declared: Mapping[str, Any]) -> dict[str, An
     arguments = dict(call.arguments)
     if call.typed:
         return arguments
+
     for name, text in call.arguments.items():
         if declared.get(name, {}).get("type") == "string":
             continue
         with suppress(ValueError, RecursionError):
             arguments[name] = json.loads(str(text))
+
     return arguments

@@ -24,12 +24,14 @@ _STOP_REASONS = {"tool_calls": "tool_use", "length": "max_tokens", "stop": "end_
 def read_messages(body: Json) -> Call:
     if body.get("max_tokens") is None:
         raise RequestError(400, "'max_tokens' is missing")
+
     messages = list[Json]()
     system = text_of(body.get("system"))
     if system:
         messages.append({"role": "system", "content": system})
     for message in body["messages"]:
         messages += _read(message["role"], message["content"])
+
     tools = list[Json]()
     for tool in body.get("tools") or ():
         if "input_schema" not in tool:
@@ -38,6 +40,7 @@ def read_messages(body: Json) -> Call:
                 f"the tool '{tool.get('name')}' has no 'input_schema': only your own tools are run",
             )
         tools.append(tool_schema(tool["name"], tool.get("description"), tool["input_schema"]))
+
     return Call(
         named_tools(messages),
         tools,
@@ -56,16 +59,19 @@ def _read(role: str, content: object) -> list[Json]:
         raise RequestError(
             400, f"a message has the role {role!r:.40}: it must be user or assistant"
         )
+
     messages = list[Json]()
     texts = list[Json]()
     for block in blocks:
         if block["type"] != "tool_result":
             texts.append(block)
             continue
+
         result = _result(block)
         messages.append(
             {"role": "tool", "content": result, "tool_call_id": str(block["tool_use_id"])}
         )
+
     if texts:
         messages.append({"role": "user", "content": text_of(texts)})
     return messages
@@ -80,6 +86,7 @@ def _read_turn(blocks: list[Json]) -> list[Json]:
             calls.append((block["id"], block["name"], block["input"]))
         elif block["type"] not in _THOUGHTS:
             texts.append(block)
+
     return assistant(text_of(texts), calls)
 
 
@@ -93,10 +100,12 @@ def write_messages(body: Json, answer: Answer, head: Json) -> Json:
     content = list[Json]()
     if answer.text:
         content.append({"type": "text", "text": answer.text})
+
     for call in answer.calls:
         content.append(
             {"type": "tool_use", "id": call.id, "name": call.name, "input": call.arguments}
         )
+
     reason = _STOP_REASONS[answer.finish_reason]
     if answer.stopped_by is not None:
         reason = "stop_sequence"
@@ -116,20 +125,24 @@ def stream_messages(body: Json, answer: Answer, head: Json) -> Events:
     whole = write_messages(body, answer, head)
     begun: Json = {"content": [], "stop_reason": None, "stop_sequence": None}
     yield "message_start", {"type": "message_start", "message": {**whole, **begun}}
+
     for index, block in enumerate(whole["content"]):
         is_text = block["type"] == "text"
         empty: Json = {"text": ""} if is_text else {"input": {}}
         starts = {"index": index, "content_block": {**block, **empty}}
         yield "content_block_start", {"type": "content_block_start", **starts}
+
         if is_text:
             delta = {"type": "text_delta", "text": block["text"]}
         else:
             delta = {"type": "input_json_delta", "partial_json": json.dumps(block["input"])}
+
         yield (
             "content_block_delta",
             {"type": "content_block_delta", "index": index, "delta": delta},
         )
         yield "content_block_stop", {"type": "content_block_stop", "index": index}
+
     ended = {"stop_reason": whole["stop_reason"], "stop_sequence": whole["stop_sequence"]}
     yield "message_delta", {"type": "message_delta", "delta": ended, "usage": whole["usage"]}
     yield "message_stop", {"type": "message_stop"}

@@ -78,9 +78,11 @@ class Engine:
         self._check_sampling(req.gconfig)
         if not prompt:
             raise ChatError("agenerate: input_ids is empty")
+
         self._chat.turns += 1
         with self._chat.clock_stopped(""):
             await self._turn.acquire()
+
         try:
             return await self._respond(prompt, req.gconfig)
         finally:
@@ -91,6 +93,7 @@ class Engine:
             own = getattr(gconfig, name, wanted)
             if own == wanted or (name == "top_k" and _take_all_tokens(own, wanted)):
                 continue
+
             raise ChatError(
                 f"agenerate: gconfig.{name}={own!r}, and here it is {wanted!r}: the run's sampling "
                 "is that of actor_rollout_ref.rollout, and each request is one response (rollout.n "
@@ -103,11 +106,13 @@ class Engine:
         for call in self.calls:
             if prompt[: len(call.prompt)] == call.prompt:
                 num_prompt = min(num_prompt, len(call.prompt))
+
         response_room = chat.limits.response - (len(prompt) - num_prompt)
         room = min(response_room, chat.limits.context - len(prompt))
         if room < 1:
             await asyncio.sleep(0)  # so that a workflow that asks forever reaches its deadline
             return ModelResponse(prompt, [], [], [], "length")
+
         most = min(getattr(gconfig, "max_new_tokens", None) or room, room)
         stop_texts = getattr(gconfig, "stop", None) or ()
         stop_tokens = getattr(gconfig, "stop_token_ids", None) or ()
@@ -117,6 +122,7 @@ class Engine:
         reason = "stop" if drawn.finish_reason == "stop" else "length"
         is_cut_by_limit = reason == "length" and most == room
         self.calls.append(_Call(list(prompt), drawn, "length" if is_cut_by_limit else "stop"))
+
         return ModelResponse(
             prompt,
             list(drawn.token_ids),
@@ -146,12 +152,14 @@ class ArealWorkflow:
         trajectory was not drawn by the engine."""
         messages = row.prompt.as_messages
         chat.check_contents(messages)  # to which the object applies the template
+
         # as a str for rewards
         columns = {name: value for name, value in row.columns.items() if name != "prompt"}
         engine = Engine(chat)
         returned = await self._run(engine, {**columns, "messages": messages})
         if returned is None:
             return None
+
         columns, reward = _trajectory(returned)
         _set_segments(chat, engine.calls, columns)
         return finite_number(reward, "arun_episode returned", " as 'rewards'")
@@ -164,10 +172,12 @@ def _trajectory(returned: Any) -> tuple[dict[str, list[Any]], object]:
         returned = _only("trajectories", returned)
     if not isinstance(returned, Mapping) or {"input_ids", "loss_mask", "rewards"} - {*returned}:
         raise ValueError(f"arun_episode returned {returned!r:.80}: return None, or {_NEEDED}")
+
     columns = {name: _only_row(name, returned[name]) for name in _COLUMNS if name in returned}
     if len({len(values) for values in columns.values()}) > 1:
         lengths = ", ".join(f"{len(values)} {name}" for name, values in columns.items())
         raise ValueError(f"arun_episode returned rows of different lengths: {lengths}")
+
     shown = columns.pop("attention_mask", [True] * len(columns["input_ids"]))
     kept = {name: list(compress(values, shown)) for name, values in columns.items()}
     return kept, _only("rewards", _only_row("rewards", returned["rewards"]))
@@ -196,6 +206,7 @@ def _set_segments(chat: Chat, calls: Sequence[_Call], columns: Mapping[str, list
     that was not drawn there."""
     ids = [int(token) for token in columns["input_ids"]]
     drawn_by = _drawn_by(ids, calls)
+
     trained: list[_Call | None] = [None] * len(ids)  # the call of each token that is trained
     num_prompt = len(ids)
     for place in compress(range(len(ids)), columns["loss_mask"]):
@@ -205,14 +216,17 @@ def _set_segments(chat: Chat, calls: Sequence[_Call], columns: Mapping[str, list
                 f"arun_episode returned a loss_mask that is on for token {place} ({ids[place]}), "
                 "which the engine did not draw after the tokens before it"
             )
+
         trained[place] = call
         num_prompt = min(num_prompt, len(call.prompt))
         chat.finish_reason = call.finish_reason
+
     if len(ids) - num_prompt > chat.limits.response or len(ids) > chat.limits.context:
         raise ValueError(
             f"arun_episode returned {len(ids)} tokens, {num_prompt} of them a prompt: more than "
             "the limits"
         )
+
     chat.segments = [Segment("prompt", tuple(ids[:num_prompt]))]
     for call, run in groupby(range(num_prompt, len(ids)), key=trained.__getitem__):
         places = list(run)
@@ -220,6 +234,7 @@ def _set_segments(chat: Chat, calls: Sequence[_Call], columns: Mapping[str, list
         if call is None:
             chat.segments.append(Segment("environment", tokens))
             continue
+
         begin = places[0] - len(call.prompt)
         part = slice(begin, begin + len(places))
         drawn = call.drawn

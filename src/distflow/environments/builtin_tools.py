@@ -58,6 +58,7 @@ def _value(node: ast.AST) -> float:
             return _OPERATORS[type(sign)](first, second)
         case ast.Call(func=ast.Name(id=name), args=arguments, keywords=[]) if name in _FUNCTIONS:
             return _FUNCTIONS[name](*map(_value, arguments))
+
     raise ValueError(f"{ast.unparse(node)!r} is no arithmetic")
 
 
@@ -73,12 +74,14 @@ class Search:
         self._texts = _read_texts(Path(file).expanduser())
         self._count = count
         self._places: dict[str, list[tuple[int, int]]] = {}
+
         lengths = []
         for number, text in enumerate(self._texts):
             words = Counter(_words(text))
             lengths.append(sum(words.values()))
             for word, times in words.items():
                 self._places.setdefault(word, []).append((number, times))
+
         mean = sum(lengths) / len(lengths) or 1.0
         self._weights = [self._K1 * (1 - self._B + self._B * length / mean) for length in lengths]
 
@@ -94,6 +97,7 @@ class Search:
             rarity = math.log(1 + (len(self._texts) - len(places) + 0.5) / (len(places) + 0.5))
             for number, times in places:
                 scores[number] += rarity * times * (self._K1 + 1) / (times + self._weights[number])  # type: ignore[assignment]
+
         best = sorted(scores, key=lambda number: (-scores[number], number))[: self._count]
         found = "\n\n".join(self._texts[number] for number in best)
         return found or "no text has any of these words"
@@ -112,11 +116,13 @@ def _read_texts(file: Path) -> list[str]:
         raise UserError(
             f"the texts of the tool search cannot be read from '{file}': {error}"
         ) from None
+
     if not any(lines):
         raise UserError(
             f"'{file}' has no text for the tool search: put one on each line, or in 'text' of a "
             ".jsonl"
         )
+
     return lines
 
 

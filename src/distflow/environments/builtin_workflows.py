@@ -45,10 +45,12 @@ async def multi_turn(
         if chat.turns >= max_turns:
             chat.finish_reason = "max_turns"
             break
+
         reply = await chat.ask(feedback)
         if not reply.token_ids:
             break
         rewarded = await reward_fn(reply)
+
     num_turns = sum(segment.owner == "policy" for segment in chat.segments)
     return rewarded.discounted(turn_discount ** (num_turns - 1))
 
@@ -72,6 +74,7 @@ async def solver_checker(
     rewarded = await reward_fn(reply)
     if rewarded.score is None:
         return rewarded
+
     problem = str(row.prompt)
     if row.prompt.messages:
         problem = str(row.prompt.messages[-1]["content"])
@@ -79,6 +82,7 @@ async def solver_checker(
     checked = await agents["checker"].ask(asked)
     is_found_right = yes.lower() in checked.text.lower()
     agrees = float(is_found_right == (rewarded.accuracy >= RIGHT))
+
     return {"solver": rewarded.score, "checker": agrees, "acc": rewarded.accuracy}
 
 
@@ -94,6 +98,7 @@ class ByDomain:
                 f"{KEY}=by_domain: name a workflow for each domain: {KEY}_kwargs={{math: "
                 "single_turn}"
             )
+
         self._own = dict[str, Workflow]()
         for domain, entry in workflows.items():
             self._own[domain] = _workflow_of_domain(domain, entry)
@@ -114,9 +119,11 @@ def _workflow_of_domain(domain: str, entry: Any) -> Workflow:
         options = dict(entry)
     else:
         options = {"workflow": entry}
+
     if "workflow" not in options:
         raise UserError(
             f"{KEY}_kwargs.{domain}: name the workflow: {{workflow: NAME, OPTION: VALUE}}"
         )
+
     name = str(options.pop("workflow"))
     return load_workflow(name, options).check_agents({})

@@ -189,6 +189,7 @@ class Chat:
             )
         if max_tokens is not None and max_tokens < 1:
             raise ChatError(f"ask: max_tokens={max_tokens}: pass at least 1")
+
         said = content if isinstance(content, str) else deepcopy(content)  # its owner may change it
         given, messages = self._encoded(content, tools)
         room, limit = self._room_after(given)
@@ -196,22 +197,27 @@ class Chat:
         if room < 1:
             await asyncio.sleep(0)  # so that a workflow that asks forever reaches its deadline
             return self._replied(Reply("", (), limit))
+
         most = min(room, max_tokens or room, self.max_tokens or room)
         turn = self._next_turn()
         drawn = await self._drawn(given, most, stop, images)
         reason = drawn.finish_reason or "stop"
+
         if given:
             owner = self._owner_of(messages[0])
             self.segments.append(Segment(owner, given, images=tuple(images)))
+
         self.segments.append(replace(drawn, turn=turn))
         self.drawn_at = 1 + max(each.drawn_at for each in self.conversations)
         note_event("turn", self.name, said, drawn.token_ids)
         reply = Reply(self.tokens.decode(drawn.token_ids), drawn.token_ids, reason)
         self.messages += [*messages, reply.message]
         self._replied(reply)
+
         if reason == "length" and most < room:
             # by the workflow's own max_tokens, which does not truncate the episode
             self.finish_reason = "stop"
+
         return reply
 
     async def _drawn(
@@ -220,6 +226,7 @@ class Chat:
         seen = {"images": tuple(images)} if images else {}
         prompt = (*self.token_ids, *given)
         self.waiting = True
+
         try:
             return await self.generate(prompt, most, (*self.stop, *stop), self.num_drawn, **seen)
         finally:
@@ -237,6 +244,7 @@ class Chat:
                 f"tokens, and the context {self.limits.context} (data.max_prompt_length and "
                 "data.max_response_length)"
             )
+
         limit = "length" if response_room < 1 else "context"
         return min(response_room, self.context_left - len(given)), limit
 
@@ -267,6 +275,7 @@ class Chat:
             value = finite_number(value, "it is")
         except ValueError as error:
             raise ChatError(f"reward: pass a finite number: {error}") from None
+
         note_event("paid", self.name, value)
         places = [place for place, segment in enumerate(self.segments) if segment.owner == "policy"]
         if not places:
@@ -311,6 +320,7 @@ class Chat:
                 history = _messages(messages, "fork")
             else:
                 history = []
+
         self._num_forks += 1
         name = f"{self.name}.{self._num_forks}".removeprefix(".")
         fork = replace(
@@ -323,6 +333,7 @@ class Chat:
             finish_reason="stop",
         )
         self.forked(fork)
+
         return fork
 
     def check_contents(self, messages: Sequence[Message]) -> None:
@@ -337,9 +348,11 @@ class Chat:
             for segment in each.segments:
                 if segment.owner == "policy" and text in self.tokens.written(segment.token_ids):
                     return True
+
         for message in self.messages:
             if message.get("role") == "assistant" and text in str(message.get("content")):
                 return True
+
         return False
 
     def _replied(self, reply: Reply) -> Reply:
@@ -355,11 +368,13 @@ class Chat:
         """The token ids to append, and the messages that they represent."""
         begins = not self.segments
         history = self.messages if begins else []  # of a fork with its own messages
+
         if tools and not (begins and self.templated):
             raise ChatError(
                 "ask: pass tools in the first turn, with a chat template: set "
                 "data.prompt_format=chat"
             )
+
         if isinstance(content, Prompt) and (tools or history):
             content = content.messages or str(content)
         if isinstance(content, Prompt) and begins:
@@ -374,14 +389,17 @@ class Chat:
         if isinstance(content, str) and not self.templated:
             text = "".join(str(message.get("content", "")) for message in history) + content
             return self.tokens.of_text(text, begins=begins), [_user(content)]
+
         if isinstance(content, str):
             said = [_user(content)]
         else:
             said = _messages(content)
+
         self.check_contents([*history, *said])
         if begins:
             self.tools = tools or self.tools
             return self.tokens.opening([*history, *said], self.tools), said
+
         return self.tokens.between(said, self.segments[-1].token_ids[-1], self.tools), said
 
 
@@ -403,8 +421,10 @@ def _messages(content: object, by: str = "ask") -> list[Message]:
         said = [content]
     elif isinstance(content, list | tuple):
         said = list(content)
+
     if said and all(isinstance(message, Mapping) and "role" in message for message in said):
         return said
+
     raise ChatError(
         f"{by}({content!r:.80}): pass a message with 'role' and 'content', or several; ask also "
         "takes a text, and token ids"
@@ -448,4 +468,5 @@ def begin_agents(chat: Chat, agents: Mapping[str, Agent]) -> Agents:
             own.messages.append({"role": "system", "content": settings.system_prompt})
         own.forked(own)
         chats[name] = own
+
     return chats

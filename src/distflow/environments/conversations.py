@@ -65,10 +65,12 @@ class Conversations:
             raise RequestError(
                 410, f"this episode has had its {self._max_calls} replies (max_calls)", "max_calls"
             )
+
         extended = self._extended(call)
         conversation = extended or self._begun(call)
         chat = conversation.chat
         format = self._format_of_calls(call, chat)
+
         try:
             reply = await chat.ask(
                 call.messages[len(conversation.so_far) :],
@@ -79,14 +81,17 @@ class Conversations:
         except TemplatedTwice as error:
             self.templated_twice = error
             raise
+
         answer = _answer(call, chat, reply, format)
         self.last = reply
+
         if reply.token_ids:
             conversation.so_far = _history_after(call.messages, answer, reply)
             conversation.messages = [*_messages(call.messages), answer.message]
             if extended is not None:
                 self._conversations.remove(extended)
             self._conversations.append(conversation)
+
         return answer
 
     def _format_of_calls(self, call: Call, chat: Chat) -> str | None:
@@ -100,12 +105,14 @@ class Conversations:
     def _extended(self, call: Call) -> _Conversation | None:
         whole = _history(call.messages)
         tools = _tools(call)
+
         longest: _Conversation | None = None
         for each in self._conversations:
             if each.chat.waiting or each.tools != tools or not each.begins(whole):
                 continue
             if longest is None or len(each.so_far) > len(longest.so_far):
                 longest = each
+
         return longest
 
     def _begun(self, call: Call) -> _Conversation:
@@ -113,10 +120,12 @@ class Conversations:
         is_text = isinstance(call.messages, str)
         if chat.segments or chat.waiting:
             chat = chat.fork(())
+
         # Calls contain their whole history.
         chat.messages = []
         chat.tools = ()
         chat.templated = not is_text
+
         return _Conversation(chat, _tools(call), "" if is_text else [], [])
 
 
@@ -162,10 +171,12 @@ def _answer(call: Call, chat: Chat, reply: Reply, format: str | None) -> Answer:
     """The answer from a reply. format: of its tool calls; None if none are read."""
     text = reply.text
     stopped_by = None
+
     ends = [(text.find(stop), stop) for stop in call.stop if stop in text]
     if ends:
         end, stopped_by = min(ends)
         text = text[:end]
+
     calls: tuple[AnsweredCall, ...] = ()
     if format is not None and reply.finish_reason == "stop":
         written = chat.tokens.written(reply.token_ids)
@@ -174,12 +185,14 @@ def _answer(call: Call, chat: Chat, reply: Reply, format: str | None) -> Answer:
         if calls:
             text = text_before_calls(written, format, in_thought)
             stopped_by = None
+
     if calls:
         reason = "tool_calls"
     elif reply.finish_reason != "stop" and stopped_by is None:
         reason = "length"
     else:
         reason = "stop"
+
     num_tokens = len(reply.token_ids)
     num_prompt = len(chat.token_ids) - num_tokens
     return Answer(text, calls, reason, stopped_by, num_tokens, num_prompt)
@@ -191,17 +204,22 @@ def _calls(call: Call, written: str, format: str, in_thought: bool) -> tuple[Ans
     for tool in call.tools:
         function = tool["function"]
         schemas[function["name"]] = function["parameters"]["properties"]
+
     calls = list[AnsweredCall]()
     for number, found in enumerate(find_tool_calls(written, format, in_thought)):
         if found.problem:
             return ()
+
         arguments = typed_arguments(found, schemas.get(found.name, {}))
         try:
             json.dumps([found.name, arguments], allow_nan=False, ensure_ascii=False).encode()
         except ValueError:  # 1e999, or half of a surrogate pair: not possible in a JSON response
             return ()
+
         seen = json.dumps([_history(call.messages), number, written])
+
         # Templates of Mistral take nine characters.
         id = hashlib.blake2b(seen.encode(), digest_size=8).hexdigest()[:9]
         calls.append(AnsweredCall(id, found.name, arguments))
+
     return tuple(calls)

@@ -65,11 +65,13 @@ class Endpoint:
         starlette = import_module("starlette.applications")
         routing = import_module("starlette.routing")
         self._socket = listening or socket.create_server(("127.0.0.1", 0))
+
         host, port = self._socket.getsockname()[:2]
         if ":" in host:
             self.url = f"http://[{host}]:{port}"
         else:
             self.url = f"http://{host}:{port}"
+
         self._sessions: dict[str, Session] = {}
         routes = []
         for prefix in ("", "/episodes/{name}"):
@@ -80,10 +82,12 @@ class Endpoint:
                         f"{prefix}/v1/{path}", partial(self._answer, wire), methods=["POST"]
                     )
                 )
+
         for prefix in ("/episodes/{name}", ""):
             routes.append(
                 routing.Route(f"{prefix}/{{path:path}}", self._no_route, methods=_METHODS)
             )
+
         # A session has a key of its own, and the requests that it sent wrongly.
         guard = Guard(host, token=None, max_body_bytes=None)
         self._server = make_server(starlette.Starlette(routes=routes), guard, (), _STOPS_WITHIN_S)
@@ -127,6 +131,7 @@ class Endpoint:
             name = self._found(request).model or "policy"
         except RequestError as error:
             return _failed(request, error)
+
         of_openai = {"object": "model", "created": int(time.time()), "owned_by": "distflow"}
         of_anthropic = {"type": "model", "display_name": name}
         listed = [{"id": name, **of_openai, **of_anthropic}]
@@ -137,10 +142,12 @@ class Endpoint:
             session = self._found(request)
         except RequestError as error:
             return _failed(request, error)
+
         known = ", ".join(f"/v1/{known}" for known in (*ROUTES, "models"))
         path = request.path_params["path"]
         said = f"there is no route {request.method} /{path}: there are {known}"
         session.refused.append(RequestError(404, said, "not_found"))
+
         return _failed(request, session.refused[-1])
 
     async def _answer(self, wire: Wire, request: Any) -> Any:
@@ -148,6 +155,7 @@ class Endpoint:
         try:
             session = self._found(request)
             refused = session.refused
+
             body = await _body(request)
             if session.model is not None and body.get("model") != session.model:
                 raise RequestError(
@@ -155,15 +163,18 @@ class Endpoint:
                     f"there is no model {body.get('model')!r:.80}: it is {session.model!r}",
                     "model_not_found",
                 )
+
             call = _read(wire, body)
             answer = await _awaited(request, session.submit(call))
         except RequestError as error:
             if error.status not in _NOT_REFUSED:
                 refused.append(error)
             return _failed(request, error)
+
         head = _head(body)
         if not body.get("stream"):
             return _response(200, wire.write(body, answer, head))
+
         return import_module("starlette.responses").StreamingResponse(
             _lines(wire.stream(body, answer, head)), media_type="text/event-stream"
         )
@@ -201,10 +212,12 @@ async def _body(request: Any) -> Json:
                 )
     except import_module("starlette.requests").ClientDisconnect:
         raise RequestError(499, "the client has closed the connection") from None
+
     try:
         body = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise RequestError(400, f"the request is not JSON: {error}") from None
+
     if not isinstance(body, dict):
         raise RequestError(400, "a request is a JSON object")
     return body
@@ -222,16 +235,19 @@ async def _awaited(request: Any, future: "Future[Answer]") -> Answer:
         raise
     finally:
         going.cancel()
+
     if not answering.done():
         answering.cancel()
         raise RequestError(499, "the client has closed the connection")
     if answering.cancelled():
         raise RequestError(503, "the call was cancelled", "server_error")
+
     error = answering.exception()
     if error is None:
         return answering.result()
     if isinstance(error, RequestError):
         raise error
+
     is_refused = isinstance(error, UserError)
     raise RequestError(
         400 if is_refused else 500,
@@ -251,11 +267,13 @@ def _failed(request: Any, error: RequestError) -> Any:
             kind = _ANTHROPIC_TYPES.get(error.status, kind)
     elif is_ours:
         kind = "server_error"
+
     # Without a key nobody holds a connection, whose body would come next.
     if error.status in (401, 410, 413):
         closes = {"connection": "close"}
     else:
         closes = None
+
     shown = {"message": str(error), "type": kind, "code": error.code, "param": None}
     return _response(error.status, {"type": "error", "error": shown}, closes)
 

@@ -92,6 +92,7 @@ def read_common(body: Json, most: str, stop: str = "stop") -> Json:
         stops = (stops,)
     if not all(isinstance(each, str) and each for each in stops):
         raise RequestError(400, f"'{stop}' must be a string or a list of strings")
+
     return {
         "stop": tuple(stops),
         "max_tokens": _number(body, most, int, 1),
@@ -130,6 +131,7 @@ def _text_of_part(part: object) -> str:
         text = part.get("text")
         if kind in _TEXT_PARTS and isinstance(text, str):
             return text
+
     raise RequestError(400, f"content of type '{kind}' is not supported: only text is")
 
 
@@ -154,15 +156,18 @@ def named_tools(messages: Sequence[Json]) -> list[Json]:
     RequestError."""
     if not messages:
         raise RequestError(400, "there are no messages")
+
     names = dict[str, str]()
     for message in messages:
         for call in message.get("tool_calls", ()):
             names[call["id"]] = call["function"]["name"]
+
     named = list[Json]()
     for message in messages:
         if message["role"] == "tool":
             message = {**message, "name": names.get(message["tool_call_id"], "unknown")}
         named.append(message)
+
     return named
 
 
@@ -171,11 +176,13 @@ def tool_schema(name: object, description: object, parameters: object) -> Json:
     parameters = parameters or {"type": "object"}
     if not isinstance(name, str) or not isinstance(parameters, dict):
         raise RequestError(400, "a tool needs a name, and a JSON schema of its parameters")
+
     parameters = {"properties": {}, **parameters}
     known = parameters["properties"]
     if not isinstance(known, dict) or not all(isinstance(each, dict) for each in known.values()):
         raise RequestError(400, f"the tool '{name:.80}': 'properties' must be an object of schemas")
     function = {"name": name, "description": str(description or ""), "parameters": parameters}
+
     return {"type": "function", "function": function}
 
 
@@ -188,10 +195,12 @@ def _arguments(found: object) -> object:
     """JSON text of an object is parsed, since templates take objects."""
     if not isinstance(found, str):
         return found
+
     try:
         parsed = json.loads(found or "{}")
     except ValueError:
         return found
+
     return parsed if isinstance(parsed, dict) else found
 
 
@@ -199,8 +208,10 @@ def _number(body: Json, name: str, kind: type, least: int | None) -> Any:
     value: Any = body.get(name)
     if value is None:
         return None
+
     is_number = type(value) in (int, kind)
     if not is_number or (least is not None and value < least):
         bound = "" if least is None else f" of at least {least}"
         raise RequestError(400, f"'{name}' is {value!r:.40}: it must be a number{bound}")
+
     return value

@@ -43,11 +43,13 @@ class TextEnv:
             raise UserError(
                 f"'{env}' cannot be called: name a class, or a function that makes the environment"
             )
+
         for name in ("reset", "step"):
             if isinstance(self._make, type) and not hasattr(self._make, name):
                 raise UserError(
                     f"'{env}' has no {name}: an environment has gymnasium's reset and step"
                 )
+
         self._options = dict(options)
         self._env: Any = None
 
@@ -62,6 +64,7 @@ class TextEnv:
         returned = self._env.reset(**given)
         if not isinstance(returned, tuple) or len(returned) != 2:
             raise TypeError(f"reset returned {returned!r:.80}, not (observation, info)")
+
         return self._text(returned[0])
 
     def step(self, text: str) -> list[Any]:
@@ -76,12 +79,14 @@ class TextEnv:
             if not found or not space.contains(int(found[-1])):
                 return [f"That is no action. Write a number from {first} to {last}.", 0.0, False]
             action = int(found[-1])
+
         returned = self._env.step(action)
         if not isinstance(returned, tuple) or len(returned) != 5:
             raise TypeError(
                 f"step returned {returned!r:.80}, not (observation, reward, terminated, truncated, "
                 "info)"
             )
+
         observation, reward, terminated, truncated, _ = returned
         has_ended = bool(terminated) or bool(truncated)
         return [self._text(observation), finite_number(reward, _REWARD), has_ended]
@@ -129,6 +134,7 @@ def find_registered(env: str) -> Callable[..., Any]:
     module, _, name = env.rpartition(":")
     if module:
         load_module(module)
+
     try:
         gymnasium = importlib.import_module("gymnasium")
         gymnasium.spec(name)
@@ -143,6 +149,7 @@ def find_registered(env: str) -> Callable[..., Any]:
         else:
             advice = "; if a package registers it at its import, write package:ID"
         raise UserError(f"gymnasium has no environment '{name}': {error}{advice}") from None
+
     return partial(gymnasium.make, name)
 
 
@@ -164,6 +171,7 @@ class OpenEnv:
                 f"'{env}' is an address of OpenEnv, whose client is not installed ({error}): pip "
                 "install 'distflow[openenv]'"
             ) from None
+
         self._client: Any = client.GenericEnvClient
         self._url = env.rstrip("/")
         self._options = dict(options)
@@ -195,6 +203,7 @@ class OpenEnv:
         except RuntimeError as error:
             if _INVALID not in str(error):
                 raise
+
         return [f"That is no action. Write a JSON object with the fields {self._form}.", 0.0, False]
 
     def close(self) -> None:
@@ -224,6 +233,7 @@ class OpenEnv:
                 f"no server of OpenEnv answers at {self._url} ({error}): start it, or correct the "
                 "address (env)"
             ) from None
+
         return schema
 
 

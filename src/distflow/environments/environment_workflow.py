@@ -32,6 +32,7 @@ class EnvironmentWorkflow(MadeByOptions):
             kind = "OpenEnv"
         else:
             kind = "TextEnv"
+
         target = f"{environment_adapters.__name__}:{kind}"
         self._server = ProcessServer(target, {"env": env, "options": dict(env_kwargs or {})})
         weakref.finalize(self, self._server.close)
@@ -44,9 +45,11 @@ class EnvironmentWorkflow(MadeByOptions):
         told = {**row.extra_info, "ground_truth": row.ground_truth}
         with chat.clock_stopped():
             process = await self._server.fork(seed)
+
         try:
             with chat.clock_stopped():
                 first = str(await process.call("reset", self._timeout_s, seed=seed, options=told))
+
             reply = await _begin(chat, row, first)
             total = 0.0
             while reply.finish_reason == "stop":  # a truncated reply is not an action
@@ -60,11 +63,14 @@ class EnvironmentWorkflow(MadeByOptions):
                 if chat.turns >= self._max_turns:
                     chat.finish_reason = "max_turns"
                     break
+
                 reply = await chat.ask(observation)
+
             with chat.clock_stopped():
                 await process.call("close", self._timeout_s)
         finally:
             process.close()
+
         return total
 
 
@@ -85,6 +91,7 @@ def seed_of(row: Row) -> int:
     found = row.extra_info.get("seed")
     if isinstance(found, int):
         return found
+
     text = repr((str(row.prompt), row.ground_truth, sorted(row.extra_info.items(), key=str)))
     encoded = text.encode("utf-8", "surrogatepass")
     digest = hashlib.blake2b(encoded, digest_size=4).digest()

@@ -111,12 +111,14 @@ async def verify(task: Task, shell: Shell) -> Mapping[str, float]:
         return await _run_tests(task, shell)
     except (OSError, RuntimeError):
         await asyncio.to_thread(shell.close)  # the disk may be full
+
     untouched = Shell(task.workdir, task.memory_mb)
     try:
         await asyncio.to_thread(copy_environment, task, untouched)
         rewards = await _run_tests(task, untouched)
     finally:
         await asyncio.to_thread(untouched.close)
+
     return dict.fromkeys(rewards, 0.0)
 
 
@@ -139,6 +141,7 @@ async def _run_tests(task: Task, shell: Shell) -> Mapping[str, float]:
         ("--ro-bind", own / "site", "/verifier/site"),
     )
     env = {**_ENVIRONMENT, **task.verifier_env}
+
     ran = await shell.run(
         ("/bin/bash", "/tests/test.sh"), task.verifier_s, _REWARD_BYTES, env, mounts
     )
@@ -148,9 +151,11 @@ async def _run_tests(task: Task, shell: Shell) -> Mapping[str, float]:
         )
     if ran.exit_code > _KILLED:
         raise TestsFailedError(f"tests/test.sh of {task.folder} was killed: {_end(ran)}")
+
     for name in ("reward.json", "reward.txt"):
         if (text := _written(logs / name)) is not None:
             return _rewards(text, name, task, ran)
+
     raise TestsFailedError(
         f"tests/test.sh of {task.folder} wrote no /logs/verifier/reward.txt: {_end(ran)}"
     )
@@ -160,6 +165,7 @@ def _clean(task: Task, shell: Shell) -> None:
     """Leave folders and plain files that can be read, and links between them."""
     roots = [(shell.files, task.workdir), (shell.temporary, "/tmp")]
     environment = task.folder / "environment"
+
     folders = [(root, PurePosixPath(place)) for root, place in roots]
     while folders:
         folder, place = folders.pop()
@@ -169,6 +175,7 @@ def _clean(task: Task, shell: Shell) -> None:
         except OSError:  # such as a path of more than 4,096 bytes
             _remove(folder)
             continue
+
         for entry in entries:
             if entry.is_dir(follow_symlinks=False):
                 folders.append((Path(entry.path), place / entry.name))
@@ -191,6 +198,7 @@ def _is_loaded(file: Path, files: Path, environment: Path) -> bool:
         original = environment / file.relative_to(files)
     else:
         original = None
+
     if file.name in _PYTEST_SECTIONS:
         if original and original.is_file():
             begun_with = _pytest_options(original)
@@ -199,6 +207,7 @@ def _is_loaded(file: Path, files: Path, environment: Path) -> bool:
         return _pytest_options(file) != begun_with
     if file.name not in _LOADED_BY_TOOLS and file.suffix != ".pth":
         return False
+
     return original is None or not original.is_file() or original.read_bytes() != file.read_bytes()
 
 
@@ -206,6 +215,7 @@ def _pytest_options(file: Path) -> Mapping[str, Any] | None:
     """What a file tells pytest; None if that cannot be read."""
     if file.stat().st_size > _MOST_BYTES_OF_OPTIONS:
         return None
+
     text = file.read_text(encoding="utf-8", errors="replace")
     section = _PYTEST_SECTIONS[file.name]
     try:
@@ -247,6 +257,7 @@ def _written(file: Path) -> str | None:
         descriptor = os.open(file, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     except OSError:
         return None
+
     with open(descriptor, "rb") as opened:
         is_file = stat.S_ISREG(os.fstat(descriptor).st_mode)
         if is_file:
@@ -262,6 +273,7 @@ def _rewards(text: str, name: str, task: Task, ran: Ran) -> Mapping[str, float]:
             found = json.loads(text)
         else:
             found = {"reward": float(text)}
+
         rewards = {
             str(key): finite_number(float(value), "it wrote") for key, value in found.items()
         }
@@ -271,6 +283,7 @@ def _rewards(text: str, name: str, task: Task, ran: Ran) -> Mapping[str, float]:
         raise TestsFailedError(
             f"tests/test.sh of {task.folder} wrote no reward into {name} ({error}): {_end(ran)}"
         ) from None
+
     return {**rewards, "score": rewards.get("reward", math.fsum(rewards.values()))}
 
 

@@ -54,6 +54,7 @@ class HarborWorkflow:
         self._timeout_s = timeout_s
         self._max_characters = max_characters
         self._format = format
+
         shell = Shell("/app")
         try:
             shell.check()
@@ -69,9 +70,11 @@ class HarborWorkflow:
                 f"the row has no column '{HARBOR}': the data of this workflow must be a folder of "
                 "tasks"
             )
+
         task = read_task_folder(Path(str(found["folder"])))
         shell = Shell(task.workdir, task.memory_mb)
         loop = asyncio.get_running_loop()
+
         copying = loop.run_in_executor(None, copy_environment, task, shell)
         try:
             with chat.clock_stopped():
@@ -92,10 +95,12 @@ class HarborWorkflow:
                 return failure(
                     f"the {task.agent_s:g} s that this task has for commands are used up"
                 )
+
             started = time.monotonic()
             limit_s = min(left_s, self._timeout_s)
             answer = await self._run_command(arguments.get("command"), task, shell, limit_s)
             left_s -= time.monotonic() - started
+
             return answer
 
         format = self._format or format_of(chat.tokens.tool_template([SHELL]))
@@ -112,6 +117,7 @@ class HarborWorkflow:
             return failure(
                 f"a command has at most {_MOST_BYTES_OF_COMMAND:,} bytes: write long files in parts"
             )
+
         ran = await shell.run(
             ("/bin/bash", "-c", command), limit_s, 4 * self._max_characters, task.env
         )
@@ -121,4 +127,5 @@ class HarborWorkflow:
             return ToolAnswer(f"{text}\n{late}", True)
         if ran.exit_code:
             return ToolAnswer(f"{text}\n[exit status {ran.exit_code}]", is_cut)
+
         return ToolAnswer(text or "(no output)", is_cut)

@@ -39,17 +39,21 @@ class McpTool:
             connected = asyncio.get_running_loop().create_future()
             holding = asyncio.create_task(_hold(self._server, connected))
             self._connections[self._server] = (connected, holding)
+
         connected, holding = self._connections[self._server]
         await asyncio.wait((connected, holding), return_when=asyncio.FIRST_COMPLETED)
+
         if holding.done():
             del self._connections[self._server]  # the next call starts the server again
             holding.result()  # raises the connection error
+
         try:
             result = await connected.result().call_tool(self._tool, arguments)
         except MCPError as error:
             if error.code == CONNECTION_CLOSED:
                 self._connections.pop(self._server, None)
             raise
+
         text = "\n".join(getattr(part, "text", f"[{part.type}]") for part in result.content)
         if result.is_error:
             raise RuntimeError(text)
@@ -76,15 +80,18 @@ def mcp_schemas(server: str) -> list[dict[str, Any]]:
             return tools
 
     what = f"workflow_kwargs.mcp: '{server}' does not name its tools:"
+
     # the caller may have an event loop
     with users_code(what, passes=UserError), ThreadPoolExecutor(1) as thread:
         asking = thread.submit(lambda: asyncio.run(asyncio.wait_for(ask(), START_TIMEOUT_S)))
         tools = asking.result()
+
     schemas = list[dict[str, Any]]()
     for tool in tools:
         parameters = {"type": "object", "properties": {}, **tool.input_schema}
         function = {"name": tool.name, "description": tool.description or ""}
         schemas.append({"type": "function", "function": {**function, "parameters": parameters}})
+
     return schemas
 
 
@@ -95,8 +102,10 @@ def _client(server: str) -> Any:
         raise UserError(
             f"the package mcp is not installed here ({error}): pip install 'distflow[mcp]'"
         ) from None
+
     if server.startswith(("http://", "https://")):
         return Client(server)
+
     return Client(
         StdioServerParameters(command=sys.executable, args=["-ISc", _EXEC, *shlex.split(server)])
     )

@@ -50,12 +50,14 @@ def read_chat(body: Json) -> Call:
 def _message(message: Json) -> list[Json]:
     role = message["role"]
     text = text_of(message.get("content"))
+
     if role == "assistant":
         calls = list[tuple[str, str, object]]()
         for call in message.get("tool_calls") or ():
             function = call["function"]
             calls.append((call["id"], function["name"], function.get("arguments")))
         return assistant(text, calls)
+
     if role == "tool":
         return [{"role": role, "content": text, "tool_call_id": str(message["tool_call_id"])}]
     return [_given_message(role, text)]
@@ -82,6 +84,7 @@ def write_chat(body: Json, answer: Answer, head: Json) -> Json:
     if answer.calls:
         message["content"] = answer.text or None
         message["tool_calls"] = _calls(answer)
+
     choice = {
         "index": 0,
         "finish_reason": answer.finish_reason,
@@ -97,10 +100,12 @@ def stream_chat(body: Json, answer: Answer, head: Json) -> Events:
     message = choice["message"]
     head = {**head, "object": "chat.completion.chunk"}
     begun = {"index": 0, "logprobs": None, "finish_reason": None}
+
     # Null stays null, and a text begins as an empty one.
     yield "", _chunk(head, begun, {"role": "assistant", "content": message["content"] and ""})
     if message["content"]:
         yield "", _chunk(head, begun, {"content": message["content"]})
+
     # clients read one call of a chunk
     for number, call in enumerate(message.get("tool_calls", ())):
         yield "", _chunk(head, begun, {"tool_calls": [{"index": number, **call}]})
@@ -170,14 +175,17 @@ def read_responses(body: Json) -> Call:
             "previous_response_id": (),
         },
     )
+
     form = (body.get("text") or {}).get("format")
     if form not in (None, {"type": "text"}):
         raise RequestError(
             400, f"'text.format' is not supported ({json.dumps(form):.80}): remove it"
         )
+
     messages = list[Json]()
     if body.get("instructions"):
         messages.append({"role": "system", "content": body["instructions"]})
+
     turn = list[Json]()  # items of the current turn of the policy
     for item in _input_items(body):
         if item.get("role") == "assistant" or item.get("type") in ("function_call", "reasoning"):
@@ -186,6 +194,7 @@ def read_responses(body: Json) -> Call:
         messages += _message_of_turn(turn)
         turn = []
         messages.append(_message_of_item(item))
+
     messages += _message_of_turn(turn)
     return Call(
         named_tools(messages),
@@ -222,6 +231,7 @@ def _message_of_turn(items: list[Json]) -> list[Json]:
             text += text_of(item.get("content"))
         if item.get("type") == "function_call":
             calls.append((item["call_id"], item["name"], item.get("arguments")))
+
     return assistant(text, calls)
 
 
@@ -231,6 +241,7 @@ def write_responses(body: Json, answer: Answer, head: Json) -> Json:
     if answer.finish_reason == "length":
         status = "incomplete"
         incomplete_details = {"reason": "max_output_tokens"}
+
     return {
         "id": head["id"],
         "object": "response",
@@ -267,6 +278,7 @@ def _output_items(answer: Answer, head: Json) -> list[Json]:
                 "content": [{"type": "output_text", "text": answer.text, "annotations": []}],
             }
         )
+
     for call in answer.calls:
         output.append(
             {
@@ -278,6 +290,7 @@ def _output_items(answer: Answer, head: Json) -> list[Json]:
                 "arguments": json.dumps(call.arguments),
             }
         )
+
     return output
 
 
@@ -287,14 +300,17 @@ def stream_responses(body: Json, answer: Answer, head: Json) -> Events:
     begun = {**whole, "status": "in_progress", **nothing_yet}
     yield _event("response.created", response=begun)
     yield _event("response.in_progress", response=begun)
+
     for index, item in enumerate(whole["output"]):
         begins = {**item, "status": "in_progress"}
         if item["type"] == "message":
             begins["content"] = []
         else:
             begins["arguments"] = ""
+
         yield _event("response.output_item.added", output_index=index, item=begins)
         place = {"output_index": index, "item_id": item["id"]}
+
         if item["type"] == "message":
             yield from _stream_text_part(item, {**place, "content_index": 0})
         else:
@@ -302,7 +318,9 @@ def stream_responses(body: Json, answer: Answer, head: Json) -> Events:
             arguments = item["arguments"]
             yield _event(f"{kind}.delta", **place, delta=arguments)
             yield _event(f"{kind}.done", **place, arguments=arguments, name=item["name"])
+
         yield _event("response.output_item.done", output_index=index, item=item)
+
     yield _event(f"response.{whole['status']}", response=whole)
 
 

@@ -72,6 +72,7 @@ def format_of(template: str) -> str:
     for name, mark in _MARKS:
         if mark in template:
             return name
+
     raise UserError(
         "the chat template shows no format of tool calls that is known: set workflow_kwargs.format "
         f"to the one that the model writes ({', '.join(FORMATS)})"
@@ -108,6 +109,7 @@ def _hermes(text: str) -> Iterator[ToolCall]:
     """`<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>`: Qwen 2.5 and 3, Hermes."""
     begin = "<tool_call>"
     end = "</tool_call>"
+
     while begin in text:
         text = text.partition(begin)[2].strip()
         value, rest, problem = _first_json(text)  # the JSON may contain the end mark in a string
@@ -115,11 +117,13 @@ def _hermes(text: str) -> Iterator[ToolCall]:
             yield _call(value)
             text = rest
             continue
+
         body, closed, text = text.partition(end)
         if not closed or not body.strip():
             problem = f"a tool call is cut off: it has no {end}"
         elif not problem:
             problem = f"{rest[:_SHOWN]!r} follows the JSON of a tool call"
+
         yield ToolCall("", problem=problem)
 
 
@@ -127,6 +131,7 @@ def _xml(text: str) -> Iterator[ToolCall]:
     """`<tool_call><function=add><parameter=a>1</parameter></function></tool_call>`: Qwen3-Coder."""
     if "<tool_call>" in text and "<function=" not in text:
         yield ToolCall("", problem="a tool call has no <function=...> in it")
+
     place = text.find(_FUNCTION)
     while place >= 0:
         name, _, _ = text[place + len(_FUNCTION) :].partition(">")
@@ -157,6 +162,7 @@ def _xml_parameters(text: str, place: int) -> tuple[dict[str, str], int, str]:
             return found, place, "a tool call is cut off: it has no </function>"
         if tag[1] is None:
             return found, tag.end(), ""
+
         end = _xml_value_end(text, tag.end())
         if end < 0 and text.find("</function>", tag.end()) < 0:
             return found, tag.end(), "a tool call is cut off: it has no </function>"
@@ -176,13 +182,16 @@ def _xml_value_end(text: str, begin: int) -> int:
         if tag[0] != "</parameter>":
             depth += 1
             continue
+
         if tag["ends"] is not None:
             if first < 0:
                 first = tag.start()
             is_sure = tag["closes"] is not None or tag["ends"].endswith("<parameter=")
             if depth == 0 and is_sure:
                 return tag.start()
+
         depth = max(depth - 1, 0)
+
     if _FUNCTION in text[begin : max(first, begin)]:
         return -1  # The mark is one of another call.
     return first
@@ -199,6 +208,7 @@ def _llama3(text: str) -> Iterator[ToolCall]:
         text = text.partition(mark)[2].strip()
     else:
         return
+
     while text:
         value, text, problem = _first_json(text)
         if problem:
@@ -223,10 +233,12 @@ def _mistral(text: str) -> Iterator[ToolCall]:
                 problem = f"{after[:_SHOWN]!r} follows the JSON of a tool call"
             yield from _each_call(value, problem)
             continue
+
         name, has_arguments, body = text.partition("[ARGS]")
         if not has_arguments or mark in name:
             yield from _calls(text.partition(mark)[0])
             continue
+
         value, rest, problem = _first_json(body.strip())
         text = body if problem else rest
         plain_name = name.partition("[CALL_ID]")[0].strip()
@@ -263,11 +275,13 @@ def _call(value: Any, problem: str = "") -> ToolCall:
     name = value.get("name") if isinstance(value, dict) else None
     if not isinstance(name, str) or not name:
         return ToolCall("", problem='a tool call must be {"name": ..., "arguments": {...}}')
+
     arguments = value.get("arguments", value.get("parameters", {}))
     if isinstance(arguments, str):  # as in OpenAI's API
         arguments, _, problem = _first_json(arguments.strip())
     if isinstance(arguments, dict):
         return ToolCall(name, arguments, problem)
+
     if not problem and arguments is not None:
         problem = "the arguments of a tool call must be a JSON object"
     return ToolCall(name, {}, problem)

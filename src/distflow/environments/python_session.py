@@ -54,11 +54,13 @@ class PythonSession:
         if self._session is None:
             self._session = self._sandbox.open(_SOURCE)
         self._session.renew_time()
+
         try:
             printed, failed = self._session.call("run", [code])
         except Broken:
             self._end()
             raise
+
         return str(printed), bool(failed)
 
     def _end(self) -> None:

@@ -89,6 +89,7 @@ class TurnTokens:
                 f"{template_of(self._tokenizer)} does not use tools: use a model whose template "
                 "does"
             )
+
         return template
 
     def control_word(self, messages: Sequence[Message], is_drawn: Callable[[str], bool]) -> str:
@@ -98,18 +99,22 @@ class TurnTokens:
             words = control_words(self._tokenizer)
         else:
             words = None
+
         if words is None:
             return ""
+
         for message in messages:
             if message.get("role") != "assistant":
                 word = find_control_word(message.get("content"), words)
             else:
                 word = ""
+
             if word and not is_drawn(word):
                 return (
                     f"a message of the {message.get('role')} "
                     f"{described(word, template_of(self._tokenizer))}"
                 )
+
         return ""
 
     def of_text(self, text: str, *, begins: bool) -> tuple[int, ...]:
@@ -117,11 +122,13 @@ class TurnTokens:
         space that some tokenizers put in front of a text."""
         if begins:
             return self._ids(text, special=True)
+
         for before in ("\n", "x"):
             start = self._ids(before)
             whole = self._ids(before + text)
             if whole[: len(start)] == start:
                 return whole[len(start) :]
+
         return self._ids(text)
 
     def opening(
@@ -141,6 +148,7 @@ class TurnTokens:
             while stand_in in key:
                 stand_in += " again"
             self._between[key] = self._rendered_between(messages, tools, stand_in)
+
         ids, num_closing = self._between[key]
         if last_drawn not in self._stop_ids:
             return ids
@@ -156,12 +164,14 @@ class TurnTokens:
         first stop token."""
         begun = [_ASKED, {"role": "assistant", "content": stand_in}]
         ids = self._after_reply(self._render([*begun, *messages], tools), stand_in)
+
         closed = self._after_reply(self._render(begun, tools, prompts=False), stand_in)
         for number, (token, same) in enumerate(zip(ids, closed, strict=False), 1):
             if token != same:
                 break
             if token in self._stop_ids:
                 return ids, number
+
         return ids, 0
 
     def _after_reply(self, text: str, stand_in: str) -> tuple[int, ...]:
@@ -172,6 +182,7 @@ class TurnTokens:
                 "unchanged, so the tokens after a reply cannot be determined: use another "
                 "template, or data.prompt_format=text"
             )
+
         start = self._ids(before + found)
         whole = self._ids(text)
         if whole[: len(start)] != start:
@@ -181,6 +192,7 @@ class TurnTokens:
                 "text: use a template that ends a turn with a special token, or "
                 "data.prompt_format=text"
             )
+
         return whole[len(start) :]
 
     def _render(
@@ -238,10 +250,12 @@ class TurnTokens:
             said.append(f"a reply that was cut off is closed with {closing!r}")
         else:
             said.append("no end token is known to end a reply, so all of its text is added")
+
         for reply in (_STAND_IN, f"<think>\n{_THINKING}\n</think>\n\n{_STAND_IN}"):
             begun = self._render([_ASKED]) + reply
             turns = [_ASKED, {"role": "assistant", "content": reply}, _MORE]
             if not self._render(turns).startswith(begun):
                 said.append("it would write earlier turns anew; an episode keeps what was sampled")
                 break
+
         return said

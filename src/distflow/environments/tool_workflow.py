@@ -51,9 +51,11 @@ class ToolWorkflow(MadeByOptions):
             raise UserError(
                 "workflow_kwargs.tools: name at least one tool in a list, e.g. tools=[calculator]"
             )
+
         for server in mcp:
             if not isinstance(server, str) or not server.strip():
                 raise UserError(f"workflow_kwargs.mcp: {server!r} is neither a command nor a URL")
+
         check_format(format)
         self._tools = Tools(tools, timeout_s, max_characters, mcp)
         weakref.finalize(self, self._tools.close)
@@ -63,11 +65,13 @@ class ToolWorkflow(MadeByOptions):
     async def __call__(self, chat: Chat, row: Row, reward_fn: RewardFn) -> Rewarded:
         template = chat.tokens.tool_template(self._tools.schemas)
         format = self._format or format_of(template)
+
         with EpisodeTools(self._tools, (row.prompt, row.ground_truth)) as episode:
             reply = await chat.ask(row.prompt, tools=self._tools.schemas)
             await answer_calls(
                 chat, reply, format, self._max_turns, self._tools.parameters, episode.run
             )
+
         return await reward_fn(None)
 
 
@@ -117,14 +121,17 @@ class EpisodeTools:
             arguments=arguments,
             max_characters=self._tools.max_characters,
         )
+
         return ToolAnswer(text, failed)
 
     async def _run_python(self, code: object) -> ToolAnswer:
         assert self._tools.sandbox is not None
         if not isinstance(code, str):
             return failure("code must be a text")
+
         if self._python is None:
             self._python = PythonSession(self._tools.sandbox)
+
         try:
             printed, has_failed = await self._python.run(code)
         except Raised as error:
@@ -134,5 +141,6 @@ class EpisodeTools:
             if error.cause == "time":
                 reason = f"no answer within {self._tools.timeout_s:g} s"
             return failure(f"python ended its process: {reason}; names defined before are lost")
+
         text, is_cut = bounded(printed, self._tools.max_characters)
         return ToolAnswer(text, has_failed or is_cut)

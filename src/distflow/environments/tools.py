@@ -42,11 +42,13 @@ class Tools:
         """mcp: commands and URLs of servers. Raises UserError for a tool that cannot be used."""
         targets = [_read(entry) for entry in entries]
         self.schemas = [_schema(target, options) for target, options in targets]
+
         for server in mcp:
             for schema in mcp_schemas(server):
                 self.schemas.append(schema)
                 options = {"server": server, "tool": schema["function"]["name"]}
                 targets.append((f"{mcp_tools.__name__}:McpTool", options))
+
         self.parameters = dict[str, Mapping[str, Any]]()
         named = dict[str, tuple[str, dict[str, Any]]]()
         for schema, target in zip(self.schemas, targets, strict=True):
@@ -55,12 +57,14 @@ class Tools:
                 raise UserError(f"two tools have the same name: {name}")
             self.parameters[name] = schema["function"]["parameters"]["properties"]
             named[name] = target
+
         self.server = ProcessServer(
             f"{tools_in_user_code_process.__name__}:Toolbox", {"targets": named}
         )
         self.timeout_s = timeout_s
         self.max_characters = max_characters
         self.sandbox = None
+
         if PYTHON in self.parameters:
             limits = DEFAULT_LIMITS._replace(
                 wall_s=timeout_s, cpu_s=_SESSION_CPU_S, output_bytes=4 * max_characters
@@ -85,6 +89,7 @@ def _read(entry: Entry) -> tuple[str, dict[str, Any]]:
             f"the tool {entry!r} is neither a name nor {{name, options}}: write e.g. {{name: "
             "search, options: {file: texts.txt}}"
         )
+
     name = str(whole["name"])
     options = dict(cast(Mapping[str, Any], whole.get("options", {})))
     if name in BUILTIN_TOOLS:
@@ -94,6 +99,7 @@ def _read(entry: Entry) -> tuple[str, dict[str, Any]]:
             f"there is no built-in tool '{name}'{hint(name, BUILTIN_TOOLS)}; one of your own is "
             '"file.py:function"'
         )
+
     return name, options
 
 
@@ -103,6 +109,7 @@ def _schema(target: str, options: Mapping[str, object]) -> dict[str, Any]:
         found: Any = load(target)
     except LoadError as error:
         raise UserError(f"the tool {error}") from error
+
     is_class = isinstance(found, type)
     try:
         inspect.signature(found).bind_partial(**options)
@@ -113,12 +120,15 @@ def _schema(target: str, options: Mapping[str, object]) -> dict[str, Any]:
             f"{error}. Give every parameter a type, and a line in the docstring under 'Args:', as "
             "'name: what it is'"
         ) from None
+
     parameters = schema["function"]["parameters"]
     if is_class:
         schema["function"]["name"] = found.__name__.lower()
         return schema
+
     schema["function"]["name"] = found.__name__
     for hidden in options:
         parameters["properties"].pop(hidden, None)
         parameters["required"] = [name for name in parameters.get("required", []) if name != hidden]
+
     return schema

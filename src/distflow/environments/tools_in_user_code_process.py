@@ -52,11 +52,13 @@ class Toolbox:
             returned = self._loop.run(awaited(returned))
         if isinstance(returned, str):
             return list(bounded(returned, max_characters))
+
         try:
             text = json.dumps(returned, ensure_ascii=False, allow_nan=False)
         except (TypeError, ValueError):
             kind = type(returned).__name__
             return [f"error: {name} returned {kind}, which is neither text nor a JSON value", True]
+
         return list(bounded(text, max_characters))
 
     @cached_property

@@ -117,6 +117,7 @@ class ProcessServer:
             except BaseException:
                 ours.close()
                 raise
+
         return UserProcess(*await asyncio.open_connection(sock=ours), self)
 
     def answered(self) -> None:
@@ -137,6 +138,7 @@ class ProcessServer:
     def _start(self) -> None:
         """Raises UserError if the object cannot be created."""
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+
         # unlike an argument, it may be long, and no other user can read it
         with theirs, TemporaryFile() as given:
             given.write(self._given)
@@ -149,6 +151,7 @@ class ProcessServer:
                 memory_bytes=MEMORY_BYTES,
                 continued=True,
             )
+
         self._control.settimeout(START_TIMEOUT_S)
         try:
             answer = json.loads(self._control.recv(2**16) or b"{}")
@@ -156,11 +159,13 @@ class ProcessServer:
             answer = {"error": f"its modules were not imported within {START_TIMEOUT_S:g} s"}
         except ConnectionError:
             answer = {}
+
         if "value" not in answer:
             self.close()
             raise UserError(
                 answer.get("error") or "its modules ended the process that imported them"
             )
+
         self.pid = int(answer["value"])
 
     def _replace(self, ended: Child) -> None:
@@ -171,11 +176,13 @@ class ProcessServer:
                 raise ServerLost("the run was closing the processes of episodes")
             if self._child is not ended:
                 return
+
             self._deaths_in_a_row += 1
             if self._deaths_in_a_row > _MOST_DEATHS:
                 raise ServerGivenUp(
                     f"{self._how_lost()}; that was time {self._deaths_in_a_row} in a row"
                 )
+
             self._control.close()
             self._start()
 
@@ -209,6 +216,7 @@ class UserProcess:
     async def call(self, method: str, timeout_s: float | None, **arguments: Any) -> Any:
         """The result of the object's method. Raises CallFailed, ProcessEnded, ServerLost."""
         self._writer.write(encode([method, arguments]))
+
         # notices an answer that arrives while our task has to wait
         reading = asyncio.ensure_future(self._answer())
         try:
@@ -224,12 +232,14 @@ class UserProcess:
             raise await self._server.lost() from None
         finally:
             reading.cancel()  # no effect if it is done
+
         self._server.answered()
         if "died" in answer:
             self.close()
             raise ProcessEnded(str(answer["died"]))
         if "error" in answer:
             raise CallFailed(str(answer["error"]))
+
         return answer["value"]
 
     def close(self) -> None:
@@ -255,17 +265,20 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     control = socket.socket(fileno=int(sys.argv[1]))
     control.set_inheritable(False)
+
     target, options = json.load(sys.stdin)
     try:
         hosted = cast(Callable[..., Any], load(target))(**options)
     except UserError as error:
         control.send(json.dumps({"error": str(error)}).encode())
         return
+
     watched = os.pidfd_open(keeper)
     die_with_parent(keeper, 0)  # from now on the server itself ends what it started
     adopt_orphans()
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
     control.send(json.dumps({"value": os.getpid()}).encode())
+
     try:
         _serve(control, watched, partial(_mind, hosted, mask))
     finally:
@@ -279,6 +292,7 @@ def _serve(
     keeper has ended."""
     running: dict[int, tuple[socket.socket, int]] = {}  # by pid: its end of the socket, and a pidfd
     own = children()  # processes started by the user's modules, which all episodes use
+
     while True:
         poll = select.poll()
         for watched in (control.fileno(), keeper, *(handle for _, handle in running.values())):
@@ -288,18 +302,23 @@ def _serve(
         ready = {descriptor for descriptor, _ in poll.poll()}
         if keeper in ready:
             return
+
         for pid, (channel, handle) in list(running.items()):
             if channel.fileno() in ready or handle in ready:
                 del running[pid]
                 _end(pid, channel, handle)
                 end_children({*running, *own})
+
         if control.fileno() not in ready:
             continue
+
         seed, descriptors, *_ = socket.recv_fds(control, 2**10, 1)
         if not descriptors:
             return
+
         channel = socket.socket(fileno=descriptors[0])
         server = os.pidfd_open(os.getpid())
+
         pid = os.fork()
         if pid == 0:
             for other, handle in running.values():  # else nobody would see that they are closed
@@ -308,6 +327,7 @@ def _serve(
             control.close()
             os.close(keeper)
             mind(server, channel, seed)
+
         os.close(server)
         running[pid] = (channel, os.pidfd_open(pid))
 
@@ -319,6 +339,7 @@ def _end(minder: int, channel: socket.socket, handle: int) -> None:
         os.kill(minder, signal.SIGKILL)
     os.close(handle)
     status = os.waitstatus_to_exitcode(os.waitpid(minder, 0)[1])
+
     with channel:
         if status:  # else the minder has reported
             _report(channel, status)
@@ -343,11 +364,13 @@ def _mind(
     server."""
     adopt_orphans()
     minder = os.getpid()
+
     if (process := os.fork()) == 0:
         die_with_parent(minder)
         os.close(server)
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         _run(channel, hosted, seed)
+
     status = wait_and_end(process, (server,), continued=False)
     if not select.select([server], [], [], 0)[0]:
         _report(channel, os.waitstatus_to_exitcode(status))
@@ -360,6 +383,7 @@ def _run(channel: socket.socket, hosted: object, seed: bytes) -> NoReturn:
     global_random_states.seed(seed)
     own = os.getpid()
     calls = Channel(channel)
+
     with suppress(PeerGone):
         while True:
             method, arguments = calls.receive()
@@ -367,6 +391,7 @@ def _run(channel: socket.socket, hosted: object, seed: bytes) -> NoReturn:
             if os.getpid() != own:  # the user's code forked and returned twice
                 break
             calls.send(answer)
+
     os._exit(0)
 
 
@@ -377,6 +402,7 @@ def _answer(function: Callable[..., object], arguments: dict[str, Any]) -> bytes
         return encode({"died": "it ran out of memory"})
     except BaseException as error:  # the user's code may raise anything
         return encode({"error": describe_fault(error)})
+
     if len(text) >= _MAX_ANSWER_BYTES:
         return encode({"error": f"an answer of {len(text):,} bytes; at most {_MAX_ANSWER_BYTES:,}"})
     return framed(text.encode())

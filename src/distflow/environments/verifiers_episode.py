@@ -57,6 +57,7 @@ class ChatHarness(vf.Harness[vf.HarnessConfig]):
         messages = self._begin(data)
         timeout = self.config.tool_timeout
         servers = {name: {"url": url, "timeout": timeout} for name, url in mcp_urls.items()}
+
         http = DefaultAsyncHttpxClient(verify=_CERTIFICATES)
         async with (
             AsyncExitStack() as stack,
@@ -73,6 +74,7 @@ class ChatHarness(vf.Harness[vf.HarnessConfig]):
                 messages.append(reply.model_dump(exclude_none=True))
                 if not reply.tool_calls:
                     return vf.ProgramResult(exit_code=0, stdout="", stderr="")
+
                 for call in reply.tool_calls:
                     content = await _result(call.function, names, connections)
                     messages.append({"role": "tool", "tool_call_id": call.id, "content": content})
@@ -83,10 +85,12 @@ class ChatHarness(vf.Harness[vf.HarnessConfig]):
         messages = list[Any]()
         if system:
             messages.append({"role": "system", "content": system})
+
         if isinstance(prompt, str):
             messages.append({"role": "user", "content": prompt})
         else:
             messages += map(message_to_wire, prompt or ())
+
         return messages
 
 
@@ -94,10 +98,12 @@ async def _result(function: Any, names: Mapping[str, Any], connections: Any) -> 
     """The result of a tool call; problems of the call are reported to the model."""
     if function.name not in names:
         return f"error: there is no tool '{function.name}'; there are {', '.join(names)}"
+
     try:
         arguments = json.loads(function.arguments or "{}")
     except json.JSONDecodeError as error:
         return f"error: the arguments are no JSON: {error}"
+
     if not isinstance(arguments, dict):
         return "error: the arguments are no JSON object"
     return await call_mcp(connections, names, function.name, arguments)
@@ -116,6 +122,7 @@ async def play(
         raise UserError(
             f"the row has no column '{VERIFIERS}': the data of this workflow must be verifiers:ID"
         )
+
     name = str(task_column["name"])
     settings = dict(task_column["settings"])
     environment = _environment(name, settings, env)
@@ -124,6 +131,7 @@ async def play(
     client = vf.EvalClientConfig(base_url=base_url, api_key_var=_KEY_VARIABLE)
     async with environment.serving():
         episode = await environment.run_episode(task, vf.ModelContext(model=model, client=client))
+
     if not episode.ok:
         errors = list(episode.errors)
         for trace in episode.traces:
@@ -131,12 +139,14 @@ async def play(
         if not errors:
             raise RuntimeError("the episode is not ok")
         raise RuntimeError(f"{errors[-1].type}: {errors[-1].message}")
+
     (trace,) = episode.traces
     scores = {"score": trace.reward}
     for name, reward in trace.rewards.items():
         if reward is None:
             raise RuntimeError(f"the environment's reward '{name}' returned None")
         scores[name] = reward.score
+
     return scores
 
 
@@ -144,6 +154,7 @@ def _environment(name: str, settings: Mapping[str, Any], options: Mapping[str, A
     """The environment. Raises UserError if it has several agents, and for unknown options."""
     # the package finds harnesses by module name
     sys.modules.setdefault(_HARNESS, sys.modules[__name__])
+
     try:
         seats = list(agent_config_fields(env_config_type(name, str(options.get("id", "")))()))
         own = {seat: {**_SEAT, **options.get(seat, {})} for seat in seats}
@@ -155,9 +166,11 @@ def _environment(name: str, settings: Mapping[str, Any], options: Mapping[str, A
         raise UserError(
             f"the environment '{name}' cannot be loaded with workflow_kwargs.env: {why}"
         ) from error
+
     if len(seats) > 1:
         raise UserError(
             f"the environment '{name}' has several agents ({', '.join(seats)}), which is not "
             "supported"
         )
+
     return environment

@@ -133,6 +133,7 @@ class Workflow:
                 f"{KEY}: '{self.name}' takes agents: declare them, e.g. {AGENTS_KEY}={{solver: "
                 "{}}"
             )
+
         return self
 
 
@@ -143,12 +144,14 @@ def load_workflow(name: str, options: Mapping[str, object]) -> Workflow:
     if name in WORKFLOWS:
         target = WORKFLOWS[name].target
         _check_limits(options)
+
     if ":" not in target:
         raise UserError(
             f"{KEY}={name}: no built-in workflow has that name{hint(name, WORKFLOWS)}. Built-in "
             f"workflows: {', '.join(WORKFLOWS)}. To use your own, write module:function or "
             "file.py:function"
         )
+
     with blaming(KEY):
         found: Any = load(target)
     return make_workflow(split_name(target)[1], found, options)
@@ -169,11 +172,13 @@ def make_workflow(name: str, found: Any, options: Mapping[str, object]) -> Workf
     if _is_areals(found):
         _check_options(name, [], options)
         return Workflow(name, ArealWorkflow(found), scores=False)
+
     _check_is_workflow(f"{KEY}: '{name}'", found)
     parameters = inspect.signature(found).parameters
     own = list(parameters.values())[2:]  # without the chat and the row
     _check_options(name, [each for each in own if each.name != REWARD], options)
     run = functools.partial(found, **options)
+
     return Workflow(name, run, REWARD in parameters, has_agents="agents" in parameters)
 
 
@@ -186,6 +191,7 @@ def _workflow_of_class(name: str, found: Any, options: Mapping[str, object]) -> 
         run = found(**options)
     if _is_areals(run):
         return Workflow(name, ArealWorkflow(run), scores=False)
+
     _check_is_workflow(f"{KEY}: an instance of '{name}'", run)
     of_call = inspect.signature(run).parameters
     scores = bool(getattr(run, "uses_reward_fn", REWARD in of_call))
@@ -201,9 +207,11 @@ def _check_is_workflow(what: str, found: object) -> None:
         )
     if _is_areals(found):
         raise UserError(f"{what} is a workflow of AReaL, which needs no decorator")
+
     of_instances = type(found).__call__
     if not (inspect.iscoroutinefunction(found) or inspect.iscoroutinefunction(of_instances)):
         raise UserError(f"{what} is no async function: write `async def f(chat, row)`")
+
     first_two = list(inspect.signature(found).parameters)[:2]
     if first_two not in (["chat", "row"], ["agents", "row"]):
         raise UserError(

@@ -84,6 +84,7 @@ class BoundPipeline:
         for node in self.nodes:
             if node.node_id == node_id:
                 return node
+
         ids = [node.node_id for node in self.nodes]
         raise PipelineError(
             f"pipeline '{self.graph_id}' has no node '{node_id}'{hint(node_id, ids)}"
@@ -142,6 +143,7 @@ def _configure(node: Node, config: object) -> _ConfiguredNode:
     node = resolve_factory(node, config)
     if isinstance(node.config, Mapping):
         return _ConfiguredNode(node, SimpleNamespace(**node.config), None, given)
+
     key = node.by_role.config if node.config is None else node.config
     if key:
         for part in key.split("."):
@@ -152,7 +154,9 @@ def _configure(node: Node, config: object) -> _ConfiguredNode:
                 raise PipelineError(
                     f"{where}: the config has no '{part}' (of '{key}'){hint(part, names)}"
                 )
+
             config = getattr(config, attribute)
+
     return _ConfiguredNode(node, config, key, given)
 
 
@@ -174,6 +178,7 @@ def check_options(node: Node, contract: Contract) -> None:
     if isinstance(node.config, Mapping) and "config" not in contract.reserved:
         given |= node.config
     declared = _annotations(node.fn)
+
     for name, value in given.items():
         if name in contract.options or contract.open_options:
             kind = declared.get(name)
@@ -183,9 +188,12 @@ def check_options(node: Node, contract: Contract) -> None:
                     f"{node.where}: option '{name}' is {value!r}, and its function declares "
                     f"{kind.__name__}"
                 )
+
             continue
+
         if name in _NOT_HERE:
             raise PipelineError(f"{node.where}: '{name}' {_NOT_HERE[name]}")
+
         known = [*contract.options, *NODE_SETTINGS]
         raise PipelineError(
             f"{node.where}: its function takes no option '{name}'{hint(name, known)}"
@@ -206,11 +214,13 @@ def _annotations(fn: Callable[..., object]) -> dict[str, Any]:
         parameters = inspect.signature(fn, eval_str=True).parameters
     except (ValueError, TypeError, NameError, AttributeError):
         return {}
+
     found: dict[str, Any] = {}
     for name, parameter in parameters.items():
         kind = parameter.annotation
         if isinstance(kind, type) and kind in _KINDS:
             found[name] = kind
+
     return found
 
 
@@ -224,19 +234,23 @@ def _resolve_options(
     """
     node = configured.node
     key = configured.config_key
+
     if isinstance(node.fn, functools.partial):
         preset = node.fn.keywords
     else:
         preset = {}
+
     fixed = {
         **{name: value for name, value in preset.items() if name in contract.options},
         **node.own_options,
     }
+
     values: dict[str, object] = {}
     keys = list[str]()
     for name, default in contract.options.items():
         if name in fixed:
             continue
+
         if name in dir(configured.config):
             values[name] = getattr(configured.config, name)
             if key is not None:
@@ -249,6 +263,7 @@ def _resolve_options(
                 f"{node.where}: option '{name}' has no value: add_node gives none, {where} has no "
                 f"such key{hint(name, configured.names())}, and the function has no default"
             )
+
     return {**values, **fixed}, keys
 
 
@@ -274,6 +289,7 @@ def bind_pipeline(
         check_options(resolved[key], contract)
     wiring = Wiring(resolved, contracts)
     wiring.check()
+
     for node_id in wiring.order:
         for name in contracts[node_id].reads:
             columns = wiring.columns(node_id, loaded)
@@ -285,6 +301,7 @@ def bind_pipeline(
                     f"(@node(writes=...)){hint(name, known)}",
                     canonical(name),
                 )
+
     bound = tuple(_bind_node(wiring, configured[key]) for key in wiring.order)
     return BoundPipeline(
         graph_id=graph_id,
@@ -316,7 +333,9 @@ def _written(wiring: Wiring) -> dict[str, Field]:
                 '"object"), or '
                 f'with register_field("{name}", ...)'
             )
+
         written[name] = field
+
     return written
 
 
@@ -326,6 +345,7 @@ def _bind_node(wiring: Wiring, configured: _ConfiguredNode) -> BoundNode:
     by_role = node.by_role
     role_phase = (by_role.forward_phase if node.only_forward_compute else None) or by_role.phase
     options, keys = _resolve_options(configured, vertex.contract)
+
     return BoundNode(
         node_id=node.node_id,
         fn=node.fn,

@@ -115,8 +115,10 @@ def read_contract(fn: Callable[..., object] | None, declared: Declared) -> Contr
             raise PipelineError(
                 f"{declared.where}: its function cannot be inspected ({error}); write one around it"
             ) from error
+
         form = form_of(parameters)
         fields = _fields(form, parameters, declared)
+
     names = {p.name for p in parameters}
     reserved = tuple(name for name in RESERVED if name in names)
     return Contract(
@@ -147,17 +149,20 @@ def form_of(parameters: list[Parameter]) -> Form:
 def _fields(form: Form, parameters: list[Parameter], declared: Declared) -> FieldsRead:
     if form is Form.BATCH_REWARD:
         return FieldsRead(*_explicit(declared))
+
     if form is Form.SAMPLE_REWARD:
         required = ("data_source", "responses", "ground_truth")
         optional: tuple[str, ...] = ()
         if any(p.name == "extra_info" for p in parameters):
             optional = ("extra_info",)
         return FieldsRead(required, optional, (*required, *optional))
+
     for p in parameters:
         if p.kind in (Parameter.POSITIONAL_ONLY, Parameter.VAR_POSITIONAL):
             raise PipelineError(
                 f"{declared.where}: '{p}' cannot be passed by a name, as fields and options are"
             )
+
     if declared.spec.reads is not None:
         return _explicit_fields(parameters, declared)
     return _signature_fields(parameters, declared)
@@ -173,6 +178,7 @@ def _role_of(
         return "special"
     if parameter.kind is Parameter.KEYWORD_ONLY:
         return "option"
+
     is_field = declared.is_field(parameter.name)
     if not is_field and declared.is_option(parameter.name):
         return "option"
@@ -180,6 +186,7 @@ def _role_of(
         return "field"
     if is_field or parameter.default is None:
         return "optional"
+
     return "option"
 
 
@@ -194,6 +201,7 @@ def _signature_fields(parameters: list[Parameter], declared: Declared) -> Fields
                 f"{declared.where}: '{p}' does not say what it reads; declare it with "
                 "@node(reads=...)"
             )
+
         role = _role_of(p, declared)
         if role == "field":
             required.append(p.name)
@@ -201,7 +209,9 @@ def _signature_fields(parameters: list[Parameter], declared: Declared) -> Fields
             optional.append(p.name)
         else:
             continue
+
         by_keyword.append(p.name)
+
     return FieldsRead(tuple(required), tuple(optional), tuple(by_keyword))
 
 
@@ -216,15 +226,18 @@ def _explicit(declared: Declared) -> tuple[tuple[str, ...], tuple[str, ...]]:
 def _explicit_fields(parameters: list[Parameter], declared: Declared) -> FieldsRead:
     required, optional = _explicit(declared)
     named = tuple(name.removeprefix("?") for name in declared.spec.reads or ())
+
     for p in parameters:
         if p.name not in named and _role_of(p, declared) == "field":
             raise PipelineError(
                 f"{declared.where}: @node(reads=...) leaves out its parameter "
                 f"'{p.name}'{hint(p.name, named)}"
             )
+
     names = {p.name for p in parameters}
     if any(p.kind is Parameter.VAR_KEYWORD for p in parameters):
         return FieldsRead(required, optional, named)
+
     by_keyword = tuple(name for name in named if name in names)
     if by_keyword != named and names.isdisjoint(("batch", "samples", "group")):
         missing = next(name for name in named if name not in names)
@@ -232,6 +245,7 @@ def _explicit_fields(parameters: list[Parameter], declared: Declared) -> FieldsR
             f"{declared.where}: it reads '{missing}' but has no parameter for "
             f"it{hint(missing, names)}; name one, or take `batch` or `samples`"
         )
+
     return FieldsRead(required, optional, by_keyword)
 
 
@@ -248,12 +262,15 @@ def _writes(form: Form, declared: Declared) -> tuple[str, ...]:
 def _scope(fields: FieldsRead, reserved: tuple[str, ...], declared: Declared) -> Scope:
     if "reduce" in reserved:
         return "global"
+
     scope = declared.scope or declared.spec.scope
     if scope:
         return scope
+
     for name in (*fields.reads, *fields.optional):
         if canonical(name) == "group_index":
             return "group"
+
     return ROLE_DEFAULTS[declared.role].scope or "sample"
 
 
@@ -261,6 +278,7 @@ def _options(form: Form, parameters: list[Parameter], declared: Declared) -> dic
     options: dict[str, object] = {}
     if form is Form.BATCH_REWARD:
         return options
+
     required, optional = _explicit(declared)
     for p in parameters:
         if form is Form.SAMPLE_REWARD:
@@ -269,9 +287,11 @@ def _options(form: Form, parameters: list[Parameter], declared: Declared) -> dic
             is_option = False
         else:
             is_option = _role_of(p, declared) == "option"
+
         if is_option:
             if p.default is Parameter.empty:
                 options[p.name] = REQUIRED
             else:
                 options[p.name] = p.default
+
     return options

@@ -34,6 +34,7 @@ def flowchart(boxes: Sequence[Box]) -> str:
             for box in boxes
             if box.plane == plane
         ]
+
         if plane is None:
             lines += [f"    {line}" for line in inside]
         else:
@@ -42,11 +43,13 @@ def flowchart(boxes: Sequence[Box]) -> str:
                 *(f"        {line}" for line in inside),
                 "    end",
             ]
+
     by_id = {box.node_id: box for box in boxes}
     for box in boxes:
         lines += [
             f"    {names[dep]} {_arrow(by_id[dep], box)} {names[box.node_id]}" for dep in box.deps
         ]
+
     return "\n".join(lines) + "\n"
 
 
@@ -59,10 +62,12 @@ def text_drawing(boxes: Sequence[Box]) -> str:
         if box.plane != plane:
             plane = box.plane
             lines.append(f"{plane} loop")
+
         lines.append(f"  {box.node_id}  ({box.kind})")
         for dep in box.deps:
             fields = ", ".join(_passed(by_id[dep], box)) or "(order only)"
             lines.append(f"      {fields}  ◀ {dep}")
+
     return "\n".join(lines) + "\n"
 
 

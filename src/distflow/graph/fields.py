@@ -76,6 +76,7 @@ def register_field(
     known = find_field(name)
     if known is not None and known != wanted:
         raise ValueError(f"field '{name}' is already {known}; choose another name")
+
     if known is None:
         _registered[name] = wanted
     return known or wanted

@@ -129,22 +129,28 @@ class Node:
         _check_arguments(self)
         settle = object.__setattr__
         settle(self, "deps", tuple(self.deps))
+
         options = dict(self.options)
         for name, default in _IGNORED.items():
             if options.get(name, self) == default:
                 del options[name]
+
         settle(self, "options", options)
         if self.writes is not None:
             settle(self, "writes", as_names(self.writes, f"{where}: writes"))
+
         for name, kind in (("node_type", NodeType), ("node_role", NodeRole)):
             if getattr(self, name) is not None:
                 settle(self, name, as_member(kind, getattr(self, name), f"{where}: {name}"))
+
         if self.func is None:
             func = _WITHOUT_FUNC.get(self.node_type)
         else:
             func = self.func
+
         if func is None:
             raise PipelineError(f'{where} has no func; pass a function or "module:function"')
+
         settle(self, "fn", resolve_func(func, where))
         spec = spec_of(self.fn)
         settle(self, "spec", spec if self.writes is None else replace(spec, writes=self.writes))
@@ -176,8 +182,10 @@ class Node:
             else:
                 default = NodeRole.REWARD
             object.__setattr__(self, "node_role", self.spec.role or default)
+
         if is_factory(self.fn):
             return  # the function depends on the config
+
         if self.node_type is None:
             engines = engines_of(self, contract)
             trains = any(engine != "rollout" for engine in engines)
@@ -185,7 +193,9 @@ class Node:
                 inferred = NodeType.MODEL_TRAIN
             else:
                 inferred = NodeType.MODEL_INFERENCE
+
             object.__setattr__(self, "node_type", inferred if engines else NodeType.COMPUTE)
+
         if (
             self.retry_limit
             and self.node_type is NodeType.MODEL_TRAIN
@@ -196,6 +206,7 @@ class Node:
                 "effects and cannot run again; set only_forward_compute=True if it changes no "
                 "weights"
             )
+
         takes_own = "engine" in contract.reserved
         if (self.node_type in ENGINE_TYPES or takes_own) and not engines_of(self, contract):
             with_one = [role.name for role, defaults in ROLE_DEFAULTS.items() if defaults.engine]
@@ -212,19 +223,24 @@ def resolve_factory(node: Node, config: object) -> Node:
     """
     if not is_factory(node.fn):
         return node
+
     try:
         fn = node.fn(config)
     except (ValueError, LookupError, AttributeError) as error:
         raise PipelineError(f"{node.where}: {error}") from error
+
     if not callable(fn) or is_factory(fn):
         raise PipelineError(f"{node.where}: its factory returned {fn!r}, which is not a function")
+
     role: NodeRole | None = (
         None if node.spec.role is None and node.node_role is NodeRole.DEFAULT else node.node_role
     )
+
     # resolved again
     result = replace(node, func=fn, node_role=role, options=node.own_options)  # type: ignore[arg-type]
     declared = {name: value for name, value in vars(result.spec).items() if value is not None}
     object.__setattr__(result, "spec", replace(node.spec, **declared))
+
     return result
 
 
@@ -236,6 +252,7 @@ def engines_of(node: Node, contract: Contract) -> tuple[str, ...]:
         if own:
             return tuple(dict.fromkeys((own, *contract.engines)))
         return ()
+
     uses_own = own is not None and not contract.engines and node.node_type in ENGINE_TYPES
     return (own,) if uses_own and own else contract.engines
 
@@ -257,6 +274,7 @@ def contract_of(node: Node, fields: Collection[str] = (), config: Collection[str
         is_field=lambda name: canonical(name) in fields or find_field(name) is not None,
         is_option=known.__contains__,
     )
+
     return read_contract(None if is_factory(node.fn) else node.fn, declared)
 
 
@@ -278,6 +296,7 @@ def contracts_of(
     for contract in read(fields).values():
         for name in contract.writes:
             written.add(canonical(name))
+
     return read({*fields, *written})
 
 
@@ -294,26 +313,31 @@ def split_arguments(arguments: Mapping[str, Any]) -> dict[str, Any]:
         else:
             target = settings["options"]
         target[name] = value
+
     return settings
 
 
 def _check_arguments(node: Node) -> None:
     if not isinstance(node.node_id, str) or not node.node_id.strip():
         raise PipelineError(f"node_id must be a str that is not empty, not {node.node_id!r}")
+
     where = node.where
     is_sequence = isinstance(node.deps, Iterable) and not isinstance(node.deps, str)
     if not is_sequence or not all(isinstance(dep, str) for dep in node.deps):
         raise PipelineError(
             f'{where}: deps must be a list of node ids such as ["rollout_actor"], not {node.deps!r}'
         )
+
     as_names(node.deps, f"{where}: deps")
     check_scope(node.scope, f"{where}: scope")
+
     if (
         not isinstance(node.retry_limit, int)
         or isinstance(node.retry_limit, bool)
         or node.retry_limit < 0
     ):
         raise PipelineError(f"{where}: retry_limit must be an int from 0, not {node.retry_limit!r}")
+
     planes = ("rollout", "training")
     if node.plane is not None and node.plane not in planes:
         raise PipelineError(f"{where}: plane {node.plane!r} is none{hint(str(node.plane), planes)}")
@@ -329,6 +353,7 @@ def resolve_func(func: object, where: str) -> Callable[..., object]:
             return load_function(func)
         except LoadError as err:
             raise PipelineError(f"{where}: {err}") from err
+
     if isinstance(func, type):
         raise PipelineError(
             f"{where}: func {func!r} is a class; name one of its methods or pass an instance"
@@ -337,4 +362,5 @@ def resolve_func(func: object, where: str) -> Callable[..., object]:
         raise PipelineError(
             f'{where}: func {func!r} cannot be called; pass a function or "module:function"'
         )
+
     return func

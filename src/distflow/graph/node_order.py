@@ -16,12 +16,14 @@ def topological_order(deps: Edges) -> list[str]:
     sorter = TopologicalSorter(deps)
     sorter.prepare()
     ready: list[tuple[int, str]] = []
+
     order: list[str] = []
     while sorter.is_active():
         for node_id in sorter.get_ready():
             heappush(ready, (rank[node_id], node_id))
         order.append(heappop(ready)[1])
         sorter.done(order[-1])
+
     return order
 
 
@@ -46,6 +48,7 @@ def _check_edges(deps: Edges) -> None:
     """Raises PipelineError for no nodes, an unknown dependency, or a cycle."""
     if not deps:
         raise PipelineError("the graph has no nodes; add at least one with add_node")
+
     for node_id, ids in deps.items():
         for dep in ids:
             if dep not in deps:
@@ -53,6 +56,7 @@ def _check_edges(deps: Edges) -> None:
                 raise PipelineError(
                     f"node '{node_id}' depends on '{dep}', which is not a node{hint(dep, others)}"
                 )
+
     try:
         TopologicalSorter(deps).prepare()
     except CycleError as error:  # the second argument is the path, in the direction of the data

@@ -56,7 +56,9 @@ def node(
                 raise PipelineError(
                     f"@node: writes: '{axis}' of column '{name}' is not an axis{meant}"
                 )
+
             register_field(name, _DTYPES.get(axis, "float32"), axis)
+
     spec = NodeSpec(
         writes=None if writes is None else as_names(writes, "@node: writes"),
         role=None if role is None else as_member(NodeRole, role, "@node: role"),
@@ -103,6 +105,7 @@ def _marked(fn: _Fn, attribute: str, value: object) -> _Fn:
         # another type, called in the same way
         fn = functools.partial(fn)  # type: ignore[assignment]
         setattr(fn, attribute, value)
+
     return fn
 
 
@@ -113,12 +116,15 @@ def as_member(kind: type[_Member], value: object, where: str) -> _Member:
     """The member of that name. Raises PipelineError with the nearest name."""
     if isinstance(value, kind):
         return value
+
     if isinstance(value, str):
         name = value.removeprefix(f"{kind.__name__}.").upper()
     else:
         name = ""
+
     if name in kind.__members__:
         return kind[name]
+
     raise PipelineError(
         f"{where}: {value!r} is not a {kind.__name__}{hint(str(value), kind.__members__)}"
     )
@@ -141,4 +147,5 @@ def as_names(value: object, where: str) -> tuple[str, ...]:
             raise PipelineError(f"{where}: expected names, got {name!r}")
         if names.count(name) > 1:
             raise PipelineError(f"{where}: '{name}' is named twice")
+
     return names

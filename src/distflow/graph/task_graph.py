@@ -40,12 +40,14 @@ class TaskGraph:
         exist."""
         removed = self.get_node(node_id)
         del self.nodes[node_id]
+
         for other in self.nodes.values():
             if node_id not in other.deps:
                 continue
             place = other.deps.index(node_id)
             spliced = (*other.deps[:place], *removed.deps, *other.deps[place + 1 :])
             self.nodes[other.node_id] = replace(other, deps=tuple(dict.fromkeys(spliced)))
+
         return removed
 
     def update_node(self, node_id: str, /, **changes: Any) -> Node:
@@ -59,6 +61,7 @@ class TaskGraph:
             raise PipelineError(
                 f"{node.where}: the id of a node cannot change; remove the node and add another"
             )
+
         made = split_arguments(changes)
         made["options"] = {**node.options, **made["options"]}
         self.nodes[node_id] = replace(node, **made)
@@ -123,10 +126,12 @@ class TaskGraph:
         """The graph that trains this policy alone: its nodes, and those that all policies share."""
         path = TaskGraph(self.graph_id, self.description)
         others = {name for name, node in self.nodes.items() if node.policy not in (None, policy)}
+
         for name, node in self.nodes.items():
             if name not in others:
                 deps = tuple(dep for dep in node.deps if dep not in others)
                 path.nodes[name] = replace(node, deps=deps)
+
         return path
 
     def copy(self) -> "TaskGraph":
@@ -159,6 +164,7 @@ class TaskGraph:
             )
             for node_id, vertex in wiring.vertices.items()
         ]
+
         return flowchart(boxes)
 
     def _wiring(self) -> Wiring:
@@ -222,9 +228,11 @@ def _options_of(entry: Mapping[str, Any], where: str) -> Mapping[str, Any]:
         )
     if not all(isinstance(name, str) for name in options):
         raise PipelineError(f"{where}: names of options must be str, not {options!r}")
+
     reserved = [name for name in options if name in _ENTRY_KEYS.values()]
     if reserved:
         raise PipelineError(
             f"{where}: '{reserved[0]}' is not an option; write it next to id and func"
         )
+
     return options

@@ -46,6 +46,7 @@ class Wiring:
     def __init__(self, nodes: Mapping[str, Node], contracts: Mapping[str, Contract]) -> None:
         self.vertices: dict[str, Vertex] = {}
         self.writers: dict[str, list[str]] = {}
+
         explicit: dict[str, tuple[str, ...]] = {}
         for node_id, node in nodes.items():
             vertex = Vertex(node, contracts[node_id])
@@ -53,13 +54,16 @@ class Wiring:
             explicit[node_id] = node.deps
             for name in vertex.writes:
                 self.writers.setdefault(name, []).append(node_id)
+
         _check_edges(explicit)
         given = ancestors(explicit)
         self.deps: dict[str, tuple[str, ...]] = {}
+
         for node_id, deps in explicit.items():
             self.deps[node_id] = tuple(
                 dict.fromkeys((*deps, *self._writers_before(node_id, given)))
             )
+
         _check_edges(self.deps)
         self.order = topological_order(self.deps)
         self.before = ancestors(self.deps)
@@ -80,8 +84,10 @@ class Wiring:
                     f"node '{node_id}' {needs}, which needs the rollout loop, but runs in the "
                     f"training loop: {self._training_because[node_id]}"
                 )
+
             for name in self._sources(node_id):
                 self._check_read(node_id, name)
+
             for dep in self.vertices[node_id].node.deps:
                 if not self._share_a_path(node_id, dep):
                     own = self.vertices[node_id].node.policy
@@ -120,16 +126,19 @@ class Wiring:
         known = set(loaded)
         for other in self.before[node_id]:
             known.update(self.vertices[other].writes)
+
         before = -1
         while before < len(known):  # a derived field may be the source of another
             before = len(known)
             known.update(name for name, sources in DERIVED.items() if known.issuperset(sources))
+
         return known
 
     def _plane(self, node_id: str) -> Plane:
         vertex = self.vertices[node_id]
         inherited = [dep for dep in self.deps[node_id] if dep in self._training_because]
         train = [engine for engine in vertex.engines if engine != "rollout"]
+
         if vertex.contract.scope == "global":
             self._training_because[node_id] = "its scope is global"
         elif train:
@@ -139,6 +148,7 @@ class Wiring:
             self._training_because[node_id] = f"it comes after '{inherited[0]}' ({first})"
         elif vertex.node.plane == "training":
             self._training_because[node_id] = "its plane is training"
+
         if node_id in self._training_because:
             return "training"
         return "rollout"
@@ -171,8 +181,10 @@ class Wiring:
             is_other = writer != node_id and self._share_a_path(writer, node_id)
             if is_other and not self._is_late(writer):
                 writers.append(writer)
+
         if any(writer in self.before[node_id] for writer in writers):
             return
+
         for writer in writers:
             # a node that updates the field needs it to exist already
             if name not in self.vertices[writer].reads:
@@ -194,4 +206,5 @@ def _why_rollout(vertex: Vertex) -> str | None:
         return "must run there (its plane is rollout)"
     if vertex.node.plane is None and vertex.node.by_role.plane == "rollout":
         return f"must run there (its role is {vertex.node.node_role.name})"
+
     return None

@@ -60,10 +60,12 @@ def _load_policy(config: Config, get: Get, device: torch.device, name: str) -> n
         key = "actor_rollout_ref.model.path"
     else:
         key = f"dag.policies.{name}.model.path"
+
     with blaming(key):
         model = load_model(**source, device=device)
         if is_first:
             return model
+
         common = get("tokenizer")
         own = load_tokenizer(source["path"], revision=source.get("revision"))
         if own.get_vocab() != common.get_vocab() or own.chat_template != common.chat_template:
@@ -71,6 +73,7 @@ def _load_policy(config: Config, get: Get, device: torch.device, name: str) -> n
                 "its tokenizer or chat template differs from that of actor_rollout_ref.model.path: "
                 "all policies of an episode's agents need the same one"
             )
+
     return model
 
 
@@ -85,6 +88,7 @@ def build_trainers(
             own, "actor", steps, get, model, _TRAINER, policy=name, policies=owners
         )
         found[name] = cast(PolicyTrainer, trainer)
+
     agents = {policy: agent for agent, policy in owners.items() if policy in found}
     return MultiPolicyTrainer(found, agents)
 
@@ -100,6 +104,7 @@ def build_references(config: Config, get: Get, device: torch.device) -> MultiPol
             group=get("collective"),
             **reference_options(config),
         )
+
     return MultiPolicyScorer(found)
 
 
@@ -111,6 +116,7 @@ def build_rollouts(
     trained = models_of(get("policy"))
     shares = shares_weights(config) and get.planned("actor")
     options = policy_engine_options(config)
+
     found = dict[str, RolloutEngine]()
     for name in dict.fromkeys((*trained, *policies_of_agents(config).values())):
         shares_own = shares and name in trained
@@ -120,7 +126,9 @@ def build_rollouts(
             model = copy.deepcopy(trained[name])
         else:
             model = _load_policy(config, get, device, name)
+
         if not shares_own:
             cast_weights(model, dtype)
         found[name] = make_engine(config, model, get("tokenizer"), shares_own, options)
+
     return MultiPolicyRollout(found, tuple(trained))

@@ -87,6 +87,7 @@ def build_worker(inputs: WorkerInputs) -> Worker:
         waits=recorder.waits,
         after_commit=partial(_after_commit, spec, warn),
     )
+
     return Worker(
         inputs,
         services,

@@ -21,12 +21,14 @@ def check_disk(spec: Spec) -> None:
     keep_last = spec.keep_last
     if keep_last is None:  # the run saves none
         return
+
     size = checkpoint_bytes(spec.config, spec.pipeline().engines)
     kept = keep_last + (spec.keep_best is not None)
     at_once = min(kept + 1, _most_saves(spec))  # a new one is complete before an old one goes
     free = _free_bytes(spec.run_dir)
     if at_once * size <= free:
         return
+
     raise UserError(
         f"the disk is too small: a checkpoint takes {size / 1e9:.3g} GB (weights and optimizer), "
         f"and {count_of(at_once, 'checkpoint')} may be there at once "
@@ -41,19 +43,23 @@ def checkpoint_bytes(config: Config, engines: Collection[str]) -> float:
     to nothing."""
     total = 0.0
     settings = config.actor_rollout_ref
+
     for role, size in model_sizes(
         config, [role for role in engines if role in ("actor", "critic")]
     ).items():
         if role == "actor" and settings.model.lora_rank:
             continue
+
         if role == "actor":
             optim = settings.actor.optim
         else:
             optim = config.critic.optim
+
         stored = trained_bytes(size, size, optim.optimizer)
         total += stored["weights"] + stored["optimizer"]
         if role == "actor" and config.trainer.save_hf_model:
             total += _EXPORTED_BYTES * size
+
     return total
 
 
@@ -76,4 +82,5 @@ def _free_bytes(run_dir: Path) -> int:
     there = sum(
         file.stat().st_size for file in (run_dir / CHECKPOINTS).glob("*/*") if file.is_file()
     )
+
     return disk.f_bavail * disk.f_frsize + there

@@ -78,6 +78,7 @@ def chosen_parts(config: Config) -> Iterator[Part]:
             target = entry.target
         elif ":" in name:
             target = custom_target(*split_name(name))
+
         if target:
             yield Part(kind, key, name, target)
 
@@ -91,6 +92,7 @@ def _choices(config: Config) -> Iterator[tuple[str, str, str]]:
         yield "tracker", "trainer.logger", name
     if not is_rl(config):
         return
+
     yield "rollout engine", "actor_rollout_ref.rollout.name", settings.rollout.name
     for key, name in named_algorithms(config):
         if key.endswith("policy_loss"):
@@ -98,6 +100,7 @@ def _choices(config: Config) -> Iterator[tuple[str, str, str]]:
         else:
             kind = "advantage estimator"
         yield kind, key, name
+
     for key, _, parts in named_rewards(config):
         for part in parts:
             yield "reward function", key, part.name
@@ -106,19 +109,23 @@ def _choices(config: Config) -> Iterator[tuple[str, str, str]]:
 def faults_of(part: Part) -> Iterator[str]:
     """The reasons why the part cannot work."""
     module, attribute = split_name(part.target)
+
     # Reward functions are imported by their own processes alone; the package of a tracker may be
     # missing, which the run reports.
     if part.kind in ("reward function", "tracker"):
         source = SourceFile.of(module)
         if source is None:
             return  # importing it will report why it cannot be read
+
         if not source.defines(attribute.partition(".")[0]):
             yield f"{module} has no '{attribute}'{hint(attribute, source.names)}"
         elif part.kind == "tracker":
             yield from _lacking(part, source.methods(attribute).__contains__)
         elif (signature := source.signature(attribute)) and (fault := find_fault(signature)):
             yield f"{module}: {attribute} {fault}"
+
         return
+
     try:
         made = load(part.target)
         registry = _REGISTRIES.get(part.kind)
@@ -126,8 +133,10 @@ def faults_of(part: Part) -> Iterator[str]:
     except ValueError as error:  # including a registry's error for a function that it cannot call
         yield str(error)
         return
+
     if not is_registered:
         yield f"{module} does not register '{part.name}': add the decorator above {attribute}"
+
     # mypy has checked our own parts, of which an engine behind servers becomes one in a `Fleet`
     is_ours = module.startswith("distflow.")
     if part.kind in _PROTOCOLS and not is_ours:
@@ -141,6 +150,7 @@ def _lacking(part: Part, has: Callable[[str], bool]) -> Iterator[str]:
     for name, member in inspect.getmembers(protocol, inspect.isfunction):
         if not name.startswith("_") and not has(name):
             missing.append(f"{name}{inspect.signature(member)}")
+
     if missing:
         lines = "".join(f"\n  {line}" for line in missing)
         yield f"{part.target} lacks methods of {protocol.__module__}. Add{lines}"
@@ -154,6 +164,7 @@ def explain_missing_column(error: MissingColumn, config: Config) -> UserError | 
             known = _REGISTRIES[kind].get(name)
         else:
             known = None
+
         if known is not None and error.column in inspect.signature(known.fn).parameters:
             function = getattr(known.fn, "__qualname__", name)
             meant = f"column of the batch{hint(error.column, STANDARD_FIELDS)}".removesuffix("?")
@@ -162,4 +173,5 @@ def explain_missing_column(error: MissingColumn, config: Config) -> UserError | 
                 f"{meant}. If it is an option, put it after a *: def {function}(..., *, "
                 f"{error.column}=...)"
             )
+
     return None

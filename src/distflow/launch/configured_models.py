@@ -67,9 +67,11 @@ def copy_weights(weights: Mapping[str, Tensor], model: nn.Module) -> str:
     for name, weight in weights.items():
         if name not in own or own[name].shape != weight.shape:
             return name
+
     with torch.no_grad():
         for name, weight in weights.items():
             own[name].copy_(weight)
+
     return ""
 
 
@@ -84,18 +86,22 @@ def policy_limits(config: Config) -> RunLimits:
     """What the model's config limits; loads no weights. Raises UserError as `load_policy` does."""
     source = policy_source(config)
     settings = config.actor_rollout_ref.model
+
     with blaming("actor_rollout_ref.model.path"):
         model = ModelSource(**source).config().get_text_config()
         reads_images = has_image_processor(resolve_path(source["path"]), source["revision"])
         why = why_not_embedded(model) or ("it reads images" if reads_images else None)
         limits = RunLimits(context=context_length(**source), not_embedded=why)
         is_plain = not reads_images and type(model) in AutoModelForCausalLM._model_mapping
+
     if settings.lora_rank:
         with blaming("actor_rollout_ref.model.lora_rank"):
             require_peft()
+
     if settings.lora_rank and settings.target_modules != "all-linear" and is_plain:
         with blaming("actor_rollout_ref.model.target_modules"):
             check_targets(_without_weights(source), settings.target_modules)
+
     return limits
 
 
@@ -106,19 +112,23 @@ def model_sizes(config: Config, engines: Collection[str]) -> dict[str, int]:
     """
     said = config.dag.model_sizes
     models = sorted({*engines} - {"rollout"})  # which has the actor's weights
+
     for role in said:
         if role not in models:
             near = hint(role, models)
             raise UserError(f"dag.model_sizes: the pipeline has no model '{role}'{near}")
+
     sizes = {}
     for role in models:
         if role in said:
             with blaming("dag.model_sizes"):
                 sizes[role] = parse_size(said[role])
             continue
+
         key, source = source_of(config, role)
         with blaming(key):
             sizes[role] = int(_without_weights(source).num_parameters())
+
     return sizes
 
 
@@ -154,8 +164,10 @@ def prediction(config: Config, pipeline: BoundPipeline, plan: Plan, rows: int) -
         measured = measured_run(config.trainer.plan_from)
     else:
         measured = None
+
     if kind not in ("cpu", accelerator()) or not pipeline.engines:
         return {}
+
     shapes = {}
     try:
         # backends may lack it
@@ -166,10 +178,12 @@ def prediction(config: Config, pipeline: BoundPipeline, plan: Plan, rows: int) -
             shapes[role] = ModelShape.of(model.to_dict())
     except UserError:
         return {}
+
     known = RunFacts(RunLimits(rows))
     if measured is not None:
         rates = measured.rates(pipeline, device)
         known = replace(known, lengths=measured.lengths(config), rates=rates)
+
     run = predict(config, pipeline, shapes, device, known, plan)
     return {**as_predicted(run, device, shapes), "line": run.line()}
 
@@ -212,6 +226,7 @@ def scoring_source(config: Config, name: str) -> tuple[str, Source]:
         "trust_remote_code": False,
         "scores": not scoring_models(config.reward_model)[name].judge,
     }
+
     return key, {**_source(config, path), **own}
 
 
@@ -223,6 +238,7 @@ def check_engines(config: Config, engines: Collection[str]) -> None:
             key = "reward_model.model.path"
         else:
             key = f"reward_model.models.{engine}"
+
         near = hint(engine, [name for name in (*ENGINES, *models) if name != engine])
         raise UserError(
             f"{key}: a node of the pipeline needs the engine '{engine}'{near}; set the key"
@@ -246,6 +262,7 @@ def policy_adapter(config: Config) -> Adapt | None:
     model = config.actor_rollout_ref.model
     if not model.lora_rank:
         return None
+
     return partial(
         add_lora,
         rank=model.lora_rank,
@@ -263,6 +280,7 @@ def load_adapted(
         model = load_model(**source, sharding=None if adapt else sharding, device=device)
     if adapt is None:
         return model
+
     adapted = adapt(model)
     if sharding is not None:
         shard_model(adapted, sharding)
@@ -277,6 +295,7 @@ def tokenizer_loader(config: Config) -> Callable[[], PreTrainedTokenizerBase]:
     if path is not None:
         key = "actor_rollout_ref.model.tokenizer_path"
         return partial(load, path, key=key, revision=None, gguf_file=None)
+
     return partial(
         load,
         source["path"],

@@ -81,20 +81,24 @@ class DataSource:
         """are_all: the rows are all of the source, of which most must be good."""
         good = list[RawRow]()
         rewards = self.rewards or {}
+
         for row in rows:
             parts = rewards.get(row.domain) or rewards.get("default", ())
             if why := find_broken([part.name for part in parts], row.answer, row.extra_info):
                 bad.broken.append(f"{row.origin}: {why}")
             else:
                 good.append(row)
+
         if not bad.broken:
             return good
+
         if self.broken_tests == "error":
             advice = "repair them, or exclude such rows with data.broken_tests=skip"
         elif are_all and 2 * len(bad.broken) > len(rows):
             advice = "most rows are affected: check data.answer_key and reward.functions"
         else:
             return good
+
         said = listed(bad.broken, "row", "whose tests are broken")
         raise UserError(f"{self.key}: {said}\n{advice}")
 
@@ -121,6 +125,7 @@ class DataSource:
         good = self._without_broken_tests(rows, bad, are_all=False)
         if not good:
             raise UnusableRow("broken_tests" if rows else "bad_row", (bad.broken or bad.reasons)[0])
+
         return self.encode((good, bad), tokenizer)
 
 
@@ -142,6 +147,7 @@ def read_sources(sources: Sequence[DataSource], run_dir: Path) -> Read:
                 f"data.domains.{source.domain}.tags: no row of {source.key} has the tag "
                 f"{' or '.join(own)} (data.tag_key), so the domain has no training data"
             )
+
     if sources and not found:
         raise UserError(f"{sources[0].key}: no rows in {', '.join(sources[0].files)}")
     return found
@@ -155,9 +161,11 @@ def train_sources(config: Config, scored: bool) -> list[DataSource]:
         names = [name for name, domain in domains.items() if domain.weight]
     else:
         names = [""]
+
     found = [_source(config, "train", name, scored) for name in names]
     if not scored:
         return found
+
     rewards = reward_functions(config)
     broken_tests = config.data.broken_tests
     return [replace(each, rewards=rewards, broken_tests=broken_tests) for each in found]
@@ -169,6 +177,7 @@ def validation_sources(config: Config, scored: bool) -> list[DataSource]:
     for name, domain in config.data.domains.items():
         if domain.val_files or chooses_by_tags(config, name, "val_files"):
             names.append(name)
+
     if not names and config.data.val_files:
         names = [""]
     return [_source(config, "val", name, scored) for name in names]
@@ -184,6 +193,7 @@ def _source(
         functions = reward_functions(config)
         for named in [functions.get(domain, ())] if domain else functions.values():
             parts += named
+
     columns = _columns(config, domain, parts)
     key = "data"
     own: DataConfig | DomainConfig = data
@@ -191,17 +201,21 @@ def _source(
         key = f"data.domains.{domain}"
         own = data.domains[domain]
         columns = replace(columns, group=key, only_domain=domain, domain=None)
+
     files_key = f"{key}.{split}_files"
     files = getattr(own, f"{split}_files")
+
     by_tags = chooses_by_tags(config, domain, f"{split}_files")
     if by_tags:
         files_key = f"data.{split}_files"
         files = getattr(data, f"{split}_files")
         columns = replace(columns, domain_of_tag=domain_of_tag(config))
+
     if by_tags or split == "val":
         columns = replace(columns, tag=data.tag_key)
     most = getattr(own, f"{split}_max_samples")
     options = _options(config, domain, parts, scored)
+
     return DataSource(files_key, files, most, columns, data.bad_rows, options, domain)
 
 
@@ -211,6 +225,7 @@ def _columns(config: Config, domain: str, parts: Sequence[RewardPart]) -> Column
     own = partial(own_setting, config, domain, data)
     is_sft = not is_rl(config) and not reads_pairs(config)
     builtin = [REWARDS[part.name] for part in parts if part.name in REWARDS]
+
     return Columns(
         prompt=own("prompt_key"),
         answer=own("answer_key"),
@@ -232,6 +247,7 @@ def _options(
     data = config.data
     own = partial(own_setting, config, domain, data)
     is_rm = reads_pairs(config)
+
     keeps_messages = is_rm or (scored and bool(scoring_models(config.reward_model)))
     keeps_chats = config.actor_rollout_ref.rollout.workflow is not None
     for part in parts:
@@ -239,6 +255,7 @@ def _options(
         # A user's function may be written for TRL or verifiers, whose completions are messages if
         # the prompt is a chat. It and a judge get the chat's text without the template.
         keeps_chats |= is_own(part.name) or part.name == JUDGE
+
     return PromptOptions(
         max_prompt_length=data.max_prompt_length,
         max_response_length=own("max_response_length"),
@@ -270,6 +287,7 @@ def as_read_by_model(sources: Sequence[DataSource], config: Config) -> list[Data
             f"data.image_key={config.data.image_key}: the model '{path}' reads text alone: remove "
             "the key, or take a model whose folder has a processor of images"
         )
+
     return [replace(source, columns=replace(source.columns, images=None)) for source in sources]
 
 
@@ -290,6 +308,7 @@ def encode_row(
             "submit takes a dict such as {'prompt': ..., 'answer': ...}, not a "
             f"{type(values).__name__}"
         )
+
     scored = "reward_fn" in pipeline.services
     (source,) = as_read_by_model(train_sources(config, scored), config)
     columns = {str(key): plain(value) for key, value in values.items()}

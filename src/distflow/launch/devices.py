@@ -29,19 +29,23 @@ def follow_machines(loaded: Loaded) -> Loaded:
     size = trainer.n_gpus_per_node
     if is_one_process(loaded.config) or trainer.launcher == "slurm" or trainer.device == "cpu":
         return loaded
+
     if is_local:
         gpus = [torch.accelerator.device_count()]
     else:
         gpus = cast(Callable[[], list[int]], load(GPUS_OF_CLUSTER))()
+
     has_enough = sum(number >= size for number in gpus) >= trainer.nnodes
     has = []
     for number, machines in sorted(Counter(gpus).items(), reverse=True):
         if number:
             has.append(f"{number} GPU(s) on {machines} machine(s)")
+
     why = (
         f"the workers need {size} GPU(s) on {trainer.nnodes} machine(s); "
         f"{'torch' if is_local else 'Ray'} has {', '.join(has) or 'no GPU'}"
     )
+
     if not has_enough and (trainer.device != "auto" or trainer.nnodes * size > 1):
         raise UserError(
             f"trainer.device={trainer.device}: {why}: lower trainer.nnodes, "
@@ -50,6 +54,7 @@ def follow_machines(loaded: Loaded) -> Loaded:
         )
     if trainer.device != "auto":
         return loaded
+
     found = accelerator() if is_local else "cuda"
     device = found if found and has_enough else "cpu"
     return with_changes(loaded, [("trainer.device", device, why)])
@@ -62,16 +67,20 @@ def choose_device(config: Config) -> torch.device:
     wanted = config.trainer.device
     if config.trainer.launcher == "slurm":
         return torch.device("cpu" if wanted == "cpu" else "cuda")
+
     found = accelerator()
     if wanted == "auto":
         return torch.device(found or "cpu")
+
     is_elsewhere = wanted == "cuda" and config.trainer.launcher != "local"
     if wanted in ("cpu", found) or is_elsewhere:
         return torch.device(wanted)
+
     if wanted == "gpu":
         more = " (torch calls the GPUs of NVIDIA and AMD cuda)"
     else:
         more = ""
+
     raise UserError(
         f"trainer.device={wanted}, but torch finds no {wanted} device here: set "
         f"trainer.device=auto or {found or 'cpu'}{more}"
@@ -122,6 +131,7 @@ def describe_hardware() -> list[str]:
         by_native = f"no, and torch is several times slower: {native}"
     else:
         by_native = "yes"
+
     names = torch.get_device_module()
     devices = [names.get_device_name(i) for i in range(torch.accelerator.device_count())]
     return [

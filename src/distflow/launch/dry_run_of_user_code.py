@@ -43,6 +43,7 @@ def try_algorithms(config: Config, pipeline: BoundPipeline) -> list[str]:
     could not use."""
     if not is_rl(config):
         return []
+
     notes = []
     with torch.random.fork_rng(devices=()):
         _check_scores(pipeline.nodes)
@@ -51,11 +52,13 @@ def try_algorithms(config: Config, pipeline: BoundPipeline) -> list[str]:
             notes.append(_try_loss(replace(objective, domains={}), POLICY_LOSS))
             for domain, own in objective.domains.items():
                 notes.append(_try_loss(own, f"algorithm.domains.{domain}.policy_loss"))
+
         estimator = inspect.unwrap(innermost(find_adv_est(config.algorithm.adv_estimator).fn))
         for node in pipeline.nodes:
             fn = inspect.unwrap(innermost(node.fn))
             if not is_ours(fn) and not node.contract.is_async:
                 _try_node(node, config, is_estimator=fn is estimator)
+
     return [note for note in notes if note]
 
 
@@ -78,6 +81,7 @@ def _try_loss(objective: PolicyObjective, key: str) -> str:
     batch = None if is_ours(loss.fn) else made_up(names)
     if batch is None:
         return ""
+
     try:
         raised, lowered = _gradients(objective, batch)
     except UserError as error:
@@ -89,11 +93,13 @@ def _try_loss(objective: PolicyObjective, key: str) -> str:
         ) from error
     except Exception:  # the user's own, see above
         return ""
+
     if not (raised.isfinite().any() or lowered.isfinite().any()):
         raise UserError(
             f"{key}: policy loss '{loss.name}' gives no finite gradient for ordinary log-probs and "
             "advantages, so that every update would be skipped"
         )
+
     changes = raised - lowered
     if not changes.any() and "advantages" in inspect.signature(loss.fn).parameters:
         return f"the loss '{loss.name}' takes advantages, but does not depend on them"
@@ -102,6 +108,7 @@ def _try_loss(objective: PolicyObjective, key: str) -> str:
             f"the loss '{loss.name}' seems to have its sign reversed: it is minimised, and would "
             "lower the probability of tokens with positive advantages and raise others"
         )
+
     return ""
 
 
@@ -113,6 +120,7 @@ def _gradients(objective: PolicyObjective, batch: Batch) -> list[Tensor]:
     for column in {"old_log_probs", "prox_log_probs", "rollout_log_probs"} & {*batch.names}:
         batch[column] = log_probs
     tokens = batch.mask(Axis.RESPONSE)
+
     found = []
     for signed in (advantages, -advantages):
         batch["advantages"] = signed
@@ -120,6 +128,7 @@ def _gradients(objective: PolicyObjective, batch: Batch) -> list[Tensor]:
         loss, _ = objective(outputs, batch, objective.counts(batch))
         (gradient,) = torch.autograd.grad(loss, log_probs)
         found.append(gradient[tokens] * batch.pad(advantages, Axis.RESPONSE)[tokens].sign())
+
     return found
 
 
@@ -131,12 +140,14 @@ def _try_node(node: BoundNode, config: Config, is_estimator: bool) -> None:
     granted = {"batch", "ctx"} if is_estimator else set()
     if contract.engines or contract.services or takes - granted:
         return
+
     columns = {*contract.reads, *STANDARD_FIELDS.keys() & {*contract.by_keyword}}
     if "batch" in takes:
         columns |= _all_columns() - {*contract.writes}
     batch = made_up(columns)
     if batch is None:
         return
+
     key = "algorithm.adv_estimator" if is_estimator else "dag.pipeline"
     (step,) = compile_steps([node], {"reduce": OneRank(), "dp_group": OneRank()})
     try:
@@ -150,6 +161,7 @@ def _try_node(node: BoundNode, config: Config, is_estimator: bool) -> None:
         return
     except UserError:  # due to meaningless numbers
         return
+
     missing = [name for name in contract.writes if name not in written]
     if is_estimator and missing:
         what = f"returned no {', '.join(missing)}: end it with return {', '.join(contract.writes)}"
@@ -175,14 +187,17 @@ def made_up(names: Iterable[str]) -> Batch | None:
     sizes = {Axis.SAMPLE: len(LENGTHS), Axis.RESPONSE: sum(LENGTHS)}
     batch = Batch(torch.full_like(lengths, 2), lengths)
     batch["uid"] = [f"{row // 2}-{row % 2}" for row in range(len(LENGTHS))]
+
     for name in sorted({*names, "response_mask", "valid"} - {"uid"}):
         known = find_field(name)
         if known is None or known.axis not in sizes:
             return None
+
         column = _column(name, known.dtype, sizes[known.axis])
         if column is None:
             return None
         batch[name] = column
+
     return batch
 
 
@@ -201,4 +216,5 @@ def _column(name: str, dtype: str, size: int) -> Tensor | None:
     if dtype not in ("float32", "float64"):
         return None
     numbers = torch.rand(size, dtype=getattr(torch, dtype))
+
     return -numbers if "log_prob" in name else numbers

@@ -40,12 +40,15 @@ def make_factories(
         check_rollout(config)
         # The dtype is that of this machine, since the run compares weights in it.
         factories["rollout"] = partial(build_rollout, config, engine_dtype(config))
+
     if trained_policies(config):
         factories |= agent_policies.factories(config, steps)
+
     for name in engines:
         if name not in factories:
             check_judge(config, name)
             factories[name] = partial(build_scoring_model, config, name)
+
     if "reward_fn" in services:
         factories["reward_fn"] = partial(build_reward_router, config)
     return factories

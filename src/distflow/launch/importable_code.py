@@ -28,6 +28,7 @@ def check_importable(config: Config) -> None:
                 f"trainer.imports: a worker in another process cannot import '{name}': it is not "
                 f"in a file that Python can find. {_ADVICE}trainer.imports=[my_code]"
             )
+
     for key, fn in _users_functions(config):
         plain = innermost(fn)
         if not _can_be_imported(plain.__module__):
@@ -36,6 +37,7 @@ def check_importable(config: Config) -> None:
                 named = f"my_code:{name} instead"
             else:
                 named = "trainer.imports=[my_code]"
+
             raise UserError(
                 f"{key}: the function {name} is in '{plain.__module__}', which a worker in another "
                 f"process cannot import. {_ADVICE}{named}"
@@ -59,11 +61,13 @@ def _users_functions(config: Config) -> Iterator[tuple[str, Callable[..., object
     workflow = config.actor_rollout_ref.rollout.workflow
     if workflow and ":" in workflow:
         loaded.append((WORKFLOW, workflow))
+
     # pickled ones are sent unchanged
     for key, name in loaded:
         if not is_pickled(name):
             found: Any = load(name)
             yield key, found
+
     for key, name in named_algorithms(config):
         if not is_pickled(name):
             yield key, _registry(key).find(name).fn
@@ -87,6 +91,7 @@ def entry_to_send(key: str, name: str, config: Config, given: Callable[..., obje
             and _can_be_imported(innermost(entry.fn).__module__)
         )
         return None if is_found else entry
+
     try:
         return _registry(key).read(name, given)
     except ValueError as error:
@@ -96,8 +101,10 @@ def entry_to_send(key: str, name: str, config: Config, given: Callable[..., obje
 def _can_be_imported(module: str) -> bool:
     if module == "__main__":
         return False
+
     try:
         found = importlib.util.find_spec(module)
     except (ImportError, ValueError):  # a module without a spec was created at run time
         return False
+
     return found is not None and found.origin is not None

@@ -41,6 +41,7 @@ class LazyRows(PromptRows):
         self._files = list[tuple[DataSource, IndexedFile, int]]()
         self.num_by_domain = dict[str, int]()
         self._held = dict[int, PromptRow]()
+
         for source in sources:
             num_rows = 0
             for path in _files_of(source.files):
@@ -50,7 +51,9 @@ class LazyRows(PromptRows):
                     found = replace(found, num_rows=min(found.num_rows, left))
                 self._files.append((source, found, found.num_rows))
                 num_rows += found.num_rows
+
             self.num_by_domain[source.domain] = num_rows
+
         self._ends = list(accumulate(num_rows for *_, num_rows in self._files))
 
     def __len__(self) -> int:
@@ -84,6 +87,7 @@ class LazyRows(PromptRows):
         first = self._ends[number - 1] if number else 0
         file_rows = [file.row(index - first) for index in indices]
         index_of = {origin: index for (origin, _), index in zip(file_rows, indices, strict=True)}
+
         found = dict[int, PromptRow]()
         for row in source.prompts(file_rows, self._tokenizer):
             index = index_of[row.origin]
@@ -92,7 +96,9 @@ class LazyRows(PromptRows):
                     f"{row.origin}: the chat template needs several rows for it: set "
                     "data.lazy=false"
                 )
+
             found[index] = replace(row, index=index)
+
         return found
 
 

@@ -58,7 +58,9 @@ def make_spec(loaded: Loaded, say: Say) -> Spec:
             f"dag.policies: set dag.policy to one of {names}; only `distflow train` trains all of "
             "them"
         )
+
     loaded, reading = _check_config(follow_machines(loaded), say)
+
     # First, since rows from Python code are stored in the folder, which another run may be using.
     with claimed(loaded.config.trainer.run_dir), lasting(say, "reading models and data"):
         loaded = with_models_of_runs(loaded, say)
@@ -69,6 +71,7 @@ def make_spec(loaded: Loaded, say: Say) -> Spec:
             spec = _spec(loaded, reading.pipeline, data)
         for warning in spec.warnings:
             say(f"warning: {warning}")
+
     check_pickles(spec)
     return spec
 
@@ -89,13 +92,16 @@ def _check_config(loaded: Loaded, say: Say) -> tuple[Loaded, Reading]:
     said = named_code(loaded.config)
     for code in said:
         say(f"your code: {code}")
+
     loaded = follow_pipeline(loaded)
     for code in named_code(loaded.config):
         if code not in said:  # which a node names
             say(f"your code: {code}")
+
     reading = read_config(loaded)
     for note in try_algorithms(loaded.config, reading.pipeline):
         say(f"note: {note}")
+
     settings = loaded.config
     for role, optim in (
         ("actor_rollout_ref.actor", settings.actor_rollout_ref.actor),
@@ -103,6 +109,7 @@ def _check_config(loaded: Loaded, say: Say) -> tuple[Loaded, Reading]:
     ):
         with blaming(f"{role}.optim.optimizer"):
             check_optimizer(optim.optim.optimizer)
+
     return loaded, reading
 
 
@@ -127,6 +134,7 @@ def _spec(loaded: Loaded, pipeline: BoundPipeline, data: Data) -> Spec:
         ratio_limit = 1e-4 if is_exact else 0.05
     shares = shares_weights(config)
     has_losses = any(map(takes_policy_loss, pipeline.training_nodes))
+
     return Spec(
         config=config,
         text=to_yaml(config),

@@ -99,10 +99,12 @@ def _build(spec: Spec, start: run_start.Start, say: Callable[[str], None]) -> _B
     for line in run_start.model_lines(spec, resources.sizes):
         say(line)
     facts = {**spec.facts, **resources.facts}
+
     if start.checkpoint:
         differences = check_same_facts(start.checkpoint, spec, facts)
     else:
         differences = []
+
     return _Built(spec, start, resources, differences, say)
 
 
@@ -123,6 +125,7 @@ def _running(
     state = restore(checkpoint, resources) if checkpoint else {}
     queued = load_queued(checkpoint) if checkpoint else {}
     coordinator, ledger = run_start.begin_ledger(spec, start)
+
     total_steps = coordinator.plan.total_steps
     with (
         reported(spec.run_dir, built.say),
@@ -135,10 +138,12 @@ def _running(
             if checkpoint:
                 run_start.note_resume(recorder, checkpoint, built.differences, spec)
             ports = local_ports(coordinator, recorder.waits, queued)
+
             if own_loop:
                 assert isinstance(ports.queue, LocalSampleQueue), "the queue is of this process"
                 coordinator.prompt_groups.data_open = False
                 spec = for_own_loop(spec, ports.queue.submissions)
+
             version = coordinator.version
             store = start.store
             worker = build_worker(
@@ -146,9 +151,11 @@ def _running(
                     spec, 0, resources, ports, recorder, store, stop, state, version, checkpoint
                 )
             )
+
         with worker:
             set_generators(checkpoint, spec.config.trainer.seed)
             yield Running(worker, ports, recorder, stop)
+
         counts = coordinator.checked_counts()
         planned = coordinator.plan.total_steps
         run_end.note_end(recorder, stop, coordinator.finished, counts, coordinator.step, planned)
@@ -172,7 +179,9 @@ def _note_stop(name: str, spec: Spec, recorder: Recorder) -> None:
         saving = "saving"
     else:
         saving = "not saving (trainer.save_freq is off)"
+
     waits = reversed(recorder.waits.now())
+
     # the training loop continues by itself
     longest = {wait.who: wait for wait in waits if wait.on != "training"}
     lasting = [f"; {wait}" for wait in longest.values() if wait.seconds() >= LASTING_S]

@@ -86,16 +86,19 @@ def plan_runs(
     words = dict[str, Sequence[str]]()
     for name, command in commands.items():
         words |= _by_policy(name, command)
+
     runs = dict[str, Loaded]()
     for name, (preset, *overrides) in words.items():
         with blaming(name):
             runs[name] = load_config(preset, overrides, needed=NEEDED_TO_TRAIN)
+
     check_side_by_side({name: loaded.config for name, loaded in runs.items()})
     parts = list[list[Part]]()
     for name, loaded in runs.items():
         with blaming(name):
             runs[name] = follow_pipeline(follow_machines(loaded))
             parts.append(_parts_of(runs[name].config))
+
     devices = share_devices(parts, runs[name].config)
     planned = []
     for name, own_parts, own in zip(runs, parts, devices, strict=True):
@@ -108,6 +111,7 @@ def plan_runs(
             f"{name}: {run.words[-1]} (machine {machines}), models of {size:,} parameters, in "
             f"{run.run_dir}"
         )
+
     return planned
 
 
@@ -141,6 +145,7 @@ def _planned(
     settings = settle_run(loaded.config, reading.pipeline, rows)
     trainer = loaded.config.trainer
     change_word = f"{change[0]}={json.dumps(change[1])}"
+
     return PlannedRun(
         name,
         trainer.run_dir,
@@ -158,6 +163,7 @@ def check_side_by_side(configs: Mapping[str, Config]) -> None:
     folders: dict[Path, str] = {}
     first, *_ = configs
     of_first = flatten(configs[first])
+
     for name, config in configs.items():
         trainer = config.trainer
         if trainer.launcher == "slurm" or trainer.allocation or trainer.devices:
@@ -165,6 +171,7 @@ def check_side_by_side(configs: Mapping[str, Config]) -> None:
                 f"{name}: several configs share the devices of one machine or one Ray: set "
                 "trainer.launcher=local or ray, and remove trainer.allocation and trainer.devices"
             )
+
         values = flatten(config)
         for key in _SHARED:
             if values[key] != of_first[key]:
@@ -172,6 +179,7 @@ def check_side_by_side(configs: Mapping[str, Config]) -> None:
                     f"{key} is {of_first[key]} in {first} and {values[key]} in {name}, which share "
                     f"the devices: set it once for all, as {key}=VALUE"
                 )
+
         other = folders.setdefault(trainer.run_dir.resolve(), name)
         if other != name:
             raise UserError(

@@ -26,11 +26,13 @@ def data_plan(config: Config, rows: Mapping[str, int]) -> DataPlan:
     steps = trainer.total_training_steps
     epochs = trainer.total_epochs
     num_rows = sum(rows.values())
+
     domains = []
     for name, number in rows.items():
         if name:
             own = data.domains[name]
             domains.append(DomainPlan(name, number, own.weight, own.n))
+
     plan = DataPlan(
         num_rows=num_rows,
         consumer_batch=data.train_batch_size,
@@ -48,6 +50,7 @@ def data_plan(config: Config, rows: Mapping[str, int]) -> DataPlan:
     )
     if not is_rl(config):
         return plan
+
     filters = config.algorithm.filter_groups
     return replace(
         plan,

@@ -78,11 +78,13 @@ class Data:
         held_out = [row for prompts in self.validation.values() for row in prompts]
         if not held_out:
             return ""
+
         wanted = {row.content for row in held_out}
         trained = {row.content: row.origin for row in self.looked_at if row.content in wanted}
         both = [row for row in held_out if row.content in trained]
         if not both:
             return ""
+
         first = both[0]
         return (
             f"{len(both):,} of {len(held_out):,} validation prompts are trained on, the first in "
@@ -109,10 +111,12 @@ def read_config(loaded: Loaded) -> Reading:
     taken = TakenKeys(config, pipeline, settings.plan, settings.data)
     unused = refuse_inert_keys(loaded, taken, pipeline)
     check_importable(config)
+
     if config.data.lazy:
         for source in train:
             for file in source.files:
                 check_by_row(file, source.key)
+
     return Reading(pipeline, unused, train, validation, config.data.lazy)
 
 
@@ -128,18 +132,22 @@ def follow_pipeline(loaded: Loaded) -> Loaded:
     check_extensions(config)
     if pipeline_name(config) != CUSTOM:
         return loaded
+
     named = list(keys_of_nodes(config))
     loaded = with_named(loaded, named)
     keys = {key for key, *_ in named}
     check_extensions(loaded.config)
+
     by_row = "data.train_files" in keys and all(map(reads_by_row, loaded.config.data.train_files))
     if by_row and "data.lazy" not in keys and loaded.origin("data.lazy") == "default":
         loaded = with_changes(
             loaded, [("data.lazy", True, "a DATA_LOAD node reads the rows of each worker's groups")]
         )
+
     loaded = with_changes(loaded, without_reference(loaded))
     if loaded.config.dag.generates is not None or generates(_bind(loaded.config)):
         return loaded
+
     return with_changes(
         loaded, [("dag.generates", False, "no node of the pipeline samples or scores responses")]
     )
@@ -161,12 +169,15 @@ def fitted_to_files(loaded: Loaded, reading: Reading) -> tuple[Loaded, Reading, 
     run_dir = loaded.config.trainer.run_dir
     to_train = as_read_by_model(reading.train, loaded.config)
     to_validate = as_read_by_model(reading.validation, loaded.config)
+
     # All files are read before anything is loaded. Validation comes first: `eval` has nothing else.
     validation_rows = read_sources(to_validate, run_dir)
+
     if reading.lazy:
         wanted = [source.first() for source in to_train]
     else:
         wanted = to_train
+
     train_rows = read_sources(wanted, run_dir)
     load_tokenizer = tokenizer_loader(loaded.config)
     tokenizer = load_tokenizer()
@@ -181,6 +192,7 @@ def fitted_to_files(loaded: Loaded, reading: Reading) -> tuple[Loaded, Reading, 
     if any(prompts.has_images for prompts in (read, *validation.values())):
         _check_images(loaded.config, reading.pipeline)
     loaded, reading = _fitted(loaded, reading, replace(limits, rows=len(train)))
+
     return loaded, reading, Data(tokenizer, train, validation, broken)
 
 
@@ -189,6 +201,7 @@ def _check_images(config: Config, pipeline: BoundPipeline) -> None:
     prompts."""
     rollout = config.actor_rollout_ref.rollout
     strategy = config.actor_rollout_ref.actor.strategy
+
     wrong = ""
     if "rollout" in pipeline.engines and rollout.name != "hf":
         wrong = f"actor_rollout_ref.rollout.name={rollout.name}: set it to hf"
@@ -201,6 +214,7 @@ def _check_images(config: Config, pipeline: BoundPipeline) -> None:
         wrong = (
             f"dag.pipeline={config.dag.pipeline}: take one without a critic, and with one policy"
         )
+
     if wrong:
         raise UserError(
             f"{wrong}, since it does not read the images of rows (data.image_key="

@@ -31,6 +31,7 @@ def changes(loaded: Loaded) -> tuple[str, list[dict[str, str]]]:
     preset = max(named, key=_num_bases, default="")  # it builds on all others
     before = preset_config(preset) if preset else Config()
     keys = schema_keys()
+
     changed = []
     for key, old, new in diff(before, loaded.config):
         changed.append(
@@ -41,6 +42,7 @@ def changes(loaded: Loaded) -> tuple[str, list[dict[str, str]]]:
                 "where": loaded.origin(key),
             }
         )
+
     return preset, changed
 
 
@@ -57,6 +59,7 @@ def description(loaded: Loaded, data: Data) -> dict[str, object]:
         "for validation": sum(map(len, data.validation.values())),
         "left out, with broken tests": len(data.broken),
     }
+
     return {
         "experiment": f"{config.trainer.project_name} / {config.trainer.experiment_name}",
         "model": str(config.actor_rollout_ref.model.path),
@@ -74,6 +77,7 @@ def cpu_name() -> str:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
         return platform.processor()
+
     return next(
         (line.partition(":")[2].strip() for line in lines if line.startswith("model name")),
         "unknown",

@@ -37,9 +37,11 @@ def check_rollout(config: Config) -> None:
     rollout = config.actor_rollout_ref.rollout
     if not ROLLOUT_ENGINES[rollout.name].in_server:
         return
+
     if config.trainer.launcher == "local":
         target = cast(type[HttpEngine], load(ROLLOUT_ENGINES[rollout.name].target))
         target.check(engine_options(config))
+
     if rollout.data_parallel_size > 1 and choose_device(config).type != "cpu":
         raise UserError(
             f"actor_rollout_ref.rollout.data_parallel_size={rollout.data_parallel_size}: all "
@@ -135,16 +137,20 @@ def build_rollout(
     else on a copy without an adapter, whose weights arrive merged."""
     if ROLLOUT_ENGINES[config.actor_rollout_ref.rollout.name].in_server:
         return _behind_servers(config, dtype, get)
+
     shares = shares_weights(config) and get.planned("actor")
     model: nn.Module = get("policy")
     if not shares:
         is_whole = not (config.actor_rollout_ref.model.lora_rank or is_sharded(config))
         source = policy_source(config)
+
         if is_whole:
             model = copy.deepcopy(model)
         else:
             model = load_model(**source, device=device)
+
         cast_weights(model, dtype)
+
     return make_engine(config, model, get("tokenizer"), shares, policy_engine_options(config))
 
 
@@ -154,6 +160,7 @@ def _behind_servers(config: Config, dtype: torch.dtype, get: Get) -> RolloutEngi
     options = policy_engine_options(config)
     options["longest"] = config.data.max_prompt_length + config.data.max_response_length
     make: Any = load(ROLLOUT_ENGINES[rollout.name].target)
+
     ranks = get.rank.rollout_group
     if ranks:
         place = ranks.index(get.rank.rank)
@@ -161,11 +168,13 @@ def _behind_servers(config: Config, dtype: torch.dtype, get: Get) -> RolloutEngi
         options["group"] = ServerGroup(meeting, place, len(ranks))
         if place:
             make = follower_of(make)
+
     model = _empty_policy(config, dtype)
     engines = []
     for url in options.get("url") or (None,) * rollout.data_parallel_size:
         own = {**options, "url": url}
         engines.append(make(model, get("tokenizer"), version=Version(0, 0), **own))
+
     return Fleet(engines)
 
 
@@ -176,8 +185,10 @@ def _empty_policy(config: Config, dtype: torch.dtype) -> nn.Module:
     with blaming("actor_rollout_ref.model.path"):
         model: nn.Module = empty_model(AutoModelForCausalLM, source.config())
     cast_weights(model, dtype)
+
     if config.actor_rollout_ref.model.lora_merge:
         adapt = None
     else:
         adapt = policy_adapter(config)
+
     return adapt(model) if adapt else model

@@ -29,20 +29,24 @@ def done_before(spec: Spec, start: Start, say: Callable[[str], None]) -> Outcome
     another run."""
     if start.checkpoint is None or not is_done(start.checkpoint, spec):
         return None
+
     say(done_message(start.checkpoint, spec, start.resumes))
     if start.resumes:
         notes = check_same_facts(start.checkpoint, spec, spec.facts)
     else:
         notes = []
+
     other = []
     for note in notes:
         if note.startswith("code_of_"):
             other.append(note.partition(" ")[0].removeprefix("code_of_"))
+
     if other:
         say(
             f"It was trained with different code than the call gives now ({', '.join(other)}), "
             "which is not used."
         )
+
     if spec.saves_hf_model:
         write_hf_models(spec.run_dir, say)
     return outcome_of(spec, start.checkpoint.step)
@@ -71,6 +75,7 @@ def note_end(
         recorder.status = "stopped"
     else:
         recorder.status = "finished"
+
     if finished and not stop.wanted and done < planned:
         dropped = ", ".join(f"{n} {reason}" for reason, n in group_counts.dropped.items())
         recorder.note(

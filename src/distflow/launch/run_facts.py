@@ -48,6 +48,7 @@ def facts(config: Config, data: Data) -> dict[str, object]:
         "device": device,
         **_users_facts(config),
     }
+
     # If generation and training run at once, generation has its own threads.
     rollout_threads = threads_of(config)[1]
     if rollout_threads is not None:
@@ -64,6 +65,7 @@ def _prompt_format(config: Config, data: Data) -> str:
         formats.add(domain.prompt_format)
     if "chat" in formats or data.looked_at.has_messages:
         return "chat"
+
     sends_messages = config.actor_rollout_ref.rollout.workflow in ("agent", "verifiers")
     has_template = bool(getattr(data.tokenizer, "chat_template", None))
     return "chat" if sends_messages and has_template else "text"
@@ -85,25 +87,31 @@ def _users_facts(config: Config) -> dict[str, object]:
     parts = [part for named in functions.values() for part in named]
     facts: dict[str, object] = {}
     custom = RewardSettings.of(config).custom
+
     for name in sorted({part.name for part in parts}):
         if name == CUSTOM_REWARD or name not in REWARDS:
             facts[f"code_of_reward_{name}"] = fingerprint_target(target_of(name, custom))
+
     for name, target in _named_code(config).items():
         facts[f"code_of_{name}"] = fingerprint_target(target)
     isolation = isolation_of(parts)
     if isolation is not None:
         facts["sandbox"] = isolation
+
     for domain, named in sorted(functions.items()):
         for part in named:
             if part.name in REWARDS and REWARDS[part.name].prepare:
                 path = str(part.options.get("path", ""))
                 revision = str(part.options.get("revision", "")) or None
                 facts[f"reward_model_{domain}"] = identity(path, revision)
+
     for name, model in scoring_models(config.reward_model).items():
         facts[f"engine_{name}"] = identity(model.path, None)
+
     for name in sorted({*policies_of_agents(config).values()} - {*trained_policies(config)}):
         frozen = config_of_policy(config, name).actor_rollout_ref.model
         facts[f"policy_{name}"] = identity(str(frozen.path), frozen.revision)
+
     return facts
 
 

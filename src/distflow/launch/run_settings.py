@@ -48,6 +48,7 @@ def settle_run(config: Config, pipeline: BoundPipeline, num_rows: Mapping[str, i
     data = data_plan(config, num_rows)
     plan = make_plan(config, pipeline)
     url = config.actor_rollout_ref.rollout.url
+
     num_rollout = sum("rollout" in rank.engines for rank in plan.ranks)
     if url and num_rollout > 1:
         raise UserError(
@@ -55,6 +56,7 @@ def settle_run(config: Config, pipeline: BoundPipeline, num_rows: Mapping[str, i
             "would load weights into that server: let one worker generate with all of them "
             "(trainer.allocation), or remove the key, so that each starts its own"
         )
+
     return RunSettings(
         plan,
         data,
@@ -83,6 +85,7 @@ def sampling_params(config: Config, domain: str = "") -> SamplingParams:
     longest = response_limit(config, domain)
     if not is_rl(config):
         return SamplingParams(longest)
+
     own = partial(own_setting, config, domain, config.actor_rollout_ref.rollout)
     return SamplingParams(
         longest,
@@ -101,9 +104,11 @@ def validation_params(
     of samples."""
     if not validates(config) or not is_rl(config):
         return None, None, 0
+
     settings = config.actor_rollout_ref.rollout.val_kwargs
     base = SamplingParams(sampling.max_tokens, stop=sampling.stop)
     greedy = replace(base, greedy=True) if settings.greedy else None
+
     sampled = None
     if settings.n:
         sampled = replace(
@@ -112,6 +117,7 @@ def validation_params(
             top_p=settings.top_p,
             top_k=settings.top_k,
         )
+
     return greedy, sampled, settings.n
 
 
@@ -133,6 +139,7 @@ def _check_worker_roles(named: Collection[str], ranks: Sequence[RankPlan]) -> No
         else:
             roles = {"rollout"}
         of_ranks.append(roles)
+
     everyone = ", ".join(sorted(set().union(*of_ranks)))
     for role in named:
         if sum(role in roles for roles in of_ranks) in (0, len(ranks)):
@@ -141,6 +148,7 @@ def _check_worker_roles(named: Collection[str], ranks: Sequence[RankPlan]) -> No
                 f"are {everyone}: separate them with '+' in trainer.allocation, or set "
                 "trainer.worker_cpus, worker_memory_mb and worker_env for all"
             )
+
     for roles in of_ranks:
         shared = sorted(roles & {*named} - {"training"})
         if len(shared) > 1:
@@ -167,15 +175,18 @@ def _offloads(config: Config, pipeline: BoundPipeline, plan: Plan) -> dict[str, 
         "actor": config.actor_rollout_ref.actor.fsdp_config,
         "critic": config.critic.fsdp_config,
     }
+
     found = dict[str, Offloads]()
     for role in sorted(pipeline.engines & settings.keys()):
         own = settings[role]
         if own.param_offload or own.optimizer_offload:
             found[role] = Offloads(weights=own.param_offload, moments=own.optimizer_offload)
+
     for role, model in scoring_models(config.reward_model).items():
         is_whole = model.judge or not is_sharded(config)
         if role in pipeline.engines and model.param_offload and is_whole:
             found[role] = Offloads(weights=True, moments=False)
+
     if "actor" in found and found["actor"].weights:
         _check_offloaded_actor(config, plan)
     return found
@@ -187,6 +198,7 @@ def _check_offloaded_actor(config: Config, plan: Plan) -> None:
     for rank in plan.ranks:
         if "actor" in rank.engines:
             beside |= {*rank.engines}
+
     why = ""
     if "rollout" in beside and shares_weights(config):
         why = (
@@ -195,6 +207,7 @@ def _check_offloaded_actor(config: Config, plan: Plan) -> None:
         )
     elif "ref" in beside and config.actor_rollout_ref.model.lora_rank:
         why = "the reference computes with the same weights, its adapter switched off"
+
     if why:
         raise UserError(
             f"actor_rollout_ref.actor.fsdp_config.param_offload=true: {why}; or remove it"

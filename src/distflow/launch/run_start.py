@@ -85,9 +85,11 @@ def find_start(spec: Spec, mode: str, allow_change: tuple[str, ...], owner: str)
     finish_moving(spec.run_dir)
     checkpoint = find_checkpoint(store, mode)
     resumes = resumes_here(checkpoint, mode, spec.run_dir)
+
     if checkpoint:
         check_same_config(checkpoint, spec, allow_change)
         check_same_facts(checkpoint, spec, spec.facts)
+
     return Start(store, checkpoint, resumes, allow_change, owner)
 
 
@@ -109,11 +111,13 @@ def model_lines(spec: Spec, sizes: ModelSizes) -> list[str]:
     line = f"model: {spec.description['model']}, {sizes.policy:,} parameters"
     if model.init == "random":
         line += " of random values (init=random)"
+
     if model.lora_rank:
         line += (
             f"; LoRA of rank {model.lora_rank} trains {sizes.trained:,} of them "
             f"({sizes.trained / sizes.policy:.2%})"
         )
+
     lines = [line]
     if sizes.critic:
         optim = config.critic.optim
@@ -122,6 +126,7 @@ def model_lines(spec: Spec, sizes: ModelSizes) -> list[str]:
             f"critic: {name}, {sizes.critic:,} parameters; {optim.optimizer}, learning rate "
             f"{optim.lr:g}"
         )
+
     return lines
 
 
@@ -143,11 +148,13 @@ def begin_ledger(spec: Spec, start: Start) -> tuple[Coordinator, Ledger]:
         ledger = Ledger(path)
         sync(path.parent)
         return Coordinator(spec.data, ledger), ledger
+
     with checkpoint.reading():
         snapshot: Snapshot = checkpoint.load("run")["coordinator"]
         ledger = Ledger(path, mark_of(snapshot))
         sync(path.parent)
         coordinator = Coordinator(remaining_plan(spec.data, snapshot), ledger, snapshot)
+
     if start.allowed:
         ledger.append("allowed_change", keys=list(start.allowed))
     return coordinator, ledger

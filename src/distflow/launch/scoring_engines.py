@@ -54,10 +54,12 @@ def _build_reward_model(
         sharding = sharding_of(config, get, on_host)
         model = load_model(**source, sharding=sharding, device=device, draws_head=False)
         tokenizer = load_tokenizer(source["path"], generates=False, model=model.config)
+
     longest = longest_text(model.config, tokenizer)
     max_tokens = config.actor_rollout_ref.actor.ppo_max_token_len_per_gpu
     options = scorer_options(config, max_tokens)
     options |= {"temperatures": {}, "agent_temperatures": {}}
+
     return RewardModelScorer(
         model.requires_grad_(False),
         tokenizer=tokenizer,
@@ -75,17 +77,20 @@ def _build_judge(config: Config, name: str, device: torch.device) -> Judge:
         model_config = ModelSource(**source).config()
         longest = context_length(**source)
         tokenizer = load_tokenizer(source["path"], model=model_config)
+
         answer_tokens = settings.answer_tokens
         if longest is not None and answer_tokens >= longest:
             raise UserError(
                 f"a reply of {answer_tokens:,} tokens (answer_tokens) leaves no room for a "
                 f"question: the model reads at most {longest:,} tokens; set a smaller answer_tokens"
             )
+
         model = load_model(**source, device=device)
         cast_weights(model, compute_dtype(config))
         options = engine_options(config)
         make = partial(make_engine, config, model, tokenizer, False, options)
         make()  # rejects a family that the engine cannot run
+
     stops = stop_token_ids(model, tokenizer)
     return Judge(
         model,

@@ -65,6 +65,7 @@ def select_pipeline(config: Config) -> TaskGraph:
     cannot be built."""
     graph = _whole_graph(config)
     known = policies_of(config)
+
     for node in graph.nodes.values():
         if node.policy is not None and node.policy not in known:
             raise PipelineError(
@@ -72,16 +73,19 @@ def select_pipeline(config: Config) -> TaskGraph:
                 f"have{hint(node.policy, known)}: declare it, e.g. dag.policies={{{node.policy}: "
                 "{model: {path: DIR}}}"
             )
+
     return graph.path_of(policy_of(config))
 
 
 def _whole_graph(config: Config) -> TaskGraph:
     name = pipeline_name(config)
     own = config.dag.pipeline
+
     if name != CUSTOM:
         return cast(
             TaskGraph, _call_pipeline_function(load_function(PIPELINES[name].target), config)
         )
+
     assert own is not None, "a pipeline of the user's is named by dag.pipeline"
     if isinstance(own, str):
         return _custom(own, config)
@@ -99,9 +103,11 @@ def bind_graph(graph: TaskGraph, config: Config) -> BoundPipeline:
             raise MissingColumn(f"{err} {where}", err.column) from err
         if err.column not in _WRITERS:
             raise
+
         raise PipelineError(
             f"{err}. A node with distflow.pipelines.nodes:{_WRITERS[err.column]}"
         ) from err
+
     using = [graph.nodes[node.node_id] for node in pipeline.nodes if "actor" in node.engines]
     if config.dag.policies and all(node.only_forward_compute for node in using):
         raise PipelineError(
@@ -109,6 +115,7 @@ def bind_graph(graph: TaskGraph, config: Config) -> BoundPipeline:
         )
     if may_derive_old(config):
         return _unscored(graph, pipeline, config)
+
     return pipeline
 
 
@@ -143,6 +150,7 @@ def _unscored(graph: TaskGraph, pipeline: BoundPipeline, config: Config) -> Boun
     updates = [
         node for node in pipeline.nodes if innermost(node.fn) is update and takes_policy_loss(node)
     ]
+
     for node in pipeline.nodes:
         gets_batch = (
             not is_ours(node.fn) and "batch" in node.contract.reserved and node.plane == "training"
@@ -150,8 +158,10 @@ def _unscored(graph: TaskGraph, pipeline: BoundPipeline, config: Config) -> Boun
         reads = "old_log_probs" in (*node.contract.reads, *node.contract.optional)
         if node not in scoring and node not in updates and (reads or gets_batch):
             return pipeline
+
     if not scoring or len(updates) != 1:
         return pipeline
+
     for node in scoring:
         graph.remove_node(node.node_id)
     graph.update_node(updates[0].node_id, func=train_unscored_actor)
@@ -168,15 +178,18 @@ def takes_policy_loss(node: BoundNode) -> bool:
 def _custom(path: str, config: Config) -> TaskGraph:
     with blaming("dag.pipeline"):
         make_graph = load_function(path)
+
     if len(required := required_parameters(make_graph)) > 1:
         raise UserError(
             f"dag.pipeline={path} takes ({', '.join(required)}): it may take the config, or no "
             "parameter"
         )
+
     with users_code(f"dag.pipeline={path} raised", passes=PipelineError):
         graph = _call_pipeline_function(make_graph, config)
     if isinstance(graph, TaskGraph):
         return graph
+
     raise UserError(
         f"dag.pipeline={path} returned a {type(graph).__name__}; it must return one TaskGraph, as "
         "Pipeline.build() does"
@@ -209,6 +222,7 @@ def without_reference(loaded: Loaded, bind: Callable[[Config], object] = bind) -
             with suppress(PipelineError):
                 bind(with_changes(loaded, changes).config)
                 return changes
+
     return []
 
 
@@ -244,6 +258,7 @@ def for_own_loop(spec: Spec, submissions: Submissions) -> Spec:
         )
     )
     pipeline = bind_graph(graph, spec.config)
+
     return replace(spec, rows=WithSubmitted(spec.rows, submissions), pipeline=lambda: pipeline)
 
 

@@ -29,6 +29,7 @@ def startup_lines(loaded: Loaded, reading: Reading, data: Data) -> Iterator[str]
     """The data and settings of the run. Raises UserError for a domain without a reward function,
     and for settings that the data contradict."""
     config = loaded.config
+
     # `distflow eval`
     only_validates = not config.data.domains and config.data.train_files == config.data.val_files
     if data.train is not data.looked_at:
@@ -47,6 +48,7 @@ def startup_lines(loaded: Loaded, reading: Reading, data: Data) -> Iterator[str]
         yield f"not used by the pipeline '{reading.pipeline.graph_id}': {', '.join(reading.unused)}"
     if not is_rl(config):
         return
+
     yield from _notes(loaded, reading, data)
     if not only_validates:
         yield from _lines_on_advantages(config, reading)
@@ -70,6 +72,7 @@ def _lines_on_template(config: Config, data: Data) -> Iterator[str]:
             "actor_rollout_ref.rollout.workflow=tools: the prompts are plain text, and the chat "
             "template tells the model its tools: set data.prompt_format=chat"
         )
+
     if workflow is not None and is_chat:
         turns = describe_turns(config, data.tokenizer, end_token_ids(data.tokenizer))
         yield f"chat template: {'; '.join(turns)}"
@@ -116,12 +119,14 @@ def template_lines(model: str) -> Iterator[str]:
     }
     if "enable_thinking" in str(tokenizer.chat_template):
         asked |= {f"with {thinks}=true": [f"{thinks}=true"]}
+
     for name, keys in asked.items():
         config = load_config("grpo", [*settings, *keys], complete=False).config
         try:
             found = describe_turns(config, tokenizer, ends)
         except UserError as error:
             found = [f"cannot be used: {error}"]
+
         yield from (f"{name}: {line}" for line in found if line not in said)
         said.update(found)
 
@@ -140,6 +145,7 @@ def _notes(loaded: Loaded, reading: Reading, data: Data) -> Iterator[str]:
         or algorithm.recompute_old_log_probs == "false"
         or actor.policy_loss == "decoupled"
     )
+
     staleness = config.async_.max_staleness
     if staleness and not corrects:  # the loss ignores the sampling policy
         yield (
@@ -147,6 +153,7 @@ def _notes(loaded: Loaded, reading: Reading, data: Data) -> Iterator[str]:
             "on as if the current policy had generated them; "
             "actor_rollout_ref.actor.policy_loss=decoupled corrects for this"
         )
+
     is_default = loaded.origin("data.prompt_format") == "default"
     has_template = bool(getattr(data.tokenizer, "chat_template", None))
     if is_default and has_template and not data.looked_at.has_messages:
@@ -154,13 +161,16 @@ def _notes(loaded: Loaded, reading: Reading, data: Data) -> Iterator[str]:
             "note: the model has a chat template, but prompts are plain text: an instruction-tuned "
             "model needs data.prompt_format=chat"
         )
+
     known = set(data.looked_at.domains)
     for found in data.validation.values():
         known |= set(found.domains)
+
     for key, named in _by_domain(loaded):
         for name in sorted(set(named) - known):
             meant = hint(name, known)
             yield f"note: {key} has settings of '{name}', but no row is in that domain{meant}"
+
     if "reward_fn" in reading.pipeline.services:
         yield from _notes_on_answers(loaded, data)
 
@@ -183,14 +193,17 @@ def _notes_on_answers(loaded: Loaded, data: Data) -> Iterator[str]:
     without = [row.origin for row in rows if row.ground_truth is None]
     if not without:
         return
+
     if len(without) < len(rows):
         number = f"{len(without):,} of {len(rows):,} rows"
         yield f"note: {number} have no answer (data.answer_key={key}), the first: {without[0]}"
         return
+
     absent = f"no row has the column '{key}' (data.answer_key)"
     if not loaded.origin("data.answer_key").startswith(("default", "presets/")):
         columns = set[str]()
         for row in rows[:_NUM_ROWS_CHECKED]:
             columns |= {*(row.extra_info or ())}
         raise UserError(f"{absent}{hint(key, columns - {PROMPT_CHAT})}")
+
     yield f"note: {absent}: the reward is called with ground_truth=None"

@@ -65,6 +65,7 @@ def refuse_inert_keys(loaded: Loaded, taken: "TakenKeys", pipeline: BoundPipelin
     set_keys = loaded.set_keys
     values = flatten(loaded.config)
     reasons = _REASONS if pipeline.rollout_nodes else {}
+
     inert = dict[str, str]()
     for key in taken.missing():
         origin = set_keys.get(key)
@@ -72,12 +73,15 @@ def refuse_inert_keys(loaded: Loaded, taken: "TakenKeys", pipeline: BoundPipelin
             continue
         if key in _COEFFICIENTS and values[key] == 0:
             continue
+
         inert[key] = f"{key} ({origin})"
         if key in reasons:
             inert[key] += f": {reasons[key]}"
+
     users = {key: shown for key, shown in inert.items() if not is_preset(set_keys[key])}
     if not users:
         return list(inert.values())
+
     more = ""
     if any(not is_ours(node.fn) for node in pipeline.nodes):
         more = "; turn a key that only your own node reads into an option of its function"
@@ -120,6 +124,7 @@ class TakenKeys:
         found = [*untaken(self._config, "", parts)]
         for name, group in self._config.user_groups.items():
             found += [key for key, *_ in walk(group, name)]
+
         for key in found:
             above = {key, *parents(key)}
             if above & named or above & groups:
@@ -154,6 +159,7 @@ class TakenKeys:
             **self._facts_of_placement(),
         }
         present = {name for name, is_there in facts.items() if is_there}
+
         return {*present, *self._functions, *self._engines, *self._pipeline.services}
 
     def _facts_of_losses(self) -> dict[str, bool]:
@@ -168,6 +174,7 @@ class TakenKeys:
             and config.critic.loss_agg_mode == "seq-mean-token-sum-norm",
         ]
         decouples = is_decoupled(actor.policy_loss)
+
         return {
             "decoupled_loss": (updates or scores) and decouples,
             "coupled_loss": (updates or scores) and not decouples,
@@ -187,6 +194,7 @@ class TakenKeys:
         several = not is_one_process(config)
         parts = pipeline_parts(self._pipeline, {})
         has_adapter = config.actor_rollout_ref.model.lora_rank > 0
+
         return {
             "several_processes": several,
             "several_parts": by_others and (len(parts) > 1 or bool(config.trainer.devices)),
@@ -208,19 +216,23 @@ class TakenKeys:
         config = self._config
         for node in self._pipeline.nodes:
             yield from node.keys
+
         if "compute_advantage" in self._functions:
             for _, algorithm in algorithms(config):
                 for name in find_adv_est(algorithm.adv_estimator).options:
                     yield f"algorithm.{name}"
+
         if "train_actor" in self._functions:
             for domain in (None, *own_losses(config)):
                 yield from _keys_of_loss(config_of(config, domain).actor_rollout_ref.actor)
+
         models = scoring_models(config.reward_model)
         judges = any(name in self._engines and models[name].judge for name in models)
         if "rollout" in self._engines or judges:
             yield from _keys_of_rollout_engine(config)
         if validates(config) or config.trainer.test_freq <= 0:
             yield "trainer.test_freq"
+
         # Of shared weights the engine is compared only at the start: the number means on or off.
         has_own_weights = not shares_weights(config)
         if "rollout" in self._engines and (has_own_weights or config.trust.canary_freq == 0):
@@ -244,6 +256,7 @@ class TakenKeys:
         functions = [node.given for node in self._pipeline.nodes if is_factory(node.given)]
         if pipeline_name(self._config) == CUSTOM and isinstance(own, str):
             functions.append(load_function(own))
+
         for function in functions:
             if is_ours(function):
                 continue

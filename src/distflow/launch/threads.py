@@ -55,6 +55,7 @@ def places_of(spec: Spec) -> list[Place]:
     generators = tuple(rank.rank for rank in ranks if rank.rollout_nodes)
     trainer = spec.config.trainer.num_threads
     rollout = spec.config.actor_rollout_ref.rollout.num_threads
+
     places = []
     for rank in ranks:
         cores = worker_cores(spec.config)
@@ -62,11 +63,14 @@ def places_of(spec: Spec) -> list[Place]:
         if spec.data.max_staleness and rank.training_nodes and "rollout" in rank.engines:
             # of the training loop: its engine computes meanwhile
             threads = share_threads(cores, trainer, rollout)[0]
+
         if rank.rank in generators:
             number = generators.index(rank.rank)
         else:
             number = -1
+
         places.append(Place(rank.rank, dp_groups, generators, threads, home, number))
+
     return places
 
 
@@ -82,11 +86,13 @@ def make_process_ready(config: Config) -> None:
     bit-equal only for the same number. Raises UserError for an absurd one."""
     keep_freed_memory()
     avoid_cudnn_attention()
+
     trainer, rollout = threads_of(config)
     for key, threads in (("trainer", trainer), ("actor_rollout_ref.rollout", rollout)):
         if (threads or 0) > _MAX_THREADS:
             most = f"set it to at most the cores of this machine, {os.cpu_count()}"
             raise UserError(f"{key}.num_threads={threads}: {most}")
+
     if trainer is None and "OMP_NUM_THREADS" not in os.environ:  # the user's choice
         trainer = min(torch.get_num_threads(), own_cores())  # torch ignores a container's CPU quota
     if trainer is not None:
@@ -137,14 +143,17 @@ def _quotas(root: Path, own: Path) -> Iterator[int]:
         lines = own.read_text().splitlines()
     except OSError:  # not Linux
         return
+
     for line in lines:
         number, _, path = line.split(":", 2)
         if number != "0":  # a group of cgroups v1
             continue
+
         group = root / path.lstrip("/")
         for folder in (group, *group.parents):
             if folder.is_relative_to(root):
                 yield from _quota(folder / "cpu.max")
+
     yield from _quota(root / "cpu" / "cpu.cfs_quota_us", root / "cpu" / "cpu.cfs_period_us")
 
 

@@ -47,12 +47,14 @@ def sharding_of(config: Config, get: Get, on_host: bool) -> Sharding | None:
     are in host memory. Raises UserError if there is one rank."""
     if not is_sharded(config) or not get("shards"):
         return None
+
     mesh = get("mesh")
     if mesh is None:
         raise UserError(
             "actor.strategy=fsdp shards weights over the training processes, but this run has only "
             "one: set trainer.n_gpus_per_node=2, or actor.strategy=torch"
         )
+
     return Sharding(mesh, compute_dtype(config), on_host)
 
 
@@ -89,6 +91,7 @@ def make_trainer(
     optimizer = make_optimizer(
         optim.optimizer, model.parameters(), lr=optim.lr, weight_decay=optim.weight_decay, **moments
     )
+
     warm_up = dict[str, Any]()
     if optim.scheduler != "constant":
         warm_up = {
@@ -96,11 +99,13 @@ def make_trainer(
             "warmup_steps": optim.lr_warmup_steps,
             "min_lr_ratio": optim.min_lr_ratio,
         }
+
     updates = max(optimizer_steps(config, role, steps), 1)
     if role == "actor" and settings.model.lora_rank:
         own["merge_adapter"] = settings.model.lora_merge
     max_tokens = trained.ppo_max_token_len_per_gpu or settings.actor.ppo_max_token_len_per_gpu
     make = cast(Callable[..., TrainEngine], load(engine))
+
     return make(
         model,
         optimizer=optimizer,
@@ -139,4 +144,5 @@ def scorer_options(config: Config, max_tokens: int | None) -> ScorerOptions:
         options["temperature"] = config.actor_rollout_ref.rollout.temperature
         options["temperatures"] = temperatures(config)
         options["agent_temperatures"] = agent_temperatures(config)
+
     return options

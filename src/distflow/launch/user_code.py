@@ -44,6 +44,7 @@ def code_of_run(config: Config, generates_only: bool) -> list[str]:
     responses and a key. generates_only: no pipeline and no reward function."""
     rollout = config.actor_rollout_ref.rollout
     key = "actor_rollout_ref.rollout"
+
     if generates_only:
         code = [f"trainer.imports: {name}" for name in config.trainer.imports] + model_code(config)
     else:
@@ -52,6 +53,7 @@ def code_of_run(config: Config, generates_only: bool) -> list[str]:
             for part in parts:
                 urls = [url for url in part.options.values() if "://" in str(url)]
                 code += [f"{reward_key}: {part.name} at {url}" for url in urls]
+
     code += [f"{key}.url: {url}" for url in rollout.url]
     if rollout.python:
         code.append(f"{key}.python: {rollout.python}")
@@ -74,6 +76,7 @@ def pipeline_code(config: Config) -> list[str]:
     for name in functions_of_pipeline(config):
         if not name.startswith("distflow."):
             code.append(f"dag.pipeline: {name}")
+
     accepts = config.algorithm.filter_groups.should_accept
     if accepts:
         code.append(f"algorithm.filter_groups.should_accept: {accepts}")
@@ -106,10 +109,12 @@ def model_code(config: Config) -> list[str]:
     model = config.actor_rollout_ref.model
     if not model.trust_remote_code:
         return []
+
     code = []
     for path in dict.fromkeys((model.path, model.tokenizer_path, config.critic.model.path)):
         if path:
             code += code_of(path)
+
     return [f"actor_rollout_ref.model.trust_remote_code: {each}" for each in code]
 
 
@@ -121,6 +126,7 @@ def only_if_trusted(code: list[str], trusted: bool, say: Callable[[str], None]) 
             f"this would run the following Python code:{lines}\n"
             f"Nothing was run. Read that code; if you trust it, add {TRUST_CODE}"
         )
+
     if code:
         say(f"running Python code:{lines}")
 
@@ -155,6 +161,7 @@ def _own_run(values: Mapping[str, Any]) -> Path:
     for line in code:
         for file in _files(line):
             digests.append(hashlib.sha256(file.read_bytes()).hexdigest())
+
     content = json.dumps([str(Path.cwd()), code, digests, to_json(values)], sort_keys=True)
     return own_cache() / f"own-run-{hashlib.sha256(content.encode()).hexdigest()}"
 
@@ -169,6 +176,7 @@ def _files(line: str) -> Iterator[Path]:
         else:
             stem = place.replace(".", "/")
             named = [Path(f"{stem}.py"), Path(stem, "__init__.py"), *module_files(place)]
+
         for file in named:
             if file.is_file():
                 yield file

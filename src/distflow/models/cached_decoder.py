@@ -73,17 +73,21 @@ class DecoderView:
         refusal = why_not_embedded(config)
         if refusal is None and not hasattr(causal, "lm_head"):
             refusal = "it has no lm_head"
+
         if refusal is not None:
             raise UserError(
                 f"the embedded rollout engine cannot run this model: {refusal}; set "
                 "actor_rollout_ref.rollout.name=hf"
             )
+
         self._body = causal.model
         self._module = causal
+
         if compute_dtype == torch.float32:
             self._low = None
         else:
             self._low = compute_dtype
+
         self._fused = self.device.type != "cpu" and _has_plain_norms(self._body)
         self.num_layers: int = config.num_hidden_layers
         self.num_heads: int = config.num_attention_heads
@@ -95,9 +99,11 @@ class DecoderView:
         self._native: NativeStep | None = None
         self._kernels: PagedStep | None = None
         self._values_dtype = self.dtype
+
         if native:
             with suppress(NotNative):
                 self._take_native(causal)
+
         self._check_against_module()
 
     def _take_native(self, causal: nn.Module) -> None:
@@ -105,10 +111,12 @@ class DecoderView:
             self._native = NativeStep(causal, halves=self._low is not None)
             self._values_dtype = self._native.values_dtype
             return
+
         try:
             from distflow.models.gpu_kernels.decode_step import PagedStep
         except ImportError as error:  # Triton comes with torch's builds for CUDA
             raise NotNative(f"there is no Triton: {error}") from error
+
         self._kernels = PagedStep(causal, self._low)
 
     @property
@@ -161,17 +169,21 @@ class DecoderView:
         ids = self._padded(rests)
         width = ids.shape[1]
         extent = max(begins) + width
+
         keys, values = self._memory(len(prompts), extent)
         for row, (old_keys, old_values) in enumerate(prefixes):
             keys[:, row, :, : begins[row]] = old_keys
             values[:, row, :, : begins[row]] = old_values
+
         first, last = send(torch.tensor([begins, [len(rest) - 1 for rest in rests]]), self.device)
         positions = first[:, None] + torch.arange(width, device=self.device)
         rows = torch.arange(len(prompts), device=self.device)
+
         if ids.numel() <= FEW_TOKENS:
             longest_native = LONGEST_OF_FEW
         else:
             longest_native = LONGEST_NATIVE
+
         if self._native is not None and extent <= longest_native and self._native.refresh():
             rotary = self._rotary_rows(extent, keys)
             states = self._native.decode(ids.flatten(), positions.flatten(), keys, values, *rotary)
@@ -179,6 +191,7 @@ class DecoderView:
         else:
             states = self._run_after(ids, positions, keys, values)
             hidden = self._norm(self._body.norm, states[rows, last])
+
         longest = max(len(prompt) for prompt in prompts)
         return PromptKV(keys[..., :longest, :], values[..., :longest, :], hidden)
 
@@ -237,6 +250,7 @@ class DecoderView:
         if self._native is not None and self._native.refresh():
             rotary = self._rotary_rows(extent, keys)
             return self._native.decode(token_ids, positions, keys, values, *rotary)
+
         rows = torch.arange(token_ids.shape[0], device=self.device)
         bias = self._bias(positions, extent)
 
@@ -261,11 +275,13 @@ class DecoderView:
             rotary = self._rotary_rows(self.max_positions, hidden)
             with self._autocast():
                 return self._kernels.decode(hidden, positions, rotary, tables, keys, values)
+
         num_heads, page_tokens = keys.shape[2:4]
         bias = self._bias(positions, tables.shape[1] * page_tokens)
         page = tables.gather(1, (positions // page_tokens)[:, None]).squeeze(1)
         offset = positions % page_tokens
         heads = torch.arange(num_heads, device=self.device)
+
         # (rows, kv heads, width)
         gathered = (tables[:, None] * num_heads + heads[:, None]).flatten()
 
@@ -292,10 +308,12 @@ class DecoderView:
         hidden = self._embed(token_ids)
         tables = self._rotary_rows(extent, hidden)
         cos, sin = (table[positions].unsqueeze(-2) for table in tables)
+
         for index, layer in enumerate(self._body.layers):
             query, key, value = self._project(layer, hidden, cos, sin)
             mixed = attend_to(index, query, key, value, layer.self_attn.scaling)
             hidden = self._rest_of_layer(layer, hidden, mixed)
+
         return hidden
 
     def _bias(self, positions: Tensor, extent: int) -> Tensor:
@@ -314,18 +332,22 @@ class DecoderView:
         `(..., kv_heads, head_dim)`."""
         attention = layer.self_attn
         normed = self._narrow(self._norm(layer.input_layernorm, hidden))
+
         with self._autocast():
             query, key, value = (
                 project(normed).unflatten(-1, (-1, self.head_dim))
                 for project in (attention.q_proj, attention.k_proj, attention.v_proj)
             )
+
         if hasattr(attention, "q_norm") and hasattr(attention, "k_norm"):
             query = attention.q_norm(query)
             key = attention.k_norm(key)
+
         # (first, second) · cos + (-second, first) · sin, of the halves of each head
         both = torch.cat((query, key), dim=-2)
         rolled = torch.roll(both, self.head_dim // 2, -1)
         both = torch.addcmul(both * cos, rolled, sin).to(self.dtype)
+
         return both[..., : self.num_heads, :], both[..., self.num_heads :, :], value
 
     def _rest_of_layer(self, layer: Any, hidden: Tensor, mixed: Tensor) -> Tensor:
@@ -373,6 +395,7 @@ class DecoderView:
             first, second = sin[0].chunk(2, dim=-1)
             self._cos = cos[0]
             self._sin = torch.cat((-first, second), dim=-1)
+
         return self._cos, self._sin
 
     @torch.no_grad()
@@ -396,15 +419,19 @@ class DecoderView:
         decode = self.decode
         if self._kernels is not None:  # a page of 64 tokens for each row
             decode = partial(self.decode_paged, tables=torch.arange(2, device=self.device)[:, None])
+
         for step in range(2):
             positions = torch.tensor([5 + step, 3 + step], device=self.device)
             found.append(self.logits(decode(ids[positions], positions, keys, values)))
+
         self._module.train(was_training)
         difference = (torch.cat(found).float() - expected[[4, 2, 5, 3, 6, 4]]).abs().max().item()
+
         if (self._low or self.dtype) == torch.float32:
             relative = 1e-3
         else:
             relative = 0.1
+
         tolerance = relative * max(1.0, expected.abs().max().item())
         if not difference <= tolerance:
             raise UserError(
@@ -424,12 +451,14 @@ def attend(query: Tensor, keys: Tensor, values: Tensor, bias: Tensor, scaling: f
     """
     keys = keys.flatten(0, 1)
     values = values.flatten(0, 1)
+
     query = query.reshape(len(keys), -1, keys.shape[-1])
     if keys.device.type == "cuda" and bias.dtype != keys.dtype:
         scores = torch.baddbmm(bias, query, keys.transpose(1, 2), bias.dtype, alpha=scaling)
     else:  # torch has a product of another dtype than its operands' only for CUDA
         query = query.to(bias.dtype)
         scores = torch.baddbmm(bias, query, keys.transpose(1, 2).to(bias.dtype), alpha=scaling)
+
     return torch.bmm(torch.softmax(scores, dim=-1).to(values.dtype), values)
 
 
@@ -447,12 +476,15 @@ def why_not_embedded(config: Any) -> str | None:
     family = config.model_type
     if family not in FAMILIES:
         return f"family {family!r} is not one of {', '.join(FAMILIES)}"
+
     rope_type = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
     if rope_type not in ROPE_TYPES:
         return f"rotary type {rope_type!r} is not one of {', '.join(ROPE_TYPES)}"
+
     window = getattr(config, "sliding_window", None)
     layer_types = getattr(config, "layer_types", None) or ()
     slides = "sliding_attention" in layer_types or family == "mistral"
     if slides and window is not None and window < config.max_position_embeddings:
         return f"it uses a sliding window of {window} tokens"
+
     return None

@@ -40,9 +40,11 @@ def choose_attention(model: nn.Module) -> str:
     """
     causal = unwrapped(model)
     decoder = text_decoder(model)
+
     # what computes images keeps its own attention
     owner = causal if decoder.config is causal.config else decoder
     candidates = [(name, False) for name in _packed_candidates(causal.config.get_text_config())]
+
     errors: dict[str, float] = {}
     for name, in_rows in [*candidates, ("sdpa", True), ("eager", True)]:
         tried = f"{name}, padded" if in_rows else name
@@ -51,10 +53,12 @@ def choose_attention(model: nn.Module) -> str:
         except ValueError:  # an attention that the family lacks
             errors[tried] = math.inf
             continue
+
         setattr(causal, IN_ROWS, in_rows)
         errors[tried], allowed = packed_error(model)
         if errors[tried] <= allowed:
             return tried
+
     all_tried = ", ".join(f"{name}: relative error {error:.2g}" for name, error in errors.items())
     family = getattr(causal.config, "model_type", type(model).__name__)
     raise UserError(
@@ -68,6 +72,7 @@ def _packed_candidates(config: Any) -> tuple[str, ...]:
     causal attention only; a window or a soft cap is left to the family's own code."""
     if getattr(config, "attn_logit_softcapping", None) is not None:
         return ("eager",)
+
     layer_types = getattr(config, "layer_types", None) or ("full_attention",)
     has_window = getattr(config, "sliding_window", None) is not None
     if has_window or set(layer_types) != {"full_attention"}:
@@ -95,6 +100,7 @@ def packed_error(model: nn.Module) -> tuple[float, float]:
     changed = torch.where(is_kept.to(ids.device), ids, others.to(ids.device))
     was_training = model.training
     model.eval()
+
     # nn.Module declares no methods
     packed_logits: Callable[..., Tensor] = model.packed_logits  # type: ignore[assignment]
     try:
@@ -110,6 +116,7 @@ def packed_error(model: nn.Module) -> tuple[float, float]:
         return math.inf, 0.0
     finally:
         model.train(was_training)
+
     largest = alone.abs().max()
     error = float((packed - alone).abs().max() / largest)
     leak = float((after - before).abs().max() / largest)
@@ -117,4 +124,5 @@ def packed_error(model: nn.Module) -> tuple[float, float]:
         return math.inf, 0.0
     if leak > _LEAK[packed.dtype]:
         return leak, _LEAK[packed.dtype]
+
     return error, TOLERANCE[packed.dtype]

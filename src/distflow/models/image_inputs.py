@@ -50,6 +50,7 @@ class ImageProcessor:
                 f"the prompt has {text.count(self.mark)} times {self.mark!r}, which stands for an "
                 f"image, and {len(paths)} images"
             )
+
         ids = self._processor(text=[text], images=[load_image(path) for path in paths], **special)[
             "input_ids"
         ][0]
@@ -71,6 +72,7 @@ class ImageProcessor:
             made = self._processor.image_processor(images=[load_image(path)], return_tensors="pt")
             inputs = {name: value for name, value in made.items() if isinstance(value, Tensor)}
             self._num_bytes += _size(inputs)
+
         self._kept[path] = inputs  # the last one used is the last to go
         while self._num_bytes > _KEPT_BYTES and len(self._kept) > 1:
             self._num_bytes -= _size(self._kept.popitem(last=False)[1])
@@ -110,11 +112,13 @@ def load_image_processor(path: str, revision: str | None = None) -> ImageProcess
         raise UserError(
             f"the processor of images of the model '{path}' cannot be loaded: {reason}"
         ) from error
+
     if not hasattr(processor, "image_processor") or not hasattr(processor, "image_token_id"):
         raise UserError(
             f"the model '{path}' reads images, but its folder has no processor of text and images "
             "(processor_config.json, preprocessor_config.json): save its AutoProcessor there"
         )
+
     return ImageProcessor(processor)
 
 
@@ -133,11 +137,13 @@ class ImageInputs:
 def text_decoder(model: nn.Module) -> Any:
     """The layers that read token embeddings, without what computes those of images."""
     causal = unwrapped(model)
+
     # Llama 4 names itself its base
     if causal.base_model is causal:
         decoder = causal.model
     else:
         decoder = causal.base_model
+
     return getattr(decoder, "language_model", decoder)
 
 
@@ -151,15 +157,18 @@ def embeddings(model: nn.Module, input_ids: Tensor, images: ImageInputs) -> dict
     causal = unwrapped(model)
     tensors = _inputs_of(causal, images, input_ids.device)
     output = causal.model.get_image_features(**_accepted(causal.model.get_image_features, tensors))
+
     found = getattr(output, "pooler_output", output)
     if isinstance(found, list | tuple):
         vectors = torch.cat([*found])
     else:
         vectors = found.flatten(0, -2)
+
     if len(vectors) != len(images.places):
         raise ValueError(
             f"{len(images.places)} placeholders stand for images of {len(vectors)} vectors"
         )
+
     embedded = causal.get_input_embeddings()(input_ids)
     given = {
         "inputs_embeds": embedded.index_copy(0, images.places, vectors.to(embedded.dtype))[None]
@@ -168,6 +177,7 @@ def embeddings(model: nn.Module, input_ids: Tensor, images: ImageInputs) -> dict
         is_image = torch.zeros_like(input_ids, dtype=torch.bool).index_fill_(0, images.places, True)
         given["visual_pos_masks"] = is_image[None]
         given["deepstack_visual_embeds"] = [torch.cat([*each]) for each in deeper]
+
     return given
 
 
@@ -187,8 +197,10 @@ def image_positions(
     find = getattr(causal.model, "get_rope_index", None)
     if find is None:
         return None
+
     kinds = torch.zeros_like(input_ids, dtype=torch.int32).index_fill_(0, images.places, 1)
     grids = _inputs_of(causal, images, input_ids.device)["image_grid_thw"]
+
     first = 0
     found = []
     for ids, own, paths in zip(
@@ -199,6 +211,7 @@ def image_positions(
             inputs["image_grid_thw"] = grids[first : first + len(paths)]
         found.append(find(**inputs)[0][:, 0])
         first += len(paths)
+
     return torch.cat(found, dim=1)
 
 
@@ -222,6 +235,7 @@ def own_inputs(
     accepted = _accepted(
         unwrapped(model).forward, {**inputs, "mm_token_type_ids": kinds, "token_type_ids": kinds}
     )
+
     return {name: send(value, device) for name, value in accepted.items()}
 
 
@@ -240,6 +254,7 @@ def own_pass(
     if processor is None or not any(images):
         yield {"input_ids": input_ids}
         return
+
     given = own_inputs(model, input_ids, images, num_prompt)
     placeholder = processor.token_id
     text = causal.config.get_text_config()
@@ -248,6 +263,7 @@ def own_pass(
     if not bool(drawn.any()):
         yield {"input_ids": input_ids, **given}
         return
+
     # some are ids of special tokens
     named = (*causal.config.to_dict().values(), *text.to_dict().values())
     used = {*input_ids.flatten().tolist(), *(value for value in named if isinstance(value, int))}
@@ -275,6 +291,7 @@ def states_in_own_passes(
     inner = causal.model
     found = list[Tensor]()
     is_image = torch.zeros_like(input_ids, dtype=torch.bool).index_fill_(0, images.places, True)
+
     parts = zip(
         input_ids.split(lengths.tolist()),
         is_image.split(lengths.tolist()),
@@ -286,6 +303,7 @@ def states_in_own_passes(
         with own_pass(causal, ids[None], num_prompt, (paths,)) as inputs:
             accepted = _accepted(inner.forward, inputs)
             found.append(inner(**accepted, use_cache=False).last_hidden_state[0])
+
     return torch.cat(found)
 
 
@@ -303,6 +321,7 @@ def image_error(model: nn.Module) -> tuple[float, list[str]]:
     assert processor is not None
     words = [token for token in range(4) if token != processor.token_id]
     device = next(model.parameters()).device
+
     with tempfile.TemporaryDirectory() as folder:
         paths = _noise(Path(folder), ((56, 84), (84, 56)))
         texts = [[*processor.encode(processor.mark, (path,)), *words] for path in paths]
@@ -311,9 +330,11 @@ def image_error(model: nn.Module) -> tuple[float, list[str]]:
         packed = torch.cat(ids)
         lengths = torch.tensor([len(each) for each in ids])
         images = ImageInputs(held, (packed == processor.token_id).nonzero()[:, 0])
+
         with torch.enable_grad():
             # attached
             ours: Tensor = model.packed_logits(packed, lengths, images=images)  # type: ignore[operator]
+
         differences = list[Tensor]()
         largest = list[Tensor]()
         for own, each, own_paths in zip(
@@ -324,10 +345,12 @@ def image_error(model: nn.Module) -> tuple[float, list[str]]:
                     extra = own_inputs(model, each[None, :cut], (own_paths,))
                 else:
                     extra = {}
+
                 with torch.no_grad():
                     theirs = model(input_ids=each[None, :cut], use_cache=False, **extra).logits[0]
                 differences.append((own[:cut] - theirs).abs().max())
                 largest.append(theirs.abs().max())
+
     named = [(name, weight) for name, weight in causal.named_parameters() if weight.requires_grad]
     seeing = {
         name: weight
@@ -336,6 +359,7 @@ def image_error(model: nn.Module) -> tuple[float, list[str]]:
     }
     gradients = torch.autograd.grad(ours.sum(), list(seeing.values()), allow_unused=True)
     unused = [name for name, own in zip(seeing, gradients, strict=True) if own is None]
+
     return float(torch.stack(differences).max() / torch.stack(largest).max()), unused
 
 
@@ -348,6 +372,7 @@ def _noise(folder: Path, sizes: tuple[tuple[int, int], ...]) -> tuple[str, ...]:
         image = Image.fromarray(draws.integers(0, 256, (height, width, 3), dtype=np.uint8))
         paths.append(str(folder / f"{image_hash(image)}.png"))
         image.save(paths[-1])
+
     return tuple(paths)
 
 

@@ -102,6 +102,7 @@ def load_model(
     config = source.config()
     if critic and type(config) not in AutoModelForTokenClassification._model_mapping:
         raise _no_critic(source, config)
+
     auto_class: Any = AutoModelForCausalLM
     reads_images = False
     if critic:
@@ -111,6 +112,7 @@ def load_model(
     elif has_image_processor(source.path, source.revision):
         reads_images = True
         auto_class = AutoModelForImageTextToText
+
     is_stored_whole = source.gguf_file is not None or source.adapter is not None
     in_parts = sharding is not None and source.init == "pretrained" and not is_stored_whole
     if sharding is not None and in_parts:
@@ -121,18 +123,23 @@ def load_model(
     else:
         surplus = ("lm_head.",) if critic else ()
         model, missing = source.pretrained(auto_class, config, dtype, surplus)
+
     if critic:
         missing = _settle_value_head(model, source, missing, draws_head)
+
     if missing:  # `transformers` would have initialised them
         raise UserError(
             f"{source} lacks weights of its architecture: {_few(missing)}; the folder is incomplete"
         )
+
     if reads_images:
         model.image_processor = load_image_processor(source.path, source.revision)
+
     if in_parts:
         refuse_garbage(model)
         choose_attention(model)
         return model.eval()
+
     ready(model, dtype, device)
     if sharding is not None:
         shard_model(model, sharding)
@@ -145,11 +152,14 @@ def _settle_value_head(
     """Draw a value head if it is missing; returns the names of other weights that are."""
     if not hasattr(model, "score"):
         raise _no_critic(source, model.config)
+
     if source.scores:
         model.score.bias = None
         missing = [name for name in missing if name != f"{VALUE_HEAD}bias"]
+
     if f"{VALUE_HEAD}weight" in missing and not draws_head:
         raise UserError(f"{source} is not a reward model: its weights lack {VALUE_HEAD}weight")
+
     others = [name for name in missing if not name.startswith(VALUE_HEAD)]
     if len(others) < len(missing):
         _fresh_value_head(model, source.seed)
@@ -175,10 +185,12 @@ class ModelSource:
         """Raises UserError for a missing folder or file, and for remote code that is not pinned."""
         self.path = resolve_path(path)
         self.adapter = None
+
         base = base_of_adapter(self.path)
         if base is not None:
             self.adapter = self.path
             self.path = resolve_path(base)
+
         self.init = options.get("init", "pretrained")
         self.seed = options.get("seed", 0)
         self.gguf_file = gguf_file = options.get("gguf_file")
@@ -190,11 +202,13 @@ class ModelSource:
             "revision": revision,
             "trust_remote_code": trust_remote_code,
         }
+
         if trust_remote_code and not is_local(self.path) and revision is None:
             raise UserError(
                 "trust_remote_code=true runs code from the hub: pin its revision, or use a local "
                 "folder"
             )
+
         if gguf_file is None:
             require_files(self.path, ("config.json",), "config.json")
         else:
@@ -214,12 +228,14 @@ class ModelSource:
         or brings code."""
         with self._readable():
             config = AutoConfig.from_pretrained(self.path, **self._options)
+
         kernel = getattr(config, "_attn_implementation", None)
         if isinstance(kernel, str) and "/" in kernel:
             raise UserError(
                 f"{self} requests code of the hub's repository '{kernel}' (attn_implementation): "
                 "remove it"
             )
+
         return config
 
     def pretrained(
@@ -237,6 +253,7 @@ class ModelSource:
         """
         if self.gguf_file is None:
             require_files(self.path, WEIGHT_PATTERNS, "weights")
+
         with self._readable(), quiet_transformers():
             model, info = auto_class.from_pretrained(
                 self.path,
@@ -247,6 +264,7 @@ class ModelSource:
                 use_safetensors=True if only_safetensors else None,
                 **self._options,
             )
+
         if other := sorted(info["mismatched_keys"]):
             name, stored, expected = other[0]
             raise UserError(
@@ -254,18 +272,22 @@ class ModelSource:
                 f"{name} is {list(stored)} and should be {list(expected)}: take config.json and "
                 "weights of the same model"
             )
+
         quantizer = getattr(model, "hf_quantizer", None)
         if self.gguf_file is not None and quantizer is not None:
             # its weights are plain by now, and are saved as such
             quantizer.remove_quantization_config(model)
+
         unused = [name for name in info["unexpected_keys"] if not name.startswith(surplus)]
         if unused:
             _log.warning("%s: weights that its architecture does not use: %s", self, _few(unused))
+
         if self.adapter is not None:
             with readable(
                 f"the adapter '{self.adapter}'", self.adapter, runs_code=False, extra="lora"
             ):
                 model = merge_adapter(model, self.adapter)
+
         return model, sorted(info["missing_keys"])
 
     def parts(
@@ -289,6 +311,7 @@ class ModelSource:
                 torch.empty_like(tensor, device=place) if tensor.is_meta else tensor.to(device)
             )
         )
+
         with self._readable():
             wanted = ["*.json", "model*.safetensors"]
             folder = Path(
@@ -316,6 +339,7 @@ def quiet_transformers() -> Iterator[None]:
     bars = transformers_logging.is_progress_bar_enabled()
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
+
     try:
         yield
     finally:
@@ -382,13 +406,16 @@ def _check_images(model: nn.Module) -> None:
             error = math.inf
             unused = []
             why = first_lines(reason)
+
         if error <= limit:
             break
+
     if not error <= limit:
         raise UserError(
             f"models of the family '{unwrapped(model).config.model_type}' cannot be trained with "
             f"images: {why} (relative error {error:.2g})"
         )
+
     setattr(unwrapped(model), UNUSED, unused)
     for name in unused:
         unwrapped(model).get_parameter(name).requires_grad_(False)
@@ -401,13 +428,16 @@ def has_image_processor(path: str | Path, revision: str | None = None) -> bool:
         has_files = any((Path(path) / name).is_file() for name in IMAGE_PROCESSOR_FILES)
     else:
         has_files = _hub_has_processor(str(path), revision)
+
     if not has_files:
         return False
+
     try:
         # None would ask
         config = AutoConfig.from_pretrained(path, revision=revision, trust_remote_code=False)
     except (OSError, ValueError):  # reported by who loads the model
         return False
+
     return type(config) in AutoModelForImageTextToText._model_mapping and hasattr(
         config, "vision_config"
     )
@@ -496,17 +526,20 @@ def load_tokenizer(
         require_files(
             source, TOKENIZER_FILES, "tokenizer; add one, or for the policy set tokenizer_path"
         )
+
     options: dict[str, str | bool | None] = {
         "revision": revision,
         "trust_remote_code": trust_remote_code,
     }
     if gguf_file is not None:
         options["gguf_file"] = gguf_file
+
     with readable(f"the tokenizer of '{source}'", source, runs_code=trust_remote_code):
         config = Path(source) / "tokenizer_config.json"
         own_class = None
         if is_local(source) and config.is_file() and (config.parent / "tokenizer.json").is_file():
             own_class = read_object(config).get("tokenizer_class")
+
         # `AutoTokenizer` rebuilds some families' tokenizers (qwen2) from the vocabulary even if the
         # folder declares that tokenizer.json is the whole tokenizer, which changes how text is
         # split.
@@ -514,15 +547,18 @@ def load_tokenizer(
         tokenizer: PreTrainedTokenizerBase = loader.from_pretrained(source, **options)
         if model is not None:
             _require_embeddings(tokenizer, model.get_text_config().vocab_size)
+
         if generates and tokenizer.eos_token_id is None:
             raise UserError(
                 f"the tokenizer of '{source}' has no eos_token: responses could not end; set it "
                 "there"
             )
+
         if tokenizer.pad_token_id is None:
             tokenizer.pad_token = tokenizer.eos_token
         if gguf_file is None and has_image_processor(source, revision):
             tokenizer.image_processor = load_image_processor(source, revision)  # see `images_of`
+
     return tokenizer
 
 
@@ -553,6 +589,7 @@ def end_token_ids(tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
         template = tokenizer.chat_template
     else:
         template = ""
+
     added = tokenizer.get_added_vocab()
     ids.update(added[token] for token in CHAT_END_TOKENS if token in added and token in template)
     return tuple(sorted(ids))

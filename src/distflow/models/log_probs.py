@@ -41,12 +41,15 @@ class _LogProbs(Function):
         for rows in _blocks(logits):
             log_probs = logits[rows].log_softmax(-1)
             chosen[rows] = log_probs.gather(-1, targets[rows, None])[:, 0]
+
             if memory is not None or with_entropy:
                 log_probs = torch.clamp(
                     log_probs, min=_NEVER, out=log_probs if memory is None else memory[rows]
                 )
+
             if entropy is not None:
                 entropy[rows] = log_probs.exp().mul_(log_probs).sum(-1).neg_()
+
         ctx.save_for_backward(memory, targets, entropy)
         ctx.set_materialize_grads(False)
         return chosen, entropy
@@ -61,6 +64,7 @@ class _LogProbs(Function):
         grad, targets, entropy = ctx.saved_tensors
         if of_chosen is None:
             of_chosen = grad.new_zeros(len(grad))
+
         for rows in _blocks(grad):
             block = grad[rows]
             weight = -of_chosen[rows, None]
@@ -68,6 +72,7 @@ class _LogProbs(Function):
                 of_log = -of_entropy[rows, None]
                 weight = torch.addcmul(weight + of_log * entropy[rows, None], block, of_log)
             block.exp_().mul_(weight)
+
         return grad.scatter_add_(-1, targets[:, None], of_chosen[:, None]), None, None
 
 
@@ -113,6 +118,7 @@ def token_log_probs(
     num_rows = max(1, elements // vocabulary)
     if len(hidden) <= num_rows:
         return _chunk(head, hidden, targets, temperature, with_entropy)
+
     log_probs = []
     entropies = []
     start = 0
@@ -124,6 +130,7 @@ def token_log_probs(
         part, entropy = checkpoint(_chunk, *given, use_reentrant=False, preserve_rng_state=False)
         log_probs.append(part)
         entropies.append(entropy)
+
     return torch.cat(log_probs), torch.cat(entropies) if with_entropy else None
 
 
@@ -152,20 +159,26 @@ def _chunk(
 ) -> tuple[Tensor, Tensor | None]:
     logits = head(hidden)
     logits = logits if logits.dtype == torch.float64 else logits.float()
+
     # before the logits are replaced or overwritten
     normal = None if isinstance(targets, Tensor) else normal_of(logits, targets.normals)
+
     if isinstance(temperature, Tensor):
         logits = logits / temperature[:, None]
     elif temperature != 1.0:
         logits = logits / temperature
+
     if isinstance(targets, Tensor):
         return _LogProbs.apply(logits, targets, with_entropy)
+
     assert normal is not None, "above"
     mean, log_std = normal
     log_probs, entropy = _LogProbs.apply(logits, targets.tokens, with_entropy)
     densities = normal_log_probs(targets.values.to(mean.dtype), mean, log_std)
     log_probs = torch.where(targets.is_number, densities, log_probs)
+
     if entropy is not None:
         of_normal = log_std + (1 + math.log(2 * math.pi)) / 2
         entropy = torch.where(targets.is_number, of_normal, entropy)
+
     return log_probs, entropy

@@ -46,6 +46,7 @@ def add_lora(
         lora_dropout=0.0,
         task_type="CAUSAL_LM",
     )
+
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         return get_peft_model(model, config)
@@ -64,11 +65,13 @@ def check_targets(model: nn.Module, target_modules: str | Sequence[str]) -> None
         name.rpartition(".")[2] for name, module in modules.items() if isinstance(module, nn.Linear)
     }
     is_pattern = isinstance(target_modules, str)
+
     for target in [target_modules] if isinstance(target_modules, str) else target_modules:
         try:
             pattern = re.compile(target if is_pattern else rf"(.*\.)?{re.escape(target)}")
         except re.error as error:
             raise UserError(f"'{target}' is not a regular expression ({error})") from error
+
         if not any(map(pattern.fullmatch, modules)):
             if target in linear:
                 advice = f"; for all layers of that name write [{target}]"
@@ -82,14 +85,17 @@ def base_of_adapter(folder: str) -> str | None:
     UserError if it is not a LoRA adapter in safetensors, or names no model."""
     if not (Path(folder) / ADAPTER_CONFIG).is_file() or (Path(folder) / "config.json").is_file():
         return None
+
     require_files(folder, ("adapter_model.safetensors",), "adapter weights")
     config = read_object(Path(folder) / ADAPTER_CONFIG, Path(folder))
+
     base = config.get("base_model_name_or_path")
     if config.get("peft_type") != "LORA" or not isinstance(base, str) or not base:
         raise UserError(
             f"{ADAPTER_CONFIG} in '{folder}' is not that of a LoRA adapter that names its base "
             "model"
         )
+
     return base
 
 
@@ -130,6 +136,7 @@ def adapter_config(model: nn.Module) -> dict[str, Any] | None:
     one."""
     if not has_adapter(model):
         return None
+
     config: Any = model.peft_config["default"]  # type: ignore[index]  # peft's
     return {
         "r": config.r,
@@ -151,11 +158,13 @@ def named_weights(model: nn.Module, merge: bool = True) -> Iterator[tuple[str, T
             (plain_name(name), parameter.detach()) for name, parameter in causal.named_parameters()
         )
         return
+
     adapted = {
         name: module
         for name, module in causal.named_modules()
         if hasattr(module, "get_delta_weight")
     }
+
     for name, parameter in causal.named_parameters():
         owner, _, leaf = name.partition(".base_layer.")
         if leaf:

@@ -35,15 +35,18 @@ def readable(
         reason = why_not_loaded(resolved, first_lines(error))
         if _CUT in reason:
             reason = f"a file of weights is cut off ({reason}): download or copy the folder again"
+
         if runs_code or not is_local(resolved):
             code = []
         else:
             code = code_of(resolved)
+
         if code:
             reason += (
                 f"; it comes with Python code ({', '.join(code)}), which only "
                 "actor_rollout_ref.model.trust_remote_code=true runs"
             )
+
         raise UserError(f"{what} cannot be loaded: {reason}") from error
 
 
@@ -61,9 +64,11 @@ def require_files(resolved: str, patterns: tuple[str, ...], what: str) -> None:
     hub id passes, since its files are not yet known."""
     if not is_local(resolved):
         return
+
     for file in Path(resolved).iterdir():  # links may lead elsewhere, e.g. into the hub's cache
         if file.suffix not in (*_TEXTS, *_TENSORS) or file.is_dir():
             continue
+
         try:
             check_file(file, max_bytes=_MAX_TEXT_BYTES if file.suffix in _TEXTS else None)
             if file.suffix == ".safetensors":
@@ -72,15 +77,18 @@ def require_files(resolved: str, patterns: tuple[str, ...], what: str) -> None:
                 _check_index(file)
         except OSError as error:
             raise unreadable(file, error) from error
+
     if not any(any(Path(resolved).glob(pattern)) for pattern in patterns):
         if patterns == (what,):
             listed = ""
         else:
             listed = f" ({', '.join(patterns)})"
+
         if what == "weights":
             new = " (model.init=random makes new ones)"
         else:
             new = ""
+
         raise UserError(
             f"model folder '{resolved}' has no {what}{listed}: is it a complete model folder?{new}"
         )
@@ -119,20 +127,25 @@ def code_of(path: str | Path) -> list[str]:
     source = resolve_path(path)
     if not is_local(source):
         return [f"Python code of the hub's repository {source}"]
+
     found = {
         name for file in _NAMING for name in _texts(read_object(Path(source, file)).get("auto_map"))
     }
+
     shown = []
     for name in found:
         repository, _, reference = name.rpartition("--")
         module, _, attribute = reference.rpartition(".")
+
         if repository:
             file = f"{module}.py"
         else:
             file = f"{Path(source, module)}.py"
+
         shown.append(
             f"{file}:{attribute}" + (f" of the hub's repository {repository}" if repository else "")
         )
+
     return sorted(shown)
 
 

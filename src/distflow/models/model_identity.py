@@ -25,12 +25,14 @@ def identity(path: str, revision: str | None = None) -> dict[str, str]:
     source = resolve_path(path)
     if is_local(source):
         return {"path": source, "revision": "", "fingerprint": _folder_hash(Path(source))}
+
     try:
         config = cached_file(source, "config.json", revision=revision)
     except OSError as error:
         raise UserError(
             f"model '{source}' cannot be loaded: {why_not_loaded(source, str(error))}"
         ) from error
+
     assert config is not None, "it raises where there is none"
     return {"path": source, "revision": revision or "", "fingerprint": Path(config).parent.name}
 
@@ -41,10 +43,12 @@ def _folder_hash(folder: Path) -> str:
         size = file.stat().st_size
         digest.update(f"{file.name} {size}\n".encode())
         step = max(size // _PIECES, _PIECE_BYTES)
+
         with file.open("rb") as opened:
             for start in (*range(0, size, step), max(size - _PIECE_BYTES, 0)):
                 opened.seek(start)
                 digest.update(opened.read(_PIECE_BYTES))
+
     return digest.hexdigest()[:12]
 
 
@@ -55,8 +59,10 @@ def bit_hash(tensor: Tensor) -> str:
     own = own_part(tensor.detach()).contiguous()
     raw = own.reshape(-1).view(torch.uint8)
     rows = torch.nn.functional.pad(raw, (0, -len(raw) % 8192)).view(torch.int64).view(-1, 1024)
+
     total = 0
     for factor, sums in ((1, rows.sum(0)), (0x9E3779B97F4A7C15, rows.sum(1))):
         weights = torch.arange(1, 2 * len(sums) + 1, 2, device=sums.device)
         total += factor * int((sums * weights).sum())
+
     return f"{tuple(own.shape)} {own.dtype} {total % 2**64:016x}"

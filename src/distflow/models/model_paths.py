@@ -28,6 +28,7 @@ def resolve_path(path: str | Path) -> str:
         if name not in MODELS:
             raise UserError(f"there is no built-in model '{name}'; there are: {', '.join(MODELS)}")
         return str(BUILTIN_FOLDER / name)
+
     if text.startswith(PACKAGE_PREFIX):
         # of an installed Python package, which is not imported
         name = text.removeprefix(PACKAGE_PREFIX)
@@ -35,11 +36,14 @@ def resolve_path(path: str | Path) -> str:
             found = importlib.util.find_spec(name)
         else:
             found = None
+
         if found is None or not found.submodule_search_locations:
             raise UserError(
                 f"model path 'package:{name}': the Python package '{name}' is not installed here"
             )
+
         return found.submodule_search_locations[0]
+
     folder = Path(text).expanduser()
     if folder.is_dir():
         return str(folder.resolve())
@@ -48,6 +52,7 @@ def resolve_path(path: str | Path) -> str:
         raise UserError(
             f"model path '{text}': {what}; {advice}, or give a hub id (org/name) or builtin:NAME"
         )
+
     unreachable()  # within seconds, and the libraries are informed
     return text
 
@@ -61,10 +66,12 @@ def why_not_loaded(resolved: str, reason: str) -> str:
     """The message for a model that could not be loaded. reason: the library's error."""
     if is_local(resolved):
         return reason
+
     no_folder = f"there is no folder '{resolved}' in {Path.cwd()}"
     if unreached := unreachable():
         return (
             f"{no_folder}, and the hub cannot be reached ({unreached}): write the path of a "
             "folder, or check the network (HF_ENDPOINT names a mirror, HTTPS_PROXY a proxy)"
         )
+
     return f"{reason}; {no_folder}; on the hub, check its name, and HF_TOKEN if it requires a login"

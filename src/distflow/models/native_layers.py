@@ -35,11 +35,13 @@ def runs_natively(decoder: Any) -> bool:
     config = decoder.config
     if config.model_type not in FAMILIES or not _has_code(decoder):
         return False
+
     head_dim = decoder.layers[0].self_attn.head_dim
     if 2 * len(decoder.rotary_emb.inv_freq) != head_dim:  # only a part of each head is rotated
         return False
     if decoder.training and config.attention_dropout:
         return False
+
     modules = list(layer_modules(decoder))
     device = decoder.embed_tokens.weight.device.type
     if device == "cuda":
@@ -48,10 +50,12 @@ def runs_natively(decoder: Any) -> bool:
         modules.remove(decoder.embed_tokens)  # it is called, as it may have a checkpointing hook
     elif decoder.training and any(layer.gradient_checkpointing for layer in decoder.layers):
         return False
+
     try:
         check_modules((decoder, *decoder.layers, *modules), config.rms_norm_eps, device)
     except native.NotNative:
         return False
+
     return True
 
 
@@ -73,6 +77,7 @@ def gpu_layer() -> Any:
         decode_step.try_to_compile(torch.device("cuda"))
     except (ImportError, native.NotNative):
         return None
+
     return training_layer
 
 
@@ -92,6 +97,7 @@ def packed_layers(decoder: Any, embedded: Tensor, position_ids: Tensor, packing:
     config = decoder.config
     hidden = embedded.float()
     cos, sin = (each[0] for each in decoder.rotary_emb(hidden, position_ids[None]))
+
     with torch.autocast(weight.device.type, enabled=False):
         if weight.device.type == "cuda":
             code = LayerCode(gpu_layer(), partial(attend_together, packing), dtype)
@@ -104,6 +110,7 @@ def packed_layers(decoder: Any, embedded: Tensor, position_ids: Tensor, packing:
                 operands = cpu_layer.before_attention(layer, hidden, cos, sin)
                 mixed = _on_cpu(packing, *operands, layer.self_attn.scaling)
                 hidden = cpu_layer.after_attention(layer, hidden, mixed)
+
         return decoder.norm(hidden).to(weight.dtype)
 
 
@@ -143,6 +150,7 @@ def _by_torchs_products(
         added = product(mixed.flatten(1).to(dtype), attention.o_proj)
         hidden, normed = kernels.add_norm(hidden, added, layer.post_attention_layernorm, dtype)
         gated = kernels.gate(product(normed, mlp.gate_proj, mlp.up_proj))
+
         return hidden, product(gated, mlp.down_proj)
 
     added = None
@@ -153,4 +161,5 @@ def _by_torchs_products(
             )
         else:
             hidden, added = through(layer, hidden, added)
+
     return hidden if added is None else hidden + added

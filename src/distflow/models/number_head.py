@@ -72,10 +72,12 @@ def normal_of(logits: Tensor, normals: Normals) -> tuple[Tensor, Tensor]:
     tokens, offset, gain, log_std = normals
     rows = torch.arange(len(tokens), device=tokens.device)
     low, high = LOG_STD
+
     # unlike `gather` it keeps no logits for backward
     raw = logits[rows, (tokens + 1).clamp(max=logits.shape[-1] - 1)]
     learned = low + (high - low) / 2 * (raw.tanh() + 1)
     spread = torch.where(log_std.isnan(), learned, log_std.to(learned))
+
     return offset + gain * logits[rows, tokens], spread
 
 

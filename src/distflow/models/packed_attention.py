@@ -90,6 +90,7 @@ def packed_attention(
     scaling are read besides the tensors, and not the mask."""
     if packing is None:
         return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
+
     # On a CPU the kernel of 16-bit types takes five times as long backward as that of float32,
     # copies included.
     on_cpu = query.device.type == "cpu"
@@ -97,11 +98,13 @@ def packed_attention(
         dtype = torch.promote_types(query.dtype, torch.float32)
     else:
         dtype = query.dtype
+
     queries, keys, values = (x[0].transpose(0, 1).to(dtype) for x in (query, key, value))
     dropout: float = kwargs.get("dropout", 0.0)
     scale: float = kwargs.get("scaling") or query.shape[-1] ** -0.5
     one_width = values.shape[2] == keys.shape[2]  # DeepSeek's values are narrower than its keys
     is_plain = dropout == 0.0 and one_width
+
     is_ours = on_cpu and dtype == torch.float32 and is_plain
     if is_ours and native.is_there():
         mixed = attend(queries, keys, values, packing.sequences, scale)
@@ -109,6 +112,7 @@ def packed_attention(
         mixed = attend_together(packing, queries, keys, values, scale)
     else:
         mixed = _attend_one_by_one(queries, keys, values, packing, scale, dropout)
+
     return mixed.to(query.dtype)[None], None
 
 
@@ -134,7 +138,9 @@ def attend_together(
         queries = spread_rows(queries, packing.spread)
         keys = spread_rows(keys, packing.spread)
         values = spread_rows(values, packing.spread)
+
     options: dict[str, Any] = {"window_size": (-1, 0), "scale": scale}
+
     # Newer versions of torch must be told that keys and values have fewer heads.
     if "enable_gqa" in (varlen_attn.__kwdefaults__ or {}):
         options["enable_gqa"] = True
@@ -144,6 +150,7 @@ def attend_together(
     assert isinstance(mixed, Tensor)
     if packing.sharing is None:
         return mixed
+
     return take_rows(mixed, packing.spread.first)
 
 
@@ -156,6 +163,7 @@ def _attend_one_by_one(
         operands = [spread_rows(each, packing.spread) for each in operands]
     lengths = packing.lengths.tolist()
     by_sequence = [each.transpose(0, 1)[None].split(lengths, 2) for each in operands]
+
     found = []
     with torch.autocast("cpu", enabled=False):
         for query, key, value in zip(*by_sequence, strict=True):
@@ -169,6 +177,7 @@ def _attend_one_by_one(
                 enable_gqa=query.shape[1] != key.shape[1],
             )
             found.append(mixed[0].transpose(0, 1))
+
     rows = torch.cat(found)
     if packing.sharing is None:
         return rows

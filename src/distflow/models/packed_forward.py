@@ -53,15 +53,18 @@ def packed_hidden_states(
     causal = unwrapped(model)
     decoder = text_decoder(model)
     lengths = lengths[lengths > 0].cpu()  # FSDP moves its arguments to the device
+
     if images is not None and getattr(causal, IN_OWN_PASSES):
         states = states_in_own_passes(causal, input_ids, lengths, images)
         if wanted is None:
             return states
         return take_rows(states, wanted)
+
     if images is not None:
         return _with_images(model, input_ids, lengths, images, wanted)
     if getattr(causal, IN_ROWS, False):
         return _in_rows(decoder, input_ids, lengths, wanted)
+
     position_ids = _positions(lengths)
     if decoder.config._attn_implementation != PACKED_ATTENTION:
         positions = send(position_ids, input_ids.device)
@@ -71,10 +74,12 @@ def packed_hidden_states(
         if wanted is None:
             return states
         return take_rows(states, wanted)
+
     if sharing is not None:
         sharing = Sharing(sharing.positions.cpu(), sharing.place.cpu())  # see above
         input_ids = input_ids[send(sharing.positions, input_ids.device)]
         position_ids = position_ids[sharing.positions]
+
     packing = Packing(lengths, input_ids.device, sharing)
     if runs_natively(decoder):
         positions = send(position_ids, input_ids.device)
@@ -83,10 +88,12 @@ def packed_hidden_states(
         states = _transformers_layers(
             decoder, packing, position_ids[None], input_ids=input_ids[None]
         )
+
     if sharing is None:
         if wanted is None:
             return states
         return take_rows(states, wanted)
+
     place = send(sharing.place, states.device)
     return take_rows(states, place if wanted is None else place[wanted], repeats=True)
 
@@ -124,6 +131,7 @@ def _with_images(
     embedded = embeddings(model, input_ids, images)
     by_family = image_positions(model, input_ids, lengths, images)
     own = _positions(lengths)
+
     if by_family is not None:
         states = _transformers_layers(decoder, packing, by_family[:, None], **embedded)
     elif runs_natively(decoder):
@@ -132,6 +140,7 @@ def _with_images(
         )
     else:
         states = _transformers_layers(decoder, packing, own[None], **embedded)
+
     return states if wanted is None else take_rows(states, wanted)
 
 
@@ -155,6 +164,7 @@ def output_head(model: nn.Module) -> Callable[[Tensor], Tensor]:
     head = causal.get_output_embeddings()
     if head is None:
         return causal.score
+
     scale = float(getattr(config, "logit_scale", None) or 1.0)
     scale /= float(getattr(config, "logits_scaling", None) or 1.0)
     softcap = getattr(config, "final_logit_softcapping", None)
@@ -227,6 +237,7 @@ def packed_forward(
         sharing=inputs.sharing,
         images=inputs.images,
     )
+
     found: dict[str, Tensor] = {}
     if "values" in outputs:
         values = output_head(model)(hidden)[:, 0]
@@ -234,12 +245,14 @@ def packed_forward(
             found["values"] = values
         else:
             found["values"] = values.float()
+
     if "text_scores" in outputs:
         wide = torch.promote_types(hidden.dtype, torch.float32)
         weight = unwrapped(model).score.weight[0]
         # the head is always float32, as in `load_reward_model`
         with torch.autocast(hidden.device.type, enabled=False):
             found["text_scores"] = hidden.to(wide) @ weight.to(wide)
+
     if "log_probs" in outputs or "entropy" in outputs:
         log_probs, entropy = token_log_probs(
             output_head(model),
@@ -252,4 +265,5 @@ def packed_forward(
         found["log_probs"] = log_probs
         if entropy is not None:
             found["entropy"] = entropy
+
     return {name: found[name] for name in outputs}

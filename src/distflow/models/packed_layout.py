@@ -34,6 +34,7 @@ def shared_prefixes(input_ids: Tensor, lengths: Tensor) -> Sharing | None:
     """
     if len(lengths) < 2:
         return None
+
     is_token = torch.arange(int(lengths.max()))[None, :] < lengths[:, None]
     table = input_ids.new_zeros(is_token.shape).masked_scatter_(is_token, input_ids)
     alike = (table[1:] == table[:-1]) & is_token[1:] & is_token[:-1]
@@ -42,6 +43,7 @@ def shared_prefixes(input_ids: Tensor, lengths: Tensor) -> Sharing | None:
     positions = is_kept[is_token].nonzero()[:, 0]
     if len(positions) == len(input_ids):
         return None
+
     # In a column, shared tokens repeat the last kept token above them; numbers grow downwards.
     numbers = torch.full(is_token.shape, -1).masked_scatter_(is_kept, torch.arange(len(positions)))
     return Sharing(positions, numbers.cummax(0).values[is_token])
@@ -66,10 +68,12 @@ class Sequences:
         """lengths: int64 `(sequences,)`, all at least 1, on the CPU."""
         starts = torch.cat((lengths.new_zeros(1), lengths.cumsum(0)))
         longest = int(lengths.max())
+
         if sharing is None:
             return Sequences(
                 torch.arange(int(starts[-1])), starts, torch.zeros_like(lengths), longest
             )
+
         is_kept = torch.zeros(len(sharing.place) + 1, dtype=torch.int64)
         num_before = is_kept.index_fill_(0, sharing.positions + 1, 1).cumsum(0)
         num_kept = num_before[starts[1:]] - num_before[starts[:-1]]

@@ -34,6 +34,7 @@ def load_reward_model(
     source = ModelSource(path, revision=revision)
     if is_local(source.path):
         require_files(source.path, ("*.safetensors",), "safetensors")
+
     try:
         config = source.config()
     except UserError:
@@ -43,6 +44,7 @@ def load_reward_model(
                 "reward model: use a family that transformers supports"
             ) from None
         raise
+
     check_config(source, config)
     model, missing = source.pretrained(
         AutoModelForSequenceClassification, config, dtype, only_safetensors=True
@@ -51,6 +53,7 @@ def load_reward_model(
         raise UserError(
             f"{source} is not a reward model: its weights lack {', '.join(missing[:4])}"
         )
+
     refuse_garbage(model)
     own_aligned_memory(model)
     if isinstance(head := getattr(model, HEAD, None), nn.Linear):
@@ -64,12 +67,14 @@ def check_config(source: ModelSource, config: PreTrainedConfig) -> None:
         raise UserError(
             f"{source} cannot be a reward model: its family '{config.model_type}' has no classifier"
         )
+
     if config.num_labels != 1:
         what = next(iter(config.architectures or []), "model")
         if what.endswith("CausalLM"):
             labels = ""
         else:
             labels = f" of num_labels={config.num_labels}, not 1"
+
         raise UserError(
             f"{source} is not a reward model, but a {what}{labels}: train one from pairs (distflow "
             "train rm), or let the model judge in words (docs/judges.md)"
@@ -106,6 +111,7 @@ def score_ids(
         found = _score(model, [ids[i] for i in chosen], pad_id).tolist()
         for i, score in zip(chosen, found, strict=True):
             scores[i] = score
+
     return scores
 
 
@@ -120,6 +126,7 @@ def _score(model: PreTrainedModel, ids: Sequence[Sequence[int]], pad_id: int) ->
     head = getattr(model, HEAD, None)
     if not isinstance(head, nn.Linear):  # an encoder, which reads the whole text
         return model(input_ids=padded, attention_mask=mask).logits[:, 0].float()
+
     hidden = model.base_model(input_ids=padded, attention_mask=mask).last_hidden_state
     last = hidden[torch.arange(len(ids), device=model.device), lengths - 1]
     return head(last.float())[:, 0]

@@ -51,9 +51,11 @@ def divide_layers(model: nn.Module, mesh: DeviceMesh) -> None:
     size = mesh.size()
     check_divisible(causal.config, size, adapted=causal is not model)
     plan = _plan_of(causal.config)
+
     for name, module in causal.base_model.named_modules():
         if style := plan.get(re.sub(r"\.\d+(?=\.)", ".*", name)):
             parallel.parallelize_module(module, mesh, _STYLES[style]())
+
     head = causal.get_output_embeddings()
     if head is not None and head.weight is not causal.get_input_embeddings().weight:
         parallel.parallelize_module(
@@ -67,6 +69,7 @@ def check_divisible(config: PreTrainedConfig, size: int, adapted: bool) -> None:
     text = config.get_text_config()
     plan = _plan_of(config)
     family = config.model_type
+
     if not plan:
         raise UserError(
             f"the family '{family}' has no plan for tensor parallelism: allocate only data "
@@ -81,6 +84,7 @@ def check_divisible(config: PreTrainedConfig, size: int, adapted: bool) -> None:
         raise UserError(
             "adapters (lora_rank) are not divided over tensor parallel ranks yet: allocate only d"
         )
+
     for name in _DIVIDED:
         if getattr(text, name) % size:
             raise UserError(
@@ -132,6 +136,7 @@ def shard_model(model: nn.Module, sharding: Sharding) -> None:
     if TENSOR in dims:
         divide_layers(model, mesh[TENSOR])
         mesh = mesh[tuple(name for name in dims if name != TENSOR)]
+
     # log-probs and logits are views; the warning concerns in-place changes, and there are none
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view")
     policy = fsdp.MixedPrecisionPolicy(
@@ -143,6 +148,7 @@ def shard_model(model: nn.Module, sharding: Sharding) -> None:
         else fsdp.OffloadPolicy()
     )
     names = unwrapped(model)._no_split_modules or ()
+
     layers = [module for module in model.modules() if type(module).__name__ in names]
     if not layers:
         family = unwrapped(model).config.model_type
@@ -150,15 +156,18 @@ def shard_model(model: nn.Module, sharding: Sharding) -> None:
             f"actor.strategy=fsdp gathers a model layer by layer, and the family '{family}' does "
             "not name its layers (_no_split_modules): set actor.strategy=torch"
         )
+
     for module in (*layers, model):
         # the root too: between passes only parts exist, as the parameters that optimizers know
         fsdp.fully_shard(
             module, mesh=mesh, mp_policy=policy, offload_policy=place, reshard_after_forward=True
         )
+
     for module in model.modules():
         if isinstance(module, fsdp.FSDPModule):
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)  # gloo does not support a scaling sum
+
     for name in ("packed_forward", "packed_logits"):
         fsdp.register_fsdp_forward_method(model, name)
 
@@ -210,6 +219,7 @@ def square_sum(tensors: Iterable[Tensor]) -> float:
             over = None
         own = own_part(tensor.detach()).double().square().sum()
         sums[over] = sums[over] + own if over in sums else own
+
     total = torch.zeros((), dtype=torch.float64)
     for over, own in sums.items():
         if over is not None:  # summed over the dimensions along which the tensors are divided
@@ -218,7 +228,9 @@ def square_sum(tensors: Iterable[Tensor]) -> float:
                 Partial("sum") if placement.is_shard() else Replicate() for placement in placements
             ]
             own = DTensor.from_local(own, mesh, parts, run_check=False).full_tensor()
+
         total = total + own.cpu()
+
     return float(total)
 
 
@@ -229,6 +241,7 @@ def fill(tensor: Tensor, values: Sliceable | Tensor) -> None:
     if isinstance(values, DTensor):
         tensor.copy_(values)
         return
+
     start, shape = _place(tensor)
     if 0 not in shape:
         own_part(tensor).copy_(
@@ -241,16 +254,20 @@ def at_places(tensor: Tensor, places: Tensor) -> tuple[Tensor, Tensor]:
     `places`, and values."""
     if not isinstance(tensor, DTensor):
         return torch.arange(len(places)), tensor.detach().reshape(-1)[send(places, tensor.device)]
+
     start, shape = _place(tensor)
     inside = torch.ones(len(places), dtype=torch.bool)
     own = torch.zeros_like(places)
+
     if tensor.dim():
         coordinates = torch.unravel_index(places, tensor.shape)
     else:
         coordinates = ()
+
     for coordinate, first, length in zip(coordinates, start, shape, strict=True):
         inside &= (coordinate >= first) & (coordinate < first + length)
         own = own * length + coordinate - first
+
     here = inside.nonzero()[:, 0]
     return here, own_part(tensor.detach()).reshape(-1)[own[here].to(tensor.device)]
 
@@ -268,6 +285,7 @@ def on_any_rank(found: Mapping[str, bool], tensors: Mapping[str, Tensor]) -> dic
         )
         largest = DTensor.from_local(own, mesh, [Partial("max")] * mesh.ndim).full_tensor()
         agreed |= {name: value > 0 for name, value in zip(names, largest.tolist(), strict=True)}
+
     return agreed
 
 
@@ -293,6 +311,7 @@ def empty_model(auto_class: Any, config: PreTrainedConfig) -> PreTrainedModel:
 
     # its argument has another name
     nn.Module.register_parameter = emptied  # type: ignore[method-assign, assignment]
+
     try:
         return auto_class.from_config(config, dtype=torch.float32)
     finally:
@@ -314,8 +333,10 @@ def read_own_parts(model: PreTrainedModel, folder: Path) -> list[str]:
             f"'{folder}' has no safetensors ({_INDEX} or {_SINGLE}), which alone can be read in "
             "parts"
         )
+
     stored = model.state_dict().keys()
     own: dict[str, Tensor] = dict(model.named_parameters())
+
     own |= {name: buffer for name, buffer in model.named_buffers() if name in stored}
     for name in sorted(own.keys() & files.keys()):
         with safe_open(files[name], "pt") as tensors:  # mapped memory stays until a file is closed
@@ -325,5 +346,7 @@ def read_own_parts(model: PreTrainedModel, folder: Path) -> list[str]:
                     f"'{name}' of {files[name]} has the shape {values.get_shape()}, the model's is "
                     f"{list(own[name].shape)}"
                 )
+
             fill(own[name], values)
+
     return sorted(own.keys() - files.keys())

@@ -25,8 +25,10 @@ def magnitudes(tensors: Iterable[tuple[str, Tensor]]) -> dict[str, float]:
     for name, tensor in tensors:
         if (part := own_part(tensor.detach())).numel():
             found[name] = torch.aminmax(part)
+
     ends = read_numbers([end for both in found.values() for end in both])
     pairs = zip(found, ends[::2], ends[1::2], strict=True)
+
     # both are NaN if one is
     return {name: high if high >= -low else -low for name, low, high in pairs}
 
@@ -43,4 +45,5 @@ def unsound(found: Mapping[str, float], start: Mapping[str, float] | None = None
         limit = limits.get(name, LARGEST)
         if not value <= limit:  # NaN too
             wrong.append(f"'{name}' holds {value:.3g} (limit {limit:g})")
+
     return wrong

@@ -37,8 +37,10 @@ def empty_folder(path: str | Path, named: str = "") -> Path:
         raise UserError(
             f"{named}'{folder}' cannot be looked into: {error.strerror}: name another folder"
         ) from error
+
     if is_occupied:
         raise UserError(f"{named}'{folder}' exists and is not an empty folder: name another one")
+
     try:
         tempfile.TemporaryDirectory(
             dir=next(each for each in (folder, *folder.parents) if each.exists())
@@ -47,6 +49,7 @@ def empty_folder(path: str | Path, named: str = "") -> Path:
         raise UserError(
             f"{named}'{folder}' cannot be made: {error.strerror}: name another folder"
         ) from error
+
     return folder
 
 
@@ -72,6 +75,7 @@ def replacing(path: Path, synced: bool = True) -> Iterator[Path]:
         os.replace(aside, path)
     finally:
         aside.unlink(missing_ok=True)  # after an error; otherwise it was renamed
+
     if synced:
         sync(path.parent)
 
@@ -138,6 +142,7 @@ def to_json(value: object) -> JSON:
         return [to_json(item) for item in value]
     if callable(tolist := getattr(value, "tolist", None)):
         return to_json(tolist())
+
     return str(value)
 
 
@@ -151,6 +156,7 @@ def to_number(value: object) -> float | None:
         return float(value)
     if isinstance(value, str):
         return NON_FINITE.get(value)
+
     return None
 
 
@@ -176,6 +182,7 @@ def is_deep(value: object) -> bool:
         level = [item for holder in holders if isinstance(holder, list) for item in holder]
         if not level:
             return False
+
     return True
 
 
@@ -216,9 +223,11 @@ class LineFile:
         disk)."""
         if not self._pending:
             return
+
         data = memoryview((b"\n" if self._torn else b"") + b"".join(self._pending))
         self._pending.clear()
         self._torn = True
+
         try:
             while data:
                 data = data[os.write(self._fd, data) :]
@@ -226,6 +235,7 @@ class LineFile:
             raise OSError(
                 error.errno, f"cannot write to the run's folder: {error.strerror}", str(self.path)
             ) from error
+
         self._torn = False
 
     def close(self) -> None:
@@ -290,10 +300,12 @@ def _end(file: BinaryIO, max_bytes: int) -> bytes:
     """The whole lines in the end of the file, fewer if they would take too much memory."""
     start = max(file.seek(0, os.SEEK_END) - max_bytes, 0)
     file.seek(start)
+
     data = file.read(max_bytes)
     while count_values(data) + 20 * data.count(b"\n") > MAX_JSON_VALUES:
         start += len(data) // 2
         data = data[len(data) // 2 :]
+
     return data.partition(b"\n")[2] if start else data
 
 
@@ -303,6 +315,7 @@ def parse_object(text: bytes) -> dict[str, JSON] | None:
         value = json.loads(text)
     except (ValueError, RecursionError):
         return None
+
     is_flat = text.count(b"{") + text.count(b"[") <= MAX_DEPTH  # which is quicker to see
     if isinstance(value, dict) and (is_flat or not is_deep(value)):
         return value

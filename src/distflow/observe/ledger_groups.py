@@ -82,10 +82,12 @@ class Group:
             case "issued":
                 self.epoch = whole(record.get("epoch"))
                 self.row = whole(record.get("row"))
+
                 if record.get("domain") is None:
                     self.domain = None
                 else:
                     self.domain = str(record["domain"])
+
                 self.attempts += 1
                 self.worker = None
                 self.started = time_of(record)
@@ -107,6 +109,7 @@ class Group:
             case "dropped":
                 self.reason = str(record.get("reason"))
                 self.ended = time_of(record)
+
         self.state = _STATE_AFTER[record["kind"]] or self.state
 
 
@@ -116,10 +119,12 @@ def by_group(record: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     numbers = record.get("group_id")
     if not isinstance(numbers, list):
         return [record]
+
     lists = {}
     for name, value in record.items():
         if isinstance(value, list) and len(value) == len(numbers):
             lists[name] = value
+
     found = list[Mapping[str, Any]]()
     for values in zip(*lists.values(), strict=True):
         found.append({**record, **dict(zip(lists, values, strict=True))})
@@ -141,12 +146,14 @@ def fold_groups(groups: dict[int, Group], record: Mapping[str, Any]) -> None:
         return
     if not isinstance(kind, str) or kind not in _STATE_AFTER:
         return
+
     if "group_ids" in record:
         listed = record["group_ids"]
         numbers = listed if isinstance(listed, list | tuple) else ()
         found = [(number, record) for number in numbers]
     else:
         found = [(each.get("group_id"), each) for each in by_group(record)]
+
     for group_id, own in found:
         number = whole(group_id)
         if number is None:
@@ -161,12 +168,15 @@ def _inherit(groups: dict[int, Group], live: object) -> None:
         for each in live:
             if not isinstance(each, dict):
                 continue
+
             number = whole(each.get("group_id"))
             if number is None:
                 continue
+
             domain = each.get("domain")
             group = Group(number, "waiting", domain=domain and str(domain))
             if each.get("complete"):
                 group.state = "queued"
                 group.version = whole(each.get("version"))
+
             groups[number] = group

@@ -111,6 +111,7 @@ def _combine_one(name: str, pairs: list[tuple[float, float]]) -> float:
     values = [value for value, _ in pairs]
     if len(values) == 1:
         return values[0]
+
     metric = find_metric(name)
     kind = metric.kind if metric else "mean"
     if kind == "mean":
@@ -118,10 +119,12 @@ def _combine_one(name: str, pairs: list[tuple[float, float]]) -> float:
         if total:
             return sum(value * weight for value, weight in pairs if weight) / total
         return 0.0
+
     if kind == "last":
         return values[-1]
     if kind == "sum":
         return sum(values)
+
     # Python's max() and min() lose or keep a NaN depending on its position; a NaN anywhere must
     # show.
     nan = next((value for value in values if value != value), None)
@@ -129,4 +132,5 @@ def _combine_one(name: str, pairs: list[tuple[float, float]]) -> float:
         return nan
     if kind == "max":
         return max(values)
+
     return min(values)

@@ -20,6 +20,7 @@ def remarks(row: Mapping[str, object]) -> dict[str, dict[str, object]]:
         parts = sorted(map(str, scored), key=len, reverse=True)[:_MAX_REMARKS]
     else:
         parts = []
+
     found: dict[str, dict[str, object]] = {}
     if isinstance(extra, Mapping):
         for name, value in islice(extra.items(), _MAX_REMARKS):
@@ -30,6 +31,7 @@ def remarks(row: Mapping[str, object]) -> dict[str, dict[str, object]]:
             key = str(name).removeprefix(part).removeprefix("/")
             if key != "acc":  # `acc` is a field of the row already
                 found.setdefault(part, {})[key] = value
+
     return found
 
 
@@ -38,6 +40,7 @@ def failure(row: Mapping[str, object]) -> Literal["error", "timeout"] | None:
     errors = row.get("errors")
     if not errors:
         return None
+
     texts = errors if isinstance(errors, list) else [errors]
     if any(str(text).startswith(TIMED_OUT) for text in texts):
         return "timeout"

@@ -99,6 +99,7 @@ def comparable_validations(
     for event in events:
         if event.kind == VALIDATION_ROWS:
             rows[event.restart] = event.fields.get(VALIDATION_ROWS)
+
     last = rows[max(rows)] if rows else None
     kept = [each for each in records if each.kind != "val" or rows.get(each.restart, last) == last]
     first = min((each.step for each in kept if each.kind == "val"), default=None)
@@ -111,6 +112,7 @@ def read_config(run_dir: Path) -> dict[str, JSON]:
         values = load_yaml(read_file(run_dir / "config.yaml", run_dir, MAX_YAML_BYTES))
     except (OSError, ValueError, RecursionError, yaml.YAMLError):
         return {}
+
     if isinstance(values, dict) and not is_deep(values):
         return values
     return {}
@@ -158,13 +160,16 @@ def read_timeline(run_dir: Path, max_bytes: int | None = MAX_BYTES) -> Timeline:
     for event in read_records(run_dir / "events.jsonl", max_bytes, run_dir)[0]:
         if event.get("kind") != "start":
             continue
+
         version = whole(event.get("schema")) or 0
         if version > SCHEMA_VERSION:
             raise UserError(newer(run_dir, version))
+
         restart = whole(event.get("restart"))
         step = whole(event.get("resumed_at"))
         if restart and step is not None:
             kept_until[restart] = step
+
     return Timeline(kept_until)
 
 
@@ -176,20 +181,25 @@ def read_damage(run_dir: Path) -> list[str]:
     for raw in iter_records(run_dir / "metrics.jsonl", MAX_BYTES, run_dir):
         num_lines["metrics.jsonl"] += raw is None or _metrics_record(raw) is None
     num_lines["events.jsonl"] = read_records(run_dir / "events.jsonl", MAX_BYTES, run_dir)[1]
+
     for name, number in num_lines.items():
         if number:
             lines = count_of(number, "line")
             found.append(f"{lines} of {name} cannot be read: their content is missing here")
+
         file = run_dir / name
         if file.is_file():
             left_out = file.stat().st_size - MAX_BYTES
         else:
             left_out = 0
+
         if left_out > 0:
             found.append(f"{name} is too long: its first {left_out:,} bytes are missing here")
+
     for file, _, _ in sample_files(run_dir):
         if is_torn(file, run_dir) and len(found) < _MAX_SENTENCES:
             found.append(f"{SAMPLES}/{file.name} is damaged: its samples are missing here")
+
     return found
 
 
@@ -208,6 +218,7 @@ def read_metrics(
         record = None if raw is None else _metrics_record(raw)
         if record is None or not timeline.survives(record.restart, record.step):
             continue
+
         key = (record.step, record.kind)
         known = found.get(key)
         if known is None or known.restart < record.restart:
@@ -215,6 +226,7 @@ def read_metrics(
             found[key] = record
         elif known.restart == record.restart:
             found[key] = replace(known, values={**record.values, **known.values})
+
     return sorted(found.values(), key=lambda record: record.step)
 
 
@@ -285,11 +297,13 @@ def _metrics_record(record: dict[str, JSON]) -> MetricsRecord | None:
     metrics = record.get("m")
     if step is None or not isinstance(metrics, dict):
         return None
+
     values = {}
     for name, value in metrics.items():
         number = to_number(value)
         if number is not None and len(name) <= _MAX_NAME:
             values[intern(name)] = number  # the steps share most names
+
     return MetricsRecord(
         step,
         time_of(record),
@@ -302,16 +316,19 @@ def _metrics_record(record: dict[str, JSON]) -> MetricsRecord | None:
 def _span(record: dict[str, JSON] | None) -> Span | None:
     if record is None:
         return None
+
     start = to_number(record.get("t0"))
     end = to_number(record.get("t1"))
     if start is None or end is None or not 0 <= start <= end <= LATEST_TIME:
         return None
+
     step, group_id, version, restart = map(
         whole, map(record.get, ("step", "group_id", "version", "restart"))
     )
     kind = str(record.get("kind", ""))
     what = str(record.get("what", ""))
     on = record.get("on")
+
     return Span(
         start,
         end,

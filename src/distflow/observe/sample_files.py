@@ -99,6 +99,7 @@ def write_sample_file(
         "write_page_checksum": True,
     }
     path.parent.mkdir(mode=0o700, exist_ok=True)
+
     with (
         replacing(path) as aside,
         pyarrow.parquet.ParquetWriter(aside, schema, **options) as writer,
@@ -111,11 +112,13 @@ def _stored(row: Mapping[str, object], step: int, split: str) -> dict[str, Any]:
     """The values of a row's columns, without nulls."""
     group = str(row.get("uid", "")).partition("-")[0]
     fate = {"train": "trained", DROPPED: f"dropped: {row.get('dropped')}"}.get(split, "validated")
+
     known = {"step": step, "split": split, "fate": fate, **row}
     if group.isdecimal() and len(group) < 19:
         known["group_id"] = int(group)
     else:
         known["group_id"] = None
+
     more = {name: value for name, value in row.items() if name not in COLUMNS}
     known["more"] = more or None
     return {
@@ -134,6 +137,7 @@ def _as_kind(kind: str, value: object) -> object:
         if isinstance(value, int) and abs(value) < _MAX_WHOLE:
             return value
         return None
+
     return to_number(value)
 
 
@@ -151,6 +155,7 @@ def _array(kind: str, values: Sequence[Any]) -> "pyarrow.Array":
 
     # the first is the lowest
     bits = int("".join("01"[value is not None] for value in reversed(values)) or "0", 2)
+
     buffers = [pyarrow.py_buffer(bits.to_bytes(-(-len(values) // 8), "little"))]
     if kind in ("number", "whole"):
         numbers = array(
@@ -161,6 +166,7 @@ def _array(kind: str, values: Sequence[Any]) -> "pyarrow.Array":
         texts = [value or b"" for value in values]
         offsets = array("i", accumulate(map(len, texts), initial=0))
         buffers += [pyarrow.py_buffer(offsets), pyarrow.py_buffer(b"".join(texts))]
+
     return pyarrow.Array.from_buffers(_arrow_type(kind), len(values), buffers)
 
 
@@ -215,6 +221,7 @@ class SampleWriter:
         Never waits."""
         why = ""
         size = _size(rows)
+
         with self._condition:
             waiting = sum(file.size for file in self._files.values())
             if self._is_closed:
@@ -226,11 +233,14 @@ class SampleWriter:
                 file.rows += rows
                 file.size += size
                 file.has_new = True
+
                 if self._thread is None:
                     name = "sample-writer"
                     self._thread = threading.Thread(target=self._run, name=name, daemon=True)
                     self._thread.start()
+
                 self._condition.notify_all()
+
         if why:
             self._lose(len(rows), why)
 
@@ -244,6 +254,7 @@ class SampleWriter:
             self._files[path] = _File(step, split)
             if last is not None and not self._files[last].has_new:
                 del self._files[last]
+
         return self._files[path]
 
     def finish(self, timeout_s: float = _CLOSE_S) -> bool:
@@ -263,6 +274,7 @@ class SampleWriter:
             left = sum(len(file.rows) for file in self._files.values() if file.has_new)
             self._files.clear()
             self._condition.notify_all()
+
         if not done:
             self._lose(left, f"the disk did not take them within {_CLOSE_S:g} s of the run's end")
 
@@ -278,6 +290,7 @@ class SampleWriter:
                 write_sample_file(path, rows, file.step, file.split)
             except OSError as error:
                 self._lose(len(rows), f"{path.name} cannot be written: {error.strerror or error}")
+
             with self._condition:
                 file.due = time.monotonic() + _DROPPED_EVERY_S
                 if not file.has_new and path != self._dropped and self._files.get(path) is file:
@@ -294,12 +307,16 @@ class SampleWriter:
                 for path, file in self._files.items():
                     if not file.has_new:
                         continue
+
                     if self._is_urgent or file.due <= now:
                         self._is_writing = True
                         file.has_new = False
                         return path, file, list(file.rows)
+
                     wait = file.due - now
+
                 self._condition.wait(wait)
+
             return None
 
     def _lose(self, number: int, why: str) -> None:
@@ -327,6 +344,7 @@ def read_sample_file(
         return [], ""
     except OSError as error:
         raise unreadable(path, error) from error
+
     with opened:
         try:
             rows, number = _read(opened, path, max_bytes)
@@ -334,6 +352,7 @@ def read_sample_file(
             raise
         except (pyarrow.ArrowException, OSError, ValueError, OverflowError) as error:
             return [], f"{SAMPLES}/{path.name} is damaged, its samples are missing here: {error}"
+
     left = number - len(rows)
     if not left:
         return rows, ""
@@ -368,6 +387,7 @@ def _read(opened: BinaryIO, path: Path, max_bytes: int | None) -> tuple[list[Row
     names = [
         name for name, (kind, _) in COLUMNS.items() if types.get(name) == str(_arrow_type(kind))
     ]
+
     rows: list[Row] = []
     left = max_bytes or _MOST_ZIPPED * (2**20 + opened.seek(0, 2))
     for batch in file.iter_batches(_BATCH_ROWS, columns=names, use_threads=False):
@@ -376,6 +396,7 @@ def _read(opened: BinaryIO, path: Path, max_bytes: int | None) -> tuple[list[Row
             if left < 0:
                 return rows, file.metadata.num_rows
             rows.append(_as_row(names, values))
+
     return rows, file.metadata.num_rows
 
 
@@ -384,12 +405,14 @@ def _checked(opened: BinaryIO, path: Path) -> "pyarrow.parquet.ParquetFile":
 
     if not _has_footer(opened):
         raise ValueError("its end is missing, or no run's")
+
     file = pyarrow.parquet.ParquetFile(opened, page_checksum_verification=True)
     version = (file.metadata.metadata or {}).get(_VERSION_KEY)
     if version is None:
         raise ValueError("it is no file of samples")
     if int(version) > SCHEMA_VERSION:
         raise UserError(newer(path, int(version)))
+
     return file
 
 
@@ -409,6 +432,7 @@ def _as_row(names: Sequence[str], values: Sequence[Any]) -> Row:
     }
     more = known.pop("more", None)
     missing: Row = {name: None for name in _ALWAYS if name not in known}
+
     return {**known, **missing, **(more if isinstance(more, dict) else {})}
 
 
@@ -416,8 +440,10 @@ def _value(text: str | None) -> JSON:
     known = (text or "null").encode()
     if count_values(known) > MAX_JSON_VALUES:
         return None
+
     try:
         value: JSON = json.loads(known)
     except (ValueError, RecursionError):
         return None
+
     return None if is_deep(value) else value

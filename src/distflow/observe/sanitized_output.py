@@ -121,6 +121,7 @@ class SanitizedStream(TerminalOutput):
     def write(self, text: str) -> int:
         if not text:  # progress bars test in this way whether the stream is open
             return 0
+
         shown = text.lstrip("\r")
         if shown != text and "\n" not in text:
             now = time.monotonic()
@@ -133,11 +134,13 @@ class SanitizedStream(TerminalOutput):
         elif self._bar_at:
             self._bar_at = 0.0
             shown = "" if shown == "\n" else shown
+
         if self._bar:
             self._bar, shown = "", f"{self._bar}\n{shown}"
         super().write(
             escape_control(shown).encode(self.encoding, "backslashreplace").decode(self.encoding)
         )
+
         return len(text)
 
 
@@ -148,6 +151,7 @@ def sanitized_output() -> Iterator[None]:
     err = sys.stderr
     sys.stdout = SanitizedStream(out)
     sys.stderr = SanitizedStream(err)
+
     try:
         yield
     finally:
@@ -168,6 +172,7 @@ def _escape_character(character: str, one_line: bool) -> str:
         return character
     if character.isascii():
         return f"\\x{ord(character):02x}"
+
     return character.encode("ascii", "backslashreplace").decode()
 
 
@@ -194,6 +199,7 @@ def quiet_libraries() -> None:
         warnings.filterwarnings(
             "ignore", category=category, module=rf"({'|'.join(_LIBRARIES)})(\.|$)", append=True
         )
+
     logging.getLogger(_LOGGER).addFilter(
         lambda r: r.levelno >= logging.ERROR or not str(r.msg).startswith(_LOGGED)
     )

@@ -44,14 +44,17 @@ def roll_out_and_score(pipeline: Pipeline, config: Config) -> None:
     )
     if workflow in WORKFLOWS and WORKFLOWS[workflow].nodes:
         load_function(WORKFLOWS[workflow].nodes)(pipeline, config)
+
     baselines = {domain: each.adv_estimator == "remax" for domain, each in algorithms(config)}
     if all(baselines.values()):
         pipeline.add_node("reward_baseline", nodes.greedy_baseline)
     elif any(baselines.values()):
         pipeline.add_node("reward_baseline", nodes.greedy_baseline, wanted=baselines)
+
     if filters_groups(config):
         unfiltered = sorted(unfiltered_domains(config))
         pipeline.add_node("dynamic_sampling", nodes.dynamic_sampling, unfiltered=unfiltered)
+
     if config.algorithm.filter_groups.should_accept is not None:
         before = ["dynamic_sampling" if filters_groups(config) else "function_reward"]
         pipeline.add_node("group_filter", nodes.filter_groups, before, validates=False)
@@ -82,6 +85,7 @@ def _score_tokens(pipeline: Pipeline, config: Config) -> None:
         plane="training",
         only_forward_compute=True,
     )
+
     if _penalises_kl(config) or config.actor_rollout_ref.actor.use_kl_loss:
         pipeline.add_node(
             "reference_log_prob", nodes.compute_ref_log_prob, only_forward_compute=True
@@ -93,12 +97,14 @@ def _correct_rollouts(pipeline: Pipeline, config: Config) -> None:
     correction = config.algorithm.rollout_correction
     if correction.rollout_is and not interpolates_prox(config):  # it is known only within the loss
         pipeline.add_node("mismatch_weights", nodes.correct_mismatch, phase="mismatch_weights")
+
     if correction.rollout_rs:
         # Weights are computed for whole sequences, rejected tokens included.
         after = ["mismatch_weights"] if correction.rollout_is else []
         pipeline.add_node(
             "mismatch_rejection", nodes.reject_mismatch, after, phase="mismatch_rejection"
         )
+
     if any(masks_samples(algorithm) for _, algorithm in algorithms(config)):
         after = ["mismatch_rejection"] if correction.rollout_rs else []
         pipeline.add_node("sample_mask", nodes.mask_samples, after, plane="training")
@@ -109,13 +115,16 @@ def _shape_rewards(pipeline: Pipeline, config: Config) -> None:
     each = [algorithm for _, algorithm in algorithms(config)]
     if any(map(changes_rewards, each)):
         pipeline.add_node("reward_norm", nodes.normalize_rewards)
+
     after: list[str] = []
     if any(algorithm.reward_clip is not None for algorithm in each):
         pipeline.add_node("reward_clip", nodes.clip_rewards, plane="training")
         after = ["reward_clip"]
+
     if _penalises_kl(config):
         pipeline.add_node("kl_penalty", nodes.apply_kl_penalty, after, validates=False)
         after = ["kl_penalty"]
+
     if any(algorithm.whiten_rewards for algorithm in each):
         pipeline.add_node("reward_whitening", nodes.whiten_rewards, after, plane="training")
 
@@ -131,10 +140,12 @@ def estimate_advantages(pipeline: Pipeline, config: Config) -> None:
         changes.append(("advantage_clip", nodes.clip_advantages))
     if any(map(weighs_samples, each)):
         changes.append(("sample_weights", nodes.weigh_samples))
+
     after: list[str] = []
     for node_id, function in changes:
         pipeline.add_node(node_id, function, after, plane="training")
         after = [node_id]
+
     loss = POLICY_LOSSES.known(config.actor_rollout_ref.actor.policy_loss)
     if loss is not None and loss.selects is not None:
         pipeline.add_node("token_selection", nodes.select_tokens, phase="token_selection")

@@ -56,12 +56,15 @@ class ServedPolicy:
     async def _answer(self, call: Call) -> Answer:
         params = self._params
         seed = call.seed
+
         if call.temperature is not None:
             params = replace(
                 params, greedy=call.temperature == 0, temperature=call.temperature or 1.0
             )
+
         if call.top_p:
             params = replace(params, top_p=min(call.top_p, 1.0))
+
         if seed is None:
             stream = Stream(self._seed, "serve", 0, next(self._numbers))
         else:

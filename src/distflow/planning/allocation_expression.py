@@ -84,19 +84,24 @@ def parse_allocation(text: str) -> Allocation:
             part = _parse_part(word, has_rollout)
             has_rollout = has_rollout or part.role == "rollout"
             group.append(part)
+
             if part.sizes.num_devices != group[0].sizes.num_devices:
                 part.refuse(
                     f"'|' puts it on the same devices as '{group[0].text}', which takes another "
                     "number; write '+' for separate devices"
                 )
+
         groups.append(tuple(group))
+
     allocation = Allocation(text, tuple(groups))
     actor = allocation.find("actor")
+
     for part in allocation.parts:
         if allocation.find(part.role) is not part:
             part.refuse(f"a second part is the {part.role}; name its role, e.g. fsdp[critic]")
         if actor and part.engine not in (actor.engine, *ROLLOUT_ENGINES):
             part.refuse(f"the {part.role} needs the engine of the actor, '{actor.engine}'")
+
     return allocation
 
 
@@ -114,9 +119,11 @@ def _parse_part(text: str, has_rollout: bool) -> AllocatedPart:
         if not has_rollout:
             _refuse(text, f"sizes without an engine; write e.g. fsdp:{text}")
         return AllocatedPart("fsdp", "actor", _parse_sizes("fsdp", text), text)
+
     match = _PART.fullmatch(text)
     if match is None:
         _refuse(text, "write ENGINE:SIZES or ENGINE[ROLE]:SIZES, e.g. embedded:d2+fsdp[actor]:d4")
+
     engine = match[1]
     if engine not in _ENGINES:
         theirs = find_synonyms(STRATEGY, engine, TRAIN_ENGINES) or find_synonyms(
@@ -126,14 +133,18 @@ def _parse_part(text: str, has_rollout: bool) -> AllocatedPart:
             meant = f"; did you mean '{theirs[0]}'?"
         else:
             meant = hint(engine, _ENGINES)
+
         _refuse(text, f"there is no engine '{engine}'{meant}")
+
     generates = engine in ROLLOUT_ENGINES
     role = match[2] or ("rollout" if generates else "actor")
     role = "reward_model" if role == "reward" else role  # the name in other systems
+
     # others have names from the config
     if role in ENGINES and (role == "rollout") != generates:
         table = ROLLOUT_ENGINES if role == "rollout" else TRAIN_ENGINES
         _refuse(text, f"for '{role}' choose an engine from {', '.join(table)}")
+
     return AllocatedPart(engine, role, _parse_sizes(engine, match[3]), text)
 
 
@@ -145,9 +156,11 @@ def _parse_sizes(engine: str, text: str) -> Sizes:
         if axis is None or axis in found or int(number) < 1:
             _refuse(text, f"'{letter}{number}': write each of d, t (or m), p, c, e once, from 1")
         found[axis] = int(number)
+
         if int(number) > 1 and (letter in _NOT_THERE_YET or (axis == "tensor" and "t" not in has)):
             lacks = f"the engine '{engine}' has no {axis} parallelism"
             _refuse(text, f"{lacks}; its sizes are {', '.join(has)}")
+
     return Sizes(found.get("data", 1), found.get("tensor", 1))
 
 
@@ -168,6 +181,7 @@ def follow_allocation(loaded: Loaded) -> Loaded:
     for other keys that contradict its engines."""
     if not loaded.config.trainer.allocation:
         return loaded
+
     allocation = parse_allocation(loaded.config.trainer.allocation)
     require_engines(allocation)
     said = [*_devices(allocation, loaded), *_engines(allocation, loaded.config)]
@@ -176,6 +190,7 @@ def follow_allocation(loaded: Loaded) -> Loaded:
         for key, there, value in said
         if there != value and is_free(loaded.origins, key)
     ]
+
     return with_changes(loaded, changes)
 
 
@@ -188,6 +203,7 @@ def check_agreement(allocation: Allocation, config: Config) -> None:
             f"{KEY}='{allocation.text}' takes {allocation.num_devices} devices, but "
             f"{_NODES}={nodes} × {_DEVICES}={devices} are {nodes * devices}: change one of them"
         )
+
     for key, there, said in _engines(allocation, config):
         if there != said:
             raise UserError(
@@ -201,10 +217,12 @@ def _engines(allocation: Allocation, config: Config) -> Iterator[tuple[str, obje
     rollout = allocation.find("rollout")
     actor = allocation.find("actor")
     settings = config.actor_rollout_ref
+
     if rollout is not None:
         tensor = settings.rollout.tensor_model_parallel_size
         yield f"{_ROLLOUT}.name", settings.rollout.name, rollout.engine
         yield f"{_ROLLOUT}.tensor_model_parallel_size", tensor, rollout.sizes.tensor
+
     if actor is not None:
         yield "actor_rollout_ref.actor.strategy", settings.actor.strategy, actor.engine
 
@@ -214,6 +232,7 @@ def _devices(allocation: Allocation, loaded: Loaded) -> Iterator[tuple[str, obje
     devices."""
     nodes = loaded.config.trainer.nnodes
     devices = loaded.config.trainer.n_gpus_per_node
+
     total = allocation.num_devices
     if is_free(loaded.origins, _DEVICES) and total % nodes == 0:
         yield _DEVICES, devices, total // nodes

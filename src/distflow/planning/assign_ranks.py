@@ -48,11 +48,13 @@ def plan_devices(
     UserError with the key."""
     if is_one_process(config):
         return plan_local(pipeline, device)
+
     several = bool(config.trainer.devices) or len(pipeline_parts(pipeline, {})) > 1
     if several and not config.trainer.allocation:
         sizes = count_sizes()
     else:
         sizes = {}
+
     plan = plan_ray(pipeline, config, device, sizes)
     if config.trainer.launcher == "local":
         _check_alike(plan)
@@ -85,10 +87,12 @@ def plan_ray(
         dp_groups = _allocated(pipeline, config)
     else:
         dp_groups = _scheduled(pipeline, config, sizes)
+
     _check_engines_lie_together(pipeline, dp_groups)
     devices = sorted(number for dp_group in dp_groups for number in dp_group.devices)
     nodes_of: dict[int, frozenset[str]] = {}
     rank_of = {number: rank for rank, number in enumerate(devices)}
+
     layouts = []
     for dp_group in dp_groups:
         own = tuple(rank_of[number] for number in dp_group.devices)
@@ -96,20 +100,25 @@ def plan_ray(
         for role, (engine, model_sizes) in dp_group.roles.items():
             shard = _shard(role, engine, model_sizes, config)
             layouts.append(Layout(role, engine, own, model_sizes, shard))
+
     rollout_nodes = [node.node_id for node in pipeline.rollout_nodes]
     training_nodes = [node.node_id for node in pipeline.training_nodes]
+
     ranks = []
     for rank, number in enumerate(devices):
         generating = [node_id for node_id in rollout_nodes if node_id in nodes_of[rank]]
         training = [node_id for node_id in training_nodes if node_id in nodes_of[rank]]
         machine = number // config.trainer.n_gpus_per_node
         ranks.append(rank_plan(pipeline, rank, device, generating, training, machine))
+
     ranks = [replace(rank, rollout_group=_rollout_group(rank, ranks, layouts)) for rank in ranks]
+
     # An offloaded engine may have to send from host memory, which nccl cannot.
     if offload_keys(config):
         threshold = 1
     else:
         threshold = config.dag.backend_threshold
+
     return Plan(
         pipeline.graph_id,
         tuple(ranks),
@@ -131,6 +140,7 @@ def _allocated(pipeline: BoundPipeline, config: Config) -> list[DpGroup]:
     roles_of = [
         {part.role: (part.engine, part.sizes) for part in group} for group in allocation.groups
     ]
+
     main = next((roles for roles in roles_of if "actor" in roles), roles_of[0])
     for role in sorted(pipeline.engines):
         if allocation.find(role) is not None:
@@ -140,15 +150,18 @@ def _allocated(pipeline: BoundPipeline, config: Config) -> list[DpGroup]:
                 f"{KEY}='{allocation.text}' lacks the {role}, which pipeline '{pipeline.graph_id}' "
                 "has"
             )
+
         engine, sizes = main["actor"]
         if role in judges:
             engine = config.actor_rollout_ref.rollout.name
         main[role] = (engine, sizes)
+
     shares = [group[0].sizes.num_devices for group in allocation.groups]
     found = []
     for devices, roles in zip(_placed(shares, config), roles_of, strict=True):
         nodes = _nodes_of(pipeline, roles, is_main=roles is main)
         found.append(DpGroup(devices, nodes, roles))
+
     return found
 
 
@@ -161,11 +174,14 @@ def _check_roles(
         if part.role not in pipeline.engines:
             has = ", ".join(sorted(pipeline.engines)) or "none"
             part.refuse(f"pipeline '{pipeline.graph_id}' has no {part.role}; its engines: {has}")
+
         if part.role in judges and part.engine != rollout_engine:
             needs = f"that of the rollout, {rollout_engine}"
             part.refuse(f"the engine of '{part.role}' must be {needs}")
+
         if part.role not in {"rollout", *judges} and part.engine in ROLLOUT_ENGINES:
             part.refuse(f"the engine of '{part.role}' must be one that trains")
+
     for group in allocation.groups:
         trained = [part for part in group if part.role != "rollout"]
         for part in trained:
@@ -189,9 +205,11 @@ def _nodes_of(
     wanted = {node.node_id for node in pipeline.training_nodes if set(node.engines) & set(roles)}
     if is_main:
         wanted |= _idle_ends(pipeline)
+
     for node in reversed(pipeline.training_nodes):
         if node.node_id in wanted:
             wanted |= {dep for dep in node.deps if not pipeline.node(dep).engines} - rollout_nodes
+
     if "rollout" in roles or "rollout" not in pipeline.engines:
         wanted |= rollout_nodes
     return frozenset(wanted)
@@ -206,6 +224,7 @@ def _idle_ends(pipeline: BoundPipeline) -> set[str]:
             needed.update(node.deps)
         else:
             idle.add(node.node_id)
+
     return idle
 
 
@@ -217,10 +236,12 @@ def _scheduled(
 ) -> list[DpGroup]:
     num_devices = config.trainer.nnodes * config.trainer.n_gpus_per_node
     parts = pipeline_parts(pipeline, sizes, num_devices)
+
     found = []
     for part, devices in zip(parts, _devices_of(parts, config), strict=True):
         roles = {role: _model(role, config, len(devices)) for role in part.engines}
         found.append(DpGroup(devices, frozenset(part.nodes), roles))
+
     return found
 
 
@@ -233,6 +254,7 @@ def _devices_of(parts: Sequence[Part], config: Config) -> Sequence[tuple[int, ..
         return (tuple(range(num_devices)),)
     if not chosen:
         return share_devices([parts], config)[0]
+
     named = [number for own in chosen for number in own]
     are_there = len({*named} & {*range(num_devices)}) == len(named)
     if not all(chosen) or len(chosen) != len(parts) or not are_there:
@@ -241,6 +263,7 @@ def _devices_of(parts: Sequence[Part], config: Config) -> Sequence[tuple[int, ..
             f"{len(parts)} independent parts, of different numbers below {num_devices}, or remove "
             "it"
         )
+
     return chosen
 
 
@@ -283,12 +306,14 @@ def _model(role: str, config: Config, num_devices: int) -> tuple[str, Sizes]:
         if model is not None and model.judge:
             return rollout.name, Sizes(data=num_devices)
         return config.actor_rollout_ref.actor.strategy, Sizes(data=num_devices)
+
     tensor = rollout.tensor_model_parallel_size
     if num_devices % tensor:
         raise UserError(
             f"actor_rollout_ref.rollout.tensor_model_parallel_size={tensor} does not divide the "
             f"{num_devices} devices"
         )
+
     return rollout.name, Sizes(data=num_devices // tensor, tensor=tensor)
 
 
@@ -301,6 +326,7 @@ def _rollout_group(own: RankPlan, ranks: Sequence[RankPlan], layouts: Sequence[L
     for layout in layouts:
         if layout.role != "rollout" or own.rank not in layout.ranks or layout.sizes.tensor == 1:
             continue
+
         group = layout.line("tensor", own.rank)
         machines = {ranks[rank].node for rank in group}
         if len(machines) > 1:
@@ -310,7 +336,9 @@ def _rollout_group(own: RankPlan, ranks: Sequence[RankPlan], layouts: Sequence[L
                 f"{len(machines)} machines: set a size that divides the rollout's devices on each "
                 "machine"
             )
+
         return group
+
     return ()
 
 
@@ -327,6 +355,7 @@ def _check_engines_lie_together(pipeline: BoundPipeline, dp_groups: Sequence[DpG
                 f"{KEY}: the rollout is on the devices of {beside} and not on those of 'actor': "
                 "join it with 'actor' by '|', or separate them by '+'"
             )
+
     for node in pipeline.nodes:
         for dp_group in dp_groups:
             apart = [engine for engine in node.engines if engine not in dp_group.roles]
@@ -344,6 +373,7 @@ def _shard(role: str, engine: str, sizes: Sizes, config: Config) -> int | None:
     for no sharding."""
     if role == "rollout" or engine != "fsdp":
         return None
+
     size = config.actor_rollout_ref.actor.fsdp_config.fsdp_size
     if size in (-1, sizes.data):
         return None
@@ -353,4 +383,5 @@ def _shard(role: str, engine: str, sizes: Sizes, config: Config) -> int | None:
             f"{sizes.data} data parallel ranks of the {role}: set it to a divisor, or to -1 for "
             "all of them"
         )
+
     return size

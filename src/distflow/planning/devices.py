@@ -42,6 +42,7 @@ class Device:
         threads, or its share of the cores. A GPU is never shared."""
         if not self.is_cpu:
             return self
+
         part = min(threads / self.cores, 1.0) if threads else 1 / workers
         return replace(
             self,
@@ -58,6 +59,7 @@ def find_device(name: str) -> Device:
     entries = tomllib.loads(text)["device"]
     words = set(name.upper().replace("-", " ").split())
     found = [entry for entry in entries if entry["name"] == name.lower()]
+
     found += [entry for entry in entries if {word.upper() for word in entry["words"]} <= words]
     if not found:
         names = [entry["name"] for entry in entries]
@@ -65,6 +67,7 @@ def find_device(name: str) -> Device:
             f"there is no device '{name}'{hint(name.lower(), names)}; the known ones: "
             f"{', '.join(names)}"
         )
+
     entry = found[0]
     device = Device(
         entry["name"],
@@ -74,6 +77,7 @@ def find_device(name: str) -> Device:
         link=entry["link_gbps"] * GB,
         network=entry["network_gbps"] * GB,
     )
+
     return _cpu_here(device) if device.name == "cpu" else device
 
 
@@ -83,6 +87,7 @@ def _cpu_here(core: Device) -> Device:
     if hasattr(os, "sched_getaffinity"):
         cores = len(os.sched_getaffinity(0))
     limit = re.match(r"\s*([1-9]\d{0,3})\b", os.environ.get("OMP_NUM_THREADS", ""))
+
     return replace(
         core,
         flops=core.flops * cores,

@@ -34,16 +34,19 @@ def split(deps: Edges, holds: Mapping[str, Collection[str]]) -> list[tuple[str, 
     before = ancestors(deps)
     after = dependents(deps)
     closures = [{exit_, *before[exit_]} for exit_ in deps if not after[exit_]]
+
     parts: list[set[str]] = []
     for nodes in closures:
         contents = _contents(nodes, holds)
         common = [part for part in parts if contents & _contents(part, holds)]
         for part in common[1:]:
             parts.remove(part)
+
         if common:
             common[0].update(nodes, *common[1:])
         else:
             parts.append(nodes)
+
     order = topological_order(deps)
     return [tuple(node for node in order if node in part) for part in parts]
 
@@ -66,9 +69,11 @@ def pipeline_parts(
     generates = bool(_contents(rollout_nodes, holds))
     if not pipeline.training_nodes or (generates and "actor" not in pipeline.engines):
         return whole
+
     deps = {}
     for node in pipeline.training_nodes:
         deps[node.node_id] = tuple(dep for dep in node.deps if dep not in rollout_nodes)
+
     trained = []
     idle: set[str] = set()
     for nodes in split(deps, holds):
@@ -76,15 +81,18 @@ def pipeline_parts(
             trained.append(nodes)
         else:
             idle.update(nodes)
+
     if not trained:
         return whole
     if num_devices is not None and num_devices < len(trained):
         return whole
+
     parts = []
     for nodes in trained:
         makes_groups = not generates or "actor" in _contents(nodes, holds)
         own = rollout_nodes + nodes if makes_groups else nodes
         parts.append(_part(pipeline, own, sizes))
+
     parts.sort(key=priority)
     first = {*parts[0].nodes, *idle}
     in_order = [node_id for node_id in all_nodes if node_id in first]
@@ -111,6 +119,7 @@ def apportion(sizes: Sequence[float], num_devices: int, strategy: str) -> list[i
             f"{count_of(num_devices, 'device')}: use at least {len(sizes)} (trainer.nnodes × "
             "trainer.n_gpus_per_node)"
         )
+
     weights = [Fraction(1)] * len(sizes)
     if strategy == "param_aware" and any(sizes):
         weights = [Fraction(size) for size in sizes]
@@ -131,6 +140,7 @@ def parse_size(written: str | float) -> int:
                 f"'{written}' is not a model size; write e.g. 70B, 500M or a number of parameters"
             )
         return round(float(match[1]) * _UNITS[match[2]])
+
     if not 0 <= written < float("inf"):
         raise UserError(f"{written} is not a number of parameters")
     return round(written)
@@ -142,6 +152,7 @@ def _quotas(weights: list[Fraction], num_devices: int) -> list[Fraction]:
     while True:
         total = sum(weight for part, weight in enumerate(weights) if part not in small)
         left = num_devices - len(small)
+
         quotas = []
         below = set()
         for part, weight in enumerate(weights):
@@ -149,9 +160,11 @@ def _quotas(weights: list[Fraction], num_devices: int) -> list[Fraction]:
                 quota = Fraction(1)
             else:
                 quota = weight * left / total
+
             quotas.append(quota)
             if quota < 1:
                 below.add(part)
+
         if not below:
             return quotas
         small |= below
@@ -163,10 +176,12 @@ def _part(
     engines: dict[str, None] = {}
     for node_id in node_ids:
         engines.update(dict.fromkeys(pipeline.node(node_id).engines))
+
     size = 0
     for engine in engines:
         if engine != "rollout":  # which uses the actor's weights
             size += parse_size(sizes.get(engine, 0))
+
     return Part(tuple(node_ids), tuple(engines), size)
 
 

@@ -53,6 +53,7 @@ class Layout:
         tensor = self.sizes.tensor
         if axis == "tensor":
             return self.ranks[place * tensor : (place + 1) * tensor]
+
         along_data = self.ranks[self.tensor_place(rank) :: tensor]
         size = self.shard or self.sizes.data
         if axis == "shard":
@@ -60,6 +61,7 @@ class Layout:
             return along_data[first : first + size]
         if axis == "replica":
             return along_data[place % size :: size]
+
         return along_data
 
 
@@ -85,6 +87,7 @@ def process_groups(layouts: Sequence[Layout]) -> tuple[ProcessGroup, ...]:
         found.add(layout.ranks)
         for axis in axes:
             found.update(layout.line(axis, rank) for rank in layout.ranks)
+
     groups = sorted(ranks for ranks in found if len(ranks) > 1)
     return tuple(
         ProcessGroup(f"process_group_{number}", ranks)

@@ -60,6 +60,7 @@ def _mean_of(what: str, chosen: float | None, limit: int) -> float:
             f"--{what}-tokens={chosen:g}: the mean must be above 0 and at most "
             f"data.max_{what}_length={limit}"
         )
+
     return chosen
 
 
@@ -80,10 +81,12 @@ def lengths_under(limit: int, lengths: Sequence[float], old_limit: int) -> tuple
     ended = [length for length in lengths if length < old_limit]
     number = len(lengths) - len(ended)
     rate = len(ended) / sum(lengths)
+
     longer = []
     for place in range(number):
         more = -log1p(-(place + 0.5) / number) / rate if rate else limit
         longer.append(old_limit + more)
+
     return tuple(sorted(min(float(limit), length) for length in (*ended, *longer)))
 
 

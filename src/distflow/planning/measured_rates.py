@@ -35,6 +35,7 @@ class Rates:
             scored = f"; the scoring of a group takes {self.score:.3g} s"
         else:
             scored = ""
+
         return (
             f"seconds for each of the roofline's: {parts}; {self.rest * 1e3:.3g} ms a sample for "
             f"the rest{scored}"
@@ -69,11 +70,13 @@ def fit(
     for part in PARTS:
         if planned.get(part) and measured.seconds.get(part):
             factors[part] = measured.seconds[part] / planned[part]
+
     # Both passes run the same kernels, so one that was not measured has the other's rate.
     if "update" in factors:
         factors.setdefault("forward", factors["update"])
     elif "forward" in factors:
         factors["update"] = factors["forward"]
+
     rest = max(0.0, measured.seconds.get("rest", 0.0) - planned.get("rewards", 0.0))
     beside = None
     if measured.peak is not None:

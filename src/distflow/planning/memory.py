@@ -121,6 +121,7 @@ def worker_memory(
     alike: dict[tuple[object, ...], list[RankPlan]] = defaultdict(list)
     for rank in plan.ranks:
         alike[rank.engines, rank.training_nodes, bool(rank.rollout_group)].append(rank)
+
     found = []
     for ranks in alike.values():
         items = [MemoryItem("process", "libraries", libraries)]
@@ -128,6 +129,7 @@ def worker_memory(
             if item.num_bytes:
                 items.append(item)
         found.append(WorkerMemory(tuple(rank.rank for rank in ranks), tuple(items)))
+
     return tuple(found)
 
 
@@ -139,11 +141,13 @@ def cached_tokens(
     # The devices of a server at an address are not in the plan.
     if not plan.generates or config.actor_rollout_ref.rollout.url:
         return None
+
     generating = next(rank for rank in plan.ranks if "rollout" in rank.engines)
     needs = _Needs(plan, generating, config, shapes, device)
     taken = needs.taken_in_advance([*needs.beside_rollout()])
     if taken is None:
         return None
+
     return max(taken / needs.token_bytes, float(longest_sequence(config)))
 
 
@@ -167,6 +171,7 @@ class _Needs:
         generates = "rollout" in self.rank.engines
         if generates and not self.config.actor_rollout_ref.rollout.url:
             yield from self._rollout(beside)
+
         if self.plan.generating_only and (generates or "actor" in self.rank.engines):
             on_host = not self.device.is_cpu
             yield MemoryItem("actor", "buckets in flight", 2 * BUCKET_BYTES, ("sync",), on_host)
@@ -189,14 +194,17 @@ class _Needs:
         settings = self.config.actor_rollout_ref
         own = trainer_keys(self.config, role)
         parts = shards_of(self.plan, self.config, role)
+
         weights = self._parameters(role)
         trained = weights
         if settings.model.lora_rank and role == "actor":
             trained = adapter_weights(self.shapes[role], settings.model.lora_rank)
             weights += trained
+
         amounts = trained_bytes(weights / parts, trained / parts, own.optim.optimizer)
         fsdp = own.fsdp_config
         is_gpu = not self.device.is_cpu
+
         all_on_host = is_gpu and fsdp.offload_policy
         if is_gpu and fsdp.param_offload and not all_on_host:
             while_training: tuple[Phase, ...] = ("forward", "update", "optimizer", "sync")
@@ -204,15 +212,18 @@ class _Needs:
             yield MemoryItem(role, "weights", amounts["weights"], ("generate",), on_host=True)
         else:
             yield MemoryItem(role, "weights", amounts["weights"], PHASES, all_on_host)
+
         updating: tuple[Phase, ...] = ("update", "optimizer")
         yield MemoryItem(role, "gradients", amounts["gradients"], updating, all_on_host)
         moments = amounts["optimizer"]
+
         if is_gpu and fsdp.optimizer_offload and not all_on_host:
             others = tuple(phase for phase in PHASES if phase != "optimizer")
             yield MemoryItem(role, "optimizer", moments, ("optimizer",))
             yield MemoryItem(role, "optimizer", moments, others, on_host=True)
         else:
             yield MemoryItem(role, "optimizer", moments, PHASES, all_on_host)
+
         if is_gpu and not all_on_host:  # AdamW updates all tensors of a kind at once
             yield MemoryItem(role, "optimizer temporaries", 4 * trained / parts, ("optimizer",))
         yield from self._computing(role, parts, ("forward", "update"))
@@ -228,6 +239,7 @@ class _Needs:
             is_off = settings.ref.fsdp_config.param_offload
         else:
             is_off = scoring_models(self.config.reward_model)[role].param_offload
+
         parts = shards_of(self.plan, self.config, role)
         weights = frozen_bytes(self.config, role, self._parameters(role)) / parts
         yield MemoryItem(role, "weights", weights, PHASES, is_off and not self.device.is_cpu)
@@ -260,6 +272,7 @@ class _Needs:
             checkpointed=settings.model.enable_gradient_checkpointing,
         )
         yield MemoryItem(role, "activations", per_token * tokens, (phase,))
+
         if role in ("actor", "ref"):
             rows = CHUNK_LOGITS[self.device.kind] // shape.vocabulary
             copies = 4 if self.itemsize == 4 else 6
@@ -279,23 +292,28 @@ class _Needs:
         generating: tuple[Phase, ...] = ("generate",)
         in_server = self._in_server
         yield MemoryItem("rollout", "weights", self._engine_weights, kept, in_server=in_server)
+
         reads_as_stored = self._by_torch and self._engine_itemsize == 4
         if self.device.is_cpu and settings.name == "embedded" and not reads_as_stored:
             # See `cpu_kernels/weight_layout.py`.
             matrices = self.itemsize * (shape.active_weights + shape.head_weights)
             yield MemoryItem("rollout", "packed weights", matrices, generating if freed else PHASES)
+
         running = running_responses(self.config, own.data)
         longest = self.token_bytes * longest_sequence(self.config)
+
         taken = self.taken_in_advance(beside)
         if taken is None:
             cache = running * longest
         else:
             cache = max(taken, longest)
+
         # The embedded engine's cache shrinks to nothing when a step's groups are complete, unless
         # it was taken in advance.
         shrinks = trains_between and settings.name == "embedded" and (freed or taken is None)
         phases = generating if shrinks else kept
         yield MemoryItem("rollout", "KV cache", cache, phases, in_server=in_server)
+
         if not in_server:
             logits = 4 * 3 * running * shape.vocabulary / own.tensor
             yield MemoryItem("rollout", "logits", logits, generating)
@@ -340,14 +358,17 @@ class _Needs:
         needs. beside: what the worker needs besides."""
         if self.device.is_cpu:
             return None
+
         free = self.device.memory - PROCESS_BYTES["gpu"]
         for item in beside:
             # There are no moments before the first step.
             if "generate" in item.phases and not item.on_host and item.what != "optimizer":
                 free -= item.num_bytes
+
         if self._in_server:
             of_all = self.config.actor_rollout_ref.rollout.name == "vllm"
             share = server_share(self.config)
             return share * (self.device.memory if of_all else free) - self._engine_weights
+
         free -= self._engine_weights
         return cache_in_advance(self.config, free, self.token_bytes, self.shapes["rollout"].context)

@@ -39,6 +39,7 @@ def shards_of(plan: Plan, config: Config, role: str) -> int:
         return 1
     if role == "rollout":
         return layout.sizes.tensor
+
     own = layout.sizes.tensor
     if is_sharded(config):
         own *= layout.shard or layout.sizes.data
@@ -102,14 +103,17 @@ def activation_bytes(
     keys = shape.kv_heads * shape.head_dim
     inner = shape.intermediate * shape.active_experts
     products = 2 * queries + 2 * keys + 4 * inner
+
     # inputs of norms, normalised, and (here in one type) scaled
     streams = 4 * hidden * 6
     if itemsize == 2:
         products += 2 * hidden
         streams = 4 * hidden * 4
+
     products_bytes = itemsize * products / tensor
     if not trains:
         return 4 * hidden * 3 + products_bytes
+
     layer = streams + products_bytes
     if checkpointed:
         return 4 * hidden * shape.layers + layer
@@ -150,6 +154,7 @@ def micro_tokens(config: Config, role: str, ranks: int, kind: str) -> int:
         limit = config.critic.ppo_max_token_len_per_gpu or limit
     elif role == "ref":
         limit = settings.ref.log_prob_max_token_len_per_gpu or limit
+
     longest = longest_sequence(config)
     tokens = ceil(batch * samples_per_prompt(config) / ranks) * longest
     micro_batches = ceil(tokens / (limit or MICRO_TOKENS[kind]))

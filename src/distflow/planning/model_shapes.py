@@ -54,15 +54,18 @@ class ModelShape:
         if kind not in (*_DENSE, *_MIXTURES):
             known = ", ".join((*_DENSE, *_MIXTURES))
             raise UserError(f"a plan does not know the model type '{kind}'; it knows {known}")
+
         try:
             shape = _shape_of(kind, config)
         except (KeyError, TypeError, ValueError, ArithmeticError) as error:
             raise UserError(
                 f"the config of a '{kind}' lacks a size or has a wrong one: {error}"
             ) from error
+
         for name in ("hidden", "layers", "heads", "kv_heads", "vocabulary", "intermediate"):
             if getattr(shape, name) < 1:
                 raise UserError(f"the config of a '{kind}' has a size below 1")
+
         return shape
 
     @property
@@ -114,15 +117,18 @@ class ModelShape:
 def _shape_of(kind: str, config: Mapping[str, Any]) -> ModelShape:
     hidden = int(config["hidden_size"])
     heads = int(config["num_attention_heads"])
+
     if kind == "qwen3_moe":
         inner = "moe_intermediate_size"
     else:
         inner = "intermediate_size"
+
     experts = 0
     active_experts = 1
     if kind in _MIXTURES:
         experts = int(config.get("num_experts") or config["num_local_experts"])
         active_experts = int(config["num_experts_per_tok"])
+
     return ModelShape(
         hidden=hidden,
         intermediate=int(config[inner]),
@@ -150,6 +156,7 @@ def _table() -> dict[str, ModelShape]:
         shape = ModelShape.of(entry["config"])
         for each in (name, *entry.get("also", ())):
             found[each] = shape
+
     return found
 
 
@@ -162,14 +169,18 @@ def find_shape(path: str, folder: Path | None) -> ModelShape:
         if not file.is_file():
             raise UserError(f"the folder '{path}' has no config.json")
         return _read(file)
+
     for file in _cached_configs(path):
         return _read(file)
+
     name = path.rpartition("/")[2].lower()
     for suffix in _SUFFIXES:
         if name not in _table():
             name = name.removesuffix(suffix)
+
     if name in _table():
         return _table()[name]
+
     raise UserError(
         f"there is no config.json of '{path}' on this machine, and no known model has that "
         f"name{hint(name, _table())}: write the folder of a model, builtin:NAME, or a name such as "
@@ -194,5 +205,6 @@ def _read(file: Path) -> ModelShape:
             raise ValueError("it is not an object")
     except (OSError, ValueError, RecursionError) as error:
         raise UserError(f"{file} cannot be read as a model's config: {error}") from error
+
     with blaming(str(file)):
         return ModelShape.of(content)

@@ -22,6 +22,7 @@ def place(
     order = list(range(len(shares)))
     if cohesion:
         order.sort(key=lambda part: (shares[part] > size, -shares[part]))
+
     for part in order:
         wanted = shares[part]
         while wanted:
@@ -30,6 +31,7 @@ def place(
             nodes_of[part] += [node] * count
             holes[node] -= count
             wanted -= count
+
     next_rank = [node * size for node in range(num_nodes)]
     ranks_of = []
     for nodes in nodes_of:
@@ -38,6 +40,7 @@ def place(
             ranks.append(next_rank[node])
             next_rank[node] += 1
         ranks_of.append(tuple(ranks))
+
     return ranks_of
 
 
@@ -48,6 +51,7 @@ def _next_node(wanted: int, holes: Sequence[int], cohesion: bool, load: bool) ->
         fits = [node for node, hole in enumerate(holes) if hole]
     elif not fits:
         return holes.index(max(holes))
+
     if load:
         return max(fits, key=holes.__getitem__)
     return fits[0]

@@ -114,6 +114,7 @@ def rank_plan(
         bound = pipeline.node(node_id)
         engines.update(dict.fromkeys(bound.engines))
         services.update(dict.fromkeys(bound.contract.services))
+
     return RankPlan(
         rank,
         device,
@@ -143,6 +144,7 @@ def make_channels(pipeline: BoundPipeline, ranks: Sequence[RankPlan]) -> tuple[C
     for rank in ranks:
         for node_id in rank.nodes:
             homes[node_id].add(rank.rank)
+
     rollout_nodes = {node.node_id for node in pipeline.rollout_nodes}
     found = []
     for node in pipeline.nodes:
@@ -153,4 +155,5 @@ def make_channels(pipeline: BoundPipeline, ranks: Sequence[RankPlan]) -> tuple[C
             elif homes[node.node_id] <= homes[dep]:
                 kind = "local"
             found.append(Channel(dep, node.node_id, kind))
+
     return tuple(found)

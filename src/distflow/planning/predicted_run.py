@@ -101,9 +101,11 @@ class PredictedRun:
                 "the speed of the server is unknown "
                 f"(actor_rollout_ref.rollout.url={','.join(rollout.url)})"
             )
+
         for parts in reward_functions(self.config).values():
             if any(part.name == "judge" for part in parts):
                 return "the times of the judge are unknown (reward.functions names judge)"
+
         return ""
 
     @property
@@ -171,6 +173,7 @@ class PredictedRun:
             where = ""
         else:
             where = f" on each {self.device.name}"
+
         text = (
             f"plan: at most {worst.peak / 1e9:.2f} of {self.device.memory / 1e9:.0f} GB of "
             f"memory{where}"
@@ -178,6 +181,7 @@ class PredictedRun:
         if worst.peak > self.device.memory / 2:
             most = worst.largest(worst.peak_phase)
             text += f" (mostly {most.what} of the {most.role}, in the phase '{worst.peak_phase}')"
+
         if self.hours is not None and self.steps is not None:
             text += f", {count_of(self.steps, 'step')} about {duration_text(self.hours * 3600)}"
         if not self.fits:
@@ -205,10 +209,12 @@ def predict(
         sizes |= config.dag.model_sizes
         plan = plan_devices(pipeline, config, "cpu" if device.is_cpu else "cuda", lambda: sizes)
         _check_divisible(plan, shapes)
+
     own = share_of_device(config, plan, device)
     lengths = known.lengths or assumed_lengths(config)
     times = StepTimes(config, plan, shapes, own, lengths, known.rates)
     bars = make_time_line(times, pipeline)
+
     return PredictedRun(
         config,
         plan,
@@ -226,10 +232,12 @@ def share_of_device(config: Config, plan: Plan, device: Device) -> Device:
     threads = config.trainer.num_threads
     if not is_one_process(config):
         return device.shared(min(config.trainer.n_gpus_per_node, len(plan.ranks)), threads)
+
     if not threads and is_rl(config) and config.async_.max_staleness > 0:
         # Generation has threads of its own.
         others = config.actor_rollout_ref.rollout.num_threads or device.cores // 2
         threads = max(1, device.cores - others)
+
     return device.shared(1, threads or device.threads)
 
 
@@ -240,6 +248,7 @@ def _phases(times: StepTimes, pipeline: BoundPipeline, bars: Sequence[Bar]) -> d
     for node in pipeline.training_nodes:
         if node.engines:
             found[node.phase] = found.get(node.phase, 0.0) + times.node(node)
+
     found |= {"update_weights": times.sync(), "rest": times.rest()}
     step = max((bar.end for bar in bars), default=0.0)
     if times.plan.generates:
@@ -253,6 +262,7 @@ def _check_divisible(plan: Plan, shapes: Mapping[str, ModelShape]) -> None:
         for name in ("heads", "kv_heads", "intermediate"):
             if layout.role == "rollout" and name == "kv_heads":
                 continue  # its engine repeats them
+
             size = getattr(shapes[layout.role], name)
             if size % parts:
                 raise UserError(

@@ -66,11 +66,13 @@ class Candidate:
         """The allocation, the time of its step, its memory, and what is idle."""
         run = self.run
         facts = f"{run.fullest.peak / 1e9:.1f} GB"
+
         generating = run.plan.generating_only
         if generating:
             training = dp_groups_of(run.plan)[0]
             facts += f", rollout idle {run.idle(generating):.0%}"
             facts += f", training idle {run.idle(training):.0%}"
+
         return f"{run.step_seconds:.3g} s  {self.text} {STALENESS}={self.staleness}  ({facts})"
 
 
@@ -88,6 +90,7 @@ class Search:
         if first.more:
             fits += f" with {CHECKPOINTING}=true, and none without it"
         longest = max(first.run.bars, key=lambda bar: bar.seconds)
+
         return (
             f"{first.text} {STALENESS}={first.staleness}: {fits}, and its step is the shortest; "
             f"most of the work is {longest.what} ({longest.seconds:.3g} s)"
@@ -111,16 +114,19 @@ def search_allocations(
     if choices.may_recompute and not any(each.run.fits for each in tried):
         more = ((CHECKPOINTING, True),)
         tried = list(_candidates(choices, predict, more))
+
     if not tried:
         raise UserError(
             f"trainer.allocation={AUTO}: the pipeline has no allocation of {choices.num_devices} "
             "devices"
         )
+
     fitting = sorted((each for each in tried if each.run.fits), key=lambda each: each.rank)
     allowed = (each for each in fitting if is_allowed(each.change))
     best = tuple(islice(allowed, 10))
     if best:
         return Search(best, len(tried), len(fitting))
+
     with_it = f", with {CHECKPOINTING}=true either" if more else ""
     nearest = min(tried, key=lambda each: (each.run.fullest.peak, each.rank))
     raise UserError(
@@ -141,6 +147,7 @@ def _candidates(
             "actor_rollout_ref.rollout.tensor_model_parallel_size": int(size[1]) if size else 1,
             **dict((*RAY, *more)),
         }
+
         for staleness in choices.staleness:
             try:
                 run = predict(with_values(choices.config, {**keys, STALENESS: staleness}))
@@ -157,6 +164,7 @@ def allocations(choices: Choices) -> Iterator[tuple[str, str]]:
     rollout = choices.config.actor_rollout_ref.rollout.name
     unit = max(1, total // _MOST_SPLITS)
     shares = [(total, total, "|")]
+
     shares += [(split, total - split, "+") for split in range(unit, total, unit)]
     for generating, training, sign in shares:
         for own in _sizes(generating, ROLLOUT_ENGINES[rollout].sizes):

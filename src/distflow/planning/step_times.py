@@ -124,10 +124,12 @@ class StepTimes:
         full = max(0.0, (responses - running) * lengths.response / running)
         seconds += full * self.decode_step(running, lengths.sequence)
         width = lengths.end / _SLICES
+
         for place in range(_SLICES):
             position = (place + 0.5) * width
             active = max(1.0, running * lengths.running(position))
             seconds += width * self.decode_step(active, lengths.prompt + position)
+
         return seconds / steps
 
     def prefill(self, tokens: float) -> float:
@@ -141,18 +143,22 @@ class StepTimes:
         """One token for each active response of an engine."""
         shape = self.shapes["rollout"]
         tensor = sizes_of(self.plan, "rollout").tensor
+
         read: float = shape.layers * shape.layer_weights + shape.head_weights
         if shape.experts:
             touched = min(1.0, active * shape.active_experts / shape.experts)
             read -= shape.layers * shape.expert_weights * shape.experts * (1 - touched)
+
         read += active * context * shape.kv_elements
         moved = self.itemsize * read / (self.device.bandwidth * DECODING)
         computed = shape.forward_flops(active, context, active) / self.flops
         fixed = shape.layers * (LAYER_ON_CPU if self.device.is_cpu else LAYER_ON_GPU)
+
         seconds = max(moved, computed) / tensor + fixed
         if tensor > 1:
             reduced = 2 * shape.layers * active * shape.hidden * self.itemsize
             seconds += reduced / self._link("rollout", within_tensor=True)
+
         return self.rates.generate * seconds
 
     def rewards(self) -> float:
@@ -162,10 +168,12 @@ class StepTimes:
         workers = self.config.reward.num_workers
         if not self.rates.score:
             return 0.0
+
         calls = ceil(samples_per_prompt(self.config) / workers)  # of a group, one after another
         score = min(self.rates.score, self.config.reward.timeout_s * calls)
         if self.overlaps:
             return max(0.0, groups * score / workers - self.generate())
+
         ends_before = 1 - self.lengths.running(self.lengths.end - 1)
         late = 1 - ends_before ** samples_per_prompt(self.config)
         return replace(self.rates, score=score).rewards(groups, workers, late)
@@ -192,6 +200,7 @@ class StepTimes:
         shape = self.shapes[role]
         sizes = sizes_of(self.plan, role)
         settings = self.config.actor_rollout_ref
+
         samples = self.samples
         times = 1
         if updates:
@@ -201,11 +210,13 @@ class StepTimes:
                 times = 3
             if is_rl(self.config) or role == "critic":
                 samples *= trainer_keys(self.config, role).ppo_epochs
+
         tokens = samples * self.lengths.sequence
         if role in ("actor", "ref"):
             logits = samples * self.lengths.response
         else:
             logits = 0
+
         flops = times * shape.forward_flops(tokens, self.lengths.sequence / 2, logits)
         seconds = flops / (self.flops * sizes.num_devices)
         if is_sharded(self.config) and shards_of(self.plan, self.config, role) > 1:
@@ -215,10 +226,12 @@ class StepTimes:
             a_weight = 2 * self.itemsize + 4 if updates else self.itemsize
             sent = micro_batches * a_weight * shape.parameters / sizes.tensor
             seconds = max(seconds, sent / self._link(role))
+
         if sizes.tensor > 1:
             passes = 2 if updates else 1
             reduced = 4 * shape.layers * tokens / sizes.data * shape.hidden * self.itemsize * passes
             seconds += reduced / self._link(role, within_tensor=True)
+
         return seconds
 
     def _optimizer(self, role: str) -> float:
@@ -238,6 +251,7 @@ class StepTimes:
         if sizes.data > 1 and parts == sizes.tensor:  # whole weights: gradients are summed once
             seconds += 8 * trained / self._link(role)
         steps = optimizer_steps_a_step(self.config, "critic" if role == "critic" else "actor")
+
         return seconds * steps
 
     def _link(self, role: str, within_tensor: bool = False) -> float:
@@ -260,6 +274,7 @@ class StepTimes:
         """Of one weight sync, to all engines."""
         if not self.plan.generates or "actor" not in self.shapes:
             return 0.0
+
         here = not self.plan.generating_only
         if here and shares_storage(self.config, self.config.actor_rollout_ref.model.dtype):
             return 0.0
@@ -271,6 +286,7 @@ class StepTimes:
         while earlier ones are received, except to a server, which reads files that are complete."""
         if not self.sync_bytes:
             return 0.0
+
         weights = self.shapes["rollout"].parameters
         moved = weights * self.itemsize
         seconds = moved * self._carried_byte()
@@ -288,17 +304,20 @@ class StepTimes:
         in_server = ROLLOUT_ENGINES[settings.rollout.name].in_server
         to_host = 0.0 if self.device.is_cpu else 1 / HOST_LINK
         served = 2 / SHARED_FILES + to_host if in_server else 0.0
+
         if not self.plan.generating_only:
             if in_server:
                 return to_host + served
             # float32 is read, a copy written
             return (1 + 4 / self.itemsize) / (self.device.bandwidth * DECODING)
+
         network = 0.0
         if self._spans(tuple(range(len(self.plan.ranks)))):
             network = 1 / (SENDING * self.device.network)
         mode = settings.actor.weight_update_mode
         if mode == "collective":
             return max(network or 1 / (SENDING * self.device.link), served)
+
         stored = 1 / (DISK_FILES if mode == "disk" else HOST_COPY)
         sent = to_host + 1 / HASHING + stored
         return max(sent, stored + network + 1 / HASHING + (served or to_host))

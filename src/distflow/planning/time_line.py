@@ -38,9 +38,11 @@ def make_time_line(times: StepTimes, pipeline: BoundPipeline) -> tuple[Bar, ...]
     trained = max((bar.end for bar in training), default=0.0)
     dp_groups = dp_groups_of(times.plan)
     synced = max(generated, trained)
+
     if sync := times.sync():
         for ranks in dict.fromkeys([*dp_groups[:1], *(bar.ranks for bar in generation)]):
             bars.append(Bar(ranks, SYNC, synced, synced + sync))
+
     return tuple(sorted(bars, key=lambda bar: (bar.start, bar.ranks)))
 
 
@@ -48,6 +50,7 @@ def _generation(times: StepTimes) -> list[Bar]:
     ranks = _generating(times.plan)
     if not ranks:
         return []
+
     bars = [Bar(ranks, GENERATE, 0.0, times.generate())]
     if scoring := times.rewards():
         bars.append(Bar(ranks, REWARDS, bars[0].end, bars[0].end + scoring))
@@ -75,6 +78,7 @@ def _training(times: StepTimes, pipeline: BoundPipeline, start: float) -> list[B
         ends[node.node_id] = ready
         if not node.engines:
             continue
+
         for ranks in free:
             if node.node_id not in plan.ranks[ranks[0]].training_nodes:
                 continue
@@ -82,6 +86,7 @@ def _training(times: StepTimes, pipeline: BoundPipeline, start: float) -> list[B
             free[ranks] = begin + times.node(node)
             bars.append(Bar(ranks, node.node_id, begin, free[ranks]))
             ends[node.node_id] = max(ends[node.node_id], free[ranks])
+
     if rest := times.rest():
         bars += [Bar(ranks, REST, begin, begin + rest) for ranks, begin in free.items()]
     return bars

@@ -72,15 +72,18 @@ class Channel:
             self._socket.settimeout(
                 None if deadline is None else max(deadline - time.monotonic(), 0.0)
             )
+
             try:
                 part = self._socket.recv(max(missing, _READ_BYTES))
             except (TimeoutError, BlockingIOError):
                 raise TimeoutError from None
             except OSError as error:
                 raise PeerGone(str(error)) from error
+
             if not part:
                 raise PeerGone("end of stream")
             self._received += part
+
         taken = bytes(self._received[:num_bytes])
         del self._received[:num_bytes]
         return taken

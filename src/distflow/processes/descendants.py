@@ -26,6 +26,7 @@ def running() -> dict[Process, int]:
             with suppress(OSError):  # it has ended
                 fields = stat_fields(int(name))
                 found[int(name), fields[_STARTED]] = int(fields[_PARENT])
+
     return found
 
 
@@ -44,6 +45,7 @@ def below(
     for process, parent in processes.items():
         if process[0] not in skipped:
             children.setdefault(parent, []).append(process)
+
     found = list[Process]()
     for root in roots:
         found += children.pop(root, [])

@@ -41,7 +41,9 @@ def _cut_short(status: int) -> None:
     end_descendants()
     time.sleep(_ENDS_WITHIN_S)
     end_descendants()
+
     for stream in (sys.stdout, sys.stderr):
         with suppress(Exception):  # closed, or its reader has gone
             stream.flush()
+
     os._exit(status)

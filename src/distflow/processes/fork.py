@@ -24,12 +24,14 @@ def limited_fork(work: Callable[[Channel], None], more_bytes: int) -> Iterator[C
     more_bytes: the memory that it may have beside that of this process."""
     ours, theirs = socket.socketpair()
     parent = os.getpid()
+
     if (fork := os.fork()) == 0:
         try:
             _run(work, theirs, parent, more_bytes)
         except BaseException:  # the fork is not to go on with what its parent does
             traceback.print_exc()
         os._exit(1)
+
     theirs.close()
     try:
         yield Channel(ours)
@@ -44,6 +46,7 @@ def _run(
 ) -> None:
     die_with_parent(parent)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C ends the one that kills it
+
     # A connection of the other process is closed only once nobody has it.
     os.closerange(_FIRST_FREE, connected.fileno())
     os.closerange(connected.fileno() + 1, os.sysconf("SC_OPEN_MAX"))
@@ -57,6 +60,7 @@ def _limit_memory(more_bytes: int) -> None:
         status = Path("/proc/self/status").read_text()
     except OSError:
         return
+
     if found := re.search(r"VmData:\s+(\d+) kB", status):
         limit = int(found[1]) * 1024 + more_bytes
         most = resource.getrlimit(resource.RLIMIT_DATA)[1]

@@ -74,14 +74,17 @@ def main(
     """See `Child`."""
     with suppress(ProcessLookupError):
         owner = os.pidfd_open(int(owner_pid))
+
     if os.getppid() != int(owner_pid):  # it has ended already
         _remove(removed)
         os._exit(_LOST_OWNER)
+
     asked, ask = os.pipe()
     for number in signal.valid_signals():
         if number not in _KEPT and number < signal.SIGRTMIN:
             # unlike SIG_IGN it is not inherited by the command
             signal.signal(number, lambda *_: None)
+
     signal.signal(signal.SIGTERM, lambda *_: os.write(ask, b"."))
     signal.pthread_sigmask(signal.SIG_SETMASK, [])  # the owner's thread may block some
     adopt_orphans()
@@ -93,12 +96,14 @@ def main(
     )
     if select.select([owner], [], [], 0)[0]:
         _remove(removed)
+
     code = os.waitstatus_to_exitcode(status)
     if code < 0:
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         with suppress(OSError):
             signal.signal(-code, signal.SIG_DFL)
         os.kill(os.getpid(), -code)
+
     os._exit(code)
 
 
@@ -115,12 +120,14 @@ def wait_and_end(
     poll = select.poll()
     for descriptor in (ends, *watched):
         poll.register(descriptor, select.POLLIN)
+
     status = None
     while status is None:
         ready = {descriptor for descriptor, _ in poll.poll(_REAPS_EVERY_MS)}
         status = _reap(child, continued)
         if ready.intersection(watched):
             break
+
     if leaves_s:
         if status is None:
             status = _kill(child)
@@ -128,6 +135,7 @@ def wait_and_end(
         while children() and time.monotonic() < due:
             _reap(child, continued)
             time.sleep(_LOOKS_EVERY_S)
+
     # the last first: one that is killed before what it watches would leave that to nobody, if we
     # die now
     kill_those(descendants(os.getpid()))
@@ -135,6 +143,7 @@ def wait_and_end(
         status = _kill(child)
     end_children()
     os.close(ends)
+
     return status
 
 
@@ -151,8 +160,10 @@ def _reap(child: int, continued: bool) -> int | None:
             pid, status = os.waitpid(-1, os.WNOHANG | os.WUNTRACED)
         except ChildProcessError:
             return found
+
         if pid == 0:
             return found
+
         if os.WIFSTOPPED(status):
             if pid == child and continued:
                 os.kill(child, signal.SIGCONT)
@@ -163,6 +174,7 @@ def _reap(child: int, continued: bool) -> int | None:
 def _remove(removed: str) -> None:
     if not removed:
         return
+
     import glob
     import shutil  # both take as long as all the rest here
 
@@ -189,6 +201,7 @@ def _start(command: tuple[str, ...], memory_bytes: int) -> int:
             # heap and private mappings: a limit of the address space would count reserved memory
             resource.setrlimit(resource.RLIMIT_DATA, (memory_bytes, memory_bytes))
         os.execvpe(command[0], command, _environment())
+
     return pid
 
 

@@ -42,6 +42,7 @@ def survivors_ended() -> Iterator[None]:
     if before is not None and before.startswith(own):
         yield
         return
+
     mark = own + secrets.token_hex(8)
     os.environ[MARK] = mark
     reading, writing = os.pipe()
@@ -50,6 +51,7 @@ def survivors_ended() -> Iterator[None]:
     silent = [(os.POSIX_SPAWN_OPEN, number, os.devnull, os.O_RDWR, 0) for number in range(3)]
     watcher = os.posix_spawn(sys.executable, command, {}, file_actions=silent, setsid=True)
     ending_by_themselves.add(watcher)
+
     try:
         yield
     finally:
@@ -58,6 +60,7 @@ def survivors_ended() -> Iterator[None]:
         del os.environ[MARK]
         if before is not None:
             os.environ[MARK] = before
+
         if os.getpid() == process:  # not in a fork that the user's code leaves the block with
             os.kill(watcher, signal.SIGKILL)
             with suppress(ChildProcessError):
@@ -75,6 +78,7 @@ def main(owner_pid: str, mark: str, pipe: str) -> None:
     owner = int(owner_pid)
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
+
     seen = set[Process]()
     with suppress(ProcessLookupError):  # it has ended
         handle = os.pidfd_open(owner)
@@ -82,6 +86,7 @@ def main(owner_pid: str, mark: str, pipe: str) -> None:
             processes = _processes()
             seen &= processes.keys()
             seen.update(below([owner, *(pid for pid, _ in seen)], processes))
+
     for _ in range(_MOST_ROUNDS):
         processes = _processes()
         left = [each for each in processes if each in seen or _is_marked(each[0], mark, pipe)]
@@ -119,8 +124,10 @@ def _is_marked(pid: int, mark: str, pipe: str) -> bool:
         with open(f"/proc/{pid}/environ", "rb") as file:
             if f"{MARK}={mark}".encode() in file.read().split(b"\0"):
                 return True
+
         for name in os.listdir(f"/proc/{pid}/fd"):
             with suppress(OSError):  # closed meanwhile
                 if os.readlink(f"/proc/{pid}/fd/{name}") == pipe:
                     return True
+
     return False

@@ -72,6 +72,7 @@ def is_denied(text: str, start: int, end: int | None = None, is_answer: bool = F
         return True
     if end is None:
         return False
+
     after = text[end : end + _LONGEST_DENIAL]
     is_compared = is_answer and _COMPARED_AFTER.match(after) is not None
     return is_compared or _DENIED_AFTER.match(after) is not None

@@ -113,10 +113,12 @@ def boxed_answer(text: str) -> str | None:
     boxes = _boxes(text)[-_MOST_DENIED:]
     if not boxes:
         return None
+
     while boxes and is_denied(text, boxes[-1][0], boxes[-1][1]):
         boxes.pop()
     if not boxes:
         return ""
+
     first = _first_joined(text, lambda i: boxes[i][:2], _BETWEEN_BOXES, len(boxes))
     contents = list(dict.fromkeys(content.strip() for _, _, content in boxes[first:]))
     return ", ".join(contents) if all(contents) else ""
@@ -132,6 +134,7 @@ def unboxed(text: str) -> str:
             parts += [text[position:start], content]
             position = end
         text = "".join([*parts, text[position:]])
+
     text = text.strip()
     while text.startswith("{") and _closing_braces(text).get(0) == len(text) - 1:
         text = text[1:-1].strip()
@@ -178,6 +181,7 @@ def phrased_answer(text: str) -> tuple[str, str] | None:
         found.pop()
     if not found:
         return None
+
     line, *_ = re.split(r"\n|(?i:</answer>)", text[found[-1].end() :], maxsplit=1)
     phrase = _SENTENCE_END.split(line)[0]
     rest = text[found[-1].end() + len(phrase) :]
@@ -221,6 +225,7 @@ def final_formula(text: str) -> str | None:
     if is_calculation or _DELIMITER.search(formula) or not is_mathematics(formula):
         return None
     is_stated = _EXPRESSION.fullmatch(formula) is None and not is_denied(line, start)
+
     return formula if is_stated else None
 
 
@@ -239,10 +244,12 @@ def last_mathematics(prose: str, is_answer: bool = False) -> tuple[str, str] | N
         and (stated := last_mathematics(prose[: reason.start()], True))
     ):
         return stated
+
     prose = _OPERATION.sub(lambda word: f" {_OPERATIONS[word[1].lower()]} ", prose)
     formulas = list(_FORMULA.finditer(prose))
     numbers = list(_EXPRESSION.finditer(prose))
     stated_formulas = _last_stated(prose, formulas, _LISTED, is_answer)
+
     stated_numbers = _last_stated(prose, numbers, _JOINED if is_answer else _OR, is_answer)
     if stated_formulas and (
         not stated_numbers or stated_formulas[-1].end() > stated_numbers[-1].end()
@@ -251,6 +258,7 @@ def last_mathematics(prose: str, is_answer: bool = False) -> tuple[str, str] | N
     if not stated_numbers:
         denied = reversed(formulas + numbers)
         return next(((f"{DENIED}{each.group()}", "") for each in denied), None)
+
     bare = [
         ("-" if _NEGATIVE.search(clause_before(prose, each.start())) else "")
         + each.group().removesuffix(each[1] or "")
@@ -278,9 +286,11 @@ def _last_stated(
             listed = _first_joined(prose, value, _LISTED, end)
             if _INTRODUCED.search(clause_before(prose, found[listed].start())):
                 first = listed
+
         if not is_denied(prose, found[first].start(), value(end - 1)[1], is_answer):
             return found[first:end]
         end = first
+
     return []
 
 
@@ -310,16 +320,19 @@ def _boxes(text: str) -> list[tuple[int, int, str]]:
     """(start, end, content) of the boxes that are complete and not in another."""
     found = list(_BOX.finditer(text))
     ends = _closing_braces(text) if found else {}
+
     boxes: list[tuple[int, int, str]] = []
     for match in found:
         if boxes and match.start() < boxes[-1][1]:
             continue
+
         if text.startswith("{", match.end()):
             if match.end() in ends:
                 end = ends[match.end()]
                 boxes.append((match.start(), end + 1, text[match.end() + 1 : end]))
         elif unbraced := _UNBRACED_BOX.match(text, match.end()):
             boxes.append((match.start(), unbraced.end(), unbraced.group()))
+
     return boxes
 
 
@@ -332,4 +345,5 @@ def _closing_braces(text: str) -> dict[int, int]:
             opened.append(match.start())
         elif match.group() == "}" and opened:
             ends[opened.pop()] = match.start()
+
     return ends

@@ -33,6 +33,7 @@ def find_absent(function: Callable[..., object]) -> str:
     absent = [name for name in required_parameters(function) if name in ABSENT]
     if not absent:
         return ""
+
     return (
         f"takes '{absent[0]}', which only exists in TRL: add a default, read the responses from "
         "'completions', and the row's columns by name"
@@ -58,6 +59,7 @@ def adapted(
             _values(answer_key, *each)
             for each in zip(solution_strs, ground_truths, extra_infos, texts, strict=True)
         ]
+
         columns = {name: [row.get(name) for row in rows] for name in rows[0]}
         try:
             returned = function(**{**_chosen(function, columns), **options})
@@ -65,12 +67,14 @@ def adapted(
             is_text = isinstance(rows[0]["completions"], str)
             error.args = (f"{error} ({_TEXTS if is_text else _MESSAGES})",)
             raise
+
         if inspect.isawaitable(returned):
             return _when_there(returned)
         return _without_none(returned)
 
     signature = inspect.signature(ours)
     functools.update_wrapper(ours, innermost(function))
+
     # else `inspect` takes that of the wrapped function
     setattr(ours, "__signature__", signature)  # noqa: B010
     return ours
@@ -102,12 +106,14 @@ def _chosen(function: Callable[..., object], offered: Mapping[str, object]) -> d
     else:
         names = {parameter.name for parameter in parameters}
         chosen = {name: value for name, value in offered.items() if name in names}
+
     for name in required_parameters(function):
         if name not in chosen:
             raise ValueError(
                 f"it takes '{name}', but there is no such column; the columns are "
                 f"{', '.join(offered)}"
             )
+
     return chosen
 
 

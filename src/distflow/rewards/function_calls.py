@@ -65,6 +65,7 @@ def call_batched(function: Callable[..., object], asked: Sequence[Mapping[str, o
     for name, plural in _PLURALS.items():
         if plural in _parameters(function) and all(name in arguments for arguments in asked):
             lists[plural] = [arguments[name] for arguments in asked]
+
     return function(**lists)
 
 
@@ -73,15 +74,18 @@ def split_batch(returned: object, length: int) -> list[object]:
     sequence of that length."""
     if callable(tolist := getattr(returned, "tolist", None)):
         returned = tolist()  # tensors and arrays
+
     if not isinstance(returned, list | tuple) or len(returned) != length:
         if isinstance(returned, list | tuple):
             what = f"a list of {len(returned)}"
         else:
             what = f"{returned!r:.80}"
+
         raise ValueError(
             f"it returned {what} for {length} responses: a batched reward function returns one "
             "score per response"
         )
+
     return list(returned)
 
 

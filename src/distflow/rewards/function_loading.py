@@ -75,6 +75,7 @@ def write_function(
             "separate function with @functools.cache; or put the function into a .py file and set "
             f"{key}"
         ) from data
+
     write_atomically(file, _HEAD + fingerprint.encode() + b"\n" + data)
 
 
@@ -126,9 +127,11 @@ def load_reward(target: str) -> Callable[..., object]:
     fault = find_fault(function) or _fault_of_options(function, values)
     if fault:
         raise LoadError(f"'{target}' {fault}")
+
     for entry in REWARDS.values():
         if entry.prepare and entry.target == target:
             load_function(entry.prepare)(**values)
+
     if is_foreign(function):
         return adapted(function, values, answer_key)
     return partial(function, **values) if values else function
@@ -142,6 +145,7 @@ def reads_ground_truth(target: str) -> bool:
     node = None if source is None else source.functions.get(name)
     if node is None:
         return True
+
     used = {each.id for each in ast.walk(node) if isinstance(each, ast.Name)}
     plain = [*node.args.posonlyargs, *node.args.args]
     needed = [*plain[: len(plain) - len(node.args.defaults)], node.args.kwarg]
@@ -151,6 +155,7 @@ def reads_ground_truth(target: str) -> bool:
         if value is None
     ]
     columns = {each.arg for each in needed if each is not None} - _NO_TRUTH
+
     return not used.isdisjoint(columns | {"ground_truth", "ground_truths"})
 
 
@@ -160,14 +165,17 @@ def find_fault(function: Callable[..., object]) -> str:
         required = required_parameters(function)
     except ValueError:
         return "has no signature: wrap it in a Python function"
+
     parameters = inspect.signature(function).parameters.values()
     if any(parameter.kind is parameter.POSITIONAL_ONLY for parameter in parameters):
         return "has parameters before a '/', but arguments are passed by name: remove the '/'"
     if is_foreign(function):
         return find_absent(function)
+
     wanted = tuple(BATCHED) if is_batched(function) else PARAMETERS
     if all(name in wanted for name in required) and _accepted(function, wanted):
         return ""
+
     return (
         f"takes {inspect.signature(function)}: a reward function takes some of "
         f"({', '.join(PARAMETERS)}), or, for all responses to a prompt at once, of "
@@ -190,6 +198,7 @@ def target_of(name: str, custom: tuple[str, str] | None) -> str:
         return REWARDS[name].target
     if ":" in name:
         return custom_target(*split_name(name))
+
     raise UserError(
         f"reward.functions names '{name}', which is not a reward function{hint(name, REWARDS)}"
     )
@@ -203,10 +212,12 @@ def fingerprint_target(target: str) -> str:
         files = [Path(path)]
     else:
         files = module_files(path)
+
     try:
         content = next(file for file in files if file.is_file()).read_bytes()
     except (StopIteration, OSError):  # reported when it is loaded
         return ""
+
     if path.endswith(PICKLED):  # in its first line, so that none of its code runs
         return content.partition(b"\n")[0].removeprefix(_HEAD).decode(errors="replace")
     return _digest(content)
@@ -237,6 +248,7 @@ def _pickled(value: object) -> bytes | Exception:
         Pickler(buffer).dump(value)
     except Exception as error:  # a user's object may raise anything when pickled
         return error
+
     return buffer.getvalue()
 
 
@@ -253,12 +265,14 @@ def _fault_of_options(function: Callable[..., object], values: Mapping[str, obje
         for name, parameter in inspect.signature(function).parameters.items()
         if parameter.default is not parameter.empty and name not in no_options
     }
+
     for name, value in values.items():
         if name not in known:
             return (
                 f"takes no option '{name}'{hint(name, known)}; it takes "
                 f"{', '.join(known) or 'none'}"
             )
+
         wanted = type(known[name])
         if (
             known[name] is not None
@@ -266,6 +280,7 @@ def _fault_of_options(function: Callable[..., object], values: Mapping[str, obje
             and (wanted, type(value)) != (float, int)
         ):
             return f"takes for '{name}' a value like {known[name]!r}, not {value!r}"
+
     return ""
 
 

@@ -107,11 +107,13 @@ def check_row(ground_truth: object, extra_info: Mapping[str, object]) -> None:
 def _follow_all(variants: list[str], ground_truth: object, row: Row) -> dict[str, JSON]:
     instructions = _instructions(ground_truth, row)
     texts = [text for text in variants if text.strip()]
+
     followed: dict[str, JSON] = {}
     for name, arguments in instructions:
         found = any(INSTRUCTIONS[name](text, **arguments) for text in texts)
         repeats = sum(other.partition("#")[0] == name for other in followed)
         followed[f"{name}#{repeats + 1}" if repeats else name] = found
+
     score = float(all(followed.values()))
     return {"score": score, "acc": score, "followed": followed}
 
@@ -121,6 +123,7 @@ def _instructions(ground_truth: object, row: Row) -> list[tuple[str, dict[str, A
     own = decoded(ground_truth)
     source = own if isinstance(own, Mapping) and IDS in own else row or {}
     names = decoded(source.get(IDS))
+
     kwargs = decoded(source.get(KWARGS))
     if not isinstance(names, list | tuple) or not isinstance(kwargs, list | tuple) or not names:
         raise ValueError(
@@ -131,6 +134,7 @@ def _instructions(ground_truth: object, row: Row) -> list[tuple[str, dict[str, A
         raise ValueError(f"{len(names)} entries in '{IDS}' and {len(kwargs)} in '{KWARGS}'")
     if unknown := [name for name in names if not isinstance(name, str) or name not in INSTRUCTIONS]:
         raise ValueError(f"IFEval has no instruction {unknown[0]!r:.80} ('{IDS}')")
+
     return [(name, _read(name, entry)) for name, entry in zip(names, kwargs, strict=True)]
 
 
@@ -139,21 +143,25 @@ def _read(instruction: str, entries: object) -> dict[str, Any]:
     their columns. Raises ValueError."""
     if entries is not None and not isinstance(entries, Mapping):
         raise ValueError(f"'{KWARGS}' holds {entries!r:.80}, and no mapping, for {instruction}")
+
     known = {name: value for name, value in (entries or {}).items() if value is not None}
     function = INSTRUCTIONS[instruction]
     wanted = tuple(inspect.signature(function).parameters)[1:]
     where = f"{instruction} in '{KWARGS}'"
     if set(known) != set(wanted):
         raise ValueError(f"{where}: takes ({', '.join(wanted)}), and got ({', '.join(known)})")
+
     try:
         read: dict[str, Any] = {name: _converted(name, value) for name, value in known.items()}
         function("a", **read)
     except (ValueError, TypeError, re.error) as error:
         raise ValueError(f"{where}: {known!r:.200} cannot be used: {error}") from error
+
     if read.get("nth_paragraph", 0) > read.get("num_paragraphs", 0):
         raise ValueError(
             f"{where}: asks for paragraph {read['nth_paragraph']} of {read['num_paragraphs']}"
         )
+
     return read
 
 
@@ -207,15 +215,18 @@ def _converted(name: str, value: object) -> object:
         for word in words:  # each is a regular expression; a trial may not reach the last
             re.compile(word)
         return words
+
     if name in _TEXTS:
         if not isinstance(value, str) or not value.strip():
             raise ValueError(f"'{name}' must be a text")
         return value.strip()
+
     if isinstance(value, float) and value.is_integer():
         value = int(value)  # columns with gaps become floating-point numbers
     least = int(name == "nth_paragraph")  # which is counted from 1
     if not isinstance(value, int) or isinstance(value, bool) or value < least:
         raise ValueError(f"'{name}' must be a whole number from {least} on")
+
     return value
 
 
@@ -260,6 +271,7 @@ def _has_first_word(
     count = sum(bool(part.strip()) for part in parts)
     if count != num_paragraphs or nth_paragraph > count or not parts[nth_paragraph - 1].strip():
         return False
+
     word = parts[nth_paragraph - 1].split()[0].lstrip("'").lstrip('"')
     end = next((i for i, letter in enumerate(word) if letter in _ENDS_OF_A_WORD), len(word))
     return "".join(letter.lower() for letter in word[:end]) == first_word.lower()
@@ -295,10 +307,12 @@ def _is_json(response: str) -> bool:
     body = response.strip()
     for fence in _JSON_FENCES:
         body = body.removeprefix(fence)
+
     try:
         json.loads(body.removesuffix("```").strip())
     except (ValueError, RecursionError):
         return False
+
     return True
 
 

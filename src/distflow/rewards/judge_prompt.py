@@ -44,6 +44,7 @@ def fill_template(template: str, values: Mapping[str, object], most_characters: 
     values = {**values, "response": response, "nonce": nonce}
     if unknown := ", ".join(sorted(set(_PLACEHOLDER.findall(template)) - set(values))):
         raise ValueError(f"the judge's template names {unknown}, which is not a column of the row")
+
     return _PLACEHOLDER.sub(lambda match: str(values[match[1]]), template)
 
 
@@ -59,6 +60,7 @@ def judge_template(template: str) -> str:
             raise UserError(
                 f"the judge's template '{template}' cannot be read: {error.strerror or error}"
             ) from error
+
     if "response" not in _PLACEHOLDER.findall(text):
         raise UserError("the judge's template has no {response}")
     return text
@@ -68,18 +70,22 @@ def read_score(content: object) -> dict[str, object]:
     """Score and reason, exactly as in the schema. Raises ValueError."""
     if not isinstance(content, str):
         raise ValueError(f"the judge's reply is not text: {beginning(json.dumps(content))}")
+
     try:
         found = json.loads(content)
     except (ValueError, RecursionError):
         raise ValueError(f"the judge's reply is not JSON: {beginning(content)}") from None
+
     if not isinstance(found, dict) or set(found) != set(_NAMES):
         raise ValueError(f"the judge's reply is not {{reason, score}}: {beginning(content)}")
+
     score = found["score"]
     reason = found["reason"]
     if not isinstance(reason, str) or isinstance(score, bool) or not isinstance(score, int | float):
         raise ValueError(f"the judge's reply is not a score with a reason: {beginning(content)}")
     if not 0 <= score <= 1:  # also false for NaN
         raise ValueError(f"the judge's score is not between 0 and 1: {beginning(content)}")
+
     return {"score": float(score), "reason": reason}
 
 
@@ -97,6 +103,7 @@ def score_at_end(answer: str) -> dict[str, object]:
                 last = place
                 end = _DECODER.raw_decode(answer, place)[1]
                 scores.add(read_score(answer[place:end])["score"])
+
     if len(scores) > 1:
         raise ValueError(f"the judge's reply has several scores: {beginning(answer)}")
     return read_score(answer[last:])

@@ -60,6 +60,7 @@ async def compute_score(
             "the judge has no model: add options to the part, e.g. {name: judge, options: {model: "
             "...}}"
         )
+
     values = {
         **(extra_info or {}),
         "prompt": prompt,
@@ -67,6 +68,7 @@ async def compute_score(
         "ground_truth": ground_truth,
     }
     content = fill_template(judge_template(template), values, response_characters)
+
     asked: dict[str, object] = {
         "model": model,
         "messages": [{"role": "user", "content": content}],
@@ -76,6 +78,7 @@ async def compute_score(
     if structured:
         schema = {"name": "score", "strict": True, "schema": SCHEMA}
         asked["response_format"] = {"type": "json_schema", "json_schema": schema}
+
     secret = _secret(key_variable, base_url)
     client = _client(base_url, secret).with_options(max_retries=retries)
     try:
@@ -87,10 +90,12 @@ async def compute_score(
         if isinstance(error, openai.APIStatusError):
             # Older clients do not write the status into their message.
             why += f" (status {error.status_code})"
+
         if error.__cause__ is not None:
             why += f" ({error.__cause__})"
         if structured and isinstance(error, _REJECTED):
             why += "; if the server takes no JSON schemas, set the option structured: false"
+
         if isinstance(error, openai.AuthenticationError):
             why += (
                 f"; the environment variable {key_variable} "
@@ -104,6 +109,7 @@ async def compute_score(
     else:
         result["reason"] = _without(secret, str(result["reason"]))
         return result
+
     raise ValueError(_without(secret, f"{why} (model '{model}' at {base_url or 'OpenAI'})"))
 
 
@@ -117,6 +123,7 @@ def _secret(key_variable: str, base_url: str) -> str:
             f"the environment variable {key_variable} does not contain a key: it has characters "
             "not allowed in an HTTP header"
         )
+
     return secret
 
 

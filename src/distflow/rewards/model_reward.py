@@ -42,9 +42,11 @@ def compute_score(
     text without a token."""
     if max_length < 0 or max_tokens < 1:
         raise UserError("the reward 'model': max_length is 0 or more, max_tokens 1 or more")
+
     reward_model = _loaded(path, revision, dtype, device, max_length)
     if not solution_strs:
         return []
+
     texts = [
         encode_text(
             reward_model.tokenizer,
@@ -57,10 +59,12 @@ def compute_score(
     ]
     if not all(ids for ids, _ in texts):
         raise ValueError("prompt and response have no tokens: there is nothing to score")
+
     pad_id = reward_model.tokenizer.pad_token_id
     scores = score_ids(
         reward_model.model, [ids for ids, _ in texts], 0 if pad_id is None else pad_id, max_tokens
     )
+
     return [
         {"score": score, **({CUT: cut} if cut else {})}
         for score, (_, cut) in zip(scores, texts, strict=True)
@@ -90,15 +94,18 @@ def _loaded(path: str, revision: str, dtype: str, device: str, max_length: int) 
         raise UserError("the reward 'model' has no path: write {name: model, options: {path: DIR}}")
     if dtype not in DTYPES:
         raise UserError(f"the reward 'model' has dtype '{dtype}': write {' or '.join(DTYPES)}")
+
     model = load_reward_model(
         path, dtype=getattr(torch, dtype), device=_device(device), revision=revision or None
     )
     tokenizer = load_tokenizer(path, revision=revision or None, generates=False, model=model.config)
+
     longest = longest_text(model.config, tokenizer)
     if longest is not None and max_length > longest:
         raise UserError(
             f"the reward 'model' reads {longest} tokens at most, not {max_length} (max_length)"
         )
+
     is_encoder = not isinstance(getattr(model, HEAD, None), torch.nn.Linear)
     return _RewardModel(model, tokenizer, max_length or longest, is_encoder)
 
@@ -106,6 +113,7 @@ def _loaded(path: str, revision: str, dtype: str, device: str, max_length: int) 
 def _device(name: str) -> torch.device:
     if name == "auto":
         return torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
+
     try:
         device = torch.device(name)
         torch.empty(0, device=device)
@@ -114,4 +122,5 @@ def _device(name: str) -> torch.device:
             f"the reward 'model' has no device '{name}' ({first_line(error)}): write cpu, cuda or "
             "cuda:1"
         ) from error
+
     return device

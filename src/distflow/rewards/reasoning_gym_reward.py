@@ -58,9 +58,11 @@ def compute_score(
     made = (extra_info or {}).get(GYM)
     if not isinstance(made, Mapping) or not isinstance(made.get("entry"), str):
         raise ValueError(f"the row has no column '{GYM}': its data must be reasoning-gym:NAME")
+
     name = str(made["name"])
     entry = read_entry(str(made["entry"]))
     dataset = _dataset(name, json.dumps(made["settings"]))
+
     answer = extract_answer(solution_str)
     try:
         score = float(dataset.score_answer(answer if is_readable(name, answer) else None, entry))
@@ -69,6 +71,7 @@ def compute_score(
     # the data set cannot read the answer: the packages that read it raise errors of any kind
     except Exception:
         score = float(dataset.score_answer(None, entry))
+
     return {"score": score, "acc": float(score >= 1), "answer": answer}
 
 

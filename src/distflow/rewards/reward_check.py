@@ -97,6 +97,7 @@ def wrong_responses(answer: str, others: Sequence[str], form: str) -> Iterator[R
     for kind, text in _wrong_answers(answer, other):
         yield Response(kind, form, template.format(text))
     yield Response("empty answer", form, template.format(""))
+
     if other is not None:
         text = f"It is not {answer}, as I thought. {template.format(other)}"
         yield Response("answer named, another given", form, text)
@@ -107,6 +108,7 @@ def _wrong_answers(answer: str, other: str | None) -> Iterator[tuple[str, str]]:
         yield "another row's answer", other
         yield "both answers", f"{answer} or {other}"
         yield "both answers", f"{other}, {answer}"
+
     if _NUMBER.fullmatch(answer):
         yield "a digit changed", answer[:-1] + str((int(answer[-1]) + 1) % 10)
         if answer.strip("-0.,"):
@@ -124,6 +126,7 @@ def reply_of(ground_truth: object) -> str | None:
         first = ground_truth[0]
     else:
         first = ground_truth
+
     if isinstance(first, bool) or not isinstance(first, str | int | float):
         return None
     return bare_answer(str(first)) or None
@@ -157,20 +160,25 @@ async def find_unread_answers(score: ScoreOne, rows: Sequence["Row"]) -> str:
         answer = _short_answer(row.ground_truth)
         if answer:
             known.append((row, answer))
+
     if not known:
         return ""
+
     for row, answer in known:
         other = next((text for _, text in known if text != answer), None)
         different = next((text for _, text in _wrong_answers(answer, other)), WRONG)
+
         for template in FORMS.values():
             if time.monotonic() > deadline:
                 return ""
+
             own = await score(row, template.format(answer))
             wrong = await score(row, template.format(different))
             if not isinstance(own, Score) or not isinstance(wrong, Score):
                 return ""
             if scored_right(own) or own.value > wrong.value:
                 return ""
+
     row, answer = known[0]
     return (
         f"counts none of {len(known)} rows' own answers as right, in none of the forms "
@@ -193,6 +201,7 @@ def _short_answer(truth: object) -> str | None:
         return None
     if re.search(r"\bassert\b|\bdef \w+\(", answer):
         return None
+
     return answer
 
 
@@ -293,6 +302,7 @@ async def check_reward(
         async with free:
             if result.hangs:
                 return None
+
             started = time.perf_counter()
             reward_result = await pool.call(name, arguments_of(row, response.text))
             result.seconds.append(time.perf_counter() - started)
@@ -303,15 +313,18 @@ async def check_reward(
     for row, answer in zip(rows, answers, strict=True):
         for response in right_responses(answer, row.response):
             right.append((row, response))
+
     answered = [*filter(None, await asyncio.gather(*(ask(*asked) for asked in right)))]
     result.read.update({response.form: 0 for _, response in right})
     result.read.update(
         response.form for _, response, reward_result in answered if scored_right(reward_result)
     )
+
     if result.hangs:
         forms = list(result.read)
     else:
         forms = result.forms() or list(result.read)[:1]
+
     _count(result, [entry for entry in answered if entry[1].form in forms])
 
     texts = [answer for _, answer in known]
@@ -327,6 +340,7 @@ async def check_reward(
     wrong += [(row, Response("empty response", "", "")) for row in rows]
     wrong += [(rows[0], Response(HOSTILE_KIND, "", text)) for text in HOSTILE]
     _count(result, filter(None, await asyncio.gather(*(ask(*asked) for asked in wrong))))
+
     return result
 
 
@@ -335,6 +349,7 @@ def _count(result: CheckResult, answered: Iterable[tuple[Row, Response, RewardRe
         kind = result.kinds.setdefault(response.kind, Kind(response.is_right))
         kind.asked += 1
         fault = Fault(row.origin, row.ground_truth, response.text, why(reward_result))
+
         if isinstance(reward_result, Timeout):
             kind.timeouts.append(fault)
         elif not isinstance(reward_result, Score):
@@ -360,20 +375,24 @@ def call_first(settings: RewardSettings, rows: Iterable[Row]) -> list[str]:
     by_domain: dict[str, list[Row]] = {}
     for row in rows:
         by_domain.setdefault(row.domain, []).append(row)
+
     for domain, own_rows in by_domain.items():
         names = [part.name for part in functions_of(settings.functions, domain)]
         users = [name for name in names if is_own(name)]
         if not users:
             continue
+
         if domain in settings.patience_by_domain():
             key = domain
         else:
             key = DEFAULT_DOMAIN
+
         with borrowed(pool_settings(settings)[key]) as pool, ThreadPoolExecutor(1) as thread:
             for name in users:
                 calls = _first_calls(pool, name, own_rows, target_of(name, settings.custom))
                 # On a thread, since the caller's may run an event loop, as a notebook's does.
                 notes += thread.submit(asyncio.run, calls).result()
+
     return notes
 
 
@@ -382,16 +401,19 @@ async def _first_calls(pool: RewardPool, name: str, rows: Sequence[Row], target:
     answer = reply_of(row.ground_truth)
     responses = [answer or str(row.ground_truth), WRONG]
     asked = [arguments_of(row, response) for response in responses]
+
     if name in pool.takes_batches:
         parts = [asked]
     else:
         parts = [[each] for each in asked]
+
     scores = list[Score]()
     for part in parts:
         for result in await pool.score_group(name, part):
             if not isinstance(result, Score):
                 raise UserError(_no_score(target, row, responses[len(scores)], result))
             scores.append(result)
+
     right, wrong = scores
 
     async def score(row: Row, response: str) -> RewardResult:
@@ -403,12 +425,14 @@ async def _first_calls(pool: RewardPool, name: str, rows: Sequence[Row], target:
         fault = await find_unread_answers(score, rows)
         if fault and reads_ground_truth(target):
             notes.append(f"{WARNING}{who} {fault}")
+
     if scored_right(wrong) and answer is not None:
         kind = "an acc" if ACC in wrong.extra else "a score"
         notes.append(
             f"note: {who} gives {kind} of {why(wrong)} for {WRONG!r}: {kind} of 1 or more counts "
             'as correct; return {"score": ..., "acc": 0 or 1}'
         )
+
     return notes
 
 
@@ -418,14 +442,17 @@ def _no_score(target: str, row: Row, response: str, result: RewardResult) -> str
         place = f"{path}, line {line}"
     else:
         place = path
+
     if isinstance(result, Timeout):
         what = f"{result} (reward.timeout_s): it hangs, or is slow"
     else:
         what = str(result)
+
     tried = f"a wrong response ({response!r}; its score should be 0)"
     if response != WRONG:
         is_null = "(it is null: see data.answer_key) " * (row.ground_truth is None)
         tried = f"the row's ground truth {is_null}as the response ({response!r:.80})"
+
     return (
         f"the reward function {name} ({place}) returns no score for the first row ({row.origin}) "
         f"with {tried}: {what}. Correct it, and test it with `distflow reward check`; "

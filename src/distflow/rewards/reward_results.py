@@ -118,6 +118,7 @@ def why(reward_result: RewardResult) -> str:
     one."""
     if not isinstance(reward_result, Score):
         return str(reward_result)
+
     failed = reward_result.extra.get("failed")
     first = failed[0] if isinstance(failed, list) and failed else None
     if isinstance(first, dict) and "why" in first:
@@ -135,11 +136,13 @@ def read_score(returned: object) -> Score:
                 "it returned a dictionary without 'score' (keys: "
                 f"{', '.join(map(str, returned)) or 'none'})"
             )
+
         given = {key: value for key, value in returned.items() if key not in ("score", ACC)}
         extra = _SizeLimit().extra(given)
         if returned.get(ACC) is not None:
             extra[ACC] = finite_number(returned[ACC], where=f" as '{ACC}'")
         returned = returned["score"]
+
     return Score(finite_number(returned), extra)
 
 
@@ -222,6 +225,7 @@ class RewardCounts(NamedTuple):
         asked = sum(part.asked for part in parts)
         failed = sum(part.failed for part in parts)
         as_text = {key: kind for part in parts for key, kind in part.as_text.items()}
+
         return RewardCounts(asked, failed, first, dict(counts), as_text)
 
 
@@ -279,12 +283,15 @@ class _SizeLimit:
             if len(found) == self._most_entries or self._left <= 0:
                 found[_LEFT_OUT] = len(value) - len(found)
                 break
+
             name = str(key)[:200]
             self._left -= len(name)
             found[name] = self._plain(entry, depth + 1)
+
             if depth == 0 and self._odd:
                 self._as_text[name] = self._odd
                 self._odd = ""
+
         return found
 
     def _plain(self, value: object, depth: int) -> JSON:
@@ -293,6 +300,7 @@ class _SizeLimit:
             with suppress(RuntimeError, TypeError):  # a sparse tensor cannot be iterated over
                 # an array has a length and entries
                 return self._list(value, depth)  # type: ignore[arg-type]
+
         value = plain_value(value)
         if value is None or isinstance(value, bool | float):
             return value
@@ -304,6 +312,7 @@ class _SizeLimit:
             return self.mapping(value, depth)
         if isinstance(value, list | tuple | set | frozenset) and depth < _MAX_DEPTH:
             return self._list(value, depth)
+
         self._odd = type(value).__name__
         if isinstance(value, int):
             return self._text(f"an integer of {value.bit_length():,} bits")

@@ -66,6 +66,7 @@ class Overlong(NamedTuple):
         if self.buffer_tokens == 0:
             return 0.0
         excess = (length - (limit - self.buffer_tokens)) / self.buffer_tokens
+
         return -min(max(excess, 0.0), 1.0) * self.factor
 
 
@@ -124,11 +125,13 @@ class RewardRouter(AbstractContextManager["RewardRouter"]):
             raise UserError(
                 "reward.functions is empty; write e.g. reward.functions={default: [math]}"
             )
+
         self._functions = functions
         self._overlong = overlong
         self._max_response_length = max_response_length
         self._response_limits = dict(response_limits or {})
         self.call_counts = CallCounts()
+
         # Whether an earlier process of the run had scores, so that no function is given up for
         # hanging.
         self.has_scored = False
@@ -153,20 +156,24 @@ class RewardRouter(AbstractContextManager["RewardRouter"]):
         for i, sample in enumerate(samples):
             for part in self.functions_of(sample.domain):
                 by_function.setdefault((sample.domain, part.name), []).append(i)
+
         asked = list[Awaitable[list[RewardResult]]]()
         for (domain, name), indices in by_function.items():
             asked.append(self._ask(domain, name, [samples[i] for i in indices]))
         answered = await asyncio.gather(*asked)
+
         parts: list[dict[str, RewardResult]] = [{} for _ in samples]
         for ((_, name), indices), results in zip(by_function.items(), answered, strict=True):
             for i, result in zip(indices, results, strict=True):
                 parts[i][name] = result
+
         outcomes = list[RewardOutcome]()
         all_counts = list[RewardCounts]()
         for sample, of_sample in zip(samples, parts, strict=True):
             outcome, counts = self._outcome(sample, of_sample)
             outcomes.append(outcome)
             all_counts.append(counts)
+
         self.call_counts.add(RewardCounts.joined(all_counts))
         return outcomes
 
@@ -184,22 +191,27 @@ class RewardRouter(AbstractContextManager["RewardRouter"]):
             give_up_after=0 if self.has_scored else patience.give_up_after,
             on_repeat=lambda number: self._add({"reward/retried_calls": number}),
         )
+
         results = await score(asked)
         for attempt in range(patience.retries):
             failed = [i for i, result in enumerate(results) if not isinstance(result, Score)]
             if not failed or pool.closed:
                 break
+
             self._add({"reward/retries": len(failed)})
             await asyncio.sleep(patience.backoff_s * 2**attempt)
+
             if name in pool.takes_batches:  # the function scores them together
                 again = await score(asked)
                 num_scored = sum(isinstance(each, Score) for each in again)
                 if num_scored > len(asked) - len(failed):
                     results = again
                 continue
+
             again = await score([asked[i] for i in failed])
             for i, result in zip(failed, again, strict=True):
                 results[i] = result
+
         return results
 
     def _outcome(
@@ -212,20 +224,25 @@ class RewardRouter(AbstractContextManager["RewardRouter"]):
         applicable = _applicable(parts)
         if applicable and all(isinstance(part, Score) for part in parts.values()):
             right = accuracy(applicable, weights)
+
         if self._overlong.buffer_tokens > 0:
             longest = self._response_limits.get(sample.domain, self._max_response_length)
             penalty = self._overlong.penalty(sample.longest_response, longest)
             parts[OVERLONG] = Score(penalty)
             weights[OVERLONG] = 1.0
+
         result = _combine(parts, weights)
         outcome = RewardOutcome(result, parts, right)
+
         as_text = dict[str, JSON]()
         for name, part in parts.items():
             if isinstance(part, Score):
                 as_text |= {f"{name}/{key}": kind for key, kind in texts_of(part.extra).items()}
+
         counts = RewardCounts(counts=_counts(parts, sample.domain), as_text=as_text)
         if in_episode.get():
             return outcome, counts
+
         counts = counts._replace(asked=1)
         if not isinstance(result, Score):
             counts = counts._replace(failed=1, first=f"{result} (domain '{sample.domain}')")
@@ -263,14 +280,18 @@ def _counts(parts: Mapping[str, RewardResult], domain: str) -> Counter[str]:
             if CUT in part.extra:
                 counts[f"reward/cut/{name}"] += 1
             continue
+
         kind = "timeouts" if isinstance(part, Timeout) else "errors"
         by_kind[kind] += 1
         counts[f"reward/{kind}/{name}"] += 1
+
     for kind, number in by_kind.items():
         counts[f"reward/{kind}"] += number
+
     if domain != domain_pools.DEFAULT_DOMAIN:
         for kind in KINDS:
             counts[f"domains/{domain}/{kind}"] = by_kind[kind]
+
     return counts
 
 
@@ -292,6 +313,7 @@ def _combine(parts: Mapping[str, RewardResult], weights: Mapping[str, float]) ->
     own = {name: part for name, part in parts.items() if name != OVERLONG}
     if all(isinstance(part, Score) for part in own.values()) and not _applicable(own):
         return Error("no reward function scores this response: each returned None for it")
+
     total = Decimal(0)  # 0.1 + 0.2 and 0.3 are equal scores
     for name, part in parts.items():
         if isinstance(part, Error):
@@ -299,6 +321,7 @@ def _combine(parts: Mapping[str, RewardResult], weights: Mapping[str, float]) ->
         if isinstance(part, Timeout):
             return replace(part, part=name)
         total = _DECIMAL.fma(Decimal(repr(weights[name])), Decimal(repr(part.value)), total)
+
     return with_value(Score(0.0, _remarks(parts)), float(total))
 
 

@@ -39,12 +39,14 @@ async def startup_check_scores(
                 golds = ground_truth
             else:
                 golds = [ground_truth]
+
             response = f"\\boxed{{{bare_answer(str(golds[0]))}}}"
             reward_result = await router.pools.call(
                 name, call_arguments("self_check", response, ground_truth, extra_info)
             )
             if reward_result != Score(1.0):
                 failures.setdefault(domain, []).append((ground_truth, reward_result))
+
     for domain, failed in failures.items():
         if 2 * len(failed) > totals[domain]:
             ground_truth, reward_result = failed[0]
@@ -52,6 +54,7 @@ async def startup_check_scores(
                 result = reward_result.reason
             else:
                 result = str(reward_result)
+
             raise UserError(
                 f"{len(failed)} of {totals[domain]} answers of domain '{domain}' do not score 1 "
                 f"when compared with themselves, e.g. {ground_truth!r:.80} ({result}): see "
@@ -71,6 +74,7 @@ def find_broken(
                 _load_check(check)(ground_truth, extra_info)
         except ValueError as error:
             return str(error)
+
     return ""
 
 

@@ -23,11 +23,13 @@ def exact_match(
         golds = ground_truth
     else:
         golds = [ground_truth]
+
     if not golds or any(gold is None or isinstance(gold, dict) for gold in golds):
         raise ValueError(
             f"the ground truth is {ground_truth!r}: 'exact_match' needs a str or a number "
             "(data.answer_key)"
         )
+
     return float(
         bare_answer(solution_str).split() in [bare_answer(str(gold)).split() for gold in golds]
     )
@@ -49,6 +51,7 @@ def has_format(
         return float(bool((last_box(solution_str) or "").strip()))
     if not isinstance(pattern, str):
         raise ValueError(f"extra_info['{PATTERN_KEY}'] is {pattern!r}, not a regular expression")
+
     try:
         return float(re.fullmatch(pattern, solution_str, re.DOTALL) is not None)
     except re.error as error:
@@ -76,10 +79,12 @@ def length(
         raise ValueError(
             f"at_least={at_least}, at_most={at_most}, slope={slope} exclude all lengths"
         )
+
     number = _UNITS[unit](solution_str)
     missed_by = max(at_least - number, number - at_most, 0)
     if slope:
         return max(0.0, 1.0 - missed_by / slope)
+
     return float(missed_by == 0)
 
 
@@ -97,9 +102,11 @@ def repetition(solution_str: str, n: int = 3, unit: str = "words") -> float:
         raise ValueError(f"n={n}: an n-gram has at least 1 part")
     if unit not in ("words", "characters"):
         raise ValueError(f"unit={unit!r}: there are words, characters")
+
     text = solution_str.lower()
     parts = text.split() if unit == "words" else "".join(text.split())
     number = len(parts) - n + 1
     if number < 1:
         return 0.0
+
     return 1.0 - len({tuple(parts[start : start + n]) for start in range(number)}) / number

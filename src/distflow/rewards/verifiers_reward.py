@@ -30,6 +30,7 @@ async def compute_score(
             f"the task needs {needs}, not one response: play it with "
             "actor_rollout_ref.rollout.workflow=verifiers"
         )
+
     task = _task(
         str(task_column["name"]),
         json.dumps(task_column["settings"]),
@@ -40,6 +41,7 @@ async def compute_score(
     if missing := [name for name, reward in trace.rewards.items() if reward is None]:
         raise ValueError(f"the task's reward '{missing[0]}' returned None")
     rewards = {name: reward.score for name, reward in trace.rewards.items()}
+
     return {"score": trace.reward, "rewards": rewards, "metrics": dict(trace.metrics)}
 
 
@@ -55,6 +57,7 @@ def _trace(task: Any, response: str) -> Any:
         messages = [vf.UserMessage(content=prompt)]
     else:
         messages = list(prompt)
+
     if task.data.system_prompt is not None:
         messages.insert(0, vf.SystemMessage(content=task.data.system_prompt))
     nodes = [
@@ -66,6 +69,7 @@ def _trace(task: Any, response: str) -> Any:
     )
     about = vf.TraceTask(type=type(task).__name__, data=task.data, key=task.key, hash=task.hash)
     agent = vf.AgentInfo(config=vf.AgentConfig())
+
     return vf.Trace(
         task=about,
         agent=agent,

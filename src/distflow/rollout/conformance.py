@@ -45,6 +45,7 @@ def chance(counts: Tensor, probs: Tensor) -> float:
     expected = expected[expected >= 5]
     if len(expected) < 2:
         return 1.0
+
     square = ((observed - expected) ** 2 / expected).sum()
     freedom = torch.tensor(len(expected) - 1.0).double()
     return float(torch.special.gammaincc(freedom / 2, square / 2))
@@ -55,6 +56,7 @@ async def log_probs(bench: Bench) -> str:
     quarter = bench.longest // 4 or 1
     most = bench.longest - bench.num_tokens
     lengths = sorted({1, 2, 3, quarter, bench.longest // 2, most})
+
     gaps = list[float]()
     for heat in (1.0, 0.7, 1.5):
         asked = [bench.ask(bench.prompt(length), (0, 1), temperature=heat) for length in lengths]
@@ -62,6 +64,7 @@ async def log_probs(bench: Bench) -> str:
             prompt = bench.prompt(length)
             for each in found:
                 gaps.append(bench.gap(prompt, each, bench.logits(prompt, each), temperature=heat))
+
     return f"{bench.within(gaps)}, prompts of {', '.join(map(str, lengths))} tokens"
 
 
@@ -70,6 +73,7 @@ async def greedy(bench: Bench) -> str:
     prompts = [bench.prompt(2 + row % 7, row) for row in range(bench.num_prompts)]
     most = min(8, bench.num_tokens)
     asked = [bench.ask(prompt, greedy=True, max_tokens=most) for prompt in prompts]
+
     num_ties = 0
     for prompt, (response,) in zip(prompts, await asyncio.gather(*asked), strict=True):
         logits = bench.logits(prompt, response)
@@ -79,6 +83,7 @@ async def greedy(bench: Bench) -> str:
         if float(behind.max()) > 2 * bench.limit:
             raise Fails(f"a token is {float(behind.max()):.2g} nats less likely than the likeliest")
         num_ties += int((behind > 0).sum())
+
     return f"{count_of(len(prompts), 'prompt')}, {num_ties} near ties"
 
 
@@ -95,12 +100,14 @@ async def draws(bench: Bench, **params: Any) -> str:
     bench.within(bench.gap(prompt, each, logits, **params) for each in by_token.values())
     probs = distribution(logits[0], prompt, SamplingParams(1, **params))
     tokens = torch.tensor([each.token_ids[0] for each in drawn])
+
     found = chance(torch.bincount(tokens, minlength=len(probs)).double(), probs)
     if found < LEAST_CHANCE:
         raise Fails(
             f"the frequencies of {NUM_DRAWS} draws are not those of the distribution (p = "
             f"{found:.1e})"
         )
+
     longer = await bench.ask(prompt, (0, 1, 2, 3), row=NUM_DRAWS, **params)
     return f"{NUM_DRAWS} draws, p = {found:.2g}; {bench.compare(prompt, longer, **params)}"
 
@@ -111,6 +118,7 @@ async def stops(bench: Bench, by_text: bool) -> str:
     for row in range(64):
         prompt = bench.prompt(5, row)
         (free,) = await bench.ask(prompt, greedy=True)
+
         stop: dict[str, Any] = {"stop_token_ids": (free.token_ids[len(free.token_ids) // 2],)}
         if by_text:
             text = bench.text(free.token_ids)
@@ -118,10 +126,12 @@ async def stops(bench: Bench, by_text: bool) -> str:
                 continue
             middle = len(text) // 2
             stop = {"stop": ("nowhere at all", text[middle : middle + 3])}
+
         found = await bench.ask(prompt, greedy=True, **stop)
         if found[0].finish_reason != "stop":
             raise Fails(f"a response continued where another had ended with {stop}")
         return f"after {len(found[0].token_ids)} tokens; {bench.compare(prompt, found)}"
+
     raise Fails("none of 64 greedy responses contains a text to stop at")
 
 
@@ -137,10 +147,12 @@ async def seeds(bench: Bench) -> str:
         raise Fails("two samples, rows or seeds give the same tokens")
     if not getattr(bench.engine, "repeats_draws", True):
         raise UserError("samples differ, but repeating a request gives different tokens")
+
     for each in group:
         (again,) = await bench.ask(prompt, (each.sample,), **_HOT)
         if again.token_ids != each.token_ids:
             raise Fails("repeating a request gives different tokens")
+
     return "the same for a request again, others for another sample, row or seed"
 
 
@@ -158,6 +170,7 @@ async def limits(bench: Bench) -> str:
         (refused,) = await asyncio.gather(bench.ask(ids, **params), return_exceptions=True)
         if not isinstance(refused, UserError):
             raise Fails(f"no UserError for {len(ids)} tokens of prompt, {params}: {refused!r}")
+
     counts = (1, 2, bench.longest - 3)
     found = [each for count in counts for each in await bench.ask(prompt, max_tokens=count)]
     return (
@@ -178,6 +191,7 @@ async def pauses(bench: Bench) -> str:
     await bench.engine.pause()
     if bench.counted != before or late.done():
         raise Fails(f"{bench.counted - before} tokens were generated during a pause")
+
     await bench.engine.resume()
     results = await asyncio.gather(*tasks, late)
     return max(bench.compare(bench.prompt(2, row % 4), found) for row, found in enumerate(results))
@@ -187,10 +201,12 @@ async def _paused_count(bench: Bench) -> int:
     """Pause the engine. Returns its count when the responses that had ended before have arrived."""
     before = -1
     await bench.engine.pause()
+
     while before != bench.counted:
         before = bench.counted
         await asyncio.sleep(_QUIET_S)
         await bench.engine.pause()
+
     return before
 
 
@@ -205,15 +221,18 @@ async def new_weights(bench: Bench) -> str:
     older = bench.engine.version
     bench.served[version.step] = other
     await bench.engine.load_weights(version, None)
+
     (renamed,) = await bench.ask(prompt)
     if {*renamed.versions} != {version.step}:
         raise Fails(
             f"{older.step} was renamed to {version.step}, but tokens are of {renamed.versions}"
         )
+
     try:
         await bench.engine.load_weights(older, None)
     except ValueError:
         return f"{hashes}; {found}"
+
     raise Fails(f"the older version {older.step} was taken")
 
 
@@ -223,6 +242,7 @@ async def in_flight(bench: Bench) -> str:
     for patience in (8, 16, 4, 32, 2, 64, 1, 256, 1024):
         tasks = await bench.ask_long(patience)
         await bench.load(bench.changed())
+
         met = set[str]()
         gaps = list[float]()
         for row, found in enumerate(await asyncio.gather(*tasks)):
@@ -232,14 +252,17 @@ async def in_flight(bench: Bench) -> str:
                     met.add("abort")
                 if not each.token_ids:
                     continue
+
                 kept = bench.gap(prompt, each, bench.logits(prompt, each, keeps_kv=True))
                 new = bench.gap(prompt, each, bench.logits(prompt, each, keeps_kv=False))
                 gaps.append(min(kept, new))
                 if len({*each.versions}) > 1:
                     met.add("keep" if kept < new else "recompute")
+
         figures = bench.within(gaps)
         if met:
             return f"{' and '.join(sorted(met))}; {figures}"
+
     raise UserError("new weights wait until responses have ended")
 
 
@@ -294,6 +317,7 @@ async def check_engine(bench: Bench, names: Iterable[str] = PROPERTIES) -> Async
         (found,) = await asyncio.gather(work, return_exceptions=True)
         if isinstance(found, BaseException) and not isinstance(found, Exception):
             raise found  # the process is being ended
+
         outcome = "held"
         text = str(found)
         if isinstance(found, UserError) and name in MAY_REFUSE:
@@ -304,6 +328,7 @@ async def check_engine(bench: Bench, names: Iterable[str] = PROPERTIES) -> Async
                 text = text
             else:
                 text = f"{type(found).__name__}: {text}"
+
         yield Finding(name, outcome, text)
         if (name, outcome) == (FIRST, "failed"):
             return  # no other check is meaningful then

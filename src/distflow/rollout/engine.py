@@ -225,10 +225,12 @@ class ActivityLog:
             if last is not None and (last.version, last.lane) == (version, lane):
                 self._open = replace(last, t1=t1, tokens=last.tokens + tokens)
                 return
+
             if last is not None:
                 self._end(replace(last, t1=t0))
                 # an activity that was just read ends where this one begins
                 t0 = t0 if last.tokens else last.t0
+
             self._open = Activity(t0, t1, version, lane, tokens)
 
     def stopped(self) -> None:
@@ -267,6 +269,7 @@ class RequestLog(ActivityLog):
         if self._num_busy == 0:
             self._since = time.time()
         self._num_busy += 1
+
         try:
             yield
         finally:
@@ -280,12 +283,14 @@ class RequestLog(ActivityLog):
             lane = TRAIN
         else:
             lane = "eval"
+
         now = time.time()
         num_tokens = 0
         step = 0
         for each in responses:
             num_tokens += len(each.token_ids)
             step = max(step, *each.versions, 0)
+
         self.decoded(self._since, now, step, lane, num_tokens)
         self._since = now
 

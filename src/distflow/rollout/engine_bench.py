@@ -79,9 +79,11 @@ class Bench:
         found = tuple(each.sample for each in responses)
         if found != samples:
             raise Fails(f"samples {samples} were asked for, {found} came")
+
         for each in responses:
             self._check_numbers(each)
             self._check_end(each, wanted)
+
         return responses
 
     def _check_numbers(self, response: Segment) -> None:
@@ -95,6 +97,7 @@ class Bench:
     def _check_end(self, response: Segment, wanted: SamplingParams) -> None:
         if response.finish_reason == "abort":
             return
+
         ids = response.token_ids
         due = "length", wanted.max_tokens
         for end in range(1, len(ids) + 1):
@@ -103,6 +106,7 @@ class Bench:
             if is_stop or any(each in text for each in wanted.stop):
                 due = "stop", end
                 break
+
         if (response.finish_reason, len(ids)) != due:
             ended = f"ended by '{response.finish_reason}' after {len(ids)} tokens"
             raise Fails(f"a response {ended}, but should have at '{due[0]}' after {due[1]}")
@@ -112,13 +116,16 @@ class Bench:
         token."""
         before = self.counted
         most = self.longest - 2
+
         tasks = list[asyncio.Task[tuple[Segment, ...]]]()
         for row in range(4):
             asked = self.ask(self.prompt(2, row), (0, 1), row, max_tokens=most)
             tasks.append(asyncio.create_task(asked))
+
         for _ in range(patience):
             if self.counted == before:
                 await asyncio.sleep(0.001)
+
         return tasks
 
     @torch.no_grad()
@@ -139,6 +146,7 @@ class Bench:
             rows.append(out.logits[0, -count:].double().cpu())
             if keeps_kv:
                 cache = out.past_key_values
+
         return torch.cat(rows)
 
     def gap(
@@ -152,6 +160,7 @@ class Bench:
             seen = (*prompt, *response.token_ids[:index])
             rollout.append((logits[index] / wanted.temperature).log_softmax(-1)[token])
             sampling.append(distribution(logits[index], seen, wanted)[token].log())
+
         found = torch.tensor([*response.rollout_log_probs, *response.sampling_log_probs]).double()
         return float((found - torch.stack(rollout + sampling)).abs().max())
 
@@ -176,10 +185,12 @@ class Bench:
         """A model with other weights."""
         other = copy.deepcopy(self.model)
         generator = torch.Generator().manual_seed(len(self.served))
+
         with torch.no_grad():
             for weight in other.parameters():
                 noise = torch.randn(weight.shape, generator=generator).to(weight)
                 weight.add_(0.1 * noise * weight.abs().mean()).copy_(weight.to(self.dtype))
+
         return other
 
     def next_version(self) -> Version:
@@ -193,15 +204,18 @@ class Bench:
         self.served[version.step] = model
         receipt = await self.engine.load_weights(version, weights)
         truth = stripe_hashes(weights)
+
         for hashes in (receipt.hashes, await self.engine.hashes()):
             wrong = [name for name in truth if hashes.get(name) != truth[name]]
             if wrong:
                 counts = f"{len(wrong)} of {len(truth)} hashes"
                 raise Fails(f"{counts} are not of the weights sent, e.g. of {wrong[0]}")
+
         if not receipt.version == self.engine.version == version:
             raise Fails(
                 f"{version} was sent, {receipt.version} received, {self.engine.version} is served"
             )
+
         return f"{len(truth)} hashes agree"
 
 
@@ -217,4 +231,5 @@ def distribution(logits: Tensor, seen: Iterable[int], wanted: SamplingParams) ->
     ordered /= ordered.sum()
     is_cut = ordered.cumsum(0) - ordered >= wanted.top_p
     ordered[is_cut | (ordered < wanted.min_p * ordered[0])] = 0
+
     return torch.zeros_like(probs).scatter(0, order, ordered / ordered.sum())

@@ -43,6 +43,7 @@ def stripe_hashes(
         stripes.append(
             flat[send(striped_places(flat.numel()), flat.device)].to(dtype or tensor.dtype)
         )
+
     return {
         name: _hash(shape, stripe)
         for (name, shape), stripe in zip(shapes, to_host(stripes), strict=True)
@@ -117,19 +118,24 @@ class EngineWeights:
         if self.shared:
             check_shared(self.module, weights)
             return WeightReceipt(version, shared=True)
+
         released = self._released
         self._released = {}
+
         if released:
             for weight in self.module.parameters():
                 weight.data = weight.data.new_empty(weight.shape)
+
         was_whole = self.is_whole
         self.is_whole = False
+
         try:
             hashes = copy_weights(self.module, weights)
         except ValueError:
             self.is_whole = was_whole
             self._released = released
             raise
+
         self.is_whole = True
         return WeightReceipt(version, hashes)
 
@@ -146,6 +152,7 @@ def copy_weights(module: nn.Module, weights: Iterable[tuple[str, Tensor]]) -> di
     if isinstance(weights, Sequence):
         for _ in checked(own, weights):
             pass
+
     copied = dict[str, Tensor]()
     try:
         with torch.no_grad():
@@ -154,6 +161,7 @@ def copy_weights(module: nn.Module, weights: Iterable[tuple[str, Tensor]]) -> di
                 copied[name] = own[name]
     except ValueError as error:
         raise PartialWeightsError(f"weights were only partly loaded: {error}") from error
+
     return stripe_hashes(copied.items())
 
 
@@ -169,6 +177,7 @@ def checked(
     names = dict[int, list[str]]()
     for name, parameter in own.items():
         names.setdefault(id(parameter), []).append(name)
+
     sent = dict[str, Tensor]()
     for name, tensor in weights:
         if name not in own:
@@ -178,13 +187,16 @@ def checked(
             raise ValueError(f"weights were rejected: {name}: {shapes}")
         if name in sent:
             raise ValueError(f"weights were rejected: {name}: sent twice")
+
         of_tensor = names[id(own[name])]
         for other in of_tensor:
             if other in sent and not _is_same(sent[other], tensor):
                 both = f"{other} and {name}: one tensor here, different values sent"
                 raise ValueError(f"weights were rejected: {both}")
+
         sent[name] = tensor if len(of_tensor) > 1 else tensor.new_empty(0)
         yield name, tensor
+
     missing = [each[0] for each in names.values() if sent.keys().isdisjoint(each)]
     if missing:
         raise ValueError(f"weights were rejected: {', '.join(missing[:8])}: missing")

@@ -95,10 +95,12 @@ class HFEngine(AbstractAsyncContextManager["HFEngine"]):
         loop = asyncio.get_running_loop()
         asked = _Asked(request, threading.Event(), loop.create_future())
         self._asked.append(asked)
+
         if request.images or request.params.head:
             loop.call_soon(self._start)  # after others that wait for the same event
         else:
             self._start()
+
         try:
             return await asked.result
         except asyncio.CancelledError:
@@ -140,6 +142,7 @@ class HFEngine(AbstractAsyncContextManager["HFEngine"]):
             self._asked, key=lambda each: (str(each.request.stream), each.request.samples)
         )
         self._asked = []
+
         calls = dict[object, list[_Asked]]()
         num_rows = Counter[object]()
         for each in asked:
@@ -149,6 +152,7 @@ class HFEngine(AbstractAsyncContextManager["HFEngine"]):
                 alike = (len(own.prompt_ids), len(own.images), own.params)
             num_rows[alike] += len(own.samples)
             calls.setdefault((alike, num_rows[alike] // _MOST_ROWS), []).append(each)
+
         for call in calls.values():
             made = asyncio.get_running_loop().run_in_executor(self._worker, self._generate, call)
             made.add_done_callback(partial(_answer, call))
@@ -161,6 +165,7 @@ class HFEngine(AbstractAsyncContextManager["HFEngine"]):
         self.between_tokens.wait(cancelled)
         if all(each.is_set() for each in cancelled):
             return []
+
         self._weights.check_whole()
         self._model.eval()
         rows = [(each.request, sample) for each in asked for sample in each.request.samples]
@@ -171,6 +176,7 @@ class HFEngine(AbstractAsyncContextManager["HFEngine"]):
         stop = _Stop(self, prompt.shape[1], params, cancelled)
         ids = self._run(prompt, [own.images for own, _ in rows], draw, stop)
         segments = iter(_segments([sample for _, sample in rows], ids, draw, stop))
+
         return [tuple(islice(segments, len(each.request.samples))) for each in asked]
 
     def _run(
@@ -181,6 +187,7 @@ class HFEngine(AbstractAsyncContextManager["HFEngine"]):
         causal = unwrapped(self._model)
         defaults = causal.generation_config
         causal.generation_config = transformers.GenerationConfig()
+
         try:
             ids: Tensor = self._model.generate(
                 input_ids=prompt,
@@ -197,6 +204,7 @@ class HFEngine(AbstractAsyncContextManager["HFEngine"]):
         # the defaults that come with a model may forbid tokens; they are saved with it again
         finally:
             causal.generation_config = defaults
+
         return ids
 
     def _load_weights(
@@ -237,6 +245,7 @@ def _answer(asked: Sequence[_Asked], made: "asyncio.Future[list[tuple[Segment, .
     for number, each in enumerate(asked):
         if each.result.done():  # cancelled
             continue
+
         if made.cancelled():  # the engine has ended
             each.result.cancel()
         elif (error := made.exception()) is not None:
@@ -306,6 +315,7 @@ class _Draw(transformers.LogitsProcessor):
         )
         if self.params.head is not None:
             return self._draw_numbers(scores, uniform, self.params.head)
+
         probs = scores.double().softmax(dim=-1)
         cumulative = probs.cumsum(dim=-1)
         target = torch.minimum(
@@ -318,6 +328,7 @@ class _Draw(transformers.LogitsProcessor):
         log_probs = probs.gather(-1, chosen[:, None]).log()
         self.sampling_log_probs.append(log_probs.squeeze(-1).tolist())
         self.versions.append(self.engine.version.step)
+
         return torch.full_like(scores, float("-inf")).scatter(-1, chosen[:, None], 0.0)
 
     def _draw_numbers(self, scores: Tensor, uniform: Tensor, head: NumberHead) -> Tensor:
@@ -339,6 +350,7 @@ class _Draw(transformers.LogitsProcessor):
         self.rollout_log_probs.append(log_probs)
         self.sampling_log_probs.append(log_probs)
         self.versions.append(self.engine.version.step)
+
         return torch.full_like(scores, float("-inf")).scatter(
             -1, head.tokens_of(place, values)[:, None], 0.0
         )
@@ -364,6 +376,7 @@ class _Stop(transformers.StoppingCriteria):
             reason = finish_reason(response, self.params, self.engine.tokenizer)
             if reason is not None:
                 self.ends[row] = len(response), reason
+
         self.engine.between_tokens.wait(self.cancelled)
         done = [self.cancelled[row].is_set() or row in self.ends for row in range(len(input_ids))]
         return torch.tensor(done, device=input_ids.device)

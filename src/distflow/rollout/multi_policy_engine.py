@@ -63,6 +63,7 @@ class MultiPolicyRollout:
                 f"no engine serves the policy '{request.policy}': there are "
                 f"{', '.join(self._engines)}"
             )
+
         return await engine.generate(request)
 
     async def pause(self, release: bool = False) -> None:
@@ -91,6 +92,7 @@ class MultiPolicyRollout:
             if policy not in parts:
                 raise ValueError(f"{full_name}: no trained policy has the name '{policy}'")
             parts[policy].append((name, tensor))
+
         receipts = dict[str, WeightReceipt]()
         for policy, engine in self._engines.items():
             if weights is not None and policy in parts:
@@ -98,6 +100,7 @@ class MultiPolicyRollout:
             else:
                 own = None
             receipts[policy] = await engine.load_weights(version, own)
+
         hashes = {
             f"{policy}.{name}": own
             for policy in receipts

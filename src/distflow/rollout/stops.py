@@ -31,6 +31,7 @@ def check_request(
         )
     if not samples or len(set(samples)) < len(samples):
         raise UserError(f"a request needs one or more different sample indices, got {samples}")
+
     rules = {
         "max_tokens": (params.max_tokens >= 1, "at least 1"),
         "temperature": (params.temperature > 0, "above 0 (for the most likely token set greedy)"),
@@ -43,6 +44,7 @@ def check_request(
     for name, (holds, wanted) in rules.items():
         if not holds:
             raise UserError(f"rollout.{name} must be {wanted}, got {getattr(params, name)!r}")
+
     if max_positions is not None and len(prompt_ids) + params.max_tokens > max_positions:
         raise UserError(
             f"a prompt of {len(prompt_ids)} tokens with up to {params.max_tokens} new ones exceeds "
@@ -61,12 +63,14 @@ def finish_reason(
     """Call after each token; token_ids: the response so far. Returns None if it continues."""
     if token_ids[-1] in params.stop_token_ids:
         return "stop"
+
     if params.stop:  # the last token may extend beyond the stop string
         # A token holds at least one byte, so a string of b bytes ends within the last b tokens.
         longest = max(len(string.encode()) for string in params.stop)
         tail = tokenizer.decode(token_ids[-(longest + CONTEXT_TOKENS) :], skip_special_tokens=False)
         if any(string in tail for string in params.stop):
             return "stop"
+
     if len(token_ids) >= params.max_tokens:
         return "length"
     return None

@@ -30,6 +30,7 @@ class Callbacks:
                 second = "checkpoint"
             else:
                 second = "metrics"
+
             if function is not None and not _takes_two(function):
                 raise UserError(
                     f"{field.name} must be a synchronous function that is called with (step, "
@@ -57,6 +58,7 @@ class Caller:
         function = getattr(self._callbacks, name)
         if function is None:
             return
+
         own = getattr(function, "__name__", type(function).__name__)
         try:
             with users_code(f"{name}: {own} raised"), self._timed(), global_random_states.lent():
@@ -68,10 +70,12 @@ class Caller:
 def _takes_two(function: object) -> bool:
     if not callable(function) or is_async(function):
         return False
+
     try:
         inspect.signature(function).bind(0, {})
     except TypeError:
         return False
     except ValueError:  # a C function may have no signature
         return True
+
     return True

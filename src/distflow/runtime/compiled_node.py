@@ -54,17 +54,20 @@ def compile_inputs(node: BoundNode, resources: Mapping[str, object]) -> Inputs:
     found = {name: name for name in (*contract.engines, *contract.services)}
     if "engine" in contract.reserved:
         found["engine"] = node.engines[0]
+
     if "reduce" in contract.reserved:
         if node.node_type is NodeType.BARRIER_SYNC:
             found["reduce"] = "dp_group"
         else:
             found["reduce"] = "reduce"
+
     for name in found.values():
         if name not in resources:
             raise PipelineError(
                 f"node '{node.node_id}' needs '{name}', which its worker does not "
                 f"have{hint(name, resources)}"
             )
+
     fixed = {parameter: resources[name] for parameter, name in found.items()}
     if "config" in contract.reserved:
         fixed["config"] = node.config
@@ -77,6 +80,7 @@ def compile_inputs(node: BoundNode, resources: Mapping[str, object]) -> Inputs:
         for name in contract.by_keyword:
             if name in required or name in columns:
                 keyword[name] = columns[name]
+
         for name in of_the_call:
             keyword[name] = call[name]
         return keyword
@@ -112,17 +116,20 @@ class Step:
             except (Exception, SystemExit, GeneratorExit, asyncio.CancelledError) as err:
                 if not retries_left:
                     raise node_error(self.node, err) from err
+
         with self._fitting():
             if isinstance(output, Drop):
                 raise output_error(
                     self.node, "returned Drop in the training loop, where no group can be dropped"
                 )
+
             returned, measured = _measured(output, len(batch))
             if isinstance(returned, Batch):
                 _check_unchanged(before, ())
                 out = batch.merge(returned)
                 self._check_finite(out, self.node.contract.writes)
                 return out, measured
+
             columns = self._columns(returned)
             _check_unchanged(before, columns.values())
             out = batch.copy()
@@ -154,8 +161,10 @@ class Step:
             except BaseException as err:  # the boundary to user code
                 if not retries_left:
                     raise node_error(self.node, err) from err
+
         if isinstance(output, Drop):
             return output
+
         with self._fitting():
             self._keep(group, output, before)
         return None
@@ -181,6 +190,7 @@ class Step:
             call["batch"] = group.batch()
         keyword = self.inputs(group, call)
         before = self._versions(keyword)
+
         work: partial[Any] = partial(self.fn, **keyword)
         try:
             if not is_async(self.fn):
@@ -192,6 +202,7 @@ class Step:
         except DeadlinePassed as err:
             what = f"did not return within {deadline_s:g} s (reward.timeout_s for each sample){err}"
             raise output_error(self.node, what) from None
+
         return output, before
 
     def _keep(self, group: Group, output: object, before: Versions) -> None:
@@ -199,10 +210,12 @@ class Step:
         if isinstance(returned, list) and returned and all(isinstance(s, Sample) for s in returned):
             group.set_samples(returned)
             returned = None
+
         if isinstance(returned, Batch):
             columns = _changed(group.batch(), returned)
         else:
             columns = self._columns(returned)
+
         _check_unchanged(before, columns.values())
         group.write(columns)
         self._check_finite(group.batch(), columns)
@@ -213,10 +226,12 @@ class Step:
         change its arguments."""
         if is_ours(self.node.fn) or self.node.node_role is NodeRole.ADVANTAGE:
             return {}
+
         found = {}
         for name, value in keyword.items():
             if isinstance(value, Tensor) and not value.is_inference():
                 found[name] = (value, value._version)
+
         return found
 
     def _check_finite(self, batch: Batch, names: Iterable[str]) -> None:
@@ -227,13 +242,16 @@ class Step:
             axis = batch.field(name).axis
             if not isinstance(values, Tensor) or not values.is_floating_point():
                 continue
+
             if axis is Axis.SAMPLE:
                 rows = torch.arange(len(batch))
             else:
                 rows = batch.rows(axis)
+
             counts = batch.flat("valid")[rows]
             if axis is Axis.RESPONSE:
                 counts = counts & (batch.flat("response_mask") > 0)
+
             wrong = ~(values.abs() <= LARGEST_NUMBER) & counts
             for place in wrong.nonzero()[:1, 0].tolist():
                 uid = batch["uid"][int(rows[place])]
@@ -251,6 +269,7 @@ class Step:
                     f"column '{name}' is {type(value).__name__}, not a tensor, an array or a list"
                 )
             columns[name] = value
+
         return columns
 
     def _by_name(self, returned: object) -> Mapping[str, object]:
@@ -258,15 +277,18 @@ class Step:
             return {}
         if isinstance(returned, Mapping):
             return returned
+
         writes = self.node.contract.writes
         if writes == SCORE_FIELDS and not isinstance(returned, tuple):
             return dict.fromkeys(writes, returned)
+
         values: Sequence[object] = returned if isinstance(returned, tuple) else (returned,)
         if len(values) != len(writes):
             names = ", ".join(writes) or "(none)"
             raise ValueError(
                 f"{len(values)} values for the fields {names}; return one for each, as a tuple"
             )
+
         return dict(zip(writes, values, strict=True))
 
     @contextmanager
@@ -298,10 +320,12 @@ def _measured(output: object, num_samples: int) -> tuple[object, Measured]:
     """(what the function returned without its metrics, these)."""
     if not isinstance(output, NodeOutput):
         return output, ({}, float(num_samples))
+
     if output.weight is None:
         weight = float(num_samples)
     else:
         weight = output.weight
+
     return output.batch, (dict(output.metrics or {}), weight)
 
 
@@ -323,11 +347,13 @@ def _changed(before: Batch, after: Batch) -> dict[str, Written]:
             "it contains different samples than the group's; a node that generates responses "
             "returns a list of samples (distflow.data.sample.Sample)"
         )
+
     found = {}
     for name in after.names:
         value = after.flat(name)
         if name not in before or not _same(before.flat(name), value):
             found[name] = value
+
     return found
 
 

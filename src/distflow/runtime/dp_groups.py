@@ -56,12 +56,14 @@ def divide_among_ranks(
     """For each rank of the dp group, which of the step's groups it takes."""
     if max(dp_group.shares) == 0:  # one rank takes all
         return ([*range(len(numbers))] for _ in dp_group.shares)
+
     size = dp_group.mini_batch or len(numbers)
     passes = [
         minibatches(len(numbers), numbers, size, dp_group.seed, step, epoch)
         for epoch in range(dp_group.epochs)
     ]
     parts = divide_step(loads, passes, max(dp_group.shares) + 1)
+
     return (parts[share] for share in dp_group.shares)
 
 
@@ -72,11 +74,13 @@ def queue_dp_group(spec: Spec, ranks: Sequence[int]) -> DpGroupShares:
     engines = spec.plan.ranks[ranks[0]].engines
     actor = config.actor_rollout_ref.actor
     critic = config.critic
+
     size = actor.ppo_mini_batch_size
     epochs = actor.ppo_epochs
     if "actor" not in engines:
         size = critic.ppo_mini_batch_size or size
         epochs = critic.ppo_epochs
+
     layout = dp_group_layout(spec.plan, tuple(ranks))
     return DpGroupShares(
         tuple(layout.data_place(rank) for rank in ranks), size, config.trainer.seed, epochs

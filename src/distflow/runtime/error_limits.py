@@ -36,6 +36,7 @@ class ErrorShare:
         TooManyErrors."""
         if calls.first:
             self.show(calls.first)
+
         for key in sorted(calls.as_text.keys() - self._as_text):
             self._as_text.add(key)
             self.warn(
@@ -44,6 +45,7 @@ class ErrorShare:
                 "a text: return numbers below 2^63, bools, texts, None, or lists or mappings of "
                 "them"
             )
+
         what = f"{described(calls)} at step {step}"
         if calls.share > self.max_share:
             raise TooManyErrors(
@@ -51,6 +53,7 @@ class ErrorShare:
                 f"samples are not representative. {_first(calls)}; reward.max_error_rate=1 never "
                 "stops"
             )
+
         if calls.share <= WARN_ABOVE:
             self._warned_share = 0.0
         elif calls.share >= 2 * self._warned_share:
@@ -59,6 +62,7 @@ class ErrorShare:
                 f"{what}; such responses are excluded from training. {_first(calls)}. Above "
                 f"reward.max_error_rate={self.max_share:g} the run stops"
             )
+
         if not calls.asked:
             return {}
         return {"reward/calls": float(calls.asked), "reward/error_rate": calls.share}
@@ -91,10 +95,12 @@ class GroupFailures:
         self._number += 1
         if self._number & (self._number - 1):
             return
+
         if failure.users:
             then = "dropped"
         else:
             then = "generated again, unless this was its third attempt"
+
         message = escape_control(failure.message, _SHOWN_CHARACTERS)
         self.warn(
             f"group {group_id} has failed (failures so far: {self._number}) and is {then}: "
@@ -128,6 +134,7 @@ class FailuresInARow:
         """Raises NoProgress if the failures would have filled this many steps."""
         if len(self._failures) < of_steps * self._consumer_batch:
             return
+
         first = self._failures[0]
         message = (
             f"the last {len(self._failures)} prompt groups all failed, so the run cannot progress; "

@@ -60,9 +60,11 @@ def reach(point: str, data: memoryview | None = None) -> None:
     """Called where this process reaches the point. data: bytes at the point."""
     if _own is None:
         return
+
     with _lock:
         _reached[point] += 1
         here = (point, _reached[point])
+
     for number, fault in _own.items():
         if (fault.point, fault.call) == here:
             file = _fired_file(Path(os.environ[VARIABLE]))

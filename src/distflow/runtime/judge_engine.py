@@ -48,11 +48,14 @@ class Judge(FrozenWeights):
             except ValueError as error:
                 found.append({"error": str(error)})
                 continue
+
             found.append({})
             stream = Stream(0, "judge", 0, row)
             requests[row] = GenerateRequest(tuple(question), (0,), self.params, stream)
+
         if not requests:
             return found
+
         # this thread may have a running loop, e.g. in a notebook
         with ThreadPoolExecutor(1) as thread:
             replies = thread.submit(asyncio.run, self._generate(requests.values())).result()
@@ -75,14 +78,17 @@ class Judge(FrozenWeights):
             extra = batch["extra_info"][row]
         else:
             extra = None
+
         if "ground_truth" in batch:
             truth = batch["ground_truth"][row]
         else:
             truth = None
+
         response = str(batch["responses"][row])
         for token in self.tokenizer.get_added_vocab():  # no added token may end the question
             if len(token) > 1:
                 response = response.replace(token, f"{token[:1]} {token[1:]}")
+
         values = {
             **(extra or {}),
             "prompt": batch["prompts"][row],
@@ -91,17 +97,20 @@ class Judge(FrozenWeights):
         }
         text = fill_template(self.template, values, RESPONSE_CHARACTERS)
         tokenizer: Any = self.tokenizer  # its methods have too many types to annotate
+
         is_chat = bool(self.tokenizer.chat_template)
         if is_chat:
             messages = [{"role": "user", "content": text}]
             text = tokenizer.apply_chat_template(
                 messages, tokenize=False, add_generation_prompt=True
             )
+
         ids: list[int] = tokenizer(text, add_special_tokens=not is_chat, verbose=False)["input_ids"]
         if self.max_positions is not None:
             longest = self.max_positions - self.params.max_tokens
             if len(ids) > longest:
                 raise ValueError(f"the judge reads {longest} tokens, and was to read {len(ids)}")
+
         return ids
 
     def _read(self, reply: tuple[Segment, ...]) -> dict[str, object]:

@@ -34,9 +34,11 @@ class MemoryPeaks:
         if self._by_phase:
             self._seen("process", phase, float(_peak_rss()))
             _forget_peak()
+
         if (device := torch.accelerator.current_accelerator()) and device_module():
             self._seen(device.type, phase, float(torch.accelerator.max_memory_allocated()))
             torch.accelerator.reset_peak_memory_stats()
+
         for name, value in read_gpu().items():
             self._phases[f"gpu/{name}/{phase}"] = value
 
@@ -62,10 +64,12 @@ def read_gpu() -> dict[str, float]:
     no GPU, or cannot query it (without the package nvidia-ml-py)."""
     if not torch.cuda.is_initialized():
         return {}
+
     with suppress(ImportError, RuntimeError):
         utilization = torch.cuda.utilization() / 100
         free, total = torch.accelerator.get_memory_info()
         return {"utilization": utilization, "memory_used": float(total - free)}
+
     return {}
 
 
@@ -75,6 +79,7 @@ def _peak_rss() -> int:
         for line in _STATUS.read_text().splitlines():
             if line.startswith("VmHWM:"):
                 return int(line.split()[1]) * 1024
+
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (
         1 if sys.platform == "darwin" else 1024
     )

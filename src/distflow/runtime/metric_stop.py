@@ -15,6 +15,7 @@ class MetricStop:
             self.condition = None
         else:
             self.condition = StopCondition.of(condition)
+
         self._warn = warn
         self._seen = set[str]()
 
@@ -25,6 +26,7 @@ class MetricStop:
         self._seen |= metrics.keys()
         if condition is None or condition.metric not in metrics:
             return ""
+
         value = metrics[condition.metric]
         if not condition.holds(value):
             return ""

@@ -75,6 +75,7 @@ class NodeContext:
             epoch,
         )
         rows = rows_by_group(batch)
+
         for places in order:
             own = list[int]()
             for place in places:
@@ -113,6 +114,7 @@ class Contexts:
             state = self.state.setdefault(node_id, {})
         else:
             state = _NoState(node_id, self.state.get(node_id, {}))
+
         return NodeContext(
             self.config,
             group.prompt_group.version,

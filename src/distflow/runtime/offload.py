@@ -25,6 +25,7 @@ class Offload:
             if role not in roles and role in self._here:
                 engine.offload(weights=what.weights, moments=what.moments)
                 self._here.remove(role)
+
         for role, (engine, what) in self._moving.items():
             if role in roles and role not in self._here:
                 if what.weights:

@@ -52,11 +52,13 @@ def resharded_columns(plan: Plan, pipeline: BoundPipeline) -> Iterator[Resharded
     dp_groups = dp_groups_of(plan)
     nodes_of = {group: plan.ranks[group[0]].training_nodes for group in dp_groups}
     training_nodes = [node.node_id for node in pipeline.training_nodes]
+
     for readers in dp_groups:
         present = set(nodes_of[readers])
         for target in pipeline.training_nodes:
             if target.node_id not in nodes_of[readers]:
                 continue
+
             for source in training_nodes:
                 if source not in target.deps or source in present:
                     continue
@@ -95,6 +97,7 @@ class ColumnReshard:
                 uids = batch["uid"]
                 theirs = self._port.pick(each.key(step), place, len(each.readers), uids)
                 batch = batch.merge(theirs.only(name for name in theirs.names if name != "uid"))
+
         return batch
 
     def sends(self, node: str) -> bool:
@@ -108,5 +111,6 @@ class ColumnReshard:
                 for name in after.names:
                     if name not in before.names or after.flat(name) is not before.flat(name):
                         names[name] = None
+
                 place = each.writers.index(self._rank)
                 self._port.put(each.key(step), after.only(names), place, len(each.writers))

@@ -91,23 +91,27 @@ def build_resources(
     """
     ready = {"collective": collective or OneRank(), "mesh": mesh, "shards": shards}
     get = Get(factories, rank, ready)
+
     parts = dict[str, Any]()
     scoring_models = dict[str, FrozenWeights]()
     with lasting(say, "loading the models"):
         policy: nn.Module = get("policy")
         facts = {"model_fingerprint": _fingerprint(policy)}
+
         for name in (*rank.engines, *rank.services):
             part = get(name)
             if isinstance(part, FrozenWeights):
                 scoring_models[name] = part
             elif name != "tokenizer":
                 parts[name] = part
+
     critic = getattr(parts.get("critic"), "model", None)  # of engines that expose it
     sizes = ModelSizes(
         policy=sum(each.numel() for each in policy.parameters()),
         trained=sum(each.numel() for each in policy.parameters() if each.requires_grad),
         critic=sum(each.numel() for each in critic.parameters()) if critic is not None else 0,
     )
+
     return Resources(
         get("tokenizer"),
         get("stop_token_ids"),

@@ -28,6 +28,7 @@ def adapt(fn: Callable[..., object], form: Form) -> Callable[..., object]:
         if is_async(fn):
             return partial(_score_batch_async, fn)
         return partial(_score_batch, fn)
+
     return fn
 
 
@@ -71,6 +72,7 @@ def _columns(results: Iterable[object]) -> dict[str, list[float]]:
             raise BadOutput(f"was asked to score sample {i} of its group: {err}") from None
         scores.append(score.value)
         accuracies.append(own_reward_result(score))
+
     return {"scores": scores, "acc": accuracies}
 
 
@@ -104,14 +106,17 @@ def _written(output: object, batch: Batch, before: Mapping[str, object]) -> Node
         returned = output
     else:
         returned = NodeOutput(output)
+
     columns = returned.batch
     if isinstance(columns, Batch):
         columns = {name: columns[name] for name in columns.names}
     if not isinstance(columns, Mapping):
         raise BadOutput(f"returned {type(columns).__name__}, not its batch")
+
     written = {name: value for name, value in columns.items() if value is not before.get(name)}
     wide = batch.mask(Axis.SEQUENCE).shape
     found = [written.get(name) for name in SCORE_FIELDS]
+
     sums = [
         value.double().sum(-1)
         for value in found
@@ -123,7 +128,9 @@ def _written(output: object, batch: Batch, before: Mapping[str, object]) -> Node
                 "returned token_level_rewards other than token_level_scores; return one score per "
                 "sample"
             )
+
         for name in SCORE_FIELDS:
             del written[name]
         written["scores"] = sums[0]
+
     return replace(returned, batch=written)

@@ -35,6 +35,7 @@ def repair_advice(first: str) -> str:
             "Correct the named function (custom_reward_function.path, reward.functions, dag), or "
             "its ground truths (data.answer_key)"
         )
+
     is_late = re.search(rf"{TIMED_OUT} \d|within [\d.]+ s \(reward\.timeout_s", first)
     if is_late:
         return f"{what}; if it is slow, raise reward.timeout_s"
@@ -58,6 +59,7 @@ def node_error(node: BoundNode, error: BaseException) -> NodeError:
     it."""
     if isinstance(error, BadOutput):
         return output_error(node, str(error))
+
     said = f"node '{node.node_id}' raised {type(error).__name__}: {error}"
     place = users_place(error)
     if place:
@@ -82,10 +84,12 @@ def writing_to(run_dir: Path) -> Iterator[None]:
     except OSError as err:
         if err.errno not in (*_DISK, *_IN_THE_WAY):
             raise
+
         if err.filename:
             what = f"{err.strerror}: {err.filename}"
         else:
             what = str(err.strerror)
+
         raise UserError(
             f"the run's folder {run_dir} cannot be written ({what}). Its checkpoints are complete. "
             "Free space, move conflicting files away, or set trainer.default_local_dir to another "

@@ -123,6 +123,7 @@ class Recorder(AbstractContextManager["Recorder"]):
         if not profiler.enable or step not in profiler.steps:
             yield
             return
+
         folder = self._spec.run_dir / "profiles"
         folder.mkdir(exist_ok=True)
         worker = "" if self._process.leads else f"-{self._process.part}"
@@ -130,12 +131,14 @@ class Recorder(AbstractContextManager["Recorder"]):
         profile = torch.profiler.profile()
         with self.phases("profile"):
             profile.start()
+
         try:
             yield
         finally:
             with self.phases("profile"):
                 profile.stop()
                 profile.export_chrome_trace(str(file))
+
         self.note("info", f"the kernels of step {step} are in {file}")
 
     def __exit__(
@@ -143,15 +146,18 @@ class Recorder(AbstractContextManager["Recorder"]):
     ) -> None:
         self.view.close()
         self._trackers.close()
+
         try:
             if error is not None:
                 self.folder.event(
                     "error", f"{type(error).__name__}: {error}", step=self._step, **_raised(error)
                 )
+
             if self._process.leads:
                 self.folder.event(
                     "end", f"the run {self.status}", step=self._step, status=self.status, **self.why
                 )
+
             self.folder.close()
         except OSError:
             if error is None:
@@ -183,9 +189,11 @@ class Recorder(AbstractContextManager["Recorder"]):
         self._span(
             "rollout", Span(started, ended, "group", outcome, group_id=group_id, version=version)
         )
+
         if not self._any_ended and outcome.startswith(TOO_FEW_SCORES):
             why = f"{outcome.partition(': ')[2]}; two steps of such groups end the run"
             self.note("warning", f"the first prompt group has too few scores: {why}")
+
         self._any_ended = True
 
     def group_dropped(self, version: int, reason: str, batch: Batch) -> None:
@@ -221,21 +229,25 @@ class Recorder(AbstractContextManager["Recorder"]):
             rows = sample_rows(batch)
         else:
             rows = []
+
         if rows:
             self.folder.samples(step, rows)
         if not self._process.leads:
             self.folder.flush()
             return
+
         if lost := self.folder.sample_writer.num_lost:
             metrics = {**metrics, "samples/lost": float(lost)}
         self.folder.metrics(step, "train", metrics)
         self._trackers.log(step, metrics)
         self._trackers.samples(step, rows)
+
         for found in self._rules.step(step, metrics):
             # the report's judgement, which follows, covers the whole run
             if step < self._total_steps:
                 text = f"after step {step}: {found.text} {found.advice}".rstrip()
                 self.note("finding", f"{text} [{found.rule}]", rule=found.rule)
+
         self._callbacks.call("on_step", step, dict(metrics))
 
     def validation(
@@ -246,6 +258,7 @@ class Recorder(AbstractContextManager["Recorder"]):
             self.folder.samples(step, rows, split="val")
         if not metrics or not self._process.leads:
             return
+
         self.folder.metrics(step, "val", metrics)
         self._rules.history.add(step, metrics)
         self._trackers.log(step, metrics)
@@ -265,6 +278,7 @@ class Recorder(AbstractContextManager["Recorder"]):
         run_dir = self.folder.path
         if trainer.save_groups == "none" or self._process.share is None:
             return
+
         keep_groups(run_dir, step, batch, *self._process.share)
         if self._process.leads:
             keep_token_texts(run_dir, tokenizer)
@@ -311,6 +325,7 @@ def _raised(error: BaseException) -> dict[str, str]:
         fields = {"raised": type(error).__name__}
     else:
         fields = {}
+
     if not isinstance(error, UserError) or error.__cause__ is not None:
         fields["traceback"] = "".join(traceback.format_exception(error))[-MAX_TRACEBACK:]
     return fields

@@ -22,6 +22,7 @@ def keep_groups(run_dir: Path, step: int, batch: Batch, part: int = 0, num_parts
     name = f"{step:06d}.{part}" if part else f"{step:06d}"
     with replacing(folder / f"{name}.safetensors") as aside:
         batch.save(aside)
+
     if part == 0:
         for path in _saved_files(folder, f"{step:06d}.*.safetensors"):
             if int(path.name.split(".")[1]) >= num_parts:
@@ -34,9 +35,11 @@ def keep_token_texts(run_dir: Path, tokenizer: "PreTrainedTokenizerBase") -> Non
     path = run_dir / TOKENS / TOKEN_TEXTS
     if path.exists():
         return
+
     read = partial(
         tokenizer.batch_decode, skip_special_tokens=False, clean_up_tokenization_spaces=False
     )
+
     # some decoders strip a text's first space
     before = tokenizer("a", add_special_tokens=False)["input_ids"][-1:]
     (prefix,) = read([before])

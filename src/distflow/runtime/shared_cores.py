@@ -75,6 +75,7 @@ class SharedCores:
                 target=self._run, args=(start_team,), name="shared-cores", daemon=True
             )
             self._watch.start()
+
         return self
 
     def __exit__(self, *exception: object) -> None:
@@ -114,12 +115,16 @@ class SharedCores:
             else:
                 num_busy = 0
                 num_quiet += 1
+
             if num_busy >= BUSY_LOOKS:
                 self.sleep(start_team)
+
             if self._holder is not None and num_quiet >= enough:
                 self.spin()
                 enough = min(2 * enough, MOST_QUIET_LOOKS)
+
             before = now
+
         self.spin()
 
 
@@ -150,6 +155,7 @@ def _busy_s() -> float:
         if name in cores:
             user, nice, system, _idle, _waiting, interrupts, soft_interrupts = map(int, counts[:7])
             busy += user + nice + system + interrupts + soft_interrupts
+
     return busy / _TICKS_PER_S
 
 
@@ -164,6 +170,7 @@ def own_s(process: int) -> float:
         for thread in os.listdir(_PROC / str(process) / "task"):
             children = (_PROC / str(process) / "task" / thread / "children").read_text()
             total += sum(own_s(int(child)) for child in children.split())
+
     return total
 
 
@@ -174,14 +181,18 @@ def _find_start_team() -> Callable[[], None] | None:
 
     if any(name in os.environ for name in USERS_CHOICE):
         return None
+
     files = [pool["filepath"] for pool in threadpool_info() if pool["user_api"] == "openmp"]
     if len(files) != 1 or "libgomp" not in Path(files[0]).name:
         return None
+
     openmp, system = ctypes.CDLL(files[0]), ctypes.CDLL(None)
     if not hasattr(openmp, "GOMP_parallel"):
         return None
+
     openmp.GOMP_parallel.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint)
     openmp.GOMP_parallel.restype = None
     nothing = ctypes.cast(system.free, ctypes.c_void_p)  # `free(NULL)` does nothing
     num_threads = len(os.sched_getaffinity(0)) + 1
+
     return lambda: openmp.GOMP_parallel(nothing, None, num_threads, 0)

@@ -76,9 +76,11 @@ class WorkerNeeds:
         names = ["rollout"]
         if rank.training_nodes:
             names = [*(name for name in rank.engines if name != "rollout"), "training"]
+
         for name in names:
             if name in self.roles:
                 return self.roles[name]
+
         return self
 
 

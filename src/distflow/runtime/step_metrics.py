@@ -70,6 +70,7 @@ class Figures:
             if "acc" in batch:
                 found = batch["acc"].tolist()
                 accuracies = [found[i] if valid[i] else None for i in range(size)]
+
         advantages: list[float | None] = [None] * size
         largest = [0.0] * size
         if "advantages" in batch:
@@ -89,6 +90,7 @@ class Figures:
         samples = [SampleFigures(*values) for values in zip(*columns, strict=True)]
         versions = batch.flat("versions")
         counts = Counter[int](versions[versions >= 0].tolist())
+
         return Figures(samples, counts, int(batch.lengths("sequence").sum()))
 
     @staticmethod
@@ -106,6 +108,7 @@ def _longest_responses(batch: Batch) -> Tensor:
     token on."""
     lengths = batch.lengths("response").clone()
     masks = batch.flat("response_mask").split(lengths.tolist())
+
     branches = batch["forks"] if "forks" in batch else ()  # noqa: SIM401  no dict
     for row, forks in enumerate(branches):
         if not forks:
@@ -113,6 +116,7 @@ def _longest_responses(batch: Batch) -> Tensor:
         parts = masks[row].tensor_split([start for _, start in forks])
         drawn = [part > 0 for part in parts if part.any()]
         lengths[row] = max(len(part) - int(part.int().argmax()) for part in drawn)
+
     return lengths
 
 
@@ -124,10 +128,12 @@ def _advantages(batch: Batch) -> tuple[list[float | None], list[float]]:
     places = torch.full((len(batch),), -1).scatter_reduce(0, rows, torch.arange(len(rows)), "amax")
     last = torch.full((len(batch),), torch.nan, dtype=torch.float64)
     last[places >= 0] = values[places[places >= 0]]
+
     largest = torch.zeros(len(batch), dtype=torch.float64)
     for name in ("advantages", "returns") if "values" in batch else ("advantages",):
         sizes = batch.flat(name).cpu().double()[is_drawn].abs()
         largest = largest.scatter_reduce(0, rows, sizes, "amax")
+
     return last.tolist(), largest.tolist()
 
 
@@ -151,9 +157,11 @@ def batch_metrics(figures: Figures) -> dict[str, float]:
     of_domain = defaultdict[str, list[SampleFigures]](list)
     for sample in samples:
         of_domain[sample.domain].append(sample)
+
     if set(of_domain) != {DEFAULT_DOMAIN}:
         for domain, own in of_domain.items():
             metrics |= _domain_metrics(domain, own)
+
     return metrics
 
 
@@ -173,11 +181,14 @@ def _scores(samples: Sequence[SampleFigures]) -> list[float]:
 def _score_metrics(scores: Sequence[float]) -> dict[str, float]:
     if not scores:
         return {}
+
     mean = math.fsum(scores) / len(scores)  # large scores may cancel
+
     # differences of large scores are exact, their mean is not
     near = [score - mean for score in scores]
     rest = math.fsum(near) / len(near)
     squares = [(difference - rest) ** 2 for difference in near]
+
     return {
         "reward/mean_score": mean,
         "reward/std": math.sqrt(math.fsum(squares) / len(squares)),
@@ -205,6 +216,7 @@ def _compare_scores(samples: Sequence[SampleFigures]) -> dict[str, float]:
     for sample in samples:
         if sample.score is not None:
             groups[sample.group].append(sample)
+
     equal = list[bool]()
     num_lost = 0
     num_rounded = 0
@@ -214,6 +226,7 @@ def _compare_scores(samples: Sequence[SampleFigures]) -> dict[str, float]:
             equal.append(max(scores) == min(scores))
         num_lost += _lose_differences(scores, [sample.parts for sample in own])
         num_rounded += _count_rounded(own)
+
     metrics = dict[str, float]()
     if equal:
         metrics["reward/frac_reward_zero_std"] = sum(equal) / len(equal)
@@ -236,6 +249,7 @@ def _count_rounded(group: Sequence[SampleFigures]) -> int:
         same = first.setdefault(rounded, sample)
         is_same = same.score != sample.score and same.advantage != sample.advantage
         number += is_same or sample.largest * sample.largest > LARGEST_NUMBER
+
     return number
 
 
@@ -247,10 +261,12 @@ def _lose_differences(scores: Sequence[float], parts: Sequence[Mapping[str, floa
     spread = max(scores) - min(scores)
     if len(scores) < 2 or size < _LARGE:
         return False
+
     if not spread:
         for name in parts[0]:
             values = [part[name] for part in parts if name in part]
             spread = max(spread, max(values) - min(values))
+
     if spread:
         return spread < STEPS_OF_FLOAT * math.ulp(size)
     return size >= 2.0**53
@@ -276,6 +292,7 @@ def group_metrics(
         metrics[f"async/dropped/{reason}"] = float(count)
     if group_counts.aborted:
         metrics["async/aborted"] = float(group_counts.aborted)
+
     for name, domain in group_counts.domains.items():
         metrics[f"domains/{name}/issued"] = float(domain.issued)
         metrics[f"domains/{name}/consumed"] = float(domain.consumed)
@@ -283,6 +300,7 @@ def group_metrics(
             metrics[f"domains/{name}/dropped/{reason}"] = float(count)
         if domain.aborted:
             metrics[f"domains/{name}/aborted"] = float(domain.aborted)
+
     if versions:
         ages = sum((step - version) * n for version, n in versions.items())
         metrics["async/version_start"] = float(min(versions))
@@ -290,6 +308,7 @@ def group_metrics(
         metrics["async/version_diff/mean"] = ages / sum(versions.values())
         metrics["async/version_diff/max"] = float(step - min(versions))
         metrics |= staleness_shares({step - version: count for version, count in versions.items()})
+
     return metrics
 
 
@@ -316,22 +335,26 @@ def over_ranks(measured: Sequence[Measured], collective: Collective) -> dict[str
     own = {name: (value, weight) for metrics, weight in measured for name, value in metrics.items()}
     if collective.size == 1:
         return {name: value for name, (value, _) in own.items()}
+
     pairs_of = defaultdict[str, list[tuple[float, float]]](list)
     for rank in collective.gather(own):
         for name, pair in rank.items():
             pairs_of[name].append(pair)
+
     found = dict[str, float]()
     for name, pairs in pairs_of.items():
         metric = find_metric(name)
         if metric is not None and metric.kind == "max":
             found[name] = max(value for value, _ in pairs)
             continue
+
         weighted = [(value, weight) for value, weight in pairs if weight]
         total = sum(weight for _, weight in weighted)
         if total:
             found[name] = sum(v * w for v, w in weighted) / total
         else:
             found[name] = 0.0
+
     return found
 
 
@@ -346,6 +369,7 @@ def throughput(
     if decode_s := metrics.pop(DECODED_S, 0.0):
         found["throughput/rollout"] = decoded / decode_s
     timings = {phase: metrics.get(f"timing_s/{phase}") for phase in phases}
+
     num_tokens = Counter[str]()
     seconds = defaultdict[str, float](float)
     for number, seconds_of in ranks.gather((own, timings)):
@@ -353,6 +377,7 @@ def throughput(
             if spent_s is not None:
                 num_tokens[phase] += number
                 seconds[phase] += spent_s
+
     for phase, spent_s in seconds.items():
         found[f"throughput/{phase}"] = num_tokens[phase] / spent_s
     return found

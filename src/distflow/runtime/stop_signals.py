@@ -49,13 +49,16 @@ def interruptible() -> Iterator[None]:
     def interrupt(number: int, frame: FrameType | None) -> None:
         if came and number == signal.SIGHUP:
             return
+
         if came:
             leave_at_once(exit_status(number))
         came.append(number)
+
         if _is_importing(frame):
             with suppress(OSError):
                 os.write(2, f"{ended_by(number)}\n".encode())
             leave_at_once(exit_status(number))
+
         raise Interrupted(number)
 
     with _handled(interrupt):
@@ -107,6 +110,7 @@ class StopRequest(Stop):
             if self._insisted:
                 leave_at_once(exit_status(number))
             self._insisted = True
+
         if self.signal is None:
             self.signal = number
             self.wanted = True
@@ -136,10 +140,12 @@ def _handled(handler: Callable[[int, FrameType | None], None]) -> Iterator[None]
     if threading.current_thread() is not threading.main_thread():
         yield
         return
+
     ignored = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
     wanted = [number for number in SIGNALS if number != signal.SIGHUP or not ignored]
     previous = {number: signal.signal(number, handle) for number in wanted}
     _handled_now.append(wanted)
+
     try:
         yield
     finally:

@@ -62,11 +62,13 @@ class Validator:
                     chosen, chosen.greedy, step, numbers, 1
                 )
                 parts.append(ValidationResults(outcomes, {}, errors, rows))
+
             if chosen.sampled is not None and chosen.num_samples:
                 outcomes, errors, rows = await self._run_set(
                     chosen, chosen.sampled, step, numbers, chosen.num_samples
                 )
                 parts.append(ValidationResults({}, outcomes, errors, rows))
+
         return ValidationResults.joined(parts)
 
     async def _run_set(
@@ -81,10 +83,12 @@ class Validator:
         these prompts."""
         kind = "greedy" if params.greedy else "sampled"
         stream = f"val/{chosen.name}/{kind}"
+
         responding = []
         for number in numbers:
             prompt_group = PromptGroup(number, step, number, count, step, stream=stream)
             responding.append(self._respond(chosen, prompt_group, params))
+
         outcomes: Outcomes = {}
         num_errors = 0
         rows: SampleRows = []
@@ -96,6 +100,7 @@ class Validator:
             own.append([bool(each) for each in right])
             if isinstance(group, Batch):
                 rows += [{**each, "set": chosen.name, "kind": kind} for each in sample_rows(group)]
+
         return outcomes, num_errors, rows
 
     async def _respond(
@@ -103,11 +108,13 @@ class Validator:
     ) -> Batch | Drop:
         params = replace(params, stop_token_ids=self.stop_token_ids)
         steps = [step for step in self.rollout_loop.steps if step.node.validates]
+
         make_context = partial(self.contexts.for_rollout, validating=True)
         try:
             for attempt in range(1, MAX_ATTEMPTS + 1):
                 group = Group(prompt_group, chosen.rows[prompt_group.row], params, self.seed)
                 self.rollout_loop.group_recorder.begin(prompt_group)
+
                 try:
                     with validating():
                         drop = await self.rollout_loop.run(group, steps, make_context)
@@ -123,6 +130,7 @@ class Validator:
         finally:
             self.rollout_loop.group_recorder.keep()
             self.finished(prompt_group.group_size)
+
         return group.batch() if drop is None else drop
 
 
@@ -158,10 +166,12 @@ class ValidationRunner:
         self.step = step
         if not spec.validation:
             return {}
+
         with self._recorder.phases("eval"):
             metrics, rows = self._measure(step)
         if not metrics:
             return {}
+
         with self._recorder.phases("check"):
             self.checks.validated(step, rows, metrics)
         if spec.keep_best is not None:
@@ -184,17 +194,20 @@ class ValidationRunner:
         spec = self.inputs.spec
         ports = self.inputs.ports
         resources = self.services.resources
+
         if not spec.plan.generates:
             if resources.actor is None:
                 return {}, []
             self.offload.only(("actor",))
             return validation_loss(spec.validation, resources.actor)
+
         self.offload.only(())
         if resources.rollout is None:
             parts = ports.validate(step)
         else:
             ranks = ports.collective
             parts = ranks.gather(self.validate_part(step, ranks.rank, ranks.size))
+
         if not parts:
             return {}, []
         joined = ValidationResults.joined(parts)
@@ -211,4 +224,5 @@ def score(name: str, validated: Mapping[str, float]) -> float:
         )
     if name.endswith("loss"):
         return -validated[name]
+
     return validated[name]

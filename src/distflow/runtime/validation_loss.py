@@ -19,6 +19,7 @@ def validation_loss(
     response with its sum and number of tokens. For preference pairs, a reward model's metrics."""
     if sets[0].rows[0].rejected_ids is not None:
         return _validation_of_pairs(sets, actor)
+
     total = 0.0
     num_tokens = 0
     rows = SampleRows()
@@ -27,16 +28,19 @@ def validation_loss(
         for i, row in enumerate(chosen.rows):
             prompt = Segment("prompt", tuple(row.prompt_ids), images=row.images)
             samples.append(Sample(f"{i}-0", i, [prompt, *row.answer(0)]))
+
         batch = Batch.from_samples(samples)
         lengths = batch.lengths("response").tolist()
         masks = (batch.flat("response_mask") > 0).split(lengths)
         log_probs = actor.forward(batch, ("log_probs",)).flat("log_probs").double().split(lengths)
+
         for i, mask in enumerate(masks):
             loss = -float(log_probs[i][mask].sum())
             number = int(mask.sum())
             total += loss
             num_tokens += number
             rows.append({**_who(chosen, "loss", i), "loss": loss, "tokens": number})
+
     return {"sft/val_loss": total / max(num_tokens, 1)}, rows
 
 
@@ -53,12 +57,15 @@ def _validation_of_pairs(
             for ids in (row.response_ids, row.rejected_ids):
                 segments = [Segment("prompt", row.prompt_ids), Segment("environment", ids or ())]
                 samples.append(Sample("", i, segments))
+
         batch = Batch.from_samples(samples)
         ends = batch.lengths("response").cumsum(0) - 1
+
         scores = actor.forward(batch, ("text_scores",)).flat("text_scores")[ends].double()
         for i, (own, other) in enumerate(scores.view(-1, 2).tolist()):
             rows.append({**_who(chosen, "pair", i), "chosen": own, "rejected": other})
             margins.append(own - other)
+
     margin = torch.tensor(margins, dtype=torch.float64)
     return {
         "rm/val_loss": float(-logsigmoid(margin).mean()),

@@ -44,12 +44,14 @@ class ValidationResults:
         found = {"val/errors": float(self.errors)}
         for name, groups in _by_name(self.greedy or self.sampled).items():
             found[f"val_correct/{name}/mean"] = sum(map(sum, groups)) / sum(map(len, groups))
+
         for name, groups in _by_name(self.sampled).items():
             n = len(groups[0])
             found[f"val_correct/{name}/mean@{n}"] = sum(map(sum, groups)) / (n * len(groups))
             for k in sorted({2**i for i in range(n.bit_length())} | {n}):
                 chances = [pass_at_k(n, sum(group), k) for group in groups]
                 found[f"val_correct/{name}/pass@{k}"] = sum(chances) / len(groups)
+
         return found
 
     def num_prompts(self) -> dict[str, int]:
@@ -86,13 +88,16 @@ def validation_names(found: Iterable[Labels]) -> dict[str, list[Labels]]:
         of_domain[domain].append((domain, tag))
         if tag:
             of_tag[tag].append((domain, tag))
+
     sets = [("all", labels)] if labels else []
     if set(of_domain) != {DEFAULT_DOMAIN}:
         sets += of_domain.items()
+
     for tag, own in of_tag.items():
         sets.append((tag, own))
         if len(own) > 1:
             sets += [(f"{domain}/{tag}", [(domain, tag)]) for domain, _ in own]
+
     names = dict[str, list[Labels]]()
     for name, own in sets:
         if names.setdefault(name, own) != own:
@@ -100,6 +105,7 @@ def validation_names(found: Iterable[Labels]) -> dict[str, list[Labels]]:
                 f"the accuracy val_correct/{name}/mean would be over two sets of rows: rename the "
                 f"tag '{name}' (column data.tag_key), or the domain"
             )
+
     return names
 
 

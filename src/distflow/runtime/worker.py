@@ -96,21 +96,26 @@ class Worker:
         with ExitStack() as stack, self._phases("start"):
             stack.enter_context(self.services)
             stack.enter_context(self.saver)
+
             if (engine := self.resources.rollout) is not None:
                 receiver = WeightReceiver(engine, self.services, self._recorder.waits)
                 stack.callback(self._ports.engine.attach(receiver))
+
             if self.training_nodes:
                 self._recorder.started(self._version.step, self.weight_sync.begin())
                 if self._spec.config.trainer.val_before_train and self._version.step == 0:
                     self.validation.validate(0)
+
             if self.rollout_loop.steps:
                 self._generating = self.services.start(self.rollout_loop.loop(self._ports.queue))
                 self._generating.add_done_callback(self._rollout_ended)
+
             # Collections skip what is there now (models, modules), which they would scan again and
             # again.
             gc.freeze()
             stack.callback(gc.unfreeze)
             self._leave = stack.pop_all()
+
         return self
 
     def __exit__(self, *exception: Any) -> None:
@@ -124,6 +129,7 @@ class Worker:
         """
         with self._phases("check"):
             self.checks.loop_begins()
+
         validated: Mapping[str, float] = {}
         while not self._stop.wanted:
             with self._recorder.profiled(self.step + 1):
@@ -132,20 +138,26 @@ class Worker:
                     counts = RewardCounts()
                 else:
                     counts = step.reward_counts
+
                 rewards = self.reward_metrics(counts)
                 if step is None:
                     validated = self._end(self.step)
                     break
+
                 if self._spec.frees_engine:
                     self.services.release_engine()
+
                 for node, ctx in self._nodes(step):
                     step.batch, measured = node(step.batch, ctx)
                     step.measured.append(measured)
+
                 self.finish(step.batch, {**step.metrics, **self._measured(step), **rewards})
+
         # a signal may have come just after the step
         if self._spec.data.saves and self._saved_at < self.step:
             assert self._released is not None, "a step that is not saved yet was released"
             self._save(self._released, validated, last=True)
+
         return self.step
 
     def serve(self) -> int:
@@ -176,10 +188,12 @@ class Worker:
         except Exhausted:
             self.reward_metrics()  # which may be the reason
             raise
+
         if step is not None:
             self.check_taken(step.group_ids, step.batch)
             # not before: it would keep this thread from its step
             self._ports.queue.note_training(self.step)
+
         return step
 
     def check_taken(self, group_ids: tuple[int, ...], batch: Batch) -> None:
@@ -273,9 +287,11 @@ class Worker:
             self.saver.check()
         with self._phases("check"):
             metrics |= self.checks.step_trained(batch, metrics, step)
+
         with self._phases("record"):
             figures = Figures.joined(self._ports.data.gather(Figures.of(batch)))
             metrics |= batch_metrics(figures)
+
         sent, compared = self._send_weights(step + 1)
         metrics |= compared
         with self._phases("release"):
@@ -293,16 +309,19 @@ class Worker:
         if "save" in due or (stops and plan.saves):
             self._save(released, validated, last=stops or released.finished)
         self._released = released
+
         return metrics
 
     def _send_weights(self, version: int) -> tuple[bool, dict[str, float]]:
         """Whether weights were sent, and the canary's metrics."""
         if version % self._spec.update_frequency:
             return False, {}
+
         if self._spec.plan.generates:
             phase = "update_weights"
         else:
             phase = "release"
+
         with self._phases(phase):
             return self.weight_sync.send(Version(self._version.restart, version))
 
@@ -313,18 +332,23 @@ class Worker:
         for compiled in self.training_nodes:
             name = compiled.node.node_id
             started = time.perf_counter()
+
             if self.reshard.waits_for(name):
                 with self._phases("exchange"):
                     step.batch = self.reshard.receive(name, step.batch, self.step)
+
             before = step.batch
             with self._phases(compiled.node.phase):
                 self.offload.only(compiled.node.engines)
                 yield compiled, self.contexts.for_training(self.step, step.group_ids, name)
+
             with self._phases("check"):
                 self.checks.node_finished(step.batch)
+
             if self.reshard.sends(name):
                 with self._phases("exchange"):
                     self.reshard.send(name, before, step.batch, self.step)
+
             if self._spec.config.dag.enable_perf:
                 step.times[f"perf/{name}"] = time.perf_counter() - started
 
@@ -339,6 +363,7 @@ class Worker:
         everyone = self._ports.everyone
         if everyone.size == self._ports.collective.size:
             return measured
+
         found = dict[str, float]()
         for own in reversed(everyone.gather(measured)):
             found |= own
@@ -357,6 +382,7 @@ class Worker:
         metrics["throughput/tokens_per_s"] = figures.num_tokens / step_s
         if "acting/env_steps" in metrics:
             metrics["throughput/env_steps_per_s"] = metrics["acting/env_steps"] / step_s
+
         with self._phases("record"):
             self._recorder.engine_activity(engine)
             phases = [each.node.phase for each in self.training_nodes if each.node.engines]
@@ -371,15 +397,18 @@ class Worker:
         another step."""
         if self._metric_stop.condition is None:
             return False
+
         everyone = self._ports.everyone
         if everyone.rank == 0:
             why = self._metric_stop.reason(metrics)
         else:
             why = ""
+
         if why:
             self._ports.queue.end_run(why)
             self._recorder.why = {"why": why}
             self._recorder.note("info", f"the run ends after step {step}: {why}")
+
         return everyone.max(float(bool(why))) > 0
 
     def _end(self, step: int) -> dict[str, float]:
@@ -408,13 +437,16 @@ class Worker:
         if self.saver.is_busy:
             with self._phases("save_wait"):
                 self.saver.finish()
+
         step = released.version.step
         best = self._spec.keep_best
         self._saved_at = step
+
         if best is not None and validated:
             metric = score(best, validated)
         else:
             metric = None
+
         everyone = self._ports.everyone
         with self._phases("save"):
             self._recorder.saving()

@@ -90,4 +90,5 @@ def own_device(planned: str) -> str:
             f"none on {platform.node()}: install a driver and a torch for {wanted} there, or set "
             "trainer.device=cpu"
         )
+
     return torch.get_device_module(wanted).get_device_name()

@@ -72,6 +72,7 @@ class ForkServer:
         self.control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         reading, writing = os.pipe()
         self._stderr = open(reading, "rb")  # noqa: SIM115  closed by `close`
+
         try:
             self._child = self._start(level, theirs.fileno(), writing)
         except (OSError, SandboxFault) as error:
@@ -81,6 +82,7 @@ class ForkServer:
         finally:
             theirs.close()
             os.close(writing)
+
         with ExitStack() as on_failure:
             on_failure.callback(self.close)
             self._wait_until_ready()
@@ -111,6 +113,7 @@ class ForkServer:
         if level == "namespaces":
             source = _BOUND_SOURCE
             launch = _bubblewrap()
+
         python = os.path.realpath(sys.executable)
         launch += [python, *_OPTIONS, "-c", _CODE, source, str(control)]
         return Child(
@@ -129,11 +132,13 @@ class ForkServer:
             raise SandboxFault(f"it was not ready after {START_TIMEOUT_S:g} s") from None
         except OSError as error:
             raise SandboxFault(f"it did not start: {error}") from None
+
         self.control.settimeout(None)
         if not message:
             status = self._child.wait(START_TIMEOUT_S)
             lines = self._stderr.read().decode(errors="replace").strip().splitlines()
             raise SandboxFault(lines[-1] if lines else f"it {how_it_ended(status)}")
+
         if message != READY:
             raise SandboxFault(message.decode())
 
@@ -143,18 +148,22 @@ def _bubblewrap() -> list[str]:
     bwrap = shutil.which("bwrap")
     if bwrap is None:
         raise SandboxFault("bubblewrap is not installed (its program is 'bwrap')")
+
     words = [bwrap, *_NAMESPACES.split()]
     for path in SYSTEM:
         is_link = os.path.islink(path) and not path.startswith("/etc")
         words += (
             ["--symlink", os.readlink(path), path] if is_link else ["--ro-bind-try", path, path]
         )
+
     library = standard_library()
     for path in (os.path.realpath(sys.executable), os.path.join(sys.base_prefix, "lib"), library):
         words += ["--ro-bind", path, path]
+
     for name in PACKAGES:
         if os.path.isdir(os.path.join(library, name)):
             words += ["--tmpfs", os.path.join(library, name)]
+
     for device in (*DEVICES_READ, *DEVICES_WRITTEN):
         words += ["--dev-bind-try", device, device]
     for name in ("__init__.py", "sandbox"):
@@ -191,6 +200,7 @@ class OutputStream:
             part = os.read(self.descriptor, _CHUNK_BYTES)
         except BlockingIOError:
             return False
+
         self.num_bytes += len(part)
         self.content += part[: self._max_bytes - len(self.content)]
         return bool(part)
@@ -215,10 +225,12 @@ class Program:
         self._report, report = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._answers, answers = socket.socketpair()
         pipes = [os.pipe(), os.pipe()]
+
         if stdin:
             stdin_file = _sealed(stdin)
         else:
             stdin_file = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
+
         theirs = [
             report.detach(),
             _sealed(code),
@@ -242,6 +254,7 @@ class Program:
         token = secrets.token_bytes(_TOKEN_BYTES)
         cpu_s = max(1, -int(-limits.cpu_s // 1))
         request = Request(is_main, token, cpu_s, limits.memory_bytes, limits.open_files)
+
         with ExitStack() as on_failure:
             on_failure.callback(self.close)
             try:
@@ -249,6 +262,7 @@ class Program:
             finally:
                 for descriptor in theirs:
                     os.close(descriptor)
+
             self._token = token
             body = self._next_frame(time.monotonic() + _KILL_TIMEOUT_S)
             if body is None:
@@ -274,12 +288,14 @@ class Program:
         self._token = secrets.token_bytes(_TOKEN_BYTES)
         deadline = time.monotonic() + self._left_s
         self._answers.settimeout(max(self._left_s, _SHORTEST_S))
+
         try:
             self._answers.sendall(HEADER.pack(self._token, len(body)) + body)
         except TimeoutError:
             self.kill("time")
         except OSError:  # the other end is closed, which reading reports
             pass
+
         self._answers.settimeout(None)
         self._left_s = deadline - time.monotonic()
         return self.answer()
@@ -306,12 +322,14 @@ class Program:
         assert self.end is not None
         if self._killed_for:
             return self._killed_for
+
         if self.end.exit_code < 0:
             # the kernel's two clocks differ a little
             used_up = self.end.cpu_s > 0.9 * self.limits.cpu_s
             if used_up and self.end.exit_code == -signal.SIGKILL:
                 return "time"
             return "signal"
+
         if self.end.exit_code == EXIT_OUT_OF_MEMORY:
             return "memory"
         return "exit" if self.end.exit_code else None
@@ -333,17 +351,20 @@ class Program:
             "exit": f"it ended with exit status {code} and no answer",
             "frame": "it wrote invalid data to the descriptor for results",
         }
+
         return Broken(cause, reasons[cause])
 
     def close(self) -> None:
         """Kill it if it is alive, and wait for its end. Idempotent."""
         if not self._readers:
             return
+
         with suppress(ServerGone):  # its processes ended with it
             self.kill(None)
             self._report.settimeout(_KILL_TIMEOUT_S)
             with suppress(OSError):
                 self._report.recv(1)  # until the server has released everything of the process
+
         self._readers.clear()
         self._report.close()
         self._answers.close()
@@ -360,6 +381,7 @@ class Program:
         """Kill it at once and wait for its end; cause: the reason. Raises ServerGone."""
         if self.end is not None:
             return
+
         self._killed_for = cause
         with suppress(OSError):  # the server is gone, which reading reports
             self._report.shutdown(socket.SHUT_WR)
@@ -377,12 +399,14 @@ class Program:
         due."""
         if len(self._inbox) < HEADER.size:
             return None
+
         token, size = HEADER.unpack_from(self._inbox)
         if token != self._token or size > MAX_BYTES:
             self.kill("frame")
             return None
         if len(self._inbox) < HEADER.size + size:
             return None
+
         body = bytes(self._inbox[HEADER.size : HEADER.size + size])
         del self._inbox[: HEADER.size + size]
         return body
@@ -395,6 +419,7 @@ class Program:
         for descriptor, event in self._poll.poll(max(left_s * 1000 + 1, 0)):
             if not self._readers[descriptor]() and event & select.POLLHUP:
                 self._poll.unregister(descriptor)
+
         if max(self.out.num_bytes, self.err.num_bytes) > self.limits.printed_bytes:
             self.kill("output")
         if left_s <= 0:
@@ -415,15 +440,18 @@ class Program:
             message = self._report.recv(_CHUNK_BYTES)
         except TimeoutError:
             raise ServerGone("the fork server does not reply") from None
+
         if not message:
             self._readers.pop(self._report.fileno(), None)
             raise ServerGone("the fork server ended")
         if message.startswith(FAILED):
             raise SandboxFault(message[1:].decode())
+
         self.end = End(*END.unpack(message[1:]))
         for read in (self.out.read, self.err.read, self._read_answers):  # the rest of its output
             while read():
                 pass
+
         return False
 
 
@@ -436,4 +464,5 @@ def _sealed(content: bytes) -> int:
     fcntl.fcntl(
         descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_WRITE | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK
     )
+
     return descriptor

@@ -78,6 +78,7 @@ class Sandbox:
         UserError, with what to install, if it has no level or not this one."""
         if level is not None and level not in LEVELS:
             raise UserError(f"no level '{level}' of the sandbox; there are {', '.join(LEVELS)}")
+
         server, self.level = _find_level([name for name in LEVELS if level in (None, name)])
         if server is None:
             reasons = "; ".join(f"{name}: {reason}" for name, reason in self.level.missing.items())
@@ -85,6 +86,7 @@ class Sandbox:
                 f"programs cannot run here, because they would not be isolated ({reasons}); "
                 f"{interface.INSTALL}"
             )
+
         self.limits = limits
         self._server = server
         self._lock = threading.Lock()
@@ -132,6 +134,7 @@ class Sandbox:
         out = program.out
         err = program.err
         cut = max(out.num_bytes - len(out.content), err.num_bytes - len(err.content)) > 0
+
         # Without a descriptor for results there is no other cause.
         status = cast(interface.Status, program.cause() or "ok")
         return interface.RunResult(
@@ -144,6 +147,7 @@ class Sandbox:
         """Start a program through the server, or a new one if it was killed."""
         server = self._server
         is_main = kind is Program
+
         encoded = code.encode("utf-8", "surrogatepass")
         try:
             return kind(server, is_main, encoded, stdin, limits)
@@ -176,6 +180,7 @@ def _find_level(names: Iterable[LevelName]) -> tuple[ForkServer | None, interfac
             return _start_checked(name), interface.Level(name, missing)
         except (interface.SandboxFault, ServerGone) as fault:
             missing[name] = str(fault)
+
     return None, interface.Level("none", missing)
 
 
@@ -189,11 +194,14 @@ def _start_checked(name: LevelName) -> ForkServer:
         ) as program:
             end = program.wait()
             passed = program.stdout + program.stderr
+
         if end.exit_code or passed:
             raise interface.SandboxFault(
                 f"its isolation does not hold: {', '.join(passed.splitlines()) or end}"
             )
+
         on_failure.pop_all()
+
     return server
 
 
@@ -204,6 +212,7 @@ def _read_result(program: Program, ask: Callable[[], bytes]) -> Any:
         body = ask()
         if body.startswith(_VALUE):
             return from_text(body[len(_VALUE) : -1])
+
         match json.loads(body):
             case {"refused": str(reason)}:
                 raise interface.Broken("value", f"its answer is {reason[:_SHOWN_TEXT]}")
@@ -212,6 +221,7 @@ def _read_result(program: Program, ask: Callable[[], bytes]) -> Any:
                 raise program.broken()
             case {"raised": [str(name), str(text)]}:
                 raise interface.Raised(name[:_SHOWN_TEXT], text[:_SHOWN_TEXT])
+
         raise ValueError("neither a value nor an error")
     except ServerGone:
         raise interface.SandboxFault("the fork server was killed while a program ran") from None

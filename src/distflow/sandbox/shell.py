@@ -78,6 +78,7 @@ class Shell:
         could not be run."""
         for folder in (self.files, self.temporary):
             os.chmod(folder, 0o700)  # a command may have made it unreadable
+
         status, theirs = os.pipe()
         with open(status, "rb", buffering=0) as told:
             try:
@@ -91,6 +92,7 @@ class Shell:
                 )
             finally:
                 os.close(theirs)
+
             output = bytearray()
             reading = asyncio.ensure_future(_read(process.stdout, output, max_bytes))
             try:
@@ -103,13 +105,16 @@ class Shell:
                         process.kill()
                 await reading
                 await process.wait()
+
             how = told.read(_READ_BYTES)
+
         text = output.decode("utf-8", "replace")
         if not is_late and b'"exit-code"' not in how:
             raise SandboxFault(
                 "bubblewrap ran no command: "
                 f"{text[-500:].strip() or f'status {process.returncode}'}"
             )
+
         return Ran(None if is_late else process.returncode, text)
 
     def folder(self) -> Path:
@@ -126,6 +131,7 @@ class Shell:
             problem = ran.stderr.strip()[-500:] if ran.returncode else ""
         except (SandboxFault, OSError, subprocess.TimeoutExpired) as error:
             problem = str(error)
+
         if problem:
             raise UserError(
                 "commands of tasks cannot run here, because they would not be isolated "
@@ -154,6 +160,7 @@ class Shell:
         own = ("--bind", self.temporary, "/tmp"), ("--bind", self.files, self._workdir)
         words += [word for kind, folder, at in (*own, *mounts) for word in (kind, str(folder), at)]
         words += [word for name, value in env.items() for word in ("--setenv", name, value)]
+
         return [*words, "--remount-ro", "/", "--chdir", self._workdir, "--", *command]
 
     def close(self) -> None:
@@ -178,6 +185,7 @@ def _bubblewrap(status: int) -> list[str]:
     command ended."""
     if (bwrap := shutil.which("bwrap")) is None:
         raise SandboxFault("bubblewrap is not installed (its program is 'bwrap')")
+
     words = [bwrap, *_NAMESPACES.split(), "--json-status-fd", str(status)]
     for path in _SYSTEM:
         words += (
@@ -185,6 +193,7 @@ def _bubblewrap(status: int) -> list[str]:
             if os.path.islink(path)
             else ["--ro-bind-try", path, path]
         )
+
     pythons = dict.fromkeys(
         prefix for prefix in (sys.base_prefix, sys.prefix) if not prefix.startswith("/usr")
     )
@@ -192,4 +201,5 @@ def _bubblewrap(status: int) -> list[str]:
         words += ["--ro-bind", prefix, prefix]
     paths = (f"{sys.prefix}/bin", "/usr/local/bin", "/usr/bin", "/bin")
     words += [*_DEVICES.split(), "--setenv", "PATH", ":".join(paths)]
+
     return [*words, "--setenv", "HOME", "/tmp", "--setenv", "LANG", "C.UTF-8"]

@@ -101,6 +101,7 @@ class MemoryLimit:
             return None
         if not self._num_bytes:
             return 0
+
         return max(
             0,
             (self._limit_bytes - self.held_bytes) * self._num_weighed // self._num_bytes
@@ -122,6 +123,7 @@ class Admission:
         all_at_once = ceil(
             (plan.max_staleness + 1) * plan.consumer_batch * (1 + plan.oversampling)
         ) + len(plan.sources)
+
         # oversampling is rounded up by source
         self._max_concurrent = plan.max_concurrent or all_at_once
         batches = plan.max_num_gen_batches
@@ -143,6 +145,7 @@ class Admission:
                 f"there before and step {step + 1} is the next one: versions never go backwards, "
                 "nor ahead of the steps"
             )
+
         self.engine_version = engine_version
         self._asked = True
         return min(engine_version, step)
@@ -160,6 +163,7 @@ class Admission:
         """Ids of groups that wait for another attempt and may start now."""
         if not num_capacity or not self._queue.num_waiting:
             return []
+
         room = {
             queue: queue.room(self._last_step(engine_version)) + len(queue.waiting)
             for queue in self._queue.domain_queues.values()
@@ -170,6 +174,7 @@ class Admission:
             if room[queue] > 0 and len(started) < num_capacity:
                 room[queue] -= 1
                 started.append(number)
+
         return started
 
     def new(self, engine_version: int, num_capacity: int, num_left: int | None) -> list[int]:
@@ -182,12 +187,14 @@ class Admission:
             room = [
                 min(own, budget.room(due)) for own, budget in zip(room, self._budgets, strict=True)
             ]
+
         room = [max(0, own) for own in room]
         bounds = [num_capacity, sum(room)]
         if (free := self.memory.left(self._queue.num_running)) is not None:
             bounds.append(
                 max(free, sum(max(0, queue.room(self._queue.next_step)) for queue in domain_queues))
             )
+
         if num_left is not None:
             bounds.append(num_left)
         return self._by_slot([queue.num_live for queue in domain_queues], room, min(bounds))
@@ -214,6 +221,7 @@ class Admission:
         num_capacity = self._open(0, engine_version)
         if not self._asked or self._queue.num_running > self._queue.num_waiting:
             return False
+
         return not (
             self.waiting(engine_version, num_capacity)
             or self.new(engine_version, num_capacity, num_left)
@@ -251,6 +259,7 @@ class Admission:
         version = self._last_step(engine_version) - plan.max_staleness
         num_open = sum(each.num_extra - each.num_unfilled for each in queue.domain_queues.values())
         accepted = queue.next_step * plan.consumer_batch + queue.num_complete - num_open
+
         return rollout_capacity(
             self._max_concurrent,
             running,
@@ -265,6 +274,7 @@ class Admission:
         with a group, and slots that may still get one."""
         if len(filled) == 1:
             return [0] * count
+
         last = [full + more for full, more in zip(filled, room, strict=True)]
         chosen = list[int]()
         while len(chosen) < count:
@@ -273,4 +283,5 @@ class Admission:
                 min(open_ones, key=lambda source: self._queue.quotas.place(source, filled[source]))
             )
             filled[chosen[-1]] += 1
+
         return chosen

@@ -83,6 +83,7 @@ class Coordinator:
         self._ledger = ledger
         self._restart = ledger.restart if ledger else start["restart"] + 1
         self.version = Version(self._restart, start["step"])
+
         # a resumed run first sends the weights that it resumes from
         self.weights_step = start["step"]
         self._counts = counts_by_domain(start)
@@ -107,11 +108,13 @@ class Coordinator:
             oversampling=plan.oversampling,
         )
         self._admission = Admission(plan, self.queue)
+
         quotas = {}
         for domain, share, lag in zip(
             plan.domains, self._quotas.shares, self._quotas.lags, strict=False
         ):
             quotas[domain.name] = {"share": str(share), "lag": str(lag)}
+
         self._journal(
             "plan",
             max_staleness=plan.max_staleness,
@@ -155,17 +158,20 @@ class Coordinator:
         )
         if self.finished:
             return []
+
         num_capacity = self._admission.rollout_capacity(engine_version)
         prompt_groups = [
             self._reissue(number, engine_version)
             for number in self._admission.waiting(engine_version, num_capacity)
         ]
+
         # Lost groups form their own wave; with oversampling, where every step begins with some,
         # they are part of one.
         if self.plan.oversampling:
             num_open = num_capacity - len(prompt_groups)
         else:
             num_open = self._admission.rollout_capacity(engine_version)
+
         sources = self._admission.new(engine_version, num_open, self.prompt_groups.num_left)
         prompt_groups += self._issue(sources, engine_version)
         self._close_at_end()
@@ -180,13 +186,16 @@ class Coordinator:
         queue = self.queue
         if plan.max_staleness or plan.oversampling or self.prompt_groups.offered:
             return []
+
         is_whole = queue.num_complete == queue.num_live == plan.consumer_batch
         if not is_whole or self.step + 1 >= plan.total_steps:
             return []
+
         if self._foreseen_version != self.step + 1:
             self._foreseen_version = self.step + 1
             sources = self._admission.sources_after_next()
             self._foreseen = self.prompt_groups.next(sources, self._foreseen_version)
+
         return self._foreseen
 
     def assign(self, worker_of: Mapping[int, str]) -> None:
@@ -260,6 +269,7 @@ class Coordinator:
                 f"{self._admission.engine_version}, max_staleness is {self.plan.max_staleness}, "
                 "and no later version was sent"
             )
+
         return numbers
 
     def part(self, step: int, wanted: int) -> tuple[int, ...] | None:
@@ -295,10 +305,12 @@ class Coordinator:
             self._counts[group.domain].consumed += 1
         self._admission.released()
         self.version = Version(self._restart, step + 1)
+
         if sent_weights:
             self.weights_step = step + 1
         else:
             self.weights_step = self.weights_step
+
         self._journal(
             "consumed",
             step=self.step,
@@ -314,6 +326,7 @@ class Coordinator:
             name for name, each in self._timetables.items() if each.is_due(self.step, passed, last)
         )
         self._cut = self._checked_snapshot()
+
         return self.version
 
     def end(self, why: str) -> None:
@@ -344,6 +357,7 @@ class Coordinator:
             self.queue.issue(group)
             self._admission.issued(source, engine_version)
             self._counts[group.domain].issued += 1
+
         self._journal_all("issued", [group.issued_fields() for group in groups])
         return groups
 
@@ -362,6 +376,7 @@ class Coordinator:
             slots = self._quotas.up_to(
                 self.queue.domain_queues[group.domain].domain, group.due(max_staleness)
             )
+
             reason = None
             if not group.complete:
                 reason = LOST if group.row >= self.plan.num_rows else None
@@ -369,9 +384,11 @@ class Coordinator:
                 num_fit[group.domain] += 1
             else:
                 reason = STALE
+
             if reason is None:
                 self.queue.restore(group)
                 continue
+
             self._journal("dropped", group_id=group.group_id, reason=reason)
             self._counts[group.domain].drop(reason)
 
@@ -391,6 +408,7 @@ class Coordinator:
             for domain, lag in zip(self.plan.domains, self._quotas.lags, strict=True):
                 domains[domain.name] = {**saved_counts(self._counts[domain.name]), "lag": str(lag)}
             described["domains"] = domains
+
         if self.plan.saves.secs or self.plan.validates.secs:
             described["secs"] = {name: each.secs for name, each in self._timetables.items()}
         return cast(Snapshot, described)

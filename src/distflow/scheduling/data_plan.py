@@ -37,6 +37,7 @@ def keyed_permutation(num_items: int, seed: int, stream: int, *words: int) -> ND
     )
     key = np.array([seed & _WORD, stream], dtype=np.uint64)
     counter = np.array([0, 0, *words, *(0,) * (2 - len(words))], dtype=np.uint64)
+
     return np.argsort(
         np.random.Philox(key=key, counter=counter).random_raw(num_items), kind="stable"
     )
@@ -53,10 +54,12 @@ def epoch_order(
         words.append(
             int.from_bytes(hashlib.blake2b(domain.encode(), digest_size=8).digest(), "little")
         )
+
     if shuffle:
         rows = keyed_permutation(num_rows, seed, EPOCHS, *words)
     else:
         rows = np.arange(num_rows, dtype=np.int64)
+
     rows.flags.writeable = False
     return rows
 
@@ -104,6 +107,7 @@ def minibatches(
     """
     if mini_batch_prompts < 1:
         raise ValueError(f"mini_batch_prompts must be at least 1, not {mini_batch_prompts}")
+
     assert groups is None or len(groups) == num_samples
     in_group_order = grouped(range(num_samples), groups)
     order = keyed_permutation(len(in_group_order), seed, MINI_BATCHES, step, epoch)
@@ -222,6 +226,7 @@ class DataPlan:
                 self.total_groups is None
                 and sum(domain.num_rows for domain in self.domains) == self.num_rows
             )
+
         assert min(self.num_rows, self.consumer_batch, self.group_size) > 0
         assert self.max_num_gen_batches is None or self.max_num_gen_batches > 0
         assert self.oversampling >= 0 and not (self.oversampling and self.max_staleness)
@@ -291,8 +296,10 @@ class NextGroups:
             else:
                 group = self._from_data(number, source, positions[source], engine_version)
                 positions[source] += 1
+
             groups.append(group)
             number += 1
+
         return groups
 
     def _from_data(
@@ -304,6 +311,7 @@ class NextGroups:
         epoch, row = place(position, own.num_rows, plan.seed, plan.shuffle, own.name)
         if not plan.domains:
             return PromptGroup(number, epoch, row, plan.group_size, engine_version)
+
         row += sum(other.num_rows for other in plan.domains[:source])
         size = own.group_size or plan.group_size
         stream = f"{TRAIN}/{own.name}"

@@ -92,6 +92,7 @@ class DomainQueue:
         group = self._groups[number]
         self.num_live += 1
         self.num_complete += group.complete
+
         if group.state is GroupState.WAITING:
             self.waiting.add(number)
         else:
@@ -120,6 +121,7 @@ class DomainQueue:
             lowest = self._groups[number].version
         else:
             lowest = version
+
         self._change(number, state=GroupState.QUEUED, num_tokens=num_tokens, lowest_version=lowest)
         self.num_complete += 1
         self._enter(number)
@@ -175,15 +177,19 @@ class DomainQueue:
             taken = min(len(members.complete), wanted - len(chosen))
             num_left += members.num_live - taken
             num_running += len(members.running)
+
             if num_left > self._later(due) + num_later:
                 if num_running:
                     return None
+
                 raise CountsError(
                     f"step {step + 1} would leave {num_left} groups that are due by step "
                     f"{due + 1}, more than the steps up to that one use; the first group that it "
                     f"would consume is {min(chosen or members.complete)}"
                 )
+
             chosen += sorted(members.complete)[:taken]
+
         return self._check(step, chosen)
 
     def dropped(self) -> Counter[str]:
@@ -200,11 +206,13 @@ class DomainQueue:
         for number in numbers:
             version = self._groups[number].lowest_version
             assert version is not None, "it is complete"
+
             if not 0 <= step - version <= self._max_staleness:
                 raise CountsError(
                     f"group {number} holds tokens of version {version}, which step {step + 1} may "
                     f"not train on: max_staleness is {self._max_staleness}"
                 )
+
         return list(numbers)
 
     def _change(self, number: int, **changes: Any) -> None:

@@ -74,6 +74,7 @@ class Quotas:
             number = self.up_to(domain, self.next_step)
             self._num_consumed[domain] += number
             del places[:number]
+
         self._lags.popleft()
         self.next_step += 1
 
@@ -91,6 +92,7 @@ class Quotas:
         if self._lag[chosen] < self._whole:  # none is overdue, as after a change of the shares
             due = (domain for domain, lag in enumerate(self._lag) if lag > 0)
             chosen = min(due, key=self._deadline)
+
         self._lag[chosen] -= self._whole
         return chosen
 

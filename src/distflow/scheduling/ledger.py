@@ -91,6 +91,7 @@ class Ledger(AbstractContextManager["Ledger"]):
     def __init__(self, path: Path, mark: Mark | None = None) -> None:
         self.path = path
         self.restart = mark.restart + 1 if mark else 0
+
         first = _first_line(path)
         if not first.endswith(b"\n") and _parse(first) is None:
             self._start(mark)
@@ -151,19 +152,23 @@ class Ledger(AbstractContextManager["Ledger"]):
             raise LedgerError(
                 f"{self.path} is not a ledger: its first line is not a record. Move it away"
             )
+
         self.id = str(first.get("ledger"))
         self.inherits = mark is not None and mark.ledger != self.id
+
         to = mark.offset if mark and not self.inherits else 0
         if to > self.path.stat().st_size:
             raise LedgerError(
                 f"{self.path} ends before byte {to}, where the checkpoint was saved: lines were "
                 f"removed. {_NEW_LEDGER}"
             )
+
         try:
             for _ in timeline(self.path, to):
                 pass
         except LedgerError as err:
             raise LedgerError(f"{err}: two runs may have written to it. {_NEW_LEDGER}") from err
+
         self._file = self.path.open("a+b")
         self._file.seek(to)
         later = (record["restart"] + 1 for line in self._file if (record := _parse(line)))
@@ -196,6 +201,7 @@ def timeline(path: Path, end: int | None = None) -> Iterator[tuple[int, Record]]
         if position < stop:
             spans.append((position, stop))
             stop = to
+
     for span in reversed([*spans, (0, stop)]):
         for offset, record in _records(path, *span):
             if record["kind"] in ("issued", "assigned", "complete"):
@@ -229,7 +235,9 @@ def _records(path: Path, start: int, stop: int) -> Iterator[tuple[int, Record]]:
                 yield offset, record
             else:
                 break
+
             offset += len(line)
+
     if torn is not None and (record is not None or offset == stop):
         raise LedgerError(f"{path} is damaged at byte {torn}: a line in the middle is not a record")
 
@@ -246,6 +254,7 @@ def _rollbacks(path: Path) -> Iterator[tuple[int, int]]:
                 and record["kind"] == "rolled_back"
             ):
                 yield offset, record["to"]
+
             offset += len(line)
 
 
@@ -254,6 +263,7 @@ def _parse(line: bytes) -> Record | None:
         record = json.loads(line.decode())  # faster than bytes, for which json guesses the encoding
     except (ValueError, RecursionError):
         return None
+
     is_record = (
         isinstance(record, dict)
         and isinstance(record.get("kind"), str)

@@ -78,6 +78,7 @@ class Reshard(Generic[Ref]):
                 f"writer {writer} of {num_writers} puts {key}, which has {step.num_writers} "
                 f"writers, of which {sorted(step.puts)} have put"
             )
+
         step.puts[writer] = (uids, ref)
 
     def is_complete(self, key: Key) -> bool:
@@ -94,28 +95,34 @@ class Reshard(Generic[Ref]):
         """
         step = self._steps[key]
         assert self.is_complete(key)
+
         if not step.num_ranks:
             step.num_ranks = num_ranks
             for writer in sorted(step.puts):
                 for row, uid in enumerate(step.puts[writer][0]):
                     step.places.setdefault(uid, (writer, row))
+
         if step.num_ranks != num_ranks:
             raise ReshardError(
                 f"{key} has {step.num_ranks} readers, but one of them says they are {num_ranks}"
             )
+
         absent = [uid for uid in uids if uid not in step.places]
         if absent:
             raise ReshardError(
                 f"{key} has no sample '{absent[0]}', nor {len(absent) - 1} others that are asked "
                 "for"
             )
+
         places = [step.places[uid] for uid in uids]
+
         # no rank fetches what it does not read
         used = sorted({writer for writer, _ in places}) or [min(step.puts)]
         part_of = {writer: part for part, writer in enumerate(used)}
         rows = np.array([(part_of[writer], row) for writer, row in places], dtype=np.int32).reshape(
             -1, 2
         )
+
         return Share(tuple(step.puts[writer][1] for writer in used), tuple(used), rows)
 
     def release(self, key: Key, rank: int) -> None:

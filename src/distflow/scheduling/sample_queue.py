@@ -209,10 +209,12 @@ class SampleQueue:
         """
         if self._formed:
             return tuple(sorted(self._formed))
+
         numbers = self.part(step, self._consumer_batch, exhausted)
         if numbers is not None:
             for queue in self.domain_queues.values():
                 queue.num_unfilled = queue.num_wanted
+
         return numbers
 
     def part(self, step: int, wanted: int, exhausted: bool = False) -> tuple[int, ...] | None:
@@ -225,10 +227,12 @@ class SampleQueue:
             raise CountsError(
                 f"step {step + 1} was asked for, but the next one is {self.next_step + 1}"
             )
+
         needs = self._needs(wanted)
         parts = self._form(step, needs, exhausted)
         if parts is None:
             return None
+
         for (queue, _), numbers in zip(needs, parts, strict=True):
             queue.take(sorted(numbers))
         return tuple(sorted(number for numbers in parts for number in numbers))
@@ -250,6 +254,7 @@ class SampleQueue:
             raise CountsError(
                 f"step {step + 1} was released before it was formed: {self.num_running} groups run"
             )
+
         groups = [
             self._groups.pop(number).changed(state=GroupState.TRAINED) for number in sorted(numbers)
         ]
@@ -278,14 +283,17 @@ class SampleQueue:
         """The ids that each domain queue gives to the step."""
         if self._max_staleness == 0 and self.num_running > self.num_waiting:
             return None  # the wave has not ended
+
         if lacking := [queue for queue, wanted in needs if queue.num_untaken < wanted]:
             if self.num_running > self.num_waiting or any(queue.waiting for queue in lacking):
                 return None
+
             may_be_short = self.closed or (exhausted and self._when_exhausted == "continue")
             if not (self.num_untaken and may_be_short):
                 if exhausted and not self.closed:
                     raise Exhausted(self._exhausted_message(step))
                 return None
+
         parts = [queue.first(step, min(wanted, queue.num_untaken)) for queue, wanted in needs]
         found = [part for part in parts if part is not None]
         return found if len(found) == len(parts) else None
@@ -299,6 +307,7 @@ class SampleQueue:
         dropped = queue.dropped()
         reasons = ", ".join(f"{count} {reason}" for reason, count in dropped.most_common())
         whose = f" of the domain '{name}'" if name else ""
+
         return (
             f"step {step + 1} needs {queue.num_wanted} prompt groups{whose}, but of the "
             f"{num_left + dropped.total()} drawn for it {num_left or 'none'} are left (dropped: "
@@ -321,4 +330,5 @@ class SampleQueue:
             raise CountsError(
                 f"group {number} cannot {verb}: it was lost, and waits to be issued again"
             )
+
         return group

@@ -104,6 +104,7 @@ def saved_group(group: PromptGroup) -> SavedGroup:
     }
     if group.num_aborts:
         return {**live, "aborts": group.num_aborts}
+
     return live
 
 
@@ -150,12 +151,14 @@ def inherited_fields(start: Snapshot) -> dict[str, Any]:
     ledger."""
     names = ("step", "issued", "consumed", "dropped", "aborted", "domains")
     fields: dict[str, Any] = {name: value for name, value in start.items() if name in names}
+
     live = []
     for group in map(restored, start["live"]):
         if group.lowest_version is None:
             version = group.version
         else:
             version = group.lowest_version
+
         own = {
             "group_id": group.group_id,
             "attempt": group.attempt,
@@ -163,4 +166,5 @@ def inherited_fields(start: Snapshot) -> dict[str, Any]:
             "version": version,
         }
         live.append({**own, "domain": group.domain} if group.domain else own)
+
     return {**fields, "live": live}

@@ -52,6 +52,7 @@ class PolicyScorer(TorchScorer):
             heat = heat[places.to(heat.device)]
         else:
             heat = heat
+
         places = places.to(self.device)
         size = int(micro.lengths("response").sum())
         found = super().compute(conversations, outputs, heat)
@@ -65,6 +66,7 @@ class PolicyScorer(TorchScorer):
         given, serves as the prompt."""
         response = batch.flat("response_ids")
         num_prompt_tokens = batch.lengths("prompt").tolist()
+
         begin = 0  # of the sample's response
         prompt_end = 0
         prompts = [response[:0]]
@@ -72,9 +74,11 @@ class PolicyScorer(TorchScorer):
         for row, length in enumerate(batch.lengths("response").tolist()):
             prompt_start = prompt_end
             prompt_end += num_prompt_tokens[row]
+
             for number, (name, start, end) in enumerate(_conversations(batch, row, length)):
                 if start == end or not self._is_own(name):
                     continue
+
                 first = begin + start
                 if number == 0:
                     prompts.append(batch.flat("prompt_ids")[prompt_start:prompt_end])
@@ -82,11 +86,14 @@ class PolicyScorer(TorchScorer):
                 else:
                     prompts.append(response[first : first + 1])
                     places.append(torch.arange(first + 1, begin + end))
+
             begin += length
+
         cut = Batch(_lengths(prompts[1:]), _lengths(places[1:]))
         cut["prompt_ids"] = torch.cat(prompts)
         place = torch.cat(places)
         cut["response_ids"] = response[place.to(response.device)]
+
         return cut, place
 
     def _is_own(self, name: str) -> bool:
@@ -104,6 +111,7 @@ def _conversations(batch: Batch, row: int, length: int) -> Iterator[tuple[str, i
             yield name, start, next_start
             name = next_name
             start = next_start
+
     yield name, start, length
 
 
@@ -183,6 +191,7 @@ class MultiPolicyTrainer(MultiPolicyScorer):
                 kind, weight = _split(name)
                 tensors[f"{kind}{policy}.{weight}"] = tensor
             meta[policy] = own.meta
+
         return TrainState(tensors, meta)
 
     def load_state(self, state: TrainState) -> None:
@@ -191,6 +200,7 @@ class MultiPolicyTrainer(MultiPolicyScorer):
         if state.meta.keys() != self.engines.keys():
             saved, own = (", ".join(names) for names in (state.meta, self.engines))
             raise ValueError(f"the state is of the policies {saved}, and this run trains {own}")
+
         for policy, engine in self.engines.items():
             engine.load_state(
                 TrainState(tensors_of_policy(state.tensors, policy), state.meta[policy])

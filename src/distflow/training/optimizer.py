@@ -44,10 +44,12 @@ def make_optimizer(
         return torch.optim.SGD(trainable, lr=lr, weight_decay=weight_decay)
     if name != "adamw_8bit":
         raise UserError(f"unknown optimizer '{name}'; there are: {', '.join(OPTIMIZERS)}")
+
     try:
         from bitsandbytes.optim import AdamW8bit
     except ImportError as error:
         raise UserError(NEEDS_8BIT) from error
+
     return AdamW8bit(trainable, lr=lr, weight_decay=weight_decay, betas=betas, eps=eps)
 
 
@@ -74,6 +76,7 @@ def optimizer_state(
                 tensors[f"{key}/{name}"] = value.detach()
             else:
                 plain.setdefault(name, {})[key] = value
+
     return tensors, {"class": type(optimizer).__name__, "plain": plain}
 
 
@@ -93,13 +96,16 @@ def load_optimizer_state(
             f"the state is of the optimizer {meta['class']}, this run has "
             f"{type(optimizer).__name__}: set optim.optimizer to the run's original optimizer"
         )
+
     states: dict[Tensor, dict[str, object]] = {}
     for name, entries in meta["plain"].items():
         states.setdefault(_find(parameters, name), {}).update(entries)
+
     for path, tensor in tensors.items():
         key, _, name = path.partition("/")
         parameter = _find(parameters, name)
         states.setdefault(parameter, {})[key] = _copied(tensor.detach(), parameter)
+
     optimizer.state.clear()
     optimizer.state.update(states)
 
@@ -108,11 +114,13 @@ def _copied(tensor: Tensor, parameter: nn.Parameter) -> Tensor:
     """A copy of an optimizer's tensor where its parameter is, sharded like it."""
     if tensor.dim() == 0:  # counters are on the CPU
         return tensor.to("cpu", copy=True)
+
     is_whole = not isinstance(tensor, DTensor) and tensor.shape == parameter.shape
     if isinstance(parameter, DTensor) and is_whole:
         sharded: Tensor = torch.empty_like(parameter, dtype=tensor.dtype)
         fill(sharded, tensor)
         return sharded
+
     return tensor.to(parameter.device, copy=True)
 
 
@@ -155,6 +163,7 @@ def make_schedule(
         raise UserError(f"unknown scheduler '{name}'; there are: {', '.join(SCHEDULERS)}")
     if name == "constant":
         return lambda step: 1.0
+
     if warmup_steps >= 0:
         warmup = warmup_steps
     else:
@@ -165,6 +174,7 @@ def make_schedule(
             return step / warmup
         if name == "constant_with_warmup":
             return 1.0
+
         progress = min(1.0, (step - warmup) / max(1, total_steps - warmup))
         falling = 1.0 - progress
         if name != "linear_with_warmup":

@@ -88,6 +88,7 @@ class TorchScorer:
         CPU."""
         self.model.eval()
         bins = micro_batches(batch, self.max_tokens, self.group)
+
         scored = list[Batch]()
         for index in bins:
             micro = batch.select(index)
@@ -95,6 +96,7 @@ class TorchScorer:
             for name, flat in self.compute(micro, outputs).items():
                 columns[name] = flat
             scored.append(columns)
+
         in_order = torch.cat(bins).argsort()
         return Batch.concat(scored).to("cpu").select(in_order)
 
@@ -113,6 +115,7 @@ class TorchScorer:
         model: Any = self.model  # nn.Module declares no methods
         predicts_next = outputs != ("text_scores",)
         processor = images_of(unwrapped(self.model))
+
         with self._adapter(), self._autocast():
             inputs = model_inputs(micro, self.device, int(predicts_next), processor)
             if heat is None:
@@ -139,6 +142,7 @@ class TorchScorer:
             raise ValueError(
                 "temperatures differ by domain or agent: scored samples need their 'domain'"
             )
+
         of_samples = [self.temperatures.get(each, self.temperature) for each in micro["domain"]]
         of_tokens = torch.tensor(of_samples).repeat_interleave(micro.lengths("response"))
         if self.agent_temperatures:
@@ -146,6 +150,7 @@ class TorchScorer:
             speakers = micro.speakers(list(self.agent_temperatures))
             of_speakers = of_agents[speakers]
             of_tokens = torch.where(of_speakers > 0, of_speakers, of_tokens)
+
         check_temperature(of_tokens)
         return of_tokens
 
@@ -191,12 +196,14 @@ class RewardModelScorer(TorchScorer, FrozenWeights):
             before_last += ids[:-1]
             last.append(ids[-1])
             cuts.append(cut)
+
         # Outputs are computed at the response's tokens: the last token is the response.
         num_tokens = torch.tensor(lengths, dtype=torch.int64)
         texts = Batch(num_tokens - 1, torch.ones_like(num_tokens))
         texts["prompt_ids"] = torch.tensor(before_last, dtype=torch.int64)
         texts["response_ids"] = torch.tensor(last, dtype=torch.int64)
         scores = self.forward(texts, ("text_scores",)).flat("text_scores").tolist()
+
         return [{**_result(score), "cut": cut} for score, cut in zip(scores, cuts, strict=True)]
 
 
@@ -221,18 +228,21 @@ def micro_batches(
         families = _groups(batch)
     else:
         families = _families(batch, max_tokens)
+
     lengths = batch.lengths("sequence")
     sizes = [int(lengths[family].sum()) for family in families]
     bins = pack(sizes, max_tokens)
     most_of_a_rank = int(group.max(float(len(bins))))
     if most_of_a_rank > len(bins):
         bins = pack(sizes, max_tokens, most_of_a_rank)
+
     indices = list[Tensor]()
     for bin in bins:
         samples = list[int]()
         for family in bin:
             samples += families[family]
         indices.append(torch.tensor(samples, dtype=torch.int64))
+
     return indices
 
 
@@ -241,8 +251,10 @@ def _families(batch: Batch, max_tokens: int) -> list[list[int]]:
     families: list[list[int]] = []
     if len(batch) == 0:
         return families
+
     lengths = batch.lengths("sequence").tolist()
     prompts = batch.flat("prompt_ids").split(batch.lengths("prompt").tolist())
+
     room = 0
     for i, prompt in enumerate(prompts):
         if families and lengths[i] <= room and torch.equal(prompt, prompts[i - 1]):
@@ -251,6 +263,7 @@ def _families(batch: Batch, max_tokens: int) -> list[list[int]]:
         else:
             families.append([i])
             room = max_tokens - lengths[i]
+
     return families
 
 
@@ -282,30 +295,36 @@ def model_inputs(
             who = micro.flat("uid")[index]
         else:
             who = f"number {index}"
+
         raise ValueError(
             f"sample {who} has an empty prompt: its first token cannot be predicted; add a BOS "
             "token"
         )
+
     ids = micro.flat("input_ids")
     lengths = micro.conversation_lengths()
     if not ids.numel():
         ids = ids.new_zeros(1)
         lengths = torch.ones(1, dtype=torch.int64)
+
     positions = send(micro.response_positions(), ids.device)
     if processor is not None:
         images = _images(micro, processor, device)
     else:
         images = None
+
     if ids.device.type == "cpu" and images is None:
         sharing = shared_prefixes(ids, lengths)
     else:
         sharing = None
+
     ids, predicting, targets = (
         send(each, device) for each in (ids, positions - before, ids[positions])
     )
     fields = None
     if "action_values" in micro:
         fields = next((own for own in micro.flat("number_head") if own), None)
+
     if fields is not None:
         head = make_head(fields)
         values, drawn = (
@@ -315,6 +334,7 @@ def model_inputs(
             targets, values, drawn > 0, head.normals(targets, values.roll(head.dim))
         )
         return ModelInputs(ids, lengths, predicting, numbers, sharing, images)
+
     return ModelInputs(ids, lengths, predicting, targets, sharing, images)
 
 
@@ -324,13 +344,16 @@ def _images(micro: Batch, processor: ImageProcessor, device: torch.device) -> Im
     held = micro.flat("images") if "images" in micro else []
     if not any(held):
         return None
+
     is_placeholder = (micro.flat("input_ids") == processor.token_id).cpu()
     is_drawn = torch.zeros_like(is_placeholder)
     lengths = micro.conversation_lengths().tolist()
+
     if "response_mask" in micro:
         is_drawn[micro.response_positions()] = (micro.flat("response_mask") > 0).cpu()
     else:
         is_drawn[micro.response_positions()] = True
+
     for places, drawn in zip(is_placeholder.split(lengths), is_drawn.split(lengths), strict=True):
         places[drawn.cumsum(0) > 0] = False
     num_forks = map(len, micro.flat("forks")) if "forks" in micro else [0] * len(held)
@@ -339,6 +362,7 @@ def _images(micro: Batch, processor: ImageProcessor, device: torch.device) -> Im
         for own, number in zip(held, num_forks, strict=True)
         for paths in own or [[]] * (number + 1)
     ]
+
     return ImageInputs(tuple(map(tuple, apart)), send(is_placeholder.nonzero()[:, 0], device))
 
 
@@ -359,12 +383,15 @@ def clip_gradients(parameters: Collection[nn.Parameter], max_norm: float | None)
     finite, neither are the gradients, before and after, and the caller drops them.
     """
     gradients = [p.grad for p in parameters if p.grad is not None]
+
     # Gradients with the same layout share one reduction.
     norms = [whole(get_total_norm(alike)) for alike in _alike(gradients)]
     norm = norms[0] if len(norms) == 1 else get_total_norm(norms)
+
     if max_norm is not None:
         for alike in _alike(parameters):
             clip_grads_with_norm_(alike, max_norm, norm)
+
     return norm
 
 
@@ -376,6 +403,7 @@ def _alike(tensors: Iterable[AnyTensor]) -> list[list[AnyTensor]]:
         if isinstance(tensor, DTensor):
             layout = (tensor.device_mesh, tensor.placements)
         found.setdefault(layout, []).append(tensor)
+
     return list(found.values())
 
 
@@ -386,10 +414,12 @@ def checkpoint_activations(model: nn.Module) -> None:
     Raises UserError if the family does not support it.
     """
     causal = unwrapped(model)
+
     # transformers renamed it in 5.x, and warns about the old name
     enable = getattr(causal, "activation_checkpointing_enable", None)
     if enable is None:
         enable = causal.gradient_checkpointing_enable
+
     try:
         enable({"use_reentrant": False})
     except ValueError as error:
@@ -404,6 +434,7 @@ def _read_sums(shares: Sequence[engine.Sums], norm: Tensor) -> tuple[engine.Coun
     for share in shares:
         names += share.keys()
         values += share.values()
+
     *numbers, norm_as_number = read_numbers([*values, norm])
     sums: engine.Counts = {"loss": 0.0}
     for name, number in zip(names, numbers, strict=True):
@@ -447,9 +478,11 @@ class TorchTrainEngine(TorchScorer):
         self.num_steps = 0
         self._device = self.device
         self._trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
+
         # always, except for its buffers
         self._is_on_host = next(model.parameters()).device.type != self._device.type
         self._base_lrs = [float(group["lr"]) for group in optimizer.param_groups]
+
         for name, parameter in self._trainable.items():
             if parameter.dtype in (torch.bfloat16, torch.float16):
                 raise UserError(
@@ -457,6 +490,7 @@ class TorchTrainEngine(TorchScorer):
                     "float32 and set compute_dtype to the precision wanted, or small updates would "
                     "be rounded away"
                 )
+
         if gradient_checkpointing:
             checkpoint_activations(model)
 
@@ -475,6 +509,7 @@ class TorchTrainEngine(TorchScorer):
         lrs = [base * factor for base in self._base_lrs]
         if counts.get("tokens") == 0:
             return {"loss": 0.0, "grad_norm": 0.0, "lr": lrs[0], "skipped": 1.0, "empty": 1.0}
+
         whole_groups = "text_scores" in loss_fn.outputs
         shares = list[engine.Sums]()
         for index in micro_batches(batch, self.max_tokens, self.group, whole_groups):
@@ -483,6 +518,7 @@ class TorchTrainEngine(TorchScorer):
                 loss_share.backward()
             shares.append({"loss": loss_share.detach(), **stats})
             del loss_share  # and its graph, before the next one is built
+
         sum_gradients(self._trainable.values(), self.group)
         norm = clip_gradients(self._trainable.values(), self.max_grad_norm)
         own_sums, grad_norm = _read_sums(shares, norm)
@@ -492,6 +528,7 @@ class TorchTrainEngine(TorchScorer):
         if not skipped:
             self._step(lrs)
         self.optimizer.zero_grad(set_to_none=True)
+
         return {
             **loss_fn.finish(sums, counts),
             "loss": loss,
@@ -552,15 +589,18 @@ class TorchTrainEngine(TorchScorer):
         different = sorted(own.keys() ^ weights.keys())
         if not different:
             different = [name for name, p in own.items() if p.shape != weights[name].shape]
+
         if different:
             raise ValueError(
                 f"the state is of another model: {len(different)} weights differ in name or shape, "
                 f"{different[0]} first; resume with the run's original model (and lora_rank)"
             )
+
         moments = dict[str, Tensor]()
         for name, tensor in state.tensors.items():
             if name.startswith(engine.OPTIMIZER_PREFIX):
                 moments[name.removeprefix(engine.OPTIMIZER_PREFIX)] = tensor
+
         load_optimizer_state(self.optimizer, own, moments, state.meta["optimizer"])
         for name, parameter in own.items():
             fill(parameter, weights[name])

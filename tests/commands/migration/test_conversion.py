@@ -268,9 +268,11 @@ def test_a_file_becomes_a_config_and_what_is_missing_is_named(name: str, tmp_pat
     assert plain["defaults"] == [preset, "_self_"]
     base = flatten(preset_config(preset))
     found = flatten(load_config(str(path), complete=False).config)
+
     for key in MAPS & wanted.keys():
         group, entry = key.split(".")
         assert plain[group][entry] == wanted[key]
+
     by_hand = {key: value for key, value in wanted.items() if key not in MAPS}
     assert {key: found[key] for key in by_hand} == by_hand
     assert {key for key, value in found.items() if value != base[key]} <= wanted.keys() | MAPS, (

@@ -168,6 +168,7 @@ def test_ranks_that_are_not_added_up_exactly_are_found(
     keys = (*runs.PRESET_KEYS[pipeline], f"trainer.imports=[tests.commands.selftest.{fault}]")
     monkeypatch.setitem(runs.PRESET_KEYS, pipeline, keys)
     lab = Lab.of(tmp_path / "lab", pipeline)
+
     with own_ray(tmp_path / "ray", 2):
         *_, replicas, shards = pairs_of(lab, lambda: None)
         sync = cache(lab.sync)

@@ -123,6 +123,7 @@ def test_a_file_of_the_users_chooses_and_a_preset_of_ours_does_not(tmp_path: Pat
     file = tmp_path / "mine.yaml"
     file.write_text("defaults: [sft, _self_]\ndata: {train_batch_size: 64}\n")
     assert fitted(fit_to(load("sft"), RunLimits(rows=5)))[BATCH] == 5
+
     with pytest.raises(
         ConfigError, match="a batch of 64 is larger than the data set, which has 5 rows"
     ):
@@ -178,6 +179,7 @@ def test_no_default_is_refused_for_a_size_that_somebody_chose() -> None:
         "async.max_staleness": 1,
     }
     data = {"data.train_files": ("t.jsonl",), f"{MODEL}.path": "m"}
+
     for preset in preset_names():
         base = load_config(preset, complete=False)
         for chosen in combinations(sizes, 2):

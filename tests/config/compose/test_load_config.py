@@ -250,6 +250,7 @@ def test_remote_code_runs_from_a_folder_or_a_pinned_revision(tmp_path):
     revision = "actor_rollout_ref.model.revision"
     assert load_config("grpo", [*GOOD, trust, f"{path}='{tmp_path}'"])
     assert load_config("grpo", [*GOOD, trust, f"{path}=org/name", f"{revision}=9f8e7d6c5b"])
+
     # it comes with no code of others
     assert load_config("grpo", [*GOOD, trust, f"{path}=builtin:tiny-arithmetic"])
 
@@ -383,6 +384,7 @@ def test_a_model_folder_without_all_its_weights_is_told_before_anything_is_read(
     if not said:
         assert load_config("grpo", lines, needed={key})
         return
+
     with pytest.raises(ConfigError, match=said):
         load_config("grpo", lines, needed={key})
     assert load_config("grpo", [*lines, "actor_rollout_ref.model.init=random"], needed={key})

@@ -361,11 +361,13 @@ def test_keys_that_exclude_others_can_be_set_too(name):
         keys = {"train_files": [], "domains": TWO_DOMAINS, **keys}
     if name.endswith("lora_merge"):
         keys["rollout"] = {"name": "vllm"}
+
     others = {}
     if key == "agent_rewards" or "limit_penalty" in name:
         others["actor_rollout_ref"] = {
             "rollout": {"workflow": "games.py:talk", "agents": {"solver": {}}}
         }
+
     if key.endswith("_level"):
         others["actor_rollout_ref"] = {"rollout": {"workflow": "simulator"}}
     config = good(**{group: keys}, **others)
@@ -521,16 +523,19 @@ def test_the_files_of_a_domain_may_move_as_others_may():
     assert [key for key, _, _ in diff(before, moved)] == ["data.domains"] and changed_keys(
         before, moved
     ) == []
+
     for change in ({"weight": 2}, {"max_response_length": 9}, {"prompt_template": "Q {prompt}"}):
         assert [
             key for key, _, _ in changed_keys(before, domains(train_files=["x.jsonl"], **change))
         ] == ["data.domains"]
+
     assert changed_keys(before, good(data={"train_files": [], "domains": {"a": TWO_DOMAINS["a"]}}))
 
 
 def test_explain_says_what_a_key_means_and_who_set_it():
     loaded = load_config("dapo", [*GOOD, "algorithm.gamma=0.5"])
     text = explain("algorithm.gamma", loaded)
+
     for part in (
         "discount",
         "≥ 0 and ≤ 1",
@@ -539,6 +544,7 @@ def test_explain_says_what_a_key_means_and_who_set_it():
         "origin   command line",
     ):
         assert part in text
+
     assert "presets/dapo.yaml:" in explain("actor_rollout_ref.actor.clip_ratio_high", loaded)
     assert "default  {default: ['math']}" in explain("reward.functions", loaded)
     assert "algorithm.kl_ctrl.horizon=null" in explain("algorithm.kl_ctrl", loaded)

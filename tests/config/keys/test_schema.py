@@ -137,6 +137,7 @@ def test_a_module_of_trainer_imports_registers_its_group(tmp_path, monkeypatch):
         "    size: int = key(1, 'its size')\n"
         "register_config_group('late', Late)\n"
     )
+
     try:
         loaded = load_config("grpo", [*GOOD, "trainer.imports=[my_groups_module]", "late.size=4"])
         assert loaded.config.late.size == 4

@@ -46,6 +46,7 @@ def test_what_is_to_be_written_are_our_keys_and_values_that_they_take():
                 info = schema_keys().get(ours)
                 if info is None or "..." in given:
                     continue
+
                 plain = yaml.safe_load(given)
                 made = (
                     info.spec.parse(plain) if info.spec.parse else convert(plain, info.annotation)
@@ -78,6 +79,7 @@ def test_every_key_is_accepted_with_a_line_where_it_changes_nothing_and_else_ans
     found = {key.replace("*", "x") for table in all_tables().values() for key in table.names}
     keys = sorted(key for key in found if not is_known(key))
     assert len(keys) > 900
+
     for key in keys:
         names = find_names(key).values()
         values = {
@@ -317,6 +319,7 @@ def test_well_known_names_are_answered_with_ours_and_their_value(settings):
     for override, part in settings.items():
         if part:
             assert part in said[override], override
+
     accepted = [override for override, part in settings.items() if not part]
     notes = load_config("grpo", accepted, complete=False).notes
     assert len([line for line in notes if "verl has other defaults" not in line]) == len(accepted)
@@ -340,6 +343,7 @@ def test_the_command_line_gives_the_same_answers():
     assert [problem.what for problem in problems.values()] == [
         "there is no such key; TRL has it"
     ] * 4
+
     for override in some:
         key = override.lstrip("+").partition("=")[0]
         assert TRL[override.lstrip("+")] in problems[key].advice

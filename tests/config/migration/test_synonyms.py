@@ -61,7 +61,9 @@ def test_every_synonym_leads_to_what_exists_and_is_no_name_of_ours() -> None:
             key
         ].spec.choices
         assert word not in choices, (key, word)
+
         for each in meant:
             overrides = split_overrides(each) if "=" in each else {key: each}
             assert all(own in keys for own in overrides) and overrides[key] in choices, (key, word)
+
         assert find_synonyms(key, word, choices)

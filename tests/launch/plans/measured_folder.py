@@ -42,6 +42,7 @@ def write(folder: Path, *overrides: str, steps: int = 6) -> PredictedRun:
     timed = {name: value for name, value in run.phases.items() if name != "rest"}
     groups = run.config.data.train_batch_size
     workers = run.config.reward.num_workers
+
     for step in range(1, steps + 1):
         began = 1000 + (step - 1) * run.step_seconds
         end = began + run.times.generate()
@@ -49,11 +50,13 @@ def write(folder: Path, *overrides: str, steps: int = 6) -> PredictedRun:
         files["spans/engine"].append(
             {**times, "kind": "decode", "what": "train", "version": step - 1}
         )
+
         for group in range(groups):
             scored = end + KNOWN.score * (1 + group // workers)
             files["spans/reward"].append(
                 {**times, "t0": end, "t1": scored, "kind": "wait", "what": "scores"}
             )
+
         measured = {f"timing_s/{name}": seconds for name, seconds in timed.items()}
         measured |= {"timing_s/eval": 0.0, "memory/process/peak": run.fullest.peak}
         line = {
@@ -66,6 +69,7 @@ def write(folder: Path, *overrides: str, steps: int = 6) -> PredictedRun:
         files["metrics"].append(line)
         rows = [{"prompt_length": 6, "response_length": 10, "restart": 0}] * 8
         write_sample_file(folder / f"samples/{step:06d}.parquet", rows, step, "train")
+
     for name, lines in files.items():
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     return run

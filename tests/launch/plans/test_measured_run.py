@@ -77,11 +77,13 @@ def test_a_damaged_plan_is_named(tmp_path: Path, shape: dict[str, object] | None
     write(tmp_path / "run")
     file = tmp_path / "run/plan.json"
     plan = json.loads(file.read_text())
+
     shapes = plan["predicted"]["shapes"]
     if shape is None:
         shapes.clear()
     else:
         shapes["actor"] |= shape
+
     file.write_text(json.dumps(plan))
     planner = RunPlanner("quickstart_grpo", TINY, measured_in=str(tmp_path / "run"))
     with pytest.raises(UserError, match="plan.json is damaged"):

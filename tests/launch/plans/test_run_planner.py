@@ -27,6 +27,7 @@ def files(tmp_path: Path) -> dict[str, Path]:
                 for i in range(number)
             )
         )
+
     return found
 
 

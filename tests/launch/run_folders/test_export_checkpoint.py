@@ -81,6 +81,7 @@ def test_a_run_begins_from_the_policy_of_another(ground: Playground, run: str, w
     trained = load_file(ground.folder / name / "checkpoints" / "step-000001" / "actor.safetensors")
     for key, tensor in begun.items():
         torch.testing.assert_close(trained[f"model.{key}"], tensor, rtol=0, atol=1e-12)
+
     if run == "source":
         last = load_file(
             ground.folder / "source" / "checkpoints" / "step-000002" / "actor.safetensors"
@@ -114,6 +115,7 @@ def test_eval_asks_a_run_what_the_run_asked(
         "data.val_max_samples=12",
         "trainer.test_freq=1",
     )
+
     for name, more in (("judged", ()), ("judged-lora", ("actor_rollout_ref.model.lora_rank=2",))):
         run = ground.run("grpo", *SAVED, *val, *more, f"{STEPS}=2", name=name)
         by_step = {
@@ -153,17 +155,21 @@ def test_an_adapter_is_exported_alone_and_evaluated(
     whole = ground.folder / "lora-whole"
     alone = ground.folder / "lora-alone"
     export_checkpoint(ground.folder / "lora", whole)
+
     for _ in range(2):
         assert (
             cli.main(["export", str(ground.folder / "lora"), "--to", str(alone), "--adapter"]) == 0
         )
+
     assert f"{alone} holds it already" in capsys.readouterr().out
     one = load_model(whole)
     other = load_model(alone)
+
     pairs = zip(one.named_parameters(), other.named_parameters(), strict=True)
     for (name, weight), (same_name, same) in pairs:
         assert name == same_name
         torch.testing.assert_close(same, weight, rtol=0, atol=1e-6)
+
     sizes = [
         (folder / f"{name}.safetensors").stat().st_size
         for folder, name in ((alone, "adapter_model"), (whole, "model"))

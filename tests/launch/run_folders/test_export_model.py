@@ -38,10 +38,12 @@ def test_an_adapter_is_merged_and_the_model_left_as_it_is(tmp_path: Path) -> Non
     model = add_lora(
         load_model(write_tiny_model(tmp_path / "m", "qwen2", tie_word_embeddings=True)), rank=4
     )
+
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "lora_B" in name:
                 parameter.normal_(std=0.2)
+
     expected = model(IDS).logits
     again = AutoModelForCausalLM.from_pretrained(export_model(model, None, tmp_path / "out"))
     torch.testing.assert_close(again(IDS).logits, expected, rtol=0, atol=3e-5)
@@ -57,10 +59,12 @@ def test_an_adapter_alone_is_a_folder_of_peft_that_we_load_too(tmp_path: Path) -
         rank=4,
         alpha=32,
     )
+
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "lora_B" in name:
                 parameter.normal_(std=0.2, generator=torch.Generator().manual_seed(0))
+
     expected = model(IDS).logits.log_softmax(-1)
     base = load_model(tmp_path / "m")(IDS).logits.log_softmax(-1)
     out = export_model(model, load_tokenizer(tmp_path / "m"), tmp_path / "out", adapter=True)

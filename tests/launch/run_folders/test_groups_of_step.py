@@ -30,6 +30,7 @@ def run_step(coordinator, drop=()):
                 coordinator.drop(group_id.group_id, "equal_rewards")
             else:
                 coordinator.complete(group_id.group_id, 5 + group_id.group_id)
+
     coordinator.release(coordinator.step)
     return numbers
 
@@ -49,6 +50,7 @@ def test_a_step_has_the_groups_that_it_consumed_and_the_drops_before_it(tmp_path
     with Ledger(path) as ledger:
         coordinator = Coordinator(plan_of(), ledger)
         consumed = [run_step(coordinator, drop=(1, 3, 4)) for _ in range(3)]
+
     for step, numbers in enumerate(consumed, start=1):
         lineage = step_lineage(path, step)
         assert tuple(group.group_id for group in lineage.groups) == numbers
@@ -63,6 +65,7 @@ def test_a_step_has_the_groups_that_it_consumed_and_the_drops_before_it(tmp_path
             0,
             True,
         )
+
     assert [
         [group.group_id for group in step_lineage(path, step).dropped] for step in (1, 2, 3)
     ] == [[1], [3, 4], []]
@@ -82,7 +85,9 @@ def test_workers_and_attempts_of_groups_that_were_lost(tmp_path):
                     coordinator.retry(group_id.group_id)
                 else:
                     coordinator.complete(group_id.group_id, 5)
+
         run_step(coordinator)
+
     first, second = step_lineage(path, 1).groups
     assert (first.attempts, first.worker) == (2, "rank-1")
     assert (second.group_id, second.attempts) == (2, 1)
@@ -102,6 +107,7 @@ def test_what_a_resume_took_back_is_no_part_of_it(tmp_path):
         snapshot = coordinator.snapshot()
         run_step(coordinator, drop=(3,))
         coordinator.issue_groups()
+
     with path.open("ab") as file:
         file.write(b'{"t":1,"restart":0,"kind":"comp')
     assert [group.group_id for group in step_lineage(path, 2).dropped] == [3]
@@ -120,6 +126,7 @@ def test_the_step_under_way_when_a_run_was_killed(tmp_path):
         run_step(coordinator)
         done, _ = coordinator.issue_groups()
         coordinator.complete(done.group_id, 9)
+
     lineage = step_lineage(path, 2)
     assert (lineage.consumed_at, lineage.weights) == (None, None)
     assert [(group.group_id, group.version, group.tokens) for group in lineage.groups] == [
@@ -135,6 +142,7 @@ def test_a_step_that_is_not_there(tmp_path, step):
         coordinator = Coordinator(plan_of(), ledger)
         run_step(coordinator)
         run_step(coordinator)
+
     with pytest.raises(UserError, match=f"no step {step}: it has steps 1 to 2, counted from 1"):
         step_lineage(path, step)
 
@@ -146,6 +154,7 @@ def test_a_ledger_that_is_missing_empty_or_damaged(tmp_path):
     path.touch()
     with pytest.raises(UserError, match="none was consumed yet"):
         step_lineage(path, 1)
+
     for odd in ('"group_id":[1]', '"group_ids":7,"step":0', '"step":"x","group_ids":[]'):
         kind = "issued" if 'ticket"' in odd else "consumed"
         path.write_text(f'{{"t":1,"restart":0,"kind":"{kind}",{odd}}}\n')

@@ -60,11 +60,13 @@ def test_every_view_has_its_columns_also_of_a_run_without_files(tmp_path: Path) 
     run_dir = write_run(tmp_path / "run", num_steps=2)
     with RunFolder(tmp_path / "new", 0):
         pass
+
     for ask in (views_of(run_dir), views_of(tmp_path / "new")):
         for view, columns in VIEWS.items():
             kinds = {name: kind for name, kind, *_ in ask(f"describe {view}")}
             listed = dict(column.split() for column in columns.split(", "))
             assert kinds == {"run": "VARCHAR", **listed}, view
+
     assert ask("select count(*) from samples") == [(0,)]
     assert [*kinds] and list(COLUMNS) == VIEWS["samples"].replace(",", "").split()[::2]
 

@@ -45,8 +45,10 @@ def check_same_responses(tmp_path: Path, keys: tuple[str, ...]) -> None:
         f"data.val_files={tmp_path}/rows.jsonl",
         "trainer.device=cpu",
     ]
+
     given = []
     for name, more in (("one", ()), ("several", keys)):
         assert main([*command, *more, f"--to={tmp_path}/{name}"]) == 0
         given.append([row["response"] for row in read_samples(tmp_path / name, 0, "val")])
+
     assert given[0] == given[1] and len(given[0]) == len(rows)

@@ -81,6 +81,7 @@ def test_it_computes_on_the_threads_of_torch() -> None:
 def test_processors_that_know_less(flag: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(build, "FLAGS", (*build.FLAGS, flag))
     model = make(hidden_size=80, intermediate_size=100, head_dim=20)
+
     for count in (1, 9, 61):
         ids, starts = some_rows(count)
         expected = exact(model, ids, starts)

@@ -64,11 +64,13 @@ def decoded(view: DecoderView, ids: list[list[int]], starts: list[int], extent: 
         nn.functional.pad(memory, (0, 0, 0, extent - memory.shape[-2]))
         for memory in (kv.keys, kv.values)
     )
+
     logits = []
     for step in range(min(len(row) - start for row, start in zip(ids, starts, strict=True))):
         tokens = torch.tensor([row[start + step] for row, start in zip(ids, starts, strict=True)])
         hidden = view.decode(tokens, torch.tensor(starts) + step, keys, values)
         logits.append(view.logits(hidden))
+
     return torch.stack(logits, dim=1)
 
 
@@ -88,6 +90,7 @@ def exact(model: Any, ids: list[list[int]], starts: list[int], steps: int = 6) -
             model(input_ids=torch.tensor([row])).logits[0, start : start + steps]
             for row, start in zip(ids, starts, strict=True)
         ]
+
     model.float()
     return torch.stack(rows)
 
@@ -168,10 +171,12 @@ def packed_by_autocast(
     attach_packed_forward(trained)
     choose_attention(trained)
     lengths = torch.tensor([len(row) for row in ids])
+
     with torch.autocast("cpu", torch.bfloat16):
         logits = trained.packed_logits(
             torch.tensor([token for row in ids for token in row]), lengths
         ).float()
+
     rows = zip(logits.split(lengths.tolist()), starts, strict=True)
     return torch.stack([row[start : start + steps] for row, start in rows])
 
@@ -181,6 +186,7 @@ def test_a_row_does_not_depend_on_its_batch(compute_dtype: torch.dtype | None) -
     view = DecoderView(make(), native=True, compute_dtype=compute_dtype)
     ids, starts = some_rows(61)
     together = decoded(view, ids, starts)
+
     threads = torch.get_num_threads()
     try:
         for num_threads in (1, 3):
@@ -203,6 +209,7 @@ def decoded_after(
     keys, values = (
         nn.functional.pad(memory[:, rows], (0, 0, 0, 20)) for memory in (kv.keys, kv.values)
     )
+
     logits = []
     for step in range(6):
         tokens = torch.tensor(
@@ -211,6 +218,7 @@ def decoded_after(
         logits.append(
             view.logits(view.decode(tokens, torch.tensor(starts[rows]) + step, keys, values))
         )
+
     return torch.stack(logits, dim=1)
 
 
@@ -231,6 +239,7 @@ def test_the_rest_of_a_prompt_is_its_tokens_one_by_one(compute_dtype: torch.dtyp
         (kv.keys[:, row, :, :start], kv.values[:, row, :, :start])
         for row, start in enumerate(starts)
     ]
+
     threads = torch.get_num_threads()
     try:
         for num_threads in (1, 2, 5):
@@ -256,6 +265,7 @@ def test_the_memory_may_be_a_window_of_a_larger_one() -> None:
         assert torch.equal(
             view.decode(tokens, positions, keys, values), view.decode(tokens, positions, *apart)
         )
+
         for memory, was in zip(wide, before, strict=True):
             written = torch.zeros(9, 40, dtype=torch.bool)
             written[torch.arange(2, 7), positions] = True
@@ -272,6 +282,7 @@ def test_scores_and_gates_far_from_zero(size: float) -> None:
             layer.self_attn.q_proj.weight.mul_(size)
             layer.mlp.gate_proj.weight.mul_(size)
             layer.mlp.down_proj.weight.div_(size)
+
     ids, starts = some_rows(5)
     expected = exact(model, ids, starts)
     by_torch = far(decoded(DecoderView(model), ids, starts), expected)
@@ -303,11 +314,13 @@ def test_what_lies_outside_is_refused(
     view = native_view(make(vocab_size=99))
     keys = torch.zeros(2, 1, 2, 8, 8)
     values = torch.zeros(2, 1, 2, 8, 8)
+
     if error is None:
         assert torch.isfinite(
             view.decode(torch.tensor([token]), torch.tensor([position]), keys, values)
         ).all()
         return
+
     with pytest.raises(error, match="not below 99, or a position not below 8"):
         view.decode(torch.tensor([token]), torch.tensor([position]), keys, values)
     assert not keys.any()
@@ -449,6 +462,7 @@ def test_logits_follow_the_head_alone(change: Callable[[Any], None]) -> None:
     before = view.logits(hidden)
     assert step.refresh_head()
     change(model)
+
     with torch.no_grad():
         assert step.refresh_head() is (change in (laid_elsewhere, the_head))
         hidden = hidden.to(model.dtype)

@@ -58,6 +58,7 @@ def test_a_row_does_not_depend_on_its_batch() -> None:
     together = draw(logits, 0.7, uniform)
     threads = torch.get_num_threads()
     assert together is not None
+
     try:
         for num_threads in (1, 3):
             torch.set_num_threads(num_threads)

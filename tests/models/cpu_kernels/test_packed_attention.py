@@ -30,6 +30,7 @@ def by_hand(
                 k, v = (x[seen].repeat_interleave(group, 1) for x in (keys, values))
                 masses = torch.einsum("hd,thd->ht", queries[row] * scale, k).softmax(-1)
                 mixed[row] = torch.einsum("ht,thd->hd", masses, v)
+
     return torch.stack([mixed[row] for row in range(len(queries))])
 
 
@@ -46,6 +47,7 @@ def packed(lengths: tuple[int, ...], alike: int) -> tuple[Tensor, Sharing | None
         for number, length in enumerate(lengths)
     ]
     cut = [row[:length] for row, length in zip(ids, lengths, strict=True)]
+
     return torch.tensor(lengths), shared_prefixes(torch.cat(cut), torch.tensor(lengths))
 
 
@@ -76,6 +78,7 @@ def test_values_and_gradients_are_those_of_the_formula(
     ours = attend(*given, Sequences.of(lengths, sharing), 0.3)
     expected = by_hand(*exact, places_of(lengths, sharing), 0.3)
     torch.testing.assert_close(ours.double(), expected, rtol=0, atol=1e-5)
+
     found = torch.autograd.grad((ours * weights).sum(), given)
     for own, wanted in zip(
         found, torch.autograd.grad((expected * weights).sum(), exact), strict=True
@@ -100,6 +103,7 @@ def test_neither_threads_nor_neighbours_change_a_bit() -> None:
     assert sharing is not None
     given = [x.requires_grad_() for x in inputs(len(sharing.positions), 4, 2, 24)]
     threads = torch.get_num_threads()
+
     found = []
     try:
         for num_threads in (1, 2, 5):
@@ -108,10 +112,12 @@ def test_neither_threads_nor_neighbours_change_a_bit() -> None:
             found.append([ours, *torch.autograd.grad(ours.square().sum(), given)])
     finally:
         torch.set_num_threads(threads)
+
     for other in found[1:]:
         assert all(torch.equal(a, b) for a, b in zip(found[0], other, strict=True))
     rows = torch.tensor(places_of(lengths, sharing)[5])
     alone = attend(*(x[rows] for x in given), Sequences.of(lengths[5:6], None), 0.3)
+
     # those before are computed with the first sequence
     assert torch.equal(alone[9:], found[0][0][rows[9:]])
 

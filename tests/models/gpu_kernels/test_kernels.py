@@ -81,6 +81,7 @@ def test_attention_reads_pages_where_they_lie_and_writes_its_token(
         rotated(each.double(), cos[positions].double(), sin[positions].double())
         for each in (query, key)
     )
+
     for row, position in enumerate(positions.tolist()):
         page = tables[row, position // PAGE]
         offset = position % PAGE
@@ -90,10 +91,12 @@ def test_attention_reads_pages_where_they_lie_and_writes_its_token(
             each[tables[row]].transpose(0, 1).flatten(1, 2).double()
             for each in (old_keys, old_values)
         )
+
         for head in range(heads):
             of_head = head // (heads // kv_heads)
             scores = own_keys[of_head, : position + 1] @ queries[row, head] * dim**-0.5
             close(found[row, head], scores.softmax(-1) @ own_values[of_head, : position + 1])
+
     close(keys, old_keys)
     assert torch.equal(values, old_values)
 
@@ -112,10 +115,12 @@ def test_a_step_is_that_of_torchs_operations(family: str) -> None:
     tokens = torch.tensor([5, 6, 7], device=DEVICE)
     positions = torch.tensor([3, 70, 100], device=DEVICE)
     tables = torch.tensor([[1, 2], [3, 4], [5, 6]], device=DEVICE)
+
     with torch.no_grad():
         expected = plain.decode_paged(tokens, positions, keys, values, tables)
         close(view.decode_paged(tokens, positions, own_keys, own_values, tables), expected)
         view._check_against_module()
+
     close(own_keys, keys)
     close(own_values, values)
 
@@ -152,6 +157,7 @@ def compare(ours: Any, formula: Any, *inputs: Tensor) -> None:
             (output * weight).sum() for output, weight in zip(outputs, weights, strict=True)
         ).backward()
         sides.append([*outputs, *(each.grad for each in given)])
+
     for found, expected in zip(*sides, strict=True):
         close(found, expected)
 
@@ -208,11 +214,13 @@ def test_heads_are_normed_and_rotated(rows: int, has_norms: bool) -> None:
         queries, keys, values = projected.unflatten(1, (-1, dim)).split(
             (heads, kv_heads, kv_heads), 1
         )
+
         if norms:
             queries, keys = (
                 torch.nn.functional.rms_norm(each, (dim,), norm, 1e-5)
                 for each, norm in zip((queries, keys), norms, strict=True)
             )
+
         cos = angles.cos().to(projected.dtype)
         sin = angles.sin().to(projected.dtype)
         return rotated(queries, cos, sin), rotated(keys, cos, sin), values

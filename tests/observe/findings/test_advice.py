@@ -160,6 +160,7 @@ def said_of(folder: Path, changed: Metrics, config: str) -> str:
         for step in range(NUM_STEPS):
             run.metrics(step + 1, "train", {name: values[step] for name, values in columns.items()})
         run.event("end", "the run finished", status="finished")
+
     data: Mapping[str, Any] = report_data(folder)
     return "\n".join(f"{each['text']} {each['advice']}" for each in data["sentences"])
 

@@ -89,6 +89,7 @@ def test_while_a_run_goes_on_each_obstacle_is_reported_once() -> None:
         }
         found = live.step(step, {**reward, "rollout/truncated": 0.98 if step > 30 else 0.0})
         said |= {step: [f"{each.text} {each.advice}" for each in found]} if found else {}
+
     constant, cut = [text for texts in said.values() for text in texts]
     assert list(said) == [10, 33], said
     assert constant.startswith("The reward was 0 for every response of all 8 steps")
@@ -104,6 +105,7 @@ def test_an_obstacle_of_the_last_steps_names_these_steps() -> None:
     for step in range(1, 41):
         reward = {"reward/max": float(step <= 20), "reward/min": 0.0, "actor/grad_norm": 0.1}
         said += [each.text for each in live.step(step, reward)]
+
     assert said == [
         "The reward was 0 for every response of steps 21 to 28: there was nothing to learn from."
     ]
@@ -112,11 +114,13 @@ def test_an_obstacle_of_the_last_steps_names_these_steps() -> None:
 def test_a_sound_run_is_told_nothing_and_a_still_one_why() -> None:
     sound = StepRules({})
     still = StepRules({})
+
     said = list[str]()
     for step in range(1, 31):
         moves = {"reward/max": 1.0, "reward/min": 0.0, "rollout/truncated": 0.05, "actor/lr": 1e-5}
         assert not sound.step(step, {**moves, "actor/grad_norm": 0.1})
         said += [each.text for each in still.step(step, {**moves, "actor/grad_norm": 0.0})]
+
     assert len(said) == 1 and "Nothing was learned in all 8 steps: the gradient was 0." in said[0]
 
 
@@ -221,8 +225,10 @@ def test_reward_errors_are_shown_with_their_exception(tmp_path: Path) -> None:
                 for i in (0, 1, 2)
             ]
             run.samples(step, errors)
+
         run.metrics(2, "val", {"val/errors": 1.0, "val_correct/all/mean": 0.0})
         run.samples(2, [row("0-0", errors="custom: ValueError: no")], "val")
+
     said = texts(report_data(tmp_path)["sentences"])
     assert (
         "The reward function failed on 6 of 200 responses in training, which are left out and "

@@ -57,6 +57,7 @@ def metrics_of(
         "val",
     )
     sources = [noise(random.Random(f"{name} {seed}"), correlation) for name in names]
+
     for step in range(1, num_steps + 1):
         done = step / num_steps
         reward, entropy, length, grad, clip, kl, truncated, equal, memory, k3, val = map(
@@ -181,10 +182,12 @@ def write_run(
         run.write_text(
             "config.yaml", "data: {max_response_length: 512}\nasync: {max_staleness: 2}\n"
         )
+
         for step, metrics in metrics_of(num_steps, seed):
             if step >= PLANTED:
                 plant(step, metrics)
             run.metrics(step, "train", metrics)
+
         error = {"errors": ["math: no score within 5 s"], "score": None}
         sizes = ((0.0, 10), (1.0, 500), (0.5, 20))
         run.samples(
@@ -193,6 +196,7 @@ def write_run(
             + [sample(3) | error],
         )
         run.event("end", "the run finished", status="finished")
+
     return folder
 
 
@@ -256,6 +260,7 @@ def test_actions_are_accepted_by_the_config(tmp_path: Path) -> None:
         if each.action
     }
     assert len(actions) > 3
+
     for action in actions:
         needed = [
             "data.max_response_length=512",
@@ -295,6 +300,7 @@ def test_a_finding_opens_after_three_hits_and_closes_after_ten_good_steps() -> N
                 step, {"actor/pg_clipfrac": 0.5 if bad else 0.0, "actor/ppo_kl": 0.0}
             )
         ]
+
     first, second = rules.findings()
     assert opened == [22, 50]
     assert (first.first, first.last, first.is_over) == (20, 24, True)
@@ -363,15 +369,18 @@ def test_a_run_that_failed_was_killed_or_hangs(
         run.write_json("run.json", {})
         run.event("error", "ValueError: \x1b[2Jbad", step=3)
         run.event("end", "the run failed", status="failed")
+
     assert main(["doctor", str(failed)]) == 2
     assert (
         "error run-failed, step 3\n  The run failed: ValueError: \\x1b[2Jbad"
         in capsys.readouterr().out
     )
+
     killed = tmp_path / "killed"
     with RunFolder(killed, 0) as run:
         run.write_json("run.json", {})
         run.metrics(1, "train", {"timing_s/step": 1.0})
+
     assert main(["doctor", str(killed)]) == 1
     assert "warning run-killed" in capsys.readouterr().out
 
@@ -386,6 +395,7 @@ def test_what_a_run_warned_of_is_a_problem(
         run.metrics(1, "train", {"reward/mean_score": 0.0})
         run.event("warning", "the reward counts none of 8 rows' own answers as right")
         run.event("end", "finished", status="finished")
+
     assert main(["doctor", str(warned)]) == 1
     out = capsys.readouterr().out
     assert out.startswith("1 step of") and "1 warning" in out.splitlines()[0]

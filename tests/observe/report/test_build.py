@@ -98,6 +98,7 @@ def test_the_report_of_a_run(make_run: Callable[..., Path]) -> None:
     assert checked.startswith("No step was checked")
     assert data["status"]["word"] == "finished" and data["title"] == "<b>tiny</b> & co"
     tiles = {tile["label"]: (tile["value"], tile["note"]) for tile in data["tiles"]}
+
     # Wilson: (p + z²/2n ± z √(p(1 − p)/n + z²/4n²)) / (1 + z²/n), n = 20, z = 1.96.
     assert tiles["accuracy before RL"] == ("0.20", "95 %: 0.08 to 0.42")
     assert tiles["accuracy at step 12"] == ("0.80", "95 %: 0.58 to 0.92")
@@ -174,6 +175,7 @@ def test_how_a_run_ended_is_said_first(
             run.event("error", "TooManyErrors: 9 of 9\nRepair it", step=3, raised="TooManyErrors")
         for status in ends:
             run.event("end", f"the run {status}", step=3, status=status)
+
     data = report_data(tmp_path)
     assert data["sentences"][0]["text"].startswith(words)
     assert 1 <= len(data["judgements"]) <= 3 and "checked whole" not in "".join(data["judgements"])
@@ -198,6 +200,7 @@ def test_a_rolled_back_stretch_is_not_in_the_report(tmp_path: Path) -> None:
         for step in range(1, 10):
             run.metrics(step, "train", {"reward/mean_score": 9.0})
             run.samples(step, [{"response": "gone", "score": 9.0}])
+
     with RunFolder(tmp_path, 1, resumed_at=4) as run:
         run.metrics(5, "train", {"reward/mean_score": 1.0})
     data = report_data(tmp_path)
@@ -221,6 +224,7 @@ def test_a_large_run_stays_within_the_size_and_says_what_is_left_out(tmp_path: P
                 for i in range(64)
             ]
             run.samples(step, [{**row, "score": 0.5} for row in rows])
+
     data = report_data(tmp_path)
     assert len(data["series"]["y"]) == 300 and len(data["series"]["left_out"]) == 30
     samples = data["samples"]
@@ -290,6 +294,7 @@ def test_problems_are_matched_by_their_text_and_averaged(tmp_path: Path) -> None
             [{**row, "errors": "no luck" if row["prompt"] == "failed" else None} for row in after],
             "val",
         )
+
     found = before_and_after(read_validations(tmp_path, Timeline()))
     assert found is not None
     assert [found[f"num_{how}"] for how in ("better", "worse", "same")] == [1, 1, 1]
@@ -305,6 +310,7 @@ def test_accuracies_on_other_validation_problems_are_not_compared(tmp_path: Path
         with RunFolder(tmp_path, restart) as run:
             run.write_json("run.json", {"total_steps": 15})
             run.event("validation_rows", "", validation_rows=rows)
+
             for step in steps:
                 run.metrics(step, "train", {"timing_s/step": 1.0, "reward/mean_score": 0.5})
                 run.metrics(
@@ -312,17 +318,21 @@ def test_accuracies_on_other_validation_problems_are_not_compared(tmp_path: Path
                     "val",
                     {"val_correct/all/mean": 0.9 if restart == 0 else 0.1 + 0.1 * (step == 15)},
                 )
+
     said = " ".join(report_data(tmp_path)["judgements"])
     assert (
         "got worse" not in said
         and "is 0.20 at step 15" in said
         and "before step 10 were others" in said
     )
+
     with RunFolder(tmp_path, 2) as run:
         run.event("validation_rows", "", validation_rows="a")
         run.metrics(20, "val", {"val_correct/all/mean": 0.3})
+
     assert "It got worse" in " ".join(report_data(tmp_path)["judgements"])
     with RunFolder(tmp_path, 3) as run:
         run.event("validation_rows", "", validation_rows="c")
         run.metrics(25, "val", {"val_correct/all/mean": 0.3})
+
     assert "accuracy is 0.30 at step 25" in " ".join(report_data(tmp_path)["judgements"])

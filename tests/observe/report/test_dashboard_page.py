@@ -35,6 +35,7 @@ def open_page(
     address = f"http://{client.host}/{path}?{urlencode({'token': TOKEN, **query}, doseq=True)}"
     browser.open(address, width=width, height=2500, theme=theme)
     wait(browser, "document.body?.getAttribute('aria-busy') === 'false'")
+
     if page == "samples":  # they are read in the background
         wait(
             browser,
@@ -96,6 +97,7 @@ def test_a_step_appears_without_a_reload_and_the_zoom_stays(browser: Any, tmp_pa
             run.metrics(
                 step, "train", {"reward/mean_score": step / 10, "timing_s/step": 1.0 + step / 10}
             )
+
         open_page(browser, client, "overview", run="run")
         assert browser.script("charts[0].columns.x.at(-1)") == 8
         browser.script("charts[0].plot.setScale('x', { min: 2, max: 5 })")
@@ -116,6 +118,7 @@ def test_hostile_texts_stay_texts_on_every_page(browser: Any, client: Client) ->
         ("samples", {}),
         ("overview", {}),
     )
+
     pages += (("sample", {"uid": "200-0", "step": 2}),)
     for page, query in pages:
         open_page(browser, client, page, run="tiny", **query)

@@ -77,6 +77,7 @@ def test_large_groups_stay_whole_with_shorter_texts(tmp_path: Path) -> None:
             run.samples(
                 step, [{"uid": f"0-{i}", "prompt": "p", "response": "r" * 9000} for i in range(16)]
             )
+
     found = thin_samples(tmp_path, Timeline(), 40_000)
     assert [len(group["responses"]) for group in found["groups"]] == [16] * 4
     assert len(json.dumps(found)) < 60_000
@@ -86,6 +87,7 @@ def test_only_the_end_of_long_span_files_is_read(tmp_path: Path) -> None:
     with RunFolder(tmp_path, 0) as run:
         for i in range(1000):
             run.span("training", Span(float(i), i + 1.0, "phase", f"{i}"))
+
     (tmp_path / "spans" / "training.jsonl").open("a").write(
         '{"t0": "NaN", "t1": 3}\n{"t0": 5, "t1": 3}\n'
     )
@@ -114,14 +116,17 @@ def test_small_images_of_prompts_are_taken_once_and_nothing_else_is_read(tmp_pat
             1,
             [{"uid": f"{i}-0", "prompt": "p", "response": "r", "images": images} for i in range(3)],
         )
+
     store = tmp_path / "data" / "images"
     secret = tmp_path.parent / "secret.png"
     store.mkdir(parents=True)
+
     for path, content in (
         (store / "a.png", b"\x89PNG small"),
         (store / "big.png", b"\x89PNG" + bytes(2**20)),
     ):
         path.write_bytes(content)
+
     secret.write_bytes(b"\x89PNG secret")
     (store / "link.png").symlink_to(secret)
     (store / "text.png").write_text("no image")

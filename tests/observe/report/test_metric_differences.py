@@ -21,6 +21,7 @@ def series(seed: int, correlation: float, mean: float = 0.0, number: int = 150) 
     for _ in range(number):
         value = correlation * value + draw.gauss(0, 1)
         found.append(mean + value)
+
     return found
 
 

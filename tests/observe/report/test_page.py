@@ -63,6 +63,7 @@ def test_hostile_samples_stay_text_and_nothing_is_loaded(
     report = write_report(make_run(leak=address))
     assert address in report.read_text(encoding="utf-8"), "the bait must be in the file"
     browser.open(report.as_uri())
+
     # Show every sample whole: the hostile texts are then all in the page.
     shown = browser.script(
         "(() => { for (const b of document.querySelectorAll('tbody .open')) b.click();"
@@ -114,8 +115,10 @@ def test_every_chart_is_drawn_with_marks_for_what_is_not_finite(
         ".getBoundingClientRect(); return [f.querySelector('h3').textContent, b.x, b.y, b.width, "
         "b.height]; })"
     )
+
     # with one for each question that has data, and none for what is constant
     assert len(charts) == 9
+
     blues = {}
     for question, x, y, width, height in charts:
         rows = picture(browser, {"x": x, "y": y, "width": width, "height": height})
@@ -125,6 +128,7 @@ def test_every_chart_is_drawn_with_marks_for_what_is_not_finite(
             "Are the gradients healthy?",
         )
         assert (count(rows, RED) > 10) == marked, question
+
     assert all(number > 60 for number in blues.values()), blues
     assert browser.complaints() == []
 
@@ -189,6 +193,7 @@ def test_groups_are_sorted_filtered_and_opened_by_keyboard(
     responses = browser.script(
         "[...document.querySelectorAll('tr.more .one')].map((a) => a.textContent)"
     )
+
     # All responses of the group, each with its reward and its advantage.
     assert len(responses) == 4 and all(
         "reward " in text and "advantage " in text for text in responses
@@ -212,6 +217,7 @@ def test_the_images_of_a_prompt_are_drawn_beside_it(browser: Any, tmp_path: Path
         run.samples(
             1, [{"uid": "0-0", "prompt": "which?", "response": "r", "score": 1.0, "images": paths}]
         )
+
     (tmp_path / "data" / "images").mkdir(parents=True)
     Image.new("RGB", (28, 28), (230, 40, 40)).save(tmp_path / "data" / "images" / "a.png")
     browser.open(write_report(tmp_path).as_uri())

@@ -57,6 +57,7 @@ def write_run(folder: Path) -> Path:
                 step,
                 [row for i, domain in enumerate(SAID) for row in _group(10 * step + i, domain)],
             )
+
             values = {"reward/mean_score": 0.1 * step}
             for i, domain in enumerate(SAID):
                 values |= {
@@ -67,12 +68,15 @@ def write_run(folder: Path) -> Path:
                     f"domains/{domain}/calls": 3.0,
                     f"domains/{domain}/dropped/{IMAGE}": step,
                 }
+
             run.metrics(step, "train", values)
+
         run.samples(
             2,
             [{**row, "dropped": IMAGE, "advantage": None} for row in _group(90, "math")],
             split="dropped",
         )
+
     return folder
 
 
@@ -92,6 +96,7 @@ def _group(prompt_group: int, domain: str) -> list[dict[str, Any]]:
         {"score": 1.0, "masked": 1.0 if domain == "code" else 0.0, "conversation": TALK},
         {"score": 1.0, "reward_parts": {"code": 1.0}, "extra": ODD},
     ]
+
     return [
         {**common, "uid": f"{prompt_group}-{i}", "response": f"answer {i}", **row}
         for i, row in enumerate(rows)
@@ -109,11 +114,13 @@ def show(browser: Any, tmp_path: Path) -> Callable[..., list[str]]:
         if width not in opened:
             browser.open(report.as_uri(), width=width)
             opened.add(width)
+
         browser.script("document.querySelector('.filters').reset()")
         for name, value in filters.items():
             browser.script(
                 f"document.querySelector('.filters').elements['{name}'].value = {value!r}"
             )
+
         browser.script("document.querySelector('.filters').dispatchEvent(new Event('input'))")
         return browser.script(
             "[...document.querySelectorAll('tr.sample td:nth-last-child(2)')].map((c) => "
@@ -138,6 +145,7 @@ def test_groups_are_filtered_by_domain_and_by_what_became_of_a_response(
     assert show(which="dropped") == ["prompt 90"]
     assert len(show(which="wrong")) == len(show(which="right")) == 9
     assert show(domain=str(domains.index("code")), which="masked", step="train 2") == ["prompt 20"]
+
     # Programs, printed text and errors are searched too.
     assert sorted(show(text="RETURN A - B")) == ["prompt 10", "prompt 20"]
     assert sorted(show(text="no score within")) == ["prompt 12", "prompt 22"]
@@ -154,6 +162,7 @@ def test_what_verifiers_said_is_readable_and_stays_text(
         "document.querySelectorAll('details.program').forEach((d) => { d.open = true; })"
     )
     text = browser.script("document.querySelector('#samples').innerText")
+
     for text_shown in (
         "assert add(1, 2) == 3",
         "it returned -1",
@@ -178,6 +187,7 @@ def test_what_verifiers_said_is_readable_and_stays_text(
         "solver: environment (given)\ngo on",
     ):
         assert text_shown in text.replace("\xa0", " "), text_shown
+
     pipeline = browser.script(
         "getComputedStyle(document.querySelector('details.program .text')).whiteSpace"
     )

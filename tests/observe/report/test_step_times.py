@@ -85,6 +85,7 @@ def test_waits_count_once_while_several_groups_wait() -> None:
 def test_a_worker_is_idle_while_it_neither_trains_nor_draws_nor_loads_weights() -> None:
     times = times_of(one_device(), 19)
     assert times.workers == 1
+
     # From 0.5 to 9.5 the loop waits, and the engine draws from 1 to 4.
     assert times.idle == {1: 6.0}
     assert times.idle_causes == {
@@ -140,6 +141,7 @@ def test_whatever_the_spans_are_no_second_of_a_loop_counts_twice(seed: int) -> N
 
     names = ("training", "training-1", "rollout", "rollout-2", "engine", "reward", "odd-name")
     ends = [random.uniform(0, 140) for _ in range(5)]  # the clock was set back at times
+
     times = times_of({name: [span() for _ in range(60)] for name in names}, *ends)
     for step, (start, end) in times.windows.items():
         for actor in ("training", "training-1"):
@@ -161,6 +163,7 @@ def write_run(folder: Path, steps: range) -> None:
             run.span(
                 "reward", Span(t + 1, t + 6, "wait", "scores", step, step, on="reward functions")
             )
+
     with (folder / "metrics.jsonl").open("a") as file:
         for place, step in enumerate(steps):
             t = 1010.0 + 10 * place

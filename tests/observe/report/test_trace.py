@@ -37,14 +37,17 @@ def write_run(
                         version=step,
                     ),
                 )
+
             run.span("training", Span(t, t + 5, "wait", f"step {step}", step, on="rollout"))
             run.span("training", Span(t, t + 9, "phase", "train_step", step))
             run.span("training", Span(t + 6, t + 7, "phase", "audit", step))
             other.span("engine", Span(t, t + 4, "decode", "train", step, version=step - 1))
             run.metrics(step, "train", {"throughput/rollout": 100.0 * step, "timing_s/step": 10.0})
+
         if ends:
             run.span("training", Span(t + 10, t + 11, "phase", "record", last + 1))
             run.event("end", "the run finished", status="finished")
+
     return folder
 
 
@@ -57,12 +60,14 @@ def tracks(events: list[dict[str, Any]]) -> dict[str, list[tuple[str, float, flo
     """The slices of each track, in seconds, by "PROCESS: TITLE"."""
     named = [event for event in events if event["ph"] == "M"]
     names = {(e["pid"], e["tid"], e["name"]): e["args"]["name"] for e in named}
+
     found = defaultdict(list)
     for event in (event for event in events if event["ph"] == "X"):
         process, thread = (
             names[event["pid"], event["tid"], f"{kind}_name"] for kind in ("process", "thread")
         )
         found[f"{process}: {thread}"].append((event["name"], event["ts"] / 1e6, event["dur"] / 1e6))
+
     return found
 
 
@@ -74,6 +79,7 @@ def side_by_side(events: list[dict[str, Any]]) -> list[tuple[str, str, float, fl
         if event["ph"] == "b":
             length = (ends[event["id"]] - event["ts"]) / 1e6
             found.append((event["cat"], event["name"], event["ts"] / 1e6, length))
+
     return found
 
 
@@ -133,6 +139,7 @@ def test_a_run_that_was_killed_and_one_that_was_resumed(tmp_path: Path) -> None:
             '{"t0": 1060.0, "t1": 1061.0, "kind": "phase", "what": "rollout", "step": 6}\n'
             '{"t0": 1061.0, "t1'
         )
+
     assert steps_of(trace(run, "5-9")) == ["step 5", "step 6"], (
         "the step that was not finished is there"
     )

@@ -64,14 +64,17 @@ def test_somebodys_folder_is_refused_and_left_as_it_is(
     for name, text in SOMEBODYS[what].items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text(text)
+
     folder.chmod(mode)
     before = state_of(folder)
+
     for attempt in (lambda: RunFolder(folder, 0), lambda: claimed(folder).__enter__()):
         with pytest.raises(RunFolderError, match="files not from a distflow run") as refused:
             attempt()
         assert "trainer.default_local_dir" in str(refused.value) and "\x1b" not in str(
             refused.value
         )
+
     with pytest.raises(UserError):
         write_report(folder)
     assert state_of(folder) == before
@@ -90,12 +93,15 @@ def test_a_runs_folder_is_taken_again(tmp_path: Path, copied: str) -> None:
     with RunFolder(folder, 0) as run:
         run.write_json("run.json", {"distflow": "0.1.0"})
     (folder / "notes.txt").write_text("mine")
+
     if copied == "without hidden files":
         (folder / ".writer").unlink()
         (folder / ".distflow-run").unlink()
+
     if copied == "through a link":
         (tmp_path / "link").symlink_to(folder)
         folder = tmp_path / "link"
+
     with RunFolder(folder, 1):
         pass
     write_report(folder)
@@ -111,9 +117,11 @@ def test_a_first_start_that_was_killed_is_started_again(tmp_path: Path, left: st
         folder.mkdir()
     if left.startswith("the lock"):
         (folder / ".writer").touch(0o600)
+
     if left.endswith("mark"):
         (folder / ".distflow-run").touch(0o600)
         (folder / "data").mkdir()
+
     with RunFolder(folder, 0):
         pass
 
@@ -128,6 +136,7 @@ def test_a_report_of_a_run_that_goes_on_does_not_let_another_in(tmp_path: Path) 
             except RunFolderError:
                 os._exit(0)
             os._exit(1)
+
         assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
 
 
@@ -142,10 +151,12 @@ def end_of(child: Callable[[], object]) -> str:
             os.write(writes, str(error).encode())
         finally:
             os._exit(0)
+
     os.close(writes)
     with open(reads) as said:
         text = said.read()
     os.waitpid(pid, 0)
+
     return text
 
 
@@ -161,6 +172,7 @@ def living(child: Callable[[], object]) -> Iterator[int]:
             signal.pause()
         finally:
             os._exit(1)
+
     os.close(writes)
     try:
         assert os.read(reads, 1) == b".", "it failed"
@@ -185,6 +197,7 @@ def test_whoever_is_refused_learns_who_writes_and_leaves_the_folder_as_it_is(
         with pytest.raises(RunFolderError) as refused:
             claim_once(folder)
         assert state_of(folder) == before
+
     who = re.escape(f"another process (pid {writer} on {os.uname().nodename} since ")
     assert re.match(
         rf"{who}\d{{4}}-\d\d-\d\d \d\d:\d\d:\d\d \S+\) is writing to the run's folder",
@@ -208,10 +221,12 @@ def test_a_forked_process_neither_holds_a_claim_nor_ends_it(tmp_path: Path) -> N
         assert str(os.getpid()) in owner
         with living(lambda: None) as child:
             assert "another process" in end_of(lambda: claim_once(folder))
+
     with claimed(folder), living(lambda: None):
         pass
     claim = claimed(folder)
     claim.__enter__()
+
     with living(lambda: None) as child:
         claim.__exit__(None, None, None)
         os.kill(child, 0)
@@ -228,6 +243,7 @@ def test_a_start_waits_for_the_end_of_who_joined_an_earlier_one(
     with claimed(folder) as owner:
         joined = living(lambda: join(folder, owner))
         worker = joined.__enter__()
+
     assert writer_of(folder) == worker
     monkeypatch.setattr(folder_lock, "_END_WITHIN_S", 0.1)
     assert f"process {worker} of an earlier start still writes" in end_of(
@@ -235,6 +251,7 @@ def test_a_start_waits_for_the_end_of_who_joined_an_earlier_one(
     )
     monkeypatch.undo()
     reads, writes = os.pipe()
+
     pid = os.fork()
     if pid == 0:
         try:
@@ -242,6 +259,7 @@ def test_a_start_waits_for_the_end_of_who_joined_an_earlier_one(
             os.write(writes, b".")
         finally:
             os._exit(0)
+
     os.close(writes)
     joined.__exit__(None, None, None)
     assert os.read(reads, 1) == b".", "it came to write once the other had ended"
@@ -262,6 +280,7 @@ def test_a_restart_in_place_waits_for_who_joined_refuses_the_late_and_never_give
 ) -> None:
     folder = tmp_path / "run"
     monkeypatch.setattr(folder_lock, "_END_WITHIN_S", 0.1)
+
     with claimed(folder) as owner:
         with (
             living(lambda: join(folder, owner)) as worker,
@@ -270,6 +289,7 @@ def test_a_restart_in_place_waits_for_who_joined_refuses_the_late_and_never_give
             ),
         ):
             claim_again(folder, 1)
+
         again = claim_again(folder, 2)
         assert again.endswith(", restart 2") and "another process" in end_of(
             lambda: claim_once(folder)
@@ -295,6 +315,7 @@ def test_what_is_made_under_a_claim_is_for_its_owner_alone(tmp_path: Path, umask
         assert os.umask(umask) == umask, "it is what it was"
     finally:
         os.umask(old)
+
     modes = {path.name: stat.S_IMODE(path.stat().st_mode) for path in (tmp_path / "run").iterdir()}
     assert modes["file"] == 0o600 and modes["folder"] == 0o700
     assert stat.S_IMODE((tmp_path / "run").stat().st_mode) == 0o700

@@ -37,6 +37,7 @@ def test_a_run_moves_whole_and_what_is_somebody_s_or_shared_stays(tmp_path: Path
     with claimed(run):
         write_run(run, (*RUN, "notes.txt", "data/train.arrow", "models/step-000009/config.json"))
         moved = set_aside(run)
+
     assert moved == run / "earlier" / "1"
     assert files(moved) == set(RUN) and (moved / MARK).is_file() and is_ours(moved)
     assert files(run) - {f"earlier/1/{name}" for name in RUN} == {
@@ -53,6 +54,7 @@ def test_each_run_gets_a_folder_of_its_own_and_an_unused_folder_none(tmp_path: P
             write_run(tmp_path, ("metrics.jsonl", "events.jsonl"))
             (tmp_path / "metrics.jsonl").write_text(str(number))
             assert set_aside(tmp_path) == tmp_path / "earlier" / str(number)
+
     assert [(tmp_path / "earlier" / n / "metrics.jsonl").read_text() for n in "123"] == [
         "1",
         "2",
@@ -76,6 +78,7 @@ def test_what_a_kill_left_half_moved_follows_at_the_next_start(
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(os, "rename", killed)
         set_aside(tmp_path)
+
     finish_moving(tmp_path)
     assert files(tmp_path) == {f"earlier/1/{name}" for name in RUN}
     finish_moving(tmp_path)

@@ -110,8 +110,10 @@ def test_a_torn_last_line_is_stepped_over_and_does_not_spoil_the_next(
     with RunFolder(folder, 0) as run:
         run.metrics(1, "train", {"x": 1.0})
         run.metrics(2, "train", {"x": 2.0})
+
     file = folder / "metrics.jsonl"
     file.write_bytes(file.read_bytes()[:-cut])
+
     # Only the line end is missing when one byte is cut: the record itself is whole.
     whole = [(1, 0), (2, 0)] if cut == 1 else [(1, 0)]
     assert steps_of(folder) == whole
@@ -138,10 +140,12 @@ def test_a_damaged_line_in_the_middle_is_read_around_and_said(tmp_path: Path, wh
     with RunFolder(tmp_path / "run", 0) as run:
         for step in (1, 2, 3):
             run.metrics(step, "train", {"loss": float(step)})
+
     for name in ("metrics.jsonl", "events.jsonl"):
         lines = (tmp_path / "run" / name).read_bytes().splitlines()
         lines[1:1] = [DAMAGE[what]]
         (tmp_path / "run" / name).write_bytes(b"\n".join(lines) + b"\n")
+
     assert [step for step, _ in steps_of(tmp_path / "run")] == [1, 2, 3]
     said = read_damage(tmp_path / "run")
     assert said[0] == "1 line of metrics.jsonl cannot be read: their content is missing here"
@@ -157,6 +161,7 @@ def test_killed_while_writing_leaves_whole_records_only(tmp_path: Path) -> None:
         for step in range(10**6):
             run.metrics(step, "train", {f"m/{i}": float(i) for i in range(50)})
             run.samples(step, [{"response": "r" * 500}] * 20)
+
     while len(steps_of(folder)) < 20 or len(sample_steps(folder)) < 3:
         time.sleep(0.005)
     os.kill(pid, signal.SIGKILL)
@@ -178,10 +183,12 @@ def test_a_resume_takes_back_what_came_after_its_checkpoint(tmp_path: Path) -> N
             run.event("warning", "odd", step=step)
         run.metrics(5, "val", {"v": 0.0})
         run.metrics(8, "val", {"v": 0.0})
+
     with RunFolder(folder, 1, resumed_at=5) as run:
         run.metrics(5, "val", {"v": 1.0})
         run.metrics(6, "train", {"x": 1.0})
         run.samples(6, [{"response": "new"}])
+
     assert steps_of(folder) == [(1, 0), (2, 0), (3, 0), (4, 0), (5, 0), (6, 1)]
     assert steps_of(folder, "val") == [(5, 1)]
     assert [len(read_samples(folder, step)) for step in range(1, 9)] == [1, 1, 1, 1, 1, 1, 0, 0]
@@ -202,8 +209,11 @@ def test_a_second_writer_is_refused_with_what_to_do(tmp_path: Path) -> None:
                     if "another process" in str(error) and "default_local_dir" in str(error)
                     else 2
                 )
+
             os._exit(1)
+
         assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+
     (tmp_path / "file").write_text("")
     with pytest.raises(RunFolderError, match="a file is in the way"):
         RunFolder(tmp_path / "file", 0)
@@ -218,12 +228,15 @@ def test_a_worker_that_outlives_its_killed_run_does_not_lock_the_folder(tmp_path
         if worker == 0:
             time.sleep(600)
             os._exit(0)
+
         os.write(write_end, str(worker).encode())
         time.sleep(600)
         run.close()
+
     worker = int(os.read(read_end, 20))
     os.kill(pid, signal.SIGKILL)
     os.waitpid(pid, 0)
+
     try:
         RunFolder(tmp_path / "run", 1).close()
         os.kill(worker, 0)
@@ -236,6 +249,7 @@ def test_nobody_else_can_read_the_folder(tmp_path: Path) -> None:
     with RunFolder(tmp_path / "run", 0) as run:
         run.samples(1, [{"response": "secret"}])
         run.write_json("run.json", {})
+
     assert stat.S_IMODE((tmp_path / "run").stat().st_mode) == 0o700
     assert stat.S_IMODE((tmp_path / "run" / "samples").stat().st_mode) == 0o700
     assert stat.S_IMODE((tmp_path / "run" / "run.json").stat().st_mode) == 0o600
@@ -252,6 +266,7 @@ def test_a_full_disk_is_said_and_the_file_stays_readable(tmp_path: Path) -> None
             signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
             run = RunFolder(folder, 0)
             resource.setrlimit(resource.RLIMIT_FSIZE, (1500, 10**9))
+
             try:
                 for step in range(100):
                     run.metrics(step, "train", {"some/metric": 1.0})
@@ -264,6 +279,7 @@ def test_a_full_disk_is_said_and_the_file_stays_readable(tmp_path: Path) -> None
                 status = 0 if named else 2
         finally:
             os._exit(status)
+
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
     steps = [step for step, _ in steps_of(folder)]
     assert steps == [*range(len(steps) - 1), 1000] and len(steps) > 5

@@ -47,9 +47,11 @@ def test_the_first_step_predicts_nothing() -> None:
     out = io.StringIO()
     now = [0.0]
     view = TerminalLines(4, file=out, clock=lambda: now[0])
+
     for step, ended in ((0, 20.0), (1, 30.0), (2, 35.0)):
         now[0] = ended
         view.log(step, {"val_correct/all/mean": 0.5})
+
     view.close()
     validated, first, second = out.getvalue().splitlines()
     assert "to go" not in validated + first
@@ -60,6 +62,7 @@ def test_plain_lines_are_few_and_stand_under_one_another() -> None:
     out = io.StringIO()
     now = [0.0]
     view = TerminalLines(200, file=out, clock=lambda: now[0])
+
     for step in range(1, 201):
         now[0] += 1.0
         if step == 50:
@@ -72,6 +75,7 @@ def test_plain_lines_are_few_and_stand_under_one_another() -> None:
                 "timing_s/step": 1.0,
             },
         )
+
     view.close()
     lines = out.getvalue().splitlines()
     steps = [int(line[5:8]) for line in lines]
@@ -126,9 +130,11 @@ def test_a_step_that_lasts_is_seen_in_plain_lines_too() -> None:
     now = [0.0]
     view = TerminalLines(9, file=out, clock=lambda: now[0])
     phases = PhaseTimer(on_change=view.phase, clock=lambda: now[0])
+
     for name in ("start", "rollout", "train_step"):
         with phases(name):
             now[0] += 20.0
+
     now[0] += 70
     view.note("info", "saved")
     with phases("save"), phases("audit"):

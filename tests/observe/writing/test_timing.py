@@ -27,11 +27,13 @@ def test_phases_add_up_to_the_step() -> None:
         clock,
     )
     clock.now += 1
+
     with phases("rollout"):
         clock.now += 4
         with phases("reward"):
             clock.now += 2
         clock.now += 1
+
     with phases("rollout"):
         clock.now += 8
     clock.now += 16

@@ -45,10 +45,12 @@ def test_all_get_copies_in_order() -> None:
     near = Recorder()
     far = Recorder()
     trackers = Trackers([near], {"far": lambda: far})
+
     values = {"x": 0.0}
     for step in range(50):
         values["x"] = float(step)
         trackers.log(step, values)
+
     trackers.close()
     assert near.got == far.got == [(step, {"x": float(step)}) for step in range(50)]
     assert near.closed and far.closed
@@ -134,10 +136,12 @@ def test_tensorboard_files_are_read_by_tensorboard(tmp_path: Path) -> None:
 
     events: list[str] = []
     trackers = open_some(["tensorboard"], tmp_path, events)
+
     for step in (1, 2, 3):
         trackers.log(
             step, {"reward/mean_score": step / 2, "actor/grad_norm": math.nan if step == 2 else 1.0}
         )
+
     trackers.samples(1, [{"uid": "0-0", "response": "<b>a|b\n"}])
     trackers.close()
     assert events == []
@@ -163,21 +167,25 @@ def test_wandb_offline_writes_a_run_and_a_resume_goes_on_in_it(
     pytest.importorskip("wandb")
     monkeypatch.setenv("WANDB_MODE", "offline")
     events: list[str] = []
+
     for first in (1, 3):
         trackers = open_some(["wandb"], tmp_path, events)
         for step in (first, first + 1):
             trackers.log(step, {"reward/mean_score": 0.5, "actor/grad_norm": math.nan})
             trackers.samples(step, [{"uid": "0-0", "response": "r", "score": 1.0}])
             trackers.close()
+
     assert events == []
     files = list((tmp_path / "wandb").glob("offline-run-*/run-*.wandb"))
     assert len(files) == 2 and len({file.name for file in files}) == 1
+
     # wandb's own process may still be writing when `finish` has returned.
     deadline = time.monotonic() + 60
     while time.monotonic() < deadline and not all(
         b"reward/mean_score" in file.read_bytes() for file in files
     ):
         time.sleep(0.05)
+
     assert all(b"reward/mean_score" in file.read_bytes() for file in files)
 
 
@@ -197,6 +205,7 @@ def track_two_starts(name: str, folder: Path) -> None:
             trackers.log(step, {**values, "val_correct/all/pass@4": 0.5})
             trackers.samples(step, [{"uid": "0-0", "response": "r", "score": 1.0}])
             trackers.close()
+
     assert events == []
 
 

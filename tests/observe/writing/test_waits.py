@@ -14,6 +14,7 @@ def test_a_wait_is_known_while_it_lasts_and_told_when_it_ends() -> None:
             assert (outer.who, outer.what, outer.on) == ("training", "step 3", "rollout")
             assert inner.who == "rollout" and outer.since <= inner.since and told == []
         assert waits.now() == [outer] and [wait for wait, _ in told] == [inner]
+
     assert waits.now() == [] and [wait for wait, _ in told] == [inner, outer]
     assert all(ended >= wait.since for wait, ended in told)
 
@@ -43,6 +44,7 @@ def test_a_wait_of_a_prompt_group_has_its_id_and_none_is_recorded_without_a_grou
     waits = Waits(lambda wait, end: ended.append(wait))
     with group_waits("responses", on="rollout engine"):
         pass
+
     token = running_group.set((waits, 7))
     try:
         with (
@@ -53,6 +55,7 @@ def test_a_wait_of_a_prompt_group_has_its_id_and_none_is_recorded_without_a_grou
             pass
     finally:
         running_group.reset(token)
+
     assert [(wait.who, wait.what, wait.group_id) for wait in ended] == [
         ("reward", "scores", 7),
         ("rollout", "responses", 7),

@@ -437,6 +437,7 @@ INVERSE = (
 def test_a_program_does_not_replace_the_helpers_of_its_tests(row):
     own = "import math\ndef twice(x): return 2 * x\ndef f(x): return x / 2"
     assert judge(own, INVERSE, **row)["score"] == 1.0
+
     for cheat in (
         "twice = f = lambda x: x",
         "class math:\n    fabs = lambda x: 0.0\ndef f(x): return 0.0",
@@ -464,12 +465,14 @@ def test_a_completion_of_the_prompt_and_what_the_prompt_imports():
         "    '''Double x.'''\n"
     )
     row = {"entry_point": "f", "prompt": prompt}
+
     for answer in (
         "    return helper(x) * 2",
         fenced("return helper(x) * 2"),
         fenced("    return 2 * x"),
     ):
         assert compute_score("", answer, CHECK, row)["score"] == 1.0
+
     whole = fenced("def f(x: List) -> int:\n    return 2 * x")
     assert (
         compute_score("", whole, CHECK, row)["score"]
@@ -537,10 +540,12 @@ def test_tests_that_an_answer_upsets_are_failed():
         "the test did not end"
         in judge("def f(x): return 1", ["x = f(1)\nwhile x: pass\nassert x"])["failed"][0]["why"]
     )
+
     for depth in range(94, 104):  # at the edge of what is plain
         nested = f"def f(x):\n    v = []\n    for _ in range({depth}): v = [v]\n    return v"
         assert judge(nested, ["assert len(f(1)) == 2"])["score"] == 0.0
         assert judge(nested, ["assert f([f(1)]) == 2"])["score"] == 0.0
+
     assert (
         "TypeError" in judge("def f(x): return None", ["assert len(f(1)) == 1"])["failed"][0]["why"]
     )
@@ -572,6 +577,7 @@ def test_a_verdict_that_ran_short_takes_nothing_from_the_next():
         with due_within(3.0):
             assert score_program(sandbox, fenced("while True: pass"), FEW, {})["score"] == 0.0
             assert score_program(sandbox, fenced("while True: pass"), LINES, {})["score"] == 0.0
+
         assert sandbox.limits == limits
         slow = "import time\ntime.sleep(1)\ndef f(x): return 2 * x"
         assert score_program(sandbox, fenced(slow), FEW[:1], {})["score"] == 1.0
@@ -599,6 +605,7 @@ def kill_children(pid):
         int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
     ]
     assert children
+
     for child in children:
         os.kill(child, signal.SIGKILL)
         wait_until(lambda child=child: not is_running(child), "it is dead")
@@ -629,6 +636,7 @@ def test_through_the_pool_an_endless_program_is_wrong_and_a_dead_sandbox_is_repl
             reward_results.append(asyncio.run(pool.call("code", arguments, within_s)))
             (worker,) = pids_of(pool)
             kill_children(worker)
+
         assert [
             getattr(reward_result, "value", reward_result) for reward_result in reward_results
         ] == [0.0, 1.0, 1.0]
@@ -648,6 +656,7 @@ def rows(name, number):
 def test_reference_solutions_pass():
     human = rows("humaneval.jsonl", 20)
     assert all(compute_score("", row["canonical_solution"], None, row)["score"] for row in human)
+
     # whose tests hand over a type
     mbpp = [row for row in rows("mbpp_trainval.jsonl", 40) if row["task_id"] != 533]
     assert all(

@@ -42,6 +42,7 @@ def served(sandbox: Sandbox, at_once: int = 2, token: str = "") -> Iterator[str]
     with ScoreServer(sandbox, at_once, "127.0.0.1", 0, token) as server:
         thread = threading.Thread(target=server.serve_forever, args=(0.05,))
         thread.start()
+
         try:
             yield f"http://127.0.0.1:{server.server_address[1]}"
         finally:
@@ -126,6 +127,7 @@ def test_a_password_where_others_can_ask(local: Sandbox, monkeypatch: pytest.Mon
         ScoreServer(local, 1, "0.0.0.0", 0, "")
     with pytest.raises(UserError, match="127.0.0.1:70000 cannot be listened on: .*0-65535"):
         ScoreServer(local, 1, "127.0.0.1", 70_000, "")
+
     with served(local, token="sésame") as url:
         monkeypatch.setenv(TOKEN, "sesame")
         with pytest.raises(SandboxFault, match=f"401: .*token.*{TOKEN}"):
@@ -172,6 +174,7 @@ def test_a_server_that_is_gone_is_a_fault_and_no_score(
         assert compute_score("", DOUBLE, TESTS, {}, sandbox=url)["score"] == 1.0
     with pytest.raises(SandboxFault, match="does not reply"):
         compute_score("", DOUBLE, TESTS, {}, sandbox=url)
+
     for wrong in ("ftp://host", "http://", "http://host:x", "http://me@host"):
         with pytest.raises(UserError, match="not the URL"):
             compute_score("", DOUBLE, TESTS, {}, sandbox=wrong)

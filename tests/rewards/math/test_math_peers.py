@@ -51,11 +51,13 @@ def test_a_full_memory_or_stack_is_no_verdict(monkeypatch, fault, owner, name, g
 
     formula_equality._parse.cache_clear()
     monkeypatch.setattr(owner, name, fail)
+
     try:
         with pytest.raises(fault):
             compute_score("d", rf"\boxed{{{answer}}}", gold)
     finally:
         formula_equality._parse.cache_clear()
+
     assert called
 
 

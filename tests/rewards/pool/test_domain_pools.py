@@ -44,9 +44,11 @@ def test_a_hang_in_one_domain_delays_no_verdict_of_another() -> None:
     async def both(router: RewardRouter) -> None:
         hanging = asyncio.create_task(router([sample("broken", "hang in c") for _ in range(3)]))
         await asyncio.sleep(0.2)  # every place of that domain hangs
+
         for _ in range(3):
             judged = await router([sample("sums", "echo", value=1) for _ in range(3)])
             assert [judgement.reward_result for judgement in judged] == [Score(1.0)] * 3
+
         assert not hanging.done()
         hanging.cancel()
 
@@ -96,9 +98,11 @@ def test_a_function_that_hangs_on_every_response_is_given_up(tmp_path: Path) -> 
         assert "the response 'sleep'" in str(raised.value)
         with pytest.raises(UserError, match="none of its first"):
             judge(router, many[:1])
+
     with router_of("a", **settings) as router:
         judged = judge(router, [sample("a", "echo", value=2), *many[:5]])
         assert [each.reward_result for each in judged] == [Score(2.0), *[Timeout(0.3)] * 5]
+
     with router_of("a", **settings) as router:
         router.has_scored = True
         assert [each.reward_result for each in judge(router, many[:5])] == [Timeout(0.3)] * 5
@@ -145,6 +149,7 @@ def test_a_batch_is_asked_for_again_as_a_whole(tmp_path: Path) -> None:
             Score(1.0),
             Score(2.0),
         ]
+
     assert (tmp_path / "calls").read_text() == "33", "twice, with all three"
 
 

@@ -110,6 +110,7 @@ def test_a_verdict_that_is_judged_again_is_counted(tmp_path):
     with make_router(functions, timeout_s=20.0, num_workers=2, max_response_length=9) as router:
         asyncio.run(router([sample("echo"), sample("crash once")]))
         counts = router.call_counts.take().counts
+
     assert counts == {"reward/calls": 2, "reward/retried_calls": 1}
 
 
@@ -173,6 +174,7 @@ def test_answers_belong_to_their_requests_while_others_hang_and_crash():
                 assert isinstance(reward_result, Error)
             else:
                 assert reward_result == Score(float(i))
+
         assert len(pids_of(pool)) <= 2
     finally:
         pool.close()
@@ -182,12 +184,14 @@ def test_what_befalls_one_of_a_group_befalls_no_other():
     pool = make_pool(timeout_s=2.0)
     again = list[int]()
     whats = ["echo"] * 4 + ["hang in c"] + ["echo"] * 4 + ["exit 0"] + ["echo"] * 4
+
     asked = [arguments(what, value=i) for i, what in enumerate(whats)]
     try:
         reward_results = asyncio.run(pool.score_group("faulty", asked, on_repeat=again.append))
         for i, (what, reward_result) in enumerate(zip(whats, reward_results, strict=True)):
             if what == "echo":
                 assert reward_result == Score(float(i))
+
         assert reward_results[4] == Timeout(2.0)
         assert isinstance(reward_results[9], Error) and "twice" in reward_results[9].reason
         assert again == [1], "the one that ended its process"
@@ -232,6 +236,7 @@ def test_close_leaves_no_process_and_waits_for_no_verifier():
         await asyncio.sleep(0.2)
         pids = pids_of(pool)
         await asyncio.wait_for(asyncio.to_thread(pool.close), 60)
+
         return pids, await asyncio.gather(*tasks)
 
     pids, reward_results = asyncio.run(close_while_busy())
@@ -286,6 +291,7 @@ def test_a_function_that_cannot_be_loaded_is_the_users_error(tmp_path, source, m
                 {"custom": f"{tmp_path / 'reward.py'}:compute_score"}, num_workers=1, timeout_s=1
             )
         )
+
     assert message in str(raised.value) and "reward.py" in str(raised.value)
 
 

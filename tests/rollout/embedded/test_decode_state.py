@@ -41,20 +41,25 @@ def test_pages_are_taken_once_and_come_back_with_their_last_holder() -> None:
     chance = random.Random(3)
     kept = list[int]()
     pages = PagePool(40, lambda: kept.pop(0))
+
     held: list[list[int]] = []
     for _ in range(2000):
         if chance.random() < 0.5 and pages.num_free:
             taken = pages.take(chance.randint(1, min(5, pages.num_free)))
             held.append(taken)
+
             if chance.random() < 0.5:
                 shared = taken[: chance.randint(0, len(taken))]
                 pages.share(shared)
                 held.append(shared)
+
             kept += [pages.keep(page) for page in taken if chance.random() < 0.3]
         elif held:
             pages.give_back(held.pop(chance.randrange(len(held))))
+
         owners = {page for each in held for page in each}
         assert TRASH not in owners and pages.num_free == 39 - len(owners)
+
     with pytest.raises(AssertionError, match="pages wanted"):
         pages.take(pages.num_free + 1)
 

@@ -78,6 +78,7 @@ def mixed(chance: random.Random, count: int, laws: list[dict[str, Any]]) -> list
         )
         stream = Stream(3, chance.choice(("train", "val")), 0, row)
         requests.append(replace(request, stream=stream, num_drawn=chance.choice((0, 0, 17))))
+
     return requests
 
 
@@ -108,6 +109,7 @@ def test_steps_are_read_late_and_what_was_computed_in_vain_is_left_out() -> None
     model.model.embed_tokens.register_forward_hook(
         lambda module, inputs, output: rows.append(inputs[0].dim())
     )
+
     for lag in (0, 1, 2, 3):
         engine, other = (make_engine(model, on_device=options(lag)) for _ in range(2))
         rows.clear()
@@ -149,6 +151,7 @@ def test_versions_are_those_of_the_weights_that_drew(lag: int, kv_on_update: str
         task = asyncio.create_task(engine.generate(request))
         await tokens_after(engine, 30)
         await engine.load_weights(NEXT, list(models[1].named_parameters()))
+
         result = await task
         for generation in result:
             count = generation.versions.count(0)
@@ -158,11 +161,13 @@ def test_versions_are_those_of_the_weights_that_drew(lag: int, kv_on_update: str
             )
             old = forward_log_probs(models[0], request.prompt_ids, generation)
             assert generation.rollout_log_probs[:count] == pytest.approx(old[:count], abs=1e-4)
+
             if kv_on_update == "abort":
                 assert (
                     generation.finish_reason == "abort" and len(generation.token_ids) == count < 60
                 )
                 continue
+
             assert len(generation.token_ids) == 60
             if kv_on_update == "recompute":
                 new = forward_log_probs(models[1], request.prompt_ids, generation)
@@ -187,6 +192,7 @@ def test_a_pause_reads_all_and_the_rest_is_as_if_nothing_happened(release: bool)
             await asyncio.sleep(0.02)
             assert engine.num_generated_tokens == before
             await engine.resume()
+
         same(list(await asyncio.gather(*tasks)), expected)
         assert engine.num_generated_tokens == 9 * 80
 
@@ -207,11 +213,14 @@ def test_cancelled_requests_leave_their_slots_and_pages_at_once_and_disturb_nobo
         for _ in range(3):
             lost = [asyncio.create_task(engine.generate(request)) for request in doomed]
             tasks = [asyncio.create_task(engine.generate(request)) for request in kept]
+
             for task in chance.sample(lost, len(lost)):
                 await tokens_after(engine, 12)
                 task.cancel()
+
             same(list(await asyncio.gather(*tasks)), expected)
             await asyncio.gather(*lost, return_exceptions=True)
+
         assert engine._steps is not None and engine._steps.pages.num_free == 199
 
     expected = run_all(make_engine(model), kept)

@@ -102,6 +102,7 @@ def test_a_later_turn_prefills_its_new_tokens_and_draws_by_the_plain_models_log_
         for number in range(3):
             with prefilled() as lengths:
                 made = [result[0] for result in await generate_all(own, requests)]
+
             for request, generation in zip(requests, made, strict=True):
                 expected = forward_log_probs(model, request.prompt_ids, generation)
                 assert generation.rollout_log_probs == pytest.approx(expected, abs=1e-4)
@@ -109,6 +110,7 @@ def test_a_later_turn_prefills_its_new_tokens_and_draws_by_the_plain_models_log_
                     # the last drawn token was never fed
                     known = len(request.prompt_ids) - len(GIVEN) - 1
                     assert generation.num_cached_tokens == known // 16 * 16
+
             assert sum(lengths) == sum(len(each.prompt_ids) for each in requests) - sum(
                 each.num_cached_tokens or 0 for each in made
             )
@@ -177,12 +179,14 @@ def test_the_oldest_blocks_go_when_room_is_needed(monkeypatch: pytest.MonkeyPatc
         requests = [turn(prompt_of(60, seed), seed, max_tokens=20) for seed in range(8)]
         made = [(await turns(own, [request], 1))[0] for request in requests]
         seconds = [after(request, each) for request, each in zip(requests, made, strict=True)]
+
         found = []
         for second in (seconds[7], seconds[0]):
             (again,) = await turns(own, [second], 1)
             expected = forward_log_probs(model, second.prompt_ids, again)
             assert again.rollout_log_probs == pytest.approx(expected, abs=1e-4)
             found.append(again.num_cached_tokens)
+
         assert found[0] and found[1] == 0
 
     config = model.config
@@ -234,6 +238,7 @@ def test_found_is_the_longest_row_of_blocks_that_a_prompt_begins_with() -> None:
         assert sum(cache.find((root,), tokens), ()) == tokens[:full]
         cache.add((root,), tokens, lambda index, tokens=tokens: tokens[3 * index : 3 * index + 3])
         added.append((root, tokens))
+
     while len(cache):  # a block never goes before those after it
         cache.pop_oldest()
         for root, tokens in added:

@@ -41,6 +41,7 @@ class Server(ThreadingHTTPServer):
         self.label = "default"
         self.hashes = dict[str, str]()
         self.asked: list[tuple[str, dict[str, Any]]] = []
+
         # three numbers per token of each sample, by the request's name
         self.drawn = dict[str, list[list[float]]]()
         self.released = threading.Event()  # what stalls ends then
@@ -61,10 +62,12 @@ class Server(ThreadingHTTPServer):
                 "held": bool(self.hashes),
             }
             return {"results": [described]}
+
         if path == "/collective_rpc" and asked["method"] == "distflow_load":
             self.hashes = {}
             for file in asked["args"][0]:
                 self.hashes |= stripe_hashes(load_file(file).items())
+
         if path == "/collective_rpc" and asked["method"] == "distflow_take_drawn":
             drawn = [self.drawn.pop(name)[:number] for name, number in asked["args"][0].items()]
             return {
@@ -78,10 +81,12 @@ class Server(ThreadingHTTPServer):
             return {"results": [self.hashes]}
         if path == "/reset_prefix_cache":
             return {"success": True}
+
         if path == "/update_weight_version":
             self.label = asked["new_version"]
         if path == "/v1/models":
             return {"data": [{"id": "policy"}]}
+
         if path == "/v1/completions":
             length = asked["max_tokens"]
             log_probs = {"token_logprobs": [-1.0] * length}
@@ -90,20 +95,24 @@ class Server(ThreadingHTTPServer):
                     {"token_ids": [7] * length, "logprobs": log_probs, "finish_reason": "length"}
                 ]
             }
+
         if path == "/get_model_info":
             return {"weight_version": self.label}
         if path == "/update_weights_from_disk":
             return {"success": True}
+
         if path == "/generate":
             tokens = [[-1.0, 7, None] for _ in range(asked["sampling_params"]["max_new_tokens"])]
             end = {"finish_reason": {"type": "length"}, "weight_version": self.label}
             return {"meta_info": {**end, "output_token_logprobs": tokens}}
+
         if path == "/inference/v1/generate":
             length = asked["sampling_params"]["max_tokens"]
             params = asked["sampling_params"]
             choices = [self._choice(index, length) for index in range(params["n"])]
             self.drawn[name_of(asked)] = [[7, -1.0, -0.5] * length for _ in choices]
             return {"choices": choices, "prompt_token_ids": asked["token_ids"]}
+
         return {}
 
     def _choice(self, index: int, length: int) -> dict[str, Any]:
@@ -130,6 +139,7 @@ class _Handler(BaseHTTPRequestHandler):
         if answer is None:
             self.close_connection = True
             return
+
         status = answer if isinstance(answer, int) else 200
         body = answer if isinstance(answer, bytes) else json.dumps(answer).encode()
         self.send_response(status)
@@ -146,6 +156,7 @@ def serving() -> Iterator[Server]:
     with Server() as server:
         thread = threading.Thread(target=server.serve_forever, args=(0.01,))
         thread.start()
+
         try:
             yield server
         finally:

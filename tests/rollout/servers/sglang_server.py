@@ -68,6 +68,7 @@ class SGLang:
         self.args = args
         self.lie = ""
         self.later = ""
+
         # New weights abort: with the weights that it has, that is how it aborts all that has begun.
         self.engine = EmbeddedEngine(
             model,
@@ -122,6 +123,7 @@ class SGLang:
         )
         name = body["rid"]
         self.open[name] = asyncio.ensure_future(self._run(request))
+
         likeliest = None
         try:
             found = await asyncio.shield(self.open[name])
@@ -134,12 +136,14 @@ class SGLang:
             found = None
         finally:
             self.open.pop(name, None)
+
         if found is None or self.lie == "aborts":
             reason = {"type": "abort", "message": "Abort in waiting queue"}
             return {
                 "output_ids": [],
                 "meta_info": {"id": name, "finish_reason": reason, "weight_version": self.label},
             }
+
         return self._answer(body, found, likeliest)
 
     async def _run(self, request: GenerateRequest) -> Segment:
@@ -171,9 +175,11 @@ class SGLang:
         log_probs = list[float | None](found.rollout_log_probs)
         if self.lie == "other tokens":
             tokens[-1] = 10**6
+
         if self.lie == "too short":
             tokens = tokens[:1]
             log_probs = log_probs[:1]
+
         if self.lie == "NaN":
             log_probs[0] = None
         if self.lie == "above 0":
@@ -205,10 +211,12 @@ class SGLang:
         self.is_in_place = body["mode"] == "in_place" or (
             self.is_in_place and body["mode"] == "abort"
         )
+
         if body["mode"] != "abort":
             self.is_halted = True
             await self.engine.pause()
             return {"status": "ok", "message": "Generation paused successfully."}
+
         # for ever, as there: running requests end in steps alone
         while self.is_in_place and self.open:
             await asyncio.sleep(0.01)
@@ -239,6 +247,7 @@ class SGLang:
         while self.lie == "updates later":
             await asyncio.sleep(0.01)
         assert not self.open and body["flush_cache"] and body["load_format"] == "auto"
+
         if self.lie == "refuses":
             raise Refused(
                 400,
@@ -248,6 +257,7 @@ class SGLang:
                     "num_paused_requests": 0,
                 },
             )
+
         if self.lie != "keeps its weights":
             weights = {
                 n: w
@@ -260,9 +270,11 @@ class SGLang:
                 raise Refused(
                     400, {"success": False, "message": f"Failed to update weights: {err}"}
                 ) from err
+
         if self.later:
             self.lie = self.later
             self.later = ""
+
         return {
             "success": True,
             "message": "Succeeded to update model weights.",
@@ -395,6 +407,7 @@ class Running:
         )
         if state.lie == "stalls":
             await asyncio.Event().wait()
+
         if (key := state.args.get("api_key")) and headers.get("authorization") != f"Bearer {key}":
             status = 401
             answer = {"error": "Unauthorized"}
@@ -410,6 +423,7 @@ class Running:
                 answer = await work(body)
             except Refused as refused:
                 status, answer = refused.args
+
         text = answer.encode() if isinstance(answer, str) else json.dumps(answer).encode()
         return status, b"<html>Bad Gateway" if state.lie == "garbage" else text
 
@@ -421,6 +435,7 @@ def main() -> None:
     assert args["load_format"] == "dummy"
     torch.set_num_threads(1)
     config = AutoConfig.from_pretrained(args["model_path"])
+
     model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, args["dtype"])).eval()
     with Running(model, load_tokenizer(args["model_path"]), **args) as server:
         server.state.lie, server.state.later = (

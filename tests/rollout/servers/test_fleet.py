@@ -104,6 +104,7 @@ def test_groups_stay_together_and_turns_come_back() -> None:
             "by outstanding tokens"
         )
         assert [metric(fleet, number, "outstanding_tokens") for number in range(3)] == [0, 0, 0]
+
         for request, (home, *_) in zip(requests, homes, strict=True):
             turn = replace(
                 request, prompt_ids=(*request.prompt_ids, 7, 8), samples=(1,), num_drawn=12
@@ -210,11 +211,13 @@ def test_a_server_that_fails_in_an_update_is_named_only_where_no_other_is_left(
             list(each.versions) == [2] * 12 for r in await ask(fleet, groups(4)) for each in r
         )
         servers[1].lie = lie
+
         with pytest.raises(
             ServerFailed,
             match=r"no server of the fleet is available(.|\n)*server 0(.|\n)*server 1: ",
         ):
             await fleet.load_weights(Version(0, 3), changed(3))
+
         with pytest.raises(ServerFailed, match="no server of the fleet is available"):
             await ask(fleet, groups(1))
 
@@ -315,10 +318,12 @@ def test_all_engines_are_freed_by(ends: str, monkeypatch: pytest.MonkeyPatch) ->
         await asyncio.wait_for(happened.wait(), DEADLINE_S)
         if ends == "a cancelled start":
             task.cancel()
+
         with pytest.raises(
             asyncio.CancelledError if ends == "a cancelled start" else NotImplementedError
         ):
             await task
+
         assert all(each.client.is_closed and not each.folder.path.exists() for each in engines)
 
     with Running(make_model(), tiny_tokenizer()) as server:
@@ -343,9 +348,11 @@ def test_three_servers_of_which_one_is_killed_and_one_is_stopped_are_bit_equal_t
         alone = [await engines[0].generate(each) for each in (*requests, *more)]
         tasks = [asyncio.create_task(fleet.generate(each)) for each in requests]
         await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+
         for engine, kind in ((engines[1], signal.SIGKILL), (engines[2], signal.SIGSTOP)):
             assert engine._process is not None
             os.killpg(engine._process.pid, kind)
+
         tasks += [asyncio.create_task(fleet.generate(each)) for each in more]
         assert list(await asyncio.gather(*tasks)) == alone
         assert min(metric(fleet, 1, "moved_requests"), metric(fleet, 2, "moved_requests")) >= 1

@@ -596,6 +596,7 @@ def test_one_that_was_started_anew_is_not_believed(
             if asked_path == path and (takes or path == GENERATE) and server.label == "0.1":
                 server.hashes = {}
                 server.label = "default"
+
             if takes and not server.hashes:
                 return {"results": [[[""] * number for number in asked["args"][0].values()]]}
             return true

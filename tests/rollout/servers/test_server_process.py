@@ -54,6 +54,7 @@ def test_a_worker_that_is_killed_takes_its_server_and_its_files_along() -> None:
         wait_until(lambda: "begun" in (Path(folder) / "log").read_text())
         assert Path(saved).is_dir() and not is_gone(int(group))
         worker.send_signal(signal.SIGKILL)
+
     wait_until(lambda: is_gone(int(group)))
     assert not Path(saved).exists() and not Path(folder).exists()
 
@@ -76,6 +77,7 @@ time.sleep(60)
         beside = PrivateFolder("distflow-test-")
         assert all(path.is_dir() for path in left), "they are in use"
         worker.send_signal(signal.SIGKILL)
+
     assert all(path.is_dir() for path in left)
     after = PrivateFolder("distflow-test-")
     assert not any(path.exists() for path in left) and beside.path.is_dir() and after.path.is_dir()
@@ -121,5 +123,6 @@ def test_files_are_gone_with_their_folder_or_with_weights_that_do_not_come() -> 
         folder.save(broken(), 48)  # type: ignore[arg-type]
     except ValueError:
         assert set(Path(saved).parent.glob(f"{folder.path.name}-*")) == before
+
     folder.remove()
     assert not folder.path.exists() and not saved.exists()

@@ -132,6 +132,7 @@ def test_a_follower_has_a_version_when_the_server_has_it(tmp_path: Path, python:
         assert not late.done() and follower.version == FIRST
         await load(leader, SECOND, seed=1)
         await late
+
         # By its number alone, and of an answer that comes before the follower is told.
         third = Version(0, SECOND.step + 1)
         await leader.load_weights(third, None)
@@ -202,6 +203,7 @@ def test_devices_are_told_in_the_order_of_the_workers(
             assert not asked.done()
             monkeypatch.setenv("CUDA_VISIBLE_DEVICES", device)
             ServerGroup(tmp_path / "group", place, 3).tell_devices()
+
         return await asked
 
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4")

@@ -163,6 +163,7 @@ def test_a_pause_leaves_requests_open_and_an_update_in_it_ends_their_parts(updat
     async def story(server: Running) -> None:
         state = server.state
         model = make_model()
+
         made = SGLangEngine(model, tiny_tokenizer(), version=FIRST, url=server.url)
         async with Served(made) as engine:
             await engine.load_weights(Version(0, 1), list(model.named_parameters()))
@@ -173,9 +174,11 @@ def test_a_pause_leaves_requests_open_and_an_update_in_it_ends_their_parts(updat
                 await asyncio.sleep(0.001)
             await engine.pause()
             assert state.open and not task.done()
+
             if updates:
                 await update(engine)
                 assert not state.open
+
             await engine.resume()
             (found,) = await task
             assert len(found.token_ids) == 12 and {*found.versions} == ({2} if updates else {1})
@@ -299,6 +302,7 @@ def launcher(folder: Path, **env: str) -> str:
         f'exec {sys.executable} {SERVER} "$@"'
     )
     file.chmod(0o755)
+
     return str(file)
 
 
@@ -323,6 +327,7 @@ def server_of(folder: Path, later: str, by_url: bool = True) -> Iterator[str]:
     if not by_url:
         yield f"actor_rollout_ref.rollout.python={launcher(folder, SGLANG_LIE_LATER=later)}"
         return
+
     model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder / "model")).eval()
     with Running(
         model, load_tokenizer(folder / "model"), enable_deterministic_inference=True
@@ -359,6 +364,7 @@ def test_a_run_ends_at_the_start_with_what_its_server_answers(
             server,
             "trainer.total_training_steps=2",
         )
+
     assert not (tmp_path / "run/metrics.jsonl").exists() or not list(read_metrics(tmp_path / "run"))
 
 
@@ -367,6 +373,7 @@ def test_a_run_ends_at_the_start_with_what_its_server_answers(
 def test_draws_outside_of_top_k_are_found(lie: str, tmp_path: Path) -> None:
     ground = Playground(tmp_path, num_rows=4)
     keys = ("actor_rollout_ref.rollout.name=sglang", "trust.canary_freq=0")
+
     with server_of(tmp_path, lie) as server, ExitStack() as fails:
         if lie:
             fails.enter_context(
@@ -375,6 +382,7 @@ def test_draws_outside_of_top_k_are_found(lie: str, tmp_path: Path) -> None:
                     match=r"step 1 found \(draws\): .* are outside of what the config's top_k",
                 )
             )
+
         ground.run(
             "grpo",
             *keys,
@@ -391,10 +399,12 @@ def test_draws_at_another_temperature_than_that_of_the_log_probs_are_told(
 ) -> None:
     ground = Playground(tmp_path, num_rows=4)
     keys = ("actor_rollout_ref.rollout.name=sglang", "trust.check_freq=1")
+
     with server_of(tmp_path, lie) as server:
         run = ground.run(
             "grpo", *keys, server, "trainer.total_training_steps=3", "data.max_response_length=40"
         )
+
     assert any(
         "the engine draws at another temperature" in each for each in run.notes("warning")
     ) == bool(lie)

@@ -115,6 +115,7 @@ def test_a_model_over_two_devices_answers_as_the_whole_one() -> None:
     async def two() -> Any:
         python = str(PYTHON)
         size = 2
+
         engine = Served(
             VllmEngine(
                 model_of(0),
@@ -173,6 +174,7 @@ def test_other_families_have_transformers_log_probs(name: str, do: Do) -> None:
             assert (await engine.load_weights(Version(0, 1), weights)).hashes == stripe_hashes(
                 weights
             )
+
             for request in [
                 request_of(prompt_of(n), (0, 1), row=n, max_tokens=20) for n in (1, 9, 60)
             ]:
@@ -198,6 +200,7 @@ def test_the_tokens_are_those_of_the_reference_engine(
             requests[1].prompt_ids, (1,), requests[1].params, requests[1].stream, num_drawn=7
         )
     )
+
     pairs = zip(
         do(generate_all(engine, requests)), run_all(make_hf(model_of(0)), requests), strict=True
     )
@@ -220,10 +223,12 @@ async def below(
     # `num_generated_tokens` may still lack tokens of an earlier request
     first = await engine.count_tokens()
     task = asyncio.create_task(engine.generate(request))
+
     while await engine.count_tokens() < first + 5:
         await engine.resume()
         await asyncio.sleep(0.01)
         await engine.pause()
+
     assert not task.done()
     await change()
     await engine.resume()
@@ -239,6 +244,7 @@ def test_new_weights_below_a_response(engine: Served, do: Do, kv_on_update: str)
         below(engine, request, lambda: engine.load_weights(Version(0, old + 1), weights))
     )
     before = response.versions.count(old)
+
     # a token under way when the request is computed anew, with new weights
     drawn_again = kv_on_update == "recompute"
     assert before >= 5 - drawn_again
@@ -253,6 +259,7 @@ def test_new_weights_below_a_response(engine: Served, do: Do, kv_on_update: str)
     if kv_on_update == "abort":
         assert response.finish_reason == "abort" and before == len(response.token_ids) < 1500
         return
+
     assert response.finish_reason == "length" and len(response.token_ids) == 1500
     later = response.rollout_log_probs[before:]
     is_close = pytest.approx(part(model_of(1), before, None), abs=1e-4)
@@ -362,12 +369,15 @@ def test_a_run_learns_as_with_the_embedded_engine(tmp_path: Path, staleness: int
         done = distflow.train(
             "quickstart_grpo", overrides=overrides | python, data=rows, reward=score
         )
+
         return done.metrics("train")
 
     of_vllm = run("vllm")
+
     # a run ahead of training also has tokens of older ones
     of_same_weights = "mismatch/same_version/max_abs"
     assert max(row[of_same_weights] for row in of_vllm if of_same_weights in row) < 1e-4
+
     if staleness == 0:
         names = ("reward/mean_score", "actor/grad_norm")
         for one, other in zip(of_vllm, run("embedded"), strict=True):
@@ -405,9 +415,11 @@ def test_an_adapter_is_applied_unmerged(targets: Any) -> None:
                 receipt = await engine.load_weights(Version(0, step), weights)
                 assert receipt.hashes == stripe_hashes(weights) == await engine.hashes()
                 found.append(await generate_all(engine, requests))
+
             assert engine._process is not None
             os.kill(engine._process.pid, signal.SIGKILL)
             found.append(await generate_all(engine, requests))
+
         return found
 
     models = [
@@ -452,11 +464,13 @@ def test_a_run_with_an_unmerged_adapter_learns_as_with_a_merged_one(
         }
         done = distflow.train("quickstart_grpo", overrides=overrides, data=rows, reward=score)
         assert not done.events("finding") and not done.events("error")
+
         return done.metrics("train")
 
     unmerged = run(False)
     names = ("reward/mean_score", "actor/grad_norm")
     assert max(row.get("mismatch/same_version/max_abs", 0.0) for row in unmerged) < 1e-4
+
     if staleness == 0:
         for one, other in zip(unmerged, run(True), strict=True):
             assert [one[name] for name in names] == pytest.approx(

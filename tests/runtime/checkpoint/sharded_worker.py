@@ -134,6 +134,7 @@ def odd_tensors(mesh: DeviceMesh) -> dict[str, Tensor]:
         "columns": Shard(1),
         "replicated": Replicate(),
     }
+
     return {
         **whole,
         **{n: distribute_tensor(whole[n], mesh, [*rest, p]) for n, p in placed.items()},
@@ -167,6 +168,7 @@ def save(job: Job) -> None:
     set_generators(None, SEED, job.rank)
     went_on = threading.Event()
     job.at["part " + shard_name("odd", job.rank)] = lambda: went_on.wait(60) or os._exit(3)
+
     with job.saver() as saver:
         job.step(1)
         job.keep_state("step-1")
@@ -178,6 +180,7 @@ def save(job: Job) -> None:
         went_on.set()
         job.save(saver, 2, wait=True)
         assert job.rank or (job.folder / "saved-1").exists() and (job.folder / "saved-2").exists()
+
     job.tell(drawn)
 
 
@@ -189,6 +192,7 @@ def reshard(job: Job) -> None:
     set_generators(checkpoint, SEED, job.rank)
     drawn = draws()
     odd = checkpoint.load("odd", odd_tensors(job.mesh).get)
+
     for name, like in odd_tensors(job.mesh).items():
         assert type(odd[name]) is type(like) and odd[name].dtype == like.dtype
         here = [
@@ -196,6 +200,7 @@ def reshard(job: Job) -> None:
             for tensor in (odd[name], like)
         ]
         assert torch.equal(*here), name
+
     job.store = CheckpointStore(job.folder / "checkpoints")
     with job.saver() as saver:
         job.save(saver, 1, wait=False)

@@ -77,12 +77,14 @@ def test_tensors_and_values_come_back_bit_for_bit(tmp_path):
     assert sorted(checkpoint.files) == ["list", "meta", "nothing", "state"]
     loaded = checkpoint.load("state")
     assert loaded.keys() == tensors.keys()
+
     for name, tensor in tensors.items():
         assert loaded[name].dtype == tensor.dtype and loaded[name].shape == tensor.shape
         raw = tensor.detach().contiguous().view(-1).view(torch.uint8) if tensor.numel() else tensor
         assert torch.equal(
             loaded[name].contiguous().view(-1).view(torch.uint8) if tensor.numel() else tensor, raw
         )
+
     meta = checkpoint.load("meta")
     assert math.isnan(meta.pop("nan")) and meta == {
         key: value for key, value in values.items() if key != "nan"
@@ -99,10 +101,12 @@ def test_load_by_step_by_folder_and_from_another_store(tmp_path):
     assert_whole(store.load(5), 5)
     assert_whole(store.load(paths[5]), 5)
     assert_whole(CheckpointStore(tmp_path / "new run").load(tmp_path), 10)
+
     with pytest.raises(
         CheckpointError, match="no checkpoint of step 7 .* step-000005, step-000010"
     ):
         store.load(7)
+
     with pytest.raises(CheckpointError, match="no such folder"):
         store.load(tmp_path / "step-000099")
 
@@ -197,10 +201,12 @@ def test_a_part_that_was_announced_and_is_missing_commits_nothing(tmp_path):
     save(store, 1, parts_of(1))
     writing = store.begin(2)
     writing.write("actor", parts["actor"])
+
     with pytest.raises(
         CheckpointError, match="step 2 was not written to .*: coordinator, critic missing"
     ):
         writing.commit([*parts, "critic"])
+
     assert names_in(store) == ["step-000001"]
     assert_whole(store.load(), 1)
 
@@ -232,6 +238,7 @@ def points_of_a_save(folder):
             parts_of(step),
             -step,
         )
+
     points.clear()
     save(
         CheckpointStore(folder, keep_last=2, keep_best=1, on_point=points.append),
@@ -239,6 +246,7 @@ def points_of_a_save(folder):
         parts_of(4),
         metric=0.4,
     )
+
     return points
 
 
@@ -320,6 +328,7 @@ def test_nobody_else_can_read_a_checkpoint_whatever_the_umask(tmp_path, umask):
             save(store, step, parts_of(step))
     finally:
         os.umask(old)
+
     modes = {oct(path.stat().st_mode & 0o777) for path in store.folder.rglob("*") if path.is_file()}
     folders = {
         oct(path.stat().st_mode & 0o777) for path in (store.folder, *store.folder.glob("step-*"))
@@ -348,6 +357,7 @@ def test_a_full_disk_fails_loudly_and_keeps_the_old_one(small_disk):
     store = CheckpointStore(small_disk / "checkpoints")
     save(store, 1, parts_of(1))
     too_large = {**parts_of(2, size=1 << 20)}
+
     for _ in range(2):
         with pytest.raises(CheckpointError) as caught:
             save(store, 2, too_large)
@@ -355,6 +365,7 @@ def test_a_full_disk_fails_loudly_and_keeps_the_old_one(small_disk):
             assert piece in str(caught.value)
         assert names_in(store) == ["step-000001"]
         assert_whole(store.load(), 1)
+
     save(store, 3, parts_of(3))
     assert_whole(store.load(), 3)
 
@@ -373,10 +384,12 @@ def test_a_part_that_another_process_could_not_write_is_told_to_the_one_that_com
     writing = store.begin(2)
     writing.write("coordinator", {})
     assert in_a_process(write_under_a_limit, tmp_path, 50_000) == 0
+
     with pytest.raises(
         CheckpointError, match="step 2 was not written .*: actor, coordinator missing"
     ):
         writing.commit(parts_of(2))
+
     assert names_in(store) == ["step-000001"]
     assert_whole(store.load(), 1)
 
@@ -405,9 +418,11 @@ def cut_short(path: Path):
 def test_a_checkpoint_of_another_format_is_passed_over_and_named_so(tmp_path, monkeypatch):
     store = CheckpointStore(tmp_path)
     save(store, 1, parts_of(1))
+
     with monkeypatch.context() as later:
         later.setattr(checkpoint_files, "FORMAT", 2)
         save(store, 2, parts_of(2))
+
     checkpoint = store.load()
     assert_whole(checkpoint, 1)
     assert "manifest.json has format 2, and this version of distflow reads 1" in checkpoint.message
@@ -448,6 +463,7 @@ def test_all_damaged_is_an_error_that_names_each(tmp_path):
     store = CheckpointStore(tmp_path)
     for step in (1, 2):
         flip_a_bit(save(store, step, parts_of(step)) / "actor.safetensors")
+
     with pytest.raises(
         CheckpointError, match="no checkpoint .* is complete: .*step-000002.*step-000001"
     ):

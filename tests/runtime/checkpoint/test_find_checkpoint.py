@@ -86,6 +86,7 @@ def test_another_config_is_refused_with_all_ways_out_before_the_model_is_loaded(
     (ground.folder / "model" / "model.safetensors").write_bytes(b"no weights")
     with pytest.raises(UserError) as refused:
         launch(ground, f"{STEPS}=1", "trainer.seed=7", "data.seed=8")
+
     for way in (
         "trainer.seed: 1 then, 7 now",
         "set them back",
@@ -94,6 +95,7 @@ def test_another_config_is_refused_with_all_ways_out_before_the_model_is_loaded(
         f"--resume never (existing files are moved to {ground.folder}/run/earlier)",
     ):
         assert way in str(refused.value)
+
     with pytest.raises(UserError) as other:
         launch(
             ground,
@@ -101,6 +103,7 @@ def test_another_config_is_refused_with_all_ways_out_before_the_model_is_loaded(
             "dag.pipeline=rlvr",
             "reward.functions={default: [custom, format]}",
         )
+
     said = str(other.value)
     assert (
         "dag.pipeline: 'grpo' then, 'rlvr' now" in said
@@ -133,9 +136,11 @@ def test_a_new_start_has_an_account_of_its_own_and_the_old_one_is_kept(ground: P
     assert {event.restart for event in read_events(run)} == {0} and sample_steps(run) == [1]
     assert [path.name for path in (run / "checkpoints").glob("step-*")] == ["step-000001"]
     assert verify(run / "ledger.jsonl").consumed == 4
+
     for name, content in old.items():
         kept = run / name if name.startswith(("data", ".")) else run / "earlier" / "1" / name
         assert kept.read_bytes() == content, name
+
     assert steps(run / "earlier" / "1") == [1, 2, 3]
 
     went_on, _ = launch(

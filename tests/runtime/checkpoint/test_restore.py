@@ -63,11 +63,13 @@ def test_all_random_draws_continue_as_in_the_undisturbed_process(tmp_path: Path)
         seed(7)
     draws()
     store = CheckpointStore(tmp_path / "checkpoints")
+
     writing = store.begin(1)
     names = []
     for name, part in saved_parts(spec, resources, lambda: point, {"node": {"kept": 1}}):
         writing.write(name, part)
         names.append(name)
+
     writing.commit(names)
     undisturbed = draws()
 
@@ -92,6 +94,7 @@ def test_a_run_that_starts_draws_by_its_seed() -> None:
     for seed in (1, 1, 2):
         set_generators(None, seed)
         drawn.append(draws())
+
     assert drawn[0] == drawn[1] and all(
         one != other for one, other in zip(drawn[0], drawn[2], strict=True)
     )
@@ -172,9 +175,11 @@ def test_weights_data_or_tokens_that_are_not_those_of_before_are_refused_and_ano
         writing.write(name, part)
     writing.commit(parts)
     assert check_same_facts(store.load(), spec, {**spec.facts, **resources.facts}) == []
+
     for name in ("data", "tokenizer", "model"):
         facts = {**resources.facts, f"{name}_fingerprint": "another"}
         with pytest.raises(UserError, match=f"was saved with (a )?different {name}"):
             check_same_facts(store.load(), spec, facts)
+
     (note,) = check_same_facts(store.load(), spec, {**resources.facts, "cpu": "another"})
     assert note.startswith("cpu was ") and "is another now" in note

@@ -74,6 +74,7 @@ class Job:
             assert checkpoint.load("run") == {"seen": list(range(1, step + 1))}
             for name, tensor in checkpoint.load("actor").items():
                 assert torch.equal(tensor, torch.full_like(self.weights[name], step)), name
+
         return steps
 
 
@@ -96,6 +97,7 @@ def test_the_run_goes_on_while_what_it_had_is_written(job: Job) -> None:
         assert saver.is_busy and not job.saved and not job.store.exists()
         job.save(saver, 2, wait=True)
         assert [entry[:2] for entry in job.saved] == [(1, True), (2, True)] and not saver.is_busy
+
     assert job.steps() == [2], "the newest alone is kept"
     assert job.waited == ["checkpoint of step 1"]
     assert {thread for *_, thread in job.saved} == {threading.get_ident()}
@@ -120,6 +122,7 @@ def test_a_write_that_fails_is_raised_and_costs_nothing_that_was_saved(
         job.learn(2)
         job.save(saver, 2)
         go_on(saver)
+
     assert [entry[0] for entry in job.saved] == [1] and job.steps() == [1]
 
 
@@ -128,12 +131,15 @@ def test_an_error_waits_for_the_save_and_stays_the_one_that_is_raised(job: Job) 
         job.learn(1)
         job.save(saver, 1)
         raise ZeroDivisionError
+
     assert job.steps() == [1]
     job.at["part run"] = full
+
     with pytest.raises(ZeroDivisionError), job.saver() as saver:
         job.learn(2)
         job.save(saver, 2)
         raise ZeroDivisionError
+
     assert job.steps() == [1]
 
 
@@ -153,6 +159,7 @@ def test_killed_while_it_learns_on_a_run_has_the_checkpoint_before(
     with job.saver() as saver:
         job.learn(1)
         job.save(saver, 1, wait=True)
+
     process = multiprocessing.get_context("fork").Process(
         target=die_within_a_save, args=(job, point)
     )
@@ -161,7 +168,9 @@ def test_killed_while_it_learns_on_a_run_has_the_checkpoint_before(
     assert process.exitcode == -signal.SIGKILL
     job.store.remove_leftovers()
     assert job.store.load().step == left
+
     with job.saver() as saver:
         job.learn(2)
         job.save(saver, 2, wait=True)
+
     assert len(list(job.folder.iterdir())) == 1 and job.store.load().load("run") == {"seen": [1, 2]}

@@ -67,6 +67,7 @@ def spec(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "spec.pkl").write_bytes(
         pickle.dumps(Playground(folder).spec("sft", "data.response_key=answer", *off)[1])
     )
+
     return folder / "spec.pkl"
 
 
@@ -96,6 +97,7 @@ def test_two_ranks_save_during_the_run_and_one_process_resumes(on_two: Path, spe
     loaded = pickle.loads(spec.read_bytes())
     resources = build_resources(loaded.factories, loaded.plan.ranks[0])
     assert resources.actor is not None
+
     for step in (1, 2):
         restore(CheckpointStore(on_two / "checkpoints").load(step), resources)
         assert_same_bits(
@@ -162,9 +164,11 @@ def test_a_rank_draws_on_where_it_stood_and_a_new_one_from_its_seed(
     for rank in (0, 1):
         assert told(on_four, rank) == told(on_two, rank)
     before = global_random_states.states()
+
     for rank in (2, 3):
         global_random_states.seed("run", SEED, 1, rank)
         assert told(on_four, rank) == draws()
+
     global_random_states.put_back(before)
     assert len({json.dumps(told(on_four, rank)) for rank in range(4)}) == 4
 

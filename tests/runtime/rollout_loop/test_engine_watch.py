@@ -119,6 +119,7 @@ def test_whoever_waits_is_told_what_hangs_since_when_and_where(
     ):
         if what not in ("start", "end"):
             use(session, what)
+
     assert str(stacks) in str(raised.value) and "rollout.timeout_s" in str(raised.value)
     written = stacks.read_text()
     assert (
@@ -138,6 +139,7 @@ def test_a_thread_that_hangs_shows_its_own_line(tmp_path: Path) -> None:
         session_of(Engine({"generate": in_a_thread}), 0.2, tmp_path / "s") as session,
     ):
         use(session, "generate")
+
     release.set()
     assert (
         "threading.py" in (tmp_path / "s").read_text() and "in wait" in (tmp_path / "s").read_text()

@@ -38,6 +38,7 @@ class CountingEngine:
         row = request.stream.row
         made = 0
         self.num_running += 1
+
         try:
             await self._open.wait()
             while made < self._lengths.get(row, row % 7 + 1):
@@ -49,6 +50,7 @@ class CountingEngine:
             raise
         finally:
             self.num_running -= 1
+
         each = [0.0] * made
         return tuple(
             Segment.drawn(s, [5] * made, each, each, [self.version.step] * made, "stop")
@@ -165,6 +167,7 @@ def test_a_reward_function_that_is_at_work_is_not_waited_for() -> None:
                 await asyncio.sleep(0.05)  # it tidies up
                 cancelled.append(group.prompt_group.group_id)
                 raise
+
         await asyncio.sleep(0.1 if group.prompt_group.group_id == 1 else 0)
         return [1.0, 0.0]
 
@@ -187,6 +190,7 @@ def test_an_episode_of_several_requests_is_placed_by_its_first_response() -> Non
                 for _ in range(3 if group.prompt_group.group_id == 4 else 1)
             )
         )
+
         return samples(group.prompt_group.group_id, (1, 1), version=group.prompt_group.version)
 
     engine = CountingEngine(LENGTHS)

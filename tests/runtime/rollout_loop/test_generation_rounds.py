@@ -62,6 +62,7 @@ def test_turns_of_a_generation_batch_advance_together(in_rounds: bool) -> None:
         ]
         client.begin_batch(tasks, None, in_rounds)
         await asyncio.wait_for(asyncio.gather(*tasks), 60)
+
         return engine.rounds
 
     rounds = asyncio.run(run())
@@ -83,6 +84,7 @@ def test_a_group_that_is_cancelled_or_fails_holds_nobody() -> None:
                     raise RuntimeError("a node failed")
                 if turn == 0 and number == 2:
                     await asyncio.sleep(3600)
+
             return number
 
         tasks = [asyncio.create_task(group(number)) for number in range(4)]
@@ -90,6 +92,7 @@ def test_a_group_that_is_cancelled_or_fails_holds_nobody() -> None:
         await asyncio.sleep(0.05)
         tasks[2].cancel()
         ended = await asyncio.wait_for(asyncio.gather(*tasks, return_exceptions=True), 60)
+
         return sum(isinstance(each, int) for each in ended)
 
     assert asyncio.run(run()) == 2

@@ -60,6 +60,7 @@ class OrderedEngine:
         except asyncio.CancelledError:
             self.cancelled += 1
             raise
+
         return tuple(Segment.drawn(s, [5], [0.0], [0.0], [0], "stop") for s in request.samples)
 
     async def pause(self, release: bool = False) -> None:
@@ -113,6 +114,7 @@ async def fill(plane: RolloutLoop, queue: LocalSampleQueue, steps: int) -> list[
     loop.add_done_callback(
         lambda done: done.cancelled() or queue.fail(done.exception() or AssertionError("it ended"))
     )
+
     taken = []
     for step in range(steps):
         share = await asyncio.to_thread(queue.take, step, 0)
@@ -120,6 +122,7 @@ async def fill(plane: RolloutLoop, queue: LocalSampleQueue, steps: int) -> list[
             break
         taken.append(sorted(set(share.batch["group_index"].tolist())))
         engine.version = queue.release(step, 0, sent_weights=True).version
+
     loop.cancel()
     await asyncio.gather(loop, return_exceptions=True)
     return taken
@@ -193,6 +196,7 @@ def test_whatever_a_node_does_costs_its_own_group_only(exits: BaseException) -> 
             raise exits
         if number == 5:
             return {"scores": [1.0]}
+
         return Drop("dull") if number == 4 else [1.0, 0.0]
 
     plane = plane_of(OrderedEngine(), bound(reward_fn))
@@ -310,6 +314,7 @@ def test_cancelling_the_plane_aborts_what_the_engine_does() -> None:
         for _ in range(10):
             await asyncio.sleep(0)
         assert len(asyncio.all_tasks()) == 1, "no group lives on"
+
         return engine.cancelled
 
     assert asyncio.run(run()) == 3, (

@@ -56,6 +56,7 @@ def test_it_computes_what_is_asked_while_it_waits_and_then_has_its_result() -> N
     with other_threads() as pool:
         pool.submit(asks)
         assert host.wait(lambda: waited) == [True] * 3
+
     assert idents == [threading.get_ident()] * 3
 
 
@@ -72,6 +73,7 @@ def test_one_that_does_not_wait_computes_nothing() -> None:
 def test_on_another_thread_waiting_is_only_waiting() -> None:
     host = HostThread()
     waited = Future[int]()
+
     with other_threads() as pool:
         waiting = pool.submit(host.wait, lambda: waited)
         assert pool.submit(host.compute, until).result(WITHIN_S) is False
@@ -147,5 +149,6 @@ def test_a_storm_of_stretches_and_short_waits_loses_none() -> None:
         over.set()
         for one in asking:
             one.result(WITHIN_S)
+
     computed = sum(1 for entry in done if entry == threading.get_ident())
     assert computed == len(done) - computed > 0 and refused

@@ -46,6 +46,7 @@ def test_leaving_cancels_what_runs() -> None:
     with LoopThread("t") as thread:
         future = thread.start(waits())
         thread.call(double(1))
+
     assert ended.is_set() and future.cancelled()
     with pytest.raises(LoopEnded, match="'t' has ended"):
         thread.call(double(1))
@@ -79,6 +80,7 @@ def test_nobody_waits_for_what_swallows_its_cancellation(monkeypatch: pytest.Mon
     with LoopThread("t") as thread:
         thread.start(swallows())
         thread.call(double(1))
+
     assert not thread._thread.is_alive()
     stays = False
 
@@ -96,4 +98,5 @@ def test_code_of_the_user_that_holds_the_thread_up_ends_what_waits_for_it() -> N
             thread.call(holds_up())
         with pytest.raises(LoopBlocked):
             waiting.result(10)
+
     release.set()

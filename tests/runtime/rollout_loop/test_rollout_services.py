@@ -38,6 +38,7 @@ def test_leaving_cancels_work_before_it_closes_what_the_work_needs(ground: Playg
         future = session.start(works())
         session.call(asyncio.sleep(0))
         raise KeyError("the first")
+
     assert seen == ["open"] and future.cancelled()
     assert resources.reward_fn is not None and pids_of(resources.reward_fn.pools) == []
 
@@ -72,5 +73,6 @@ def test_a_loop_that_dies_ends_the_session_and_fails_the_trainer_s_call(ground: 
         waiting = session.start(asyncio.Event().wait())
         session.start(exits())
         waiting.result(20)
+
     assert resources.reward_fn is not None
     resources.reward_fn.close()

@@ -93,10 +93,12 @@ def test_each_row_of_fine_tuning_is_accounted_for_although_a_step_has_one_record
     counts = verify(path)
     assert (counts.issued, counts.consumed, counts.running, counts.complete) == (22, 22, 0, 0)
     issued = [record for _, record in timeline(path) if record["kind"] == "issued"]
+
     for epoch in (0, 1):
         assert sorted(record["row"] for record in issued if record["epoch"] == epoch) == list(
             range(11)
         )
+
     lineage = step_lineage(path, 3)
     assert [group.group_id for group in lineage.groups] == [8, 9, 10, 11]
     assert [group.row for group in lineage.groups] == [record["row"] for record in issued[8:12]]

@@ -84,6 +84,7 @@ def test_it_computes_here_while_a_coroutine_or_a_function_is_waited_for(two_thre
             lambda: session.start(generate_all(watched.engine, REQUESTS)).result()
         )
         assert elsewhere == expected()
+
     assert watched.threads == {(True, 2)}
 
 
@@ -94,6 +95,7 @@ def test_with_a_thread_of_its_own_it_computes_there_with_its_own_threads(two_thr
         future = session.start(generate_all(watched.engine, REQUESTS))
         assert session.wait_for(future.result) == expected()
         assert torch.get_num_threads() == 2
+
     assert watched.threads == {(False, 1)}
 
 
@@ -176,6 +178,7 @@ def test_a_pause_an_update_and_a_resume_pass_while_it_computes_here() -> None:
         await engine.load_weights(Version(0, 1), weights)
         watched.hurry.set()
         await engine.resume()
+
         return await task
 
     with watched.session as session:
@@ -205,6 +208,7 @@ def test_an_interrupt_in_a_step_ends_the_session(entered_by: str) -> None:
         else:
             future = session.start(generate_all(watched.engine, LONG))
             session.wait_for(future.result)
+
     assert watched.engine.num_generated_tokens - struck[0] in (0, 1)
 
 

@@ -91,6 +91,7 @@ def test_results_and_errors_come_back() -> None:
         for error in (KeyError("it"), TimeoutError("its own"), SystemExit(3)):
             with pytest.raises(type(error)):
                 await call(lambda error=error: fails(error))  # type: ignore[misc]
+
         with pytest.raises(RuntimeError, match="asked to exit"):
             await call(lambda: asyncio.gather(fails(SystemExit(3))))  # type: ignore[arg-type]
         assert await call(lambda: asyncio.wait_for(asyncio.sleep(0, "in time"), 10)) == "in time"
@@ -126,6 +127,7 @@ def test_each_call_draws_its_own_whatever_runs_beside_it_and_leaves_no_trace() -
                 )
             )  # type: ignore[misc]
             work.append(calls.run(plainly, 10, "plain", i))
+
         return list(await asyncio.gather(*work)) if at_once else [await one for one in work]
 
     global_random_states.seed("before")
@@ -170,6 +172,7 @@ def test_hangs_keep_no_place_and_no_one_waits_for_their_threads() -> None:
         hangs = [calls.run(release.wait, 0.05) for _ in range(6)]
         ended = await asyncio.gather(*hangs, return_exceptions=True)
         assert all(isinstance(error, DeadlinePassed) for error in ended)
+
         return [
             await calls.run(lambda: "served", 10),
             await calls.run(threading.current_thread, 10),

@@ -79,6 +79,7 @@ def test_each_worker_is_told_its_next_groups_once_the_step_was_taken(
             assert not any(steps.ask_meanwhile()), "they were told"
             assert sum(map(len, foreseen)) == (5 if step < 5 else 0)
             steps.release()
+
     counts = verify(path)
     assert (counts.issued, counts.consumed, counts.running) == (30, 30, 0)
     records = [record for _, record in timeline(path)]

@@ -150,9 +150,11 @@ def test_ranks_get_whole_groups_all_of_them_and_about_as_many_tokens() -> None:
             group(prompt_group.group_id, LENGTHS[prompt_group.group_id]),
             mine=float(prompt_group.group_id),
         )
+
     shares = [driven.queue.take(0, rank) for rank in (1, 0)]
     owned = [set(rows(share)) for share in shares]
     assert owned[0] | owned[1] == {0, 1, 2, 3} and not owned[0] & owned[1]
+
     for share in shares:
         assert (
             share is not None and share.group_ids == (0, 1, 2, 3) and share.metrics == {"mine": 1.5}
@@ -160,6 +162,7 @@ def test_ranks_get_whole_groups_all_of_them_and_about_as_many_tokens() -> None:
         assert rows(share) == sorted(rows(share)) and all(
             rows(share).count(number) == 2 for number in rows(share)
         )
+
     sizes = [int(share.batch.lengths("response").sum()) for share in shares if share]
     assert max(sizes) - min(sizes) <= 8, (
         "{0, 1} and {2, 3}, not the first two and the rest by chance"
@@ -208,11 +211,13 @@ def test_a_group_that_is_lost_is_tried_three_times_then_dropped_after_max_retrie
     driven = Driven()
     first, second = driven.issue()
     driven.put(second)
+
     for attempt in range(3):
         assert (first.group_id, first.attempt) == (0, attempt)
         driven.drop(first, "error", LOST, lost=True)
         if attempt < 2:
             (first,) = driven.issue()
+
     (replacement,) = driven.issue()
     assert replacement.group_id == 2 and driven.coordinator.checked_counts().dropped == {
         "max_retries": 1
@@ -228,6 +233,7 @@ def test_what_fails_in_our_own_parts_is_no_fault_of_the_user_and_ends_the_run_on
     for _ in range(2 * 3 - 1):  # two steps of groups
         for prompt_group in driven.issue():
             driven.drop(prompt_group, "error", LOST, lost=True)
+
     last = driven.issue()
     driven.drop(last[0], "error", LOST, lost=True)
     thread, outcome = on_thread(lambda: driven.queue.take(0, 0))
@@ -287,6 +293,7 @@ def test_the_lowest_version_of_any_token_is_told_to_the_ledger_s_keeper() -> Non
     driven.put(first, Batch.from_samples(made))
     for prompt_group in others:
         driven.put(prompt_group)
+
     with pytest.raises(
         CountsError, match=f"group {first.group_id} holds tokens of version 0, which step 3 may not"
     ):

@@ -28,11 +28,13 @@ TOKENS = (40, 10, 30, 20, 25, 5)
 def queue(*dp_groups: DpGroupShares) -> SharedSampleQueue[str]:
     counted = coordinator(consumer_batch=len(TOKENS))
     made = SharedSampleQueue[str](counted, Waits(), dp_groups)
+
     for prompt_group in counted.issue_groups():
         group_id = prompt_group.group_id
         made.end_groups(
             FinishedGroup(prompt_group, f"group {group_id}", TOKENS[group_id], version=0)
         )
+
     return made
 
 
@@ -142,10 +144,12 @@ def test_a_step_of_which_a_group_is_lost_before_all_ranks_have_read_it_is_taken_
     for worker in (0, 1):
         for prompt_group in shared.prompt_groups(worker):
             shared.put(prompt_group)
+
     before = shared.coordinator.checked_counts()
     parts = [shared.part(rank) for rank in (0, 1)]
     lost = parts[1].own[0]
     assert shared.told([[], [lost]]) == [False, False]
+
     # whoever held it is gone; groups of the step that lie with it are lost with the others
     shared.queue.lose_worker(0)
     again = shared.prompt_groups(1)
@@ -178,9 +182,11 @@ def test_a_part_of_a_step_of_which_a_group_is_lost_is_formed_again_without_the_p
     lost = part(2)
     assert not shared.queue.read(0, 0, lost[:1])
     assert shared.coordinator.queue.num_taken == 1
+
     for worker in (0, 1):
         for prompt_group in shared.prompt_groups(worker):
             shared.put(prompt_group)
+
     again = part(2)
     assert shared.queue.read(0, 0, []) and not {*first} & {*again}
     assert shared.coordinator.queue.num_taken == 3 and again == lost
@@ -191,6 +197,7 @@ def test_a_failure_ends_the_wait_for_ranks_that_have_not_read_yet() -> None:
     for worker in (0, 1):
         for prompt_group in shared.prompt_groups(worker):
             shared.put(prompt_group)
+
     shared.part(0)
     threading.Timer(0.1, lambda: shared.queue.fail(RuntimeError("gone"))).start()
     with pytest.raises(RuntimeError, match="gone"):
@@ -215,6 +222,7 @@ def test_who_takes_a_step_in_parts_hears_of_new_workers_between_them() -> None:
     for worker in (0, 1):
         for prompt_group in shared.prompt_groups(worker):
             shared.put(prompt_group)
+
     assert isinstance(shared.queue.take_step(0, 0, 1), TrainingStep)
     shared.queue.announce_new_workers()
     assert isinstance(shared.queue.take_step(0, 0, 1), NewWorkers)
@@ -240,6 +248,7 @@ def test_all_ranks_hear_of_newcomers_at_the_same_place_and_before_any_has_a_part
     for worker in (0, 1):
         for prompt_group in shared.prompt_groups(worker):
             shared.put(prompt_group)
+
     shared.queue.announce_new_workers()
     assert isinstance(shared.queue.take_step(0, 0), NewWorkers)
     assert isinstance(shared.queue.take_step(0, 1), NewWorkers)

@@ -137,12 +137,15 @@ def test_the_checksum_of_a_device_differs_for_any_changed_byte_and_for_words_tha
             256, (size,), dtype=torch.uint8, generator=torch.Generator().manual_seed(size)
         )
         assert torch.equal(_sum_of(bytes_), _sum_of(bytes_.clone()))
+
         for place in range(size):
             other = bytes_.clone()
             other[place] ^= 1
             assert not torch.equal(_sum_of(bytes_), _sum_of(other)), (size, place)
+
     words = torch.arange(64, dtype=torch.uint8)
     assert not torch.equal(_sum_of(words), _sum_of(words.roll(8)))
+
     # begins where no word may begin
     shifted = torch.cat([torch.zeros(3, dtype=torch.uint8), words])[3:]
     assert torch.equal(_sum_of(words), _sum_of(shifted))

@@ -88,6 +88,7 @@ def test_unchanged_weights_leave_the_engine_with_the_trainer_s_weights() -> None
     port_to(engine).renumber(TWO, HASHES)
     assert engine.served == [(TWO, {})]
     others = HASHES | {"b": "of an older version"}
+
     with pytest.raises(
         TrustError, match="use the weights that it has as version 2, .* tensors that differ: b"
     ):

@@ -124,6 +124,7 @@ class Engine:
         if weights is None:
             self.version = version
             return WeightReceipt(version, version_only=True)
+
         sent = stripe_hashes(weights)
         self._held = self._held | {name: own for name, own in sent.items() if name != self._skipped}
         self.version = replace(version, step=version.step - self._behind)

@@ -28,11 +28,13 @@ def trained(folder: Path, adapter: bool, by: float = 0.1) -> nn.Module:
     model = load_model(folder)
     if not adapter:
         return model
+
     wrapped = add_lora(model, rank=4)
     with torch.no_grad():
         for name, parameter in wrapped.named_parameters():
             if "lora_B" in name:
                 parameter.normal_(std=by, generator=torch.Generator().manual_seed(len(name)))
+
     return wrapped
 
 
@@ -83,6 +85,7 @@ def test_an_adapter_that_is_sent_unmerged(folder: Path, dtype: torch.dtype) -> N
     model = trained(folder, adapter=True)
     weights = {name: tensor.to(dtype) for name, tensor in named_weights(model, merge=False)}
     check_sent(list(weights.items()), model, 3, merged=False)
+
     half = "model.layers.1.self_attn.q_proj.lora_B.default.weight"
     for name, other in ((Q, sent(model, dtype)[Q]), (half, weights[half].roll(1, 0))):
         with pytest.raises(

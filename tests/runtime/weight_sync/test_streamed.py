@@ -106,6 +106,7 @@ def test_weights_that_do_not_fit_are_refused_with_the_reason(
         "missing": [sent[1:]],
     }
     serving.port.begin(ONE)
+
     with pytest.raises(
         TrustError, match=f"the engine rejected the weights of version 1: .*: {spoiled}"
     ):

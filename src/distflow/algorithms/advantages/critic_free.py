@@ -57,6 +57,7 @@ def grpo_rule(
             return GroupRule(scale="batch_std", alone="zero", epsilon=adv_epsilon)
         case "none":
             return GroupRule()
+
     raise ValueError(f"scale_rewards '{scale_rewards}' is unknown; choose group, batch or none")
 
 
@@ -118,10 +119,12 @@ def compute_gdpo_advantage(
         is_valid = torch.ones_like(summed, dtype=torch.bool)
     else:
         is_valid = valid.bool()
+
     rule = grpo_rule(norm_adv_by_std_in_grpo, adv_epsilon)
     by_domain = reward_weights or {}
     domains = [DEFAULT_DOMAIN] * len(summed) if domain is None else domain
     weights = [by_domain.get(name) or by_domain.get(DEFAULT_DOMAIN) or {} for name in domains]
+
     for name in sorted({name for parts in reward_parts for name in parts}):
         scores = summed.new_tensor([parts.get(name, 0.0) for parts in reward_parts])
         weight = summed.new_tensor([of_sample.get(name, 1.0) for of_sample in weights])
@@ -129,12 +132,14 @@ def compute_gdpo_advantage(
             [name in parts for parts in reward_parts], device=summed.device
         )
         summed = summed + weight * group_advantage(scores, group_index, rule, has_part)
+
     if whiten_over == "samples":
         whitened = masked_whiten(summed, is_valid, reduce)
         advantages = on_tokens(whitened, response_mask)
     else:
         spread = summed[:, None].expand(response_mask.shape)
         advantages = masked_whiten(spread, counted_tokens(response_mask, valid), reduce)
+
     return advantages, advantages.clone()
 
 
@@ -163,10 +168,12 @@ def compute_gpg_advantage(
     scores = sample_scores(token_level_rewards, response_mask)
     groups = Groups(group_index, valid)
     centred = group_advantage(scores, group_index, GroupRule(), valid)
+
     if alpha_counts == "groups":
         counted = groups.sum(centred != 0) > 0
     else:
         counted = scores != 0
+
     counts = torch.stack([groups.valid.sum(), (groups.valid & counted).sum()]).double()
     num_samples, num_counted = global_sum(counts, reduce).unbind()
     advantages = on_tokens(num_samples / num_counted.clamp(min=1) * centred / f_norm, response_mask)
@@ -192,10 +199,12 @@ def compute_grpo_passk_advantage(
     is_best = groups.valid & (scores == groups.max(scores))
     second = groups.max(torch.where(is_best, -torch.inf, scores))
     is_only_best = is_best & (groups.sum(is_best) == 1) & (groups.size > 1)
+
     if norm_adv_by_std_in_grpo:
         scale = groups.std(scores) + adv_epsilon
     else:
         scale = torch.ones_like(scores)
+
     advantages = on_tokens(under_mask((scores - second) / scale, is_only_best), response_mask)
     return advantages, advantages.clone()
 
@@ -230,6 +239,7 @@ def compute_grpo_turns_advantage(
     rule = replace(grpo_rule(norm_adv_by_std_in_grpo, adv_epsilon), alone="zero")
     found = group_advantage(returns.flatten(), peers.flatten(), rule, is_there.flatten())
     advantages = on_turns(found.view_as(returns), index)
+
     return advantages, advantages.clone()
 
 

@@ -27,11 +27,13 @@ def discounted_sum(values: Tensor, mask: Tensor, decay: float) -> Tensor:
     running y."""
     values = values.double()
     keep = mask > 0
+
     out = torch.empty_like(values)
     running = values.new_zeros(len(values))
     for t in reversed(range(values.shape[1])):
         running = torch.where(keep[:, t], values[:, t] + decay * running, running)
         out[:, t] = running
+
     return out
 
 
@@ -40,11 +42,13 @@ def next_value(values: Tensor, mask: Tensor, after_last: Tensor) -> Tensor:
     after the last one."""
     values = values.double()
     keep = mask > 0
+
     out = torch.empty_like(values)
     following = after_last.double()
     for t in reversed(range(values.shape[1])):
         out[:, t] = following
         following = torch.where(keep[:, t], values[:, t], following)
+
     return out
 
 
@@ -88,15 +92,18 @@ def compute_gae_advantage(
     mask = tokens = counted_tokens(response_mask, valid)
     rewards = under_mask(token_level_rewards.double(), mask)
     values = under_mask(values.double(), mask)
+
     if over_turns:
         if turn_index is None:
             raise ValueError(
                 "over_turns needs turns: set actor_rollout_ref.rollout.workflow, or disable the "
                 "option"
             )
+
         turn_index = torch.where(tokens, turn_index, -1)
         mask = first_tokens(turn_index)
         rewards = on_turns(sum_by_turn(rewards, turn_index), turn_index)
+
     after_last = values.new_zeros(len(values))
     if bootstrap_truncated:
         if truncated is None:
@@ -104,6 +111,7 @@ def compute_gae_advantage(
                 "bootstrap_truncated needs the field 'truncated'; add it, or disable the option"
             )
         after_last = torch.where(truncated.bool(), last_value(values, mask), after_last)
+
     delta = rewards + gamma * next_value(values, mask, after_last) - values
     advantages = under_mask(discounted_sum(delta, mask, gamma * lam), mask)
     returns = under_mask(advantages + values, mask)
@@ -112,6 +120,7 @@ def compute_gae_advantage(
         advantages, returns = (
             on_turns(sum_by_turn(each, turn_index), turn_index) for each in (advantages, returns)
         )
+
     if whiten:
         advantages = masked_whiten(advantages, tokens, reduce)
     return advantages, returns
@@ -141,6 +150,7 @@ def compute_gae_marft_advantage(
     """
     length = response_mask.shape[1]
     places = torch.arange(length, device=response_mask.device)
+
     # tokens that no policy wrote come last
     turns = torch.where(response_mask > 0, turn_order, length)
     order = (turns * length + places).argsort(dim=1)
@@ -155,4 +165,5 @@ def compute_gae_marft_advantage(
     }
     found = compute_gae_advantage(rewards, mask, values, valid, truncated, reduce=reduce, **options)
     back = order.argsort(dim=1)
+
     return found[0].gather(1, back), found[1].gather(1, back)

@@ -37,10 +37,12 @@ class Groups:
         index = torch.as_tensor(group_index)
         unique, self.group = torch.unique(index, return_inverse=True)
         self.num_groups = len(unique)
+
         if valid is None:
             self.valid = torch.ones_like(index, dtype=torch.bool)
         else:
             self.valid = valid.bool()
+
         self.size = self.sum(torch.ones_like(index, dtype=torch.float64))
 
     def sum(self, values: Tensor) -> Tensor:
@@ -91,23 +93,28 @@ def group_advantage(
     groups = Groups(group_index, valid)
     scores = under_mask(scores.double(), groups.valid)
     near, middle = groups.near_mean(scores)
+
     weights = torch.ones_like(scores)
     if rule.baseline == "length_weighted_mean":
         assert lengths is not None
         weights = lengths.double()
+
     total = groups.sum(weights * near)
     weight = groups.sum(weights)
     if rule.leave_one_out:
         total = total - weights * near
         weight = weight - weights
+
     baseline = torch.where(
         weight > 0, total / weight.clamp(min=torch.finfo(torch.float64).tiny), -middle
     )
+
     scale = torch.ones_like(scores)
     if rule.scale == "std":
         scale = groups.std(scores) + rule.epsilon
     elif rule.scale == "batch_std":
         scale = masked_var(scores, groups.valid, reduce).sqrt() + rule.epsilon
+
     advantage = torch.where(
         groups.all_equal(scores), torch.zeros_like(scores), (near - baseline) / scale
     )

@@ -24,6 +24,7 @@ def clipped_surrogate(
     −cA (dual clip)."""
     plain = -advantages * ratio
     clipped = -advantages * ratio.clamp(1.0 - low, 1.0 + high)
+
     loss = torch.maximum(plain, clipped)
     stats = {"pg_clipfrac": as_stat(clipped > plain, ratio)}
     if clip_ratio_c is not None:
@@ -31,6 +32,7 @@ def clipped_surrogate(
         over = (advantages < 0) & (loss > bound)
         loss = torch.where(over, bound, loss)
         stats["pg_clipfrac_lower"] = as_stat(over, ratio)
+
     return loss, stats
 
 
@@ -92,6 +94,7 @@ def compute_gspo_loss(
     loss, stats = clipped_surrogate(
         ratio, under_mask(advantages, loss_mask), clip_ratio_low, clip_ratio_high, None
     )
+
     return loss, stats | {"ppo_kl": -difference.detach()}
 
 
@@ -126,6 +129,7 @@ def compute_gmpo_loss(
         "pg_clipfrac_lower": as_stat((advantages < 0) & (difference < -clip_ratio_low), difference),
         "ppo_kl": -difference.detach(),
     }
+
     return loss.expand_as(difference), stats
 
 
@@ -180,6 +184,7 @@ def compute_dppo_kl_loss(
     rises = (divergence <= clip_ratio_high) | (policy <= old)
     falls = (divergence <= clip_ratio_low) | (policy >= old)
     inside = torch.where(under_mask(advantages, loss_mask) > 0, rises, falls)
+
     return _masked_gradient(log_probs, advantages, loss_mask, old_log_probs, inside, clip_ratio_c)
 
 

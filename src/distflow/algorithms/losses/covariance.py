@@ -64,11 +64,13 @@ def token_draws(uid: Sequence[str], loss_mask: Tensor) -> Tensor:
         int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little")
         for name in uid
     ]
+
     rows = [np.random.Philox(key=key).random_raw(length) for key in keys]
     if rows:
         bits = np.stack(rows)
     else:
         bits = np.zeros((0, length), dtype=np.uint64)
+
     return torch.from_numpy((bits >> np.uint64(11)).astype(np.float64) * 2.0**-53).to(
         loss_mask.device
     )
@@ -101,6 +103,7 @@ def _cut(values: Tensor, among: Tensor, count: int, reduce: Reduce | None) -> in
             low = middle
         else:
             high = middle - 1
+
     return low
 
 
@@ -165,6 +168,7 @@ def compute_clip_cov_loss(
     )
     selected = under_mask(selected_tokens, loss_mask) > 0
     loss = torch.where(selected, torch.zeros_like(loss), loss)
+
     return loss, stats | {"cov_selected": as_stat(selected, loss), "ppo_kl": -difference.detach()}
 
 

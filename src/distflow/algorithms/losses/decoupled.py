@@ -49,6 +49,7 @@ class RejectionSampling:
                 "rejection_sampling is a mapping, e.g. {metric: kl_k3, upper: 0.1}, not "
                 f"{options!r}"
             )
+
         check_options(
             "rejection_sampling", options, (each.name for each in fields(RejectionSampling))
         )
@@ -93,11 +94,13 @@ def behaviour_weights(
     weight = _ratio(behaviour)
     if rule.level == "sequence" and rule.metric == "ratio":
         weight = _ratio(behaviour.sum(dim=-1, keepdim=True) / count).expand_as(behaviour)
+
     measured = behaviour  # a ratio stays a log until the tokens are aggregated
     if rule.metric == "kl_k2":
         measured = 0.5 * behaviour.square()
     elif rule.metric == "kl_k3":
         measured = _ratio(-behaviour) - 1.0 + behaviour
+
     if rule.level == "sequence":
         measured = _aggregate(measured, inside, count, rule.agg).expand_as(behaviour)
     if rule.metric == "ratio":
@@ -106,10 +109,12 @@ def behaviour_weights(
     if rule.lower is not None:
         outside = outside | (measured < rule.lower)
     outside = outside & inside
+
     if rule.action == "mask":
         replacement = torch.zeros_like(weight)
     else:
         replacement = weight.clamp(rule.lower or 0.0, rule.upper)
+
     return torch.where(outside, replacement, weight), outside
 
 
@@ -126,6 +131,7 @@ def _aggregate(measured: Tensor, inside: Tensor, count: Tensor, agg: str) -> Ten
         else:
             largest = measured.sum(dim=-1, keepdim=True)
         return torch.where(inside.any(dim=-1, keepdim=True), largest, torch.zeros_like(largest))
+
     total = torch.where(inside, measured, torch.zeros_like(measured)).sum(dim=-1, keepdim=True)
     return total if agg == "sum" else total / count
 
@@ -141,6 +147,7 @@ def check_corrections(
         raise ValueError(
             "rejection_sampling computes the weights that behav_imp_weight_mode=disabled turns off"
         )
+
     if rejection_sampling is not None:
         RejectionSampling.of(rejection_sampling)
 
@@ -177,6 +184,7 @@ def compute_decoupled_loss(
     stats |= {"ppo_kl": -difference.detach(), "behave_kl": -behaviour}
     if behav_imp_weight_mode == "disabled":
         return loss, stats
+
     weight = behaviour.exp()
     above = torch.zeros_like(weight, dtype=torch.bool)
     if rejection_sampling is not None:
@@ -191,6 +199,7 @@ def compute_decoupled_loss(
         else:
             replacement = weight.clamp(max=behav_imp_weight_cap)
         weight = torch.where(above, replacement, weight)
+
     return loss * weight, stats | {
         "behave_imp_weight": weight,
         "behave_capped": as_stat(above, weight),

@@ -71,10 +71,12 @@ def compute_cpgd_loss(
     """
     current = under_mask(log_probs, loss_mask)
     advantages = under_mask(advantages, loss_mask)
+
     if old_log_probs is None:
         old = current.detach()
     else:
         old = under_mask(old_log_probs, loss_mask)
+
     ceiling = old + math.log1p(clip_ratio_high)
     floor = old + (math.log1p(-clip_ratio_low) if clip_ratio_low < 1.0 else -math.inf)
     positive = advantages > 0
@@ -82,11 +84,13 @@ def compute_cpgd_loss(
     clipped = torch.where(outside, torch.where(positive, ceiling, floor), current)
     loss = -clipped * advantages
     difference = log_ratio(log_probs, old_log_probs, loss_mask).detach()
+
     stats = {"pg_clipfrac": as_stat(outside, current), "ppo_kl": -difference}
     if policy_drift_coeff:
         excess = difference.exp() - 1.0
         loss = loss + policy_drift_coeff * excess.clamp(max=MAX_DRIFT) * current
         stats["policy_drift"] = excess - difference
+
     return loss, stats
 
 
@@ -137,6 +141,7 @@ def compute_topr_loss(
         score = token_level_scores
     else:
         score = sample_scores(token_level_scores, loss_mask)
+
     difference = log_ratio(log_probs, old_log_probs, loss_mask).detach()
     ratio = difference.exp()
     if ratio_level == "sequence":
@@ -144,10 +149,12 @@ def compute_topr_loss(
             raw_log_ratio(log_probs, old_log_probs, loss_mask).detach().sum(dim=-1, keepdim=True)
         )
         ratio = total.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp().expand_as(difference)
+
     tapered = ratio.clamp(0.0, 1.0)
     good = (score > 0)[:, None]
     weight = torch.where(good, torch.ones_like(ratio), tapered)
     loss = -weight * under_mask(advantages, loss_mask) * under_mask(log_probs, loss_mask)
+
     return loss, {"pg_clipfrac": as_stat(~good & (ratio > 1.0), ratio), "ppo_kl": -difference}
 
 

@@ -85,10 +85,12 @@ class Conversion:
             before = self.overrides.get(key, text)
             if key in self.given and not given:
                 continue
+
             if key in self.given and before != text:
                 self.missing.append(
                     f"{key}={before}: another key of the file says {text}, which is used"
                 )
+
             self.overrides[key] = text
             if given:
                 self.given.add(key)
@@ -113,6 +115,7 @@ def convert(theirs: ForeignSettings, devices: int | None) -> Conversion:
     values = {**_defaults(theirs, table), **theirs.values}
     computed = compute(table, theirs, values, devices or theirs.devices, draft.missing)
     _say_what_to_check(theirs, computed, draft)
+
     for key in sorted(values, key=_order):
         value = values[key]
         if isinstance(value, Unread) or key not in computed.used | computed.idle:
@@ -122,13 +125,16 @@ def convert(theirs: ForeignSettings, devices: int | None) -> Conversion:
             note = name.note if name else ""
             why = note or "beside the other settings it changes nothing here"
             draft.without_effect.append(f"{key}={tables.as_override(value)}: {why}")
+
     for key, text in computed.overrides.items():
         draft.write({key: text}, key in computed.given)
+
     if theirs.method == "ppo" and theirs.system in _ONE_OPTIMIZER:
         for of_actor, text in list(draft.overrides.items()):
             key = of_actor.replace(_OPTIMIZER, "critic.optim.")
             if key not in draft.overrides:
                 draft.write({key: text}, of_actor in draft.given)
+
     return draft
 
 
@@ -139,11 +145,13 @@ def _say_what_to_check(theirs: ForeignSettings, computed: Computed, draft: Conve
         draft.missing += _TO_CHECK.get(theirs.system, ())
     if values.get("actor_rollout_ref.actor.strategy") == "megatron":
         draft.missing.append(_OF_MEGATRON)
+
     if any(key.endswith(("max_length", "max_seq_length", "max_len")) for key in computed.used):
         draft.missing.append(
             "max_length: prompts and responses have separate limits, here half of it each; "
             "`distflow data check` shows which lengths your data have"
         )
+
     if "ref.path" in values and values["ref.path"] == values.get("actor.path"):
         computed.used.add("ref.path")
         draft.without_effect.append("ref.path: the reference is always the policy's first weights")
@@ -157,6 +165,7 @@ def _follow_trl(theirs: ForeignSettings, table: tables.Table) -> None:
             theirs.values["report_to"] = trackers[0]
         else:
             theirs.values["report_to"] = ["console", *trackers]
+
     for key in [*theirs.values]:
         if key.startswith("no_") and key not in table.names and theirs.values[key] is True:
             del theirs.values[key]
@@ -168,11 +177,13 @@ def _spread_mappings(theirs: ForeignSettings, table: tables.Table, draft: Conver
     for key, value in list(theirs.values.items()):
         if not isinstance(value, dict):
             continue
+
         rest = dict(value)
         for name, each in value.items():
             if table.find(f"{key}.{name}", theirs.method):
                 theirs.values[f"{key}.{name}"] = each
                 del rest[name]
+
         theirs.values[key] = rest
         if not rest:
             del theirs.values[key]
@@ -187,10 +198,12 @@ def _defaults(theirs: ForeignSettings, table: tables.Table) -> dict[str, object]
         switch = key if value is True else key.rpartition(".")[0]
         if switch in table.defaults and switch not in switches:
             switches.append(switch)
+
     found = entries_for(table.defaults, theirs.method, *switches)
     for key, value in found.items():
         if value == "null":
             found[key] = None
+
     return found
 
 
@@ -212,6 +225,7 @@ def _convert_setting(
     if isinstance(value, Unread):
         _convert_unread(key, value, name, is_given, draft)
         return
+
     said = f"{key}={tables.as_override(value)}"
     if name is None:
         draft.missing.append(f"{said}: {theirs.system}'s table does not have it")
@@ -223,9 +237,11 @@ def _convert_setting(
     if isinstance(value, str) and "://" in value and "path={}" in name.ours:  # no file
         draft.missing.append(f"{said}: {name.note}")
         return
+
     renamed = None
     if theirs.system in ("verl", "siiRL") and isinstance(value, str):
         renamed = tables.find_value(name.ours or key, value)
+
     text = name.overrides(renamed or value)
     if text:
         draft.write(tables.split_overrides(text), is_given)
@@ -270,6 +286,7 @@ def _drop_rejected(draft: Conversion, problem: Problem) -> None:
         for own in draft.overrides:
             if f"{own}.".startswith(f"{key}.") or key.startswith(f"{own}."):
                 below.append(own)
+
         if where == COMMAND_LINE and below:
             for own in below:
                 draft.drop(own, "; ".join(filter(None, (problem.what, problem.advice))))
@@ -281,12 +298,14 @@ def as_file(draft: Conversion, loaded: Loaded) -> dict[str, object]:
     the preset has another."""
     values = flatten(loaded.config)
     base = flatten(preset_config(draft.preset))
+
     written = {}
     for key, info in schema_keys().items():
         is_chosen = any(f"{key}.".startswith(f"{name}.") for name in draft.given)
         is_set = loaded.origins.get(key) == COMMAND_LINE
         if is_set and (is_chosen or values[key] != base[key]):
             written[key] = info.spec.plain(values[key])
+
     return {"defaults": [draft.preset, "_self_"], **nested(written)}
 
 
@@ -314,6 +333,7 @@ def add_migrate_arguments(parser: argparse.ArgumentParser) -> None:
 def run_migrate(arguments: argparse.Namespace) -> int:
     if arguments.devices is not None and arguments.devices < 1:
         raise UserError(f"--devices {arguments.devices}: a run has at least one device")
+
     if arguments.to is not None:
         _check_target(arguments.to)
     theirs = read_foreign(Path(arguments.file).expanduser())
@@ -321,10 +341,12 @@ def run_migrate(arguments: argparse.Namespace) -> int:
     loaded = _without_unread_keys(draft, compose(draft))
     text = f"# From {Path(arguments.file).name}, of {theirs.system}, by distflow migrate\n"
     text += yaml.safe_dump(as_file(draft, loaded), sort_keys=False, allow_unicode=True, width=120)
+
     if arguments.to is None:
         print(text, end="")
     else:
         arguments.to.write_text(text, encoding="utf-8")
+
     _print_missing(draft, arguments.to)
     return 0
 
@@ -356,6 +378,7 @@ def _without_unread_keys(draft: Conversion, loaded: Loaded) -> Loaded:
     ):
         if not found:
             draft.missing.append(f"{key} must be set: it is not in the file")
+
     why = "it may run on another machine than this one"
     elsewhere: list[tuple[str, object, str]] = [
         ("trainer.device", "cpu", why),
@@ -364,6 +387,7 @@ def _without_unread_keys(draft: Conversion, loaded: Loaded) -> Loaded:
     elsewhere += [
         (key, False, why) for key in schema_keys() if key.endswith(("_offload", "offload_policy"))
     ]
+
     while model and any(files.values()):
         try:
             read_config(with_changes(loaded, elsewhere))
@@ -377,12 +401,14 @@ def _without_unread_keys(draft: Conversion, loaded: Loaded) -> Loaded:
         except UserError as error:
             draft.missing.append(f"a run would be rejected: {error}")
             break
+
     return loaded
 
 
 def _print_missing(draft: Conversion, to: Path | None) -> None:
     if to is not None:
         print(f"wrote {to}: distflow config {to} shows the complete config", file=sys.stderr)
+
     for title, lines in (
         ("without effect here", draft.without_effect),
         ("not in the config, or to be checked", draft.missing),

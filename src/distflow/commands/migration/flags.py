@@ -28,6 +28,7 @@ def split_commands(text: str) -> list[list[str]]:
     lexer.whitespace = " \t\r"
     lexer.whitespace_split = True
     lexer.commenters = ""
+
     commands: list[list[str]] = [[]]
     try:
         for word in lexer:
@@ -37,6 +38,7 @@ def split_commands(text: str) -> list[list[str]]:
                 commands[-1].append(word)
     except ValueError as error:
         raise UserError("a quotation mark is not closed") from error
+
     return [words for words in commands if words]
 
 
@@ -51,8 +53,10 @@ def read_options(words: Iterable[str]) -> Iterator[tuple[str, object]]:
         if name and (override or is_option):
             yield name.replace("-", "_"), read_value(values)
             name = ""
+
         if len(override[1] if override else name) > MAX_KEY_LENGTH:
             raise UserError(f"a key has more than {MAX_KEY_LENGTH} characters")
+
         if override:
             if word.startswith("--"):
                 key = override[1].replace("-", "_")

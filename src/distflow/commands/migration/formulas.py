@@ -25,6 +25,7 @@ def _share(total: object, steps: float | None) -> float | None:
         raise ValueError(
             f"{steps:g} is a share of the run, whose number of steps is not in the file"
         )
+
     return steps * total
 
 
@@ -46,10 +47,12 @@ def entries_for(
     that are on, or groups that are given."""
     kind = "tuning" if method in ("sft", "rm") else "rl"
     parts = ("all", kind, "grpo" if method == "rloo" else method, method, "end", *switches)
+
     found: dict[str, Any] = {}
     for part in parts:
         for key, value in entries.get(part, {}).items():
             found[key] = value
+
     return found
 
 
@@ -101,6 +104,7 @@ def compute(
         missing.append(
             "devices: their number is not in the file; 1 is assumed, set another with --devices N"
         )
+
     formulas = entries_for(table.computed, theirs.method)
     known: dict[str, object] = {**values, "devices": devices}
     sources: dict[str, set[str]] = {}
@@ -111,6 +115,7 @@ def compute(
         own = {key: known.get(key) for key in _keys_in(formula)}
         result = _whole(ours, _evaluate(formula, own, values.get("max_steps")), missing)
         known[ours] = result
+
         if isinstance(result, Unread):
             same = {key for key in own if _is_same(key, ours, theirs, table)}
             found.used |= same  # in another unit
@@ -118,21 +123,25 @@ def compute(
             if same or (is_known(ours) and isinstance(result, Uncomputed)):
                 missing.append(_why_unread(ours, result, same))
             continue
+
         sources[ours] = set()
         for key in own:
             sources[ours] |= {key} if key == ours else sources.get(key, {key})
         if result is None:  # it says nothing of a key that is theirs too
             read |= sources[ours] - {ours}
             continue
+
         read |= sources[ours]
         if is_known(ours):
             found.write(ours, result, sources[ours])
             if not sources[ours].isdisjoint(theirs.values):
                 found.given.add(ours)
+
     apart = set()
     for key in read | found.used:
         if _is_apart(key, values.get(key), table, theirs.method, formulas):
             apart.add(key)
+
     found.used -= apart
     found.idle = read - found.used - apart
     return found
@@ -143,8 +152,10 @@ def _evaluate(formula: str, own: Mapping[str, object], max_steps: object) -> obj
     for value in own.values():
         if isinstance(value, Unread):
             return value
+
     words = {_DOT.sub("__", key): value for key, value in own.items()}
     words["share"] = partial(_share, max_steps)
+
     try:
         if "*" in formula and any(isinstance(value, str | list) for value in own.values()):
             raise TypeError("it times a number would be as long as a file wants")

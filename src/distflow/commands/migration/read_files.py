@@ -63,17 +63,20 @@ def read_foreign(path: Path) -> ForeignSettings:
         why = "its brackets are nested too deeply"
     except (yaml.YAMLError, tomllib.TOMLDecodeError) as error:
         why = f"it is not valid {path.suffix[1:].upper()}: {error}"
+
     raise UserError(f"{path} cannot be migrated: {why}")
 
 
 def _read(path: Path) -> ForeignSettings:
     if path.suffix in _NO_SETTINGS and path.is_file():
         raise UserError(_NO_SETTINGS[path.suffix])
+
     text = read_file(path, max_bytes=MAX_YAML_BYTES).decode("utf-8")
     if "\0" in text or not text.strip():
         raise UserError("it is not a text file" if text.strip() else "it is empty")
     if path.suffix in _CONFIGS:
         return _read_config(path, text)
+
     return _read_commands(text, path.parent)
 
 
@@ -85,6 +88,7 @@ def _read_config(path: Path, text: str) -> ForeignSettings:
         raise UserError(
             f"it is a config of distflow already: distflow config {path} shows it whole"
         )
+
     return identify(values)
 
 
@@ -100,20 +104,24 @@ def _read_commands(text: str, folder: Path) -> ForeignSettings:
     for words in commands:
         if settings := _read_command(words, folder):
             found.append(settings)
+
     if found:
         if len(found) > 1:
             found[-1].remarks.append(f"{len(found)} of its commands train; the last one is read")
         return found[-1]
+
     values: dict[str, object] = {}
     for words in commands:
         for key, value in read_options(words):
             if key:
                 values[key] = value
+
     if not values:
         raise UserError(
             "no command in it trains with TRL, OpenRLHF, verl, ROLL or AReaL, and no line is "
             "key=value"
         )
+
     return _identify_lines(values)
 
 
@@ -132,12 +140,15 @@ def _read_command(words: list[str], folder: Path) -> ForeignSettings | None:
     found = [(place, match) for place, match in enumerate(map(_TRAINER.fullmatch, words)) if match]
     if not found:
         return None
+
     place, trainer = found[0]
     own = [*trainer[0].split(".scripts.")[1:], *words[place + 1 :]]
     if trainer["TRL"] and place and (not own or own[0] not in _METHODS):  # pip install trl
         return None
+
     system = "siiRL" if trainer["siirl"] else str(trainer.lastgroup)
     values, remarks = _read_options(own, system)
+
     if system == "script":
         settings = _of_script(trainer[0], values, folder)
     else:
@@ -145,12 +156,15 @@ def _read_command(words: list[str], folder: Path) -> ForeignSettings | None:
         if named not in _METHODS:
             raise UserError(f"'{trainer[0]}' uses an unsupported method, or does not train")
         settings = _of_trainer(system, _METHODS[named], values, folder)
+
     if settings is None:
         return None
+
     settings.remarks += remarks
     for key, value in read_options(words[:place]):  # of accelerate or torchrun
         if key in _NUMBERS_OF_PROCESSES and isinstance(value, int):
             settings.devices = value
+
     return settings
 
 
@@ -171,6 +185,7 @@ def _of_trainer(
     has_presets = system in ("verl", "siiRL")
     if config is not None and not (has_presets and _find(str(config), folder) is None):
         return _on_config(str(config), values, method, folder)
+
     settings = ForeignSettings(system, method or method_of(system, values), values)
     is_preset = re.fullmatch(r"(?:ppo|ppo_megatron|sft)_trainer(?:\.yaml)?", str(config))
     if config is not None and not is_preset:
@@ -185,12 +200,14 @@ def _of_script(name: str, values: dict[str, object], folder: Path) -> ForeignSet
         return _on_config(str(config), values, "", folder)
     if not any(all_tables()["TRL"].find(key) for key in values):
         return None
+
     stem = Path(name).stem.lower().replace("gspo", "grpo")
     method = method_of("TRL", values)
     for word, meant in _METHODS.items():
         if meant and word in stem:
             method = meant
             break
+
     remarks = [f"{name} is not read: only the options of the command are"]
     return ForeignSettings("TRL", method, values, remarks)
 
@@ -209,6 +226,7 @@ def _read_options(words: list[str], system: str) -> tuple[dict[str, object], lis
     """The values by key, and a remark for each word that is no value of a key."""
     table = all_tables().get(system)
     newer = table.newer_names if table else {}
+
     values: dict[str, object] = {}
     remarks = list[str]()
     is_method = system == "TRL"  # the first word of `trl grpo`
@@ -222,7 +240,9 @@ def _read_options(words: list[str], system: str) -> tuple[dict[str, object], lis
             remarks.append(f"a word is not read: {value.why}")
         elif not is_method:
             remarks.append(f"'{value}' is not read: it is no option")
+
         is_method = False
+
     if (path := values.pop("config_path", None)) is not None:
         remarks.append(f"config_path={path}: a config is looked for in the folder of this file")
     return values, remarks
@@ -241,4 +261,5 @@ def _beside(name: str, folder: Path) -> Path:
         raise UserError(
             f"its settings are in {name}, which is no {kinds} in the same folder: migrate that file"
         )
+
     return found

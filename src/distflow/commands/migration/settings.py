@@ -67,10 +67,12 @@ def scalar(text: str) -> object:
         return None
     if numbers := _NUMBERS_OF_RANGE.fullmatch(word):  # as ROLL names devices
         return [*range(int(numbers[1]), min(int(numbers[2]), 10_000))]
+
     try:
         value = parse_override(f"key={word}").value
     except Unreadable:
         return text
+
     return text if isinstance(value, str) else value
 
 
@@ -84,6 +86,7 @@ def identify(values: dict[str, object]) -> ForeignSettings:
             read[str(name)] = value
         else:
             given[str(name)] = value
+
     try:
         # OmegaConf has no dates, bytes and sets, which YAML has
         plain = json.loads(json.dumps(given, default=str))
@@ -91,6 +94,7 @@ def identify(values: dict[str, object]) -> ForeignSettings:
         tree = OmegaConf.create(plain)
     except (TypeError, ValueError, OmegaConfBaseException) as error:
         raise UserError(first_line(error)) from error
+
     remarks = []
     for name, value in plain.items():
         for key, leaf in _leaves(name, value, tree):
@@ -98,14 +102,17 @@ def identify(values: dict[str, object]) -> ForeignSettings:
                 remarks.append(f"{key}: Hydra's own key is not read, nor are files that it names")
             else:
                 read[key] = leaf
+
     if len(read) > _MAX_KEYS:
         raise UserError(f"it has {len(read):,} keys; at most {_MAX_KEYS:,} are read")
     if any(len(key) > MAX_KEY_LENGTH for key in read):
         raise UserError(f"a key has more than {MAX_KEY_LENGTH} characters")
+
     # AReaL's fine-tuning
     if "model.optimizer.lr" in read and not any(key.startswith("actor.") for key in read):
         read = {re.sub(r"^model\.", "actor.", key): value for key, value in read.items()}
     system = _system_of(read)
+
     return ForeignSettings(system, method_of(system, read), read, remarks)
 
 
@@ -114,12 +121,14 @@ def _system_of(keys: Collection[str]) -> str:
     known = Counter[str]()
     beside_verl = 0
     tables = all_tables()
+
     for key in keys:
         for name, table in tables.items():
             known[name] += table.find(key) is not None
         if tables["verl"].find(key) is None:
             known["verl"] += is_known(key)
             beside_verl += key.startswith(_OF_SIIRL) or tables["siiRL"].find(key) is not None
+
     known["siiRL"] = known["verl"] + beside_verl if beside_verl else 0
     system = max(known, key=lambda name: known[name])
     if known[system] < _LEAST_KNOWN * len(keys) or not keys:
@@ -128,6 +137,7 @@ def _system_of(keys: Collection[str]) -> str:
             "TRL, OpenRLHF, verl, siiRL, ROLL or AReaL: it is of another tool, or of an unknown "
             "version"
         )
+
     return system
 
 
@@ -135,6 +145,7 @@ def _leaves(key: str, value: object, tree: DictConfig) -> Iterator[tuple[str, ob
     """The settings of a key. A section that is the interpolation of another has its settings."""
     if isinstance(value, str | list) and "${" in str(value):
         value = _resolved(tree, key)
+
     if isinstance(value, dict) and value:
         for name, each in value.items():
             yield from _leaves(f"{key}.{name}", each, tree)
@@ -158,6 +169,7 @@ def method_of(system: str, values: Mapping[str, object]) -> str:
         if not _OF_TRLS_RL.isdisjoint(values):
             return "grpo"
         return "ppo" if "num_ppo_epochs" in values else "sft"
+
     is_areal = system == "AReaL"
     if is_areal and values.get("actor.is_critic") is True:
         return "rm"
@@ -165,6 +177,7 @@ def method_of(system: str, values: Mapping[str, object]) -> str:
         return "rm"
     if not any(key.startswith(_OF_RL.get(system, "")) for key in values):
         return "sft"
+
     estimator: object = "gae"
     if system == "siiRL" or (is_areal and "critic.path" not in values):
         estimator = ""

@@ -31,11 +31,13 @@ def run_selftest(arguments: argparse.Namespace) -> int:
         if FAILED not in outcomes:
             # reward processes of an interrupted run may still be ending
             shutil.rmtree(folder, ignore_errors=True)
+
     print(f"{time.monotonic() - started:.0f} s")
     if LEFT_OUT in outcomes:
         print(f"{outcomes.count(LEFT_OUT)} of {len(outcomes)} pairs are not verified")
     if FAILED not in outcomes:
         return 0
+
     print(
         f"the runs are kept: {folder}/PIPELINE/RUN, with report.html in each, and "
         "PIPELINE/runs.log and killed.log\n"

@@ -46,6 +46,7 @@ def check_device(config: Config, folder: Path) -> Iterator[Finding]:
     empty one."""
     found = find_device(config.trainer.device, config.trainer.n_gpus_per_node)
     yield found
+
     kind = accelerator()
     if found.outcome == OK and kind is not None:
         write_models(folder)
@@ -66,13 +67,16 @@ def find_device(wanted: str, count: int = 1) -> Finding:
             f"{torch.version.cuda}) finds no device: install a build for a CUDA that the driver "
             "knows (nvidia-smi shows it), or look at CUDA_VISIBLE_DEVICES",
         )
+
     if wanted not in ("auto", "cpu", found):
         has = f"only {found}" if found else "no accelerator"
         text = f"trainer.device={wanted}, but torch finds {has} here: set trainer.device=auto"
         return Finding("device", FAILED, text)
+
     if found is None or wanted == "cpu":
         text = "torch finds no accelerator here, or trainer.device=cpu: runs compute on the CPU"
         return Finding("device", LEFT_OUT, text)
+
     number = torch.accelerator.device_count()
     name = torch.get_device_module(found).get_device_name()
     free, total = torch.accelerator.get_memory_info()
@@ -105,6 +109,7 @@ class Subject:
         for name, lengths in (("prompt_ids", prompts), ("response_ids", responses)):
             batch[name] = torch.randint(vocabulary, (int(lengths.sum()),), generator=draws)
         scorer = TorchScorer(self.models[device], compute_dtype=dtype)
+
         return scorer.forward(batch, ("log_probs",)).flat("log_probs").double()
 
 
@@ -115,6 +120,7 @@ def try_check(name: str, subject: Subject) -> Finding:
     except (RuntimeError, UserError, TrustError) as error:  # torch's errors are RuntimeErrors
         outcome = FAILED
         text = f"{type(error).__name__}: {first_line(error)}"
+
     return Finding(name, outcome, f"{text}: {check.advice}" if outcome == FAILED else text)
 
 
@@ -125,14 +131,17 @@ def _log_probs(subject: Subject, dtype: torch.dtype) -> Result:
         computed = (one @ one).dtype
     if computed != dtype:
         return FAILED, f"products under autocast are in {computed}"
+
     exact = subject.log_probs("cpu", torch.float32)
     errors = (subject.log_probs(subject.device.type, dtype) - exact).abs()
+
     error = float(errors.max())
     limit = EXACT
     if dtype != torch.float32:
         rounded = subject.log_probs("cpu", dtype)
         error = float(errors.mean())
         limit = 2 * float((rounded - exact).abs().mean()) + 1e-3
+
     text = f"they differ by {error:.1e} from float32 on the CPU (limit {limit:.1e})"
     return OK if error <= limit else FAILED, text
 
@@ -143,6 +152,7 @@ def _collectives(subject: Subject) -> Result:
     arguments = (subject.device.type, size, str(subject.folder / "meeting"))
     ranks = start_processes(_reduce, arguments, size, join=False, start_method="spawn")
     assert ranks is not None
+
     due = time.monotonic() + _DEADLINE_S
     try:
         while not ranks.join(1.0):
@@ -153,6 +163,7 @@ def _collectives(subject: Subject) -> Result:
     finally:
         for process in ranks.processes:
             process.kill()
+
     return OK, f"all_reduce and reduce_scatter on {size} rank(s)"
 
 

@@ -42,6 +42,7 @@ def compare_all(folder: Path) -> Iterator[Finding]:
         for preset in PRESET_KEYS:
             lab = Lab.of(folder / preset, preset)
             sync = cache(lab.sync)
+
             for pair in pairs_of(lab, start_ray):
                 name = f"{preset}, {pair.name}"
                 if pair.needs_ray and not is_installed():
@@ -79,6 +80,7 @@ def compare(name: str, expected: Run, pair: Pair) -> Finding:
         return Finding(name, LEFT_OUT, f"{err} Run it again when the machine is less busy")
     except Exception as err:  # whatever ends a run is the result of the pair
         return Finding(name, FAILED, f"{type(err).__name__}: {err}")
+
     return Finding(name, OK if within(found, pair.limit) else FAILED, shown(found, pair.limit))
 
 

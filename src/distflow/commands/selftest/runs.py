@@ -61,14 +61,17 @@ def figures_of(run_dir: Path) -> Figures:
     for record in read_metrics(run_dir):
         if record.kind != "train":
             continue
+
         batch = load_groups(run_dir, record.step)
         lengths = batch.lengths("response").tolist()
         trained_on.append((lengths, batch.flat("response_ids").tolist(), batch["scores"].tolist()))
         log_probs += [batch.flat("rollout_log_probs"), batch.flat("old_log_probs")]
+
         for role in ("actor", "critic"):
             if f"{role}/loss" in record.values:
                 losses.append(record.values[f"{role}/loss"])
                 norms.append(record.values[f"{role}/grad_norm"])
+
     checkpoint = CheckpointStore(run_dir / CHECKPOINTS).load()
     weights = list[Tensor]()
     for role in ("actor", "critic"):
@@ -76,9 +79,11 @@ def figures_of(run_dir: Path) -> Figures:
             tensors = checkpoint.load(role)
         else:
             tensors = {}
+
         weights += [
             tensors[name].flatten() for name in sorted(tensors) if name.startswith("model.")
         ]
+
     numbers = {
         "loss": torch.tensor(losses, dtype=torch.float64),
         "grad norm": torch.tensor(norms, dtype=torch.float64),
@@ -93,9 +98,11 @@ def differences(one: Figures, other: Figures) -> dict[str, float]:
     Raises Unlike if the runs differ in steps, responses or scores."""
     if len(one.trained_on) != len(other.trained_on):
         raise Unlike(f"{len(one.trained_on)} steps and {len(other.trained_on)}")
+
     for number, (a, b) in enumerate(zip(one.trained_on, other.trained_on, strict=True), 1):
         if a != b:
             raise Unlike(f"other responses or scores in step {number}")
+
     found = dict[str, float]()
     for name, own in one.numbers.items():
         if own.shape != other.numbers[name].shape:
@@ -103,6 +110,7 @@ def differences(one: Figures, other: Figures) -> dict[str, float]:
         a = own.double()
         error = (a - other.numbers[name].double()).abs() / a.abs().clamp(min=1)
         found[name] = float(error.max())
+
     return found
 
 
@@ -126,6 +134,7 @@ def write_models(folder: Path) -> None:
     policy = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     config.num_labels = 1
     critic = transformers.AutoModelForTokenClassification.from_config(config, dtype=torch.float32)
+
     with quiet_transformers():
         _draw_weights(policy, "policy").save_pretrained(folder / "policy")
         _draw_weights(critic, "critic").save_pretrained(folder / "critic")
@@ -140,6 +149,7 @@ def _draw_weights(model: transformers.PreTrainedModel, seed: str) -> transformer
                 [2 * draw.random() - 1 for _ in range(weight.numel())], dtype=torch.float64
             )
             weight.copy_((_SPREAD * numbers + (weight.ndim == 1)).view_as(weight))
+
     return model
 
 
@@ -180,11 +190,13 @@ class Lab:
         folder.mkdir()
         write_models(folder)
         (folder / "reward.py").write_text(REWARD)
+
         with (folder / "rows.jsonl").open("w") as file:
             for number in range(num_steps * _BATCH_SIZE):
                 step, place = divmod(number, _BATCH_SIZE)
                 row = {"prompt": f"{17 * step + place}+{7 * place}="}
                 file.write(json.dumps(row) + "\n")
+
         return Lab(folder, preset, num_steps)
 
     def keys(self, name: str) -> list[str]:
@@ -224,21 +236,25 @@ class Lab:
         one."""
         folder = self.folder / "killed"
         faults = self.folder / "faults.json"
+
         # The run is killed before it is done, however busy the machine is.
         faults.write_text(
             json.dumps([asdict(Fault("checkpoint.begun", rank=0, call=after + 1, action="sleep"))])
         )
         wanted = folder / CHECKPOINTS / f"step-{after:06d}"
+
         with self._process({VARIABLE: str(faults)}) as process:
             while process.poll() is None and not wanted.is_dir():
                 time.sleep(0.002)
             time.sleep(random.uniform(0, _STEP_S))
             process.kill()
+
         if process.returncode != -signal.SIGKILL:
             raise Died(
                 f"the run ended with status {process.returncode} before it could be killed; see "
                 "killed.log"
             )
+
         with self._process() as process:
             process.wait(_DEADLINE_S)
         if process.returncode != 0:
@@ -247,6 +263,7 @@ class Lab:
             raise Died(
                 f"the second process did not resume from a checkpoint of step {after} or later"
             )
+
         return figures_of(folder)
 
     @contextmanager
@@ -257,6 +274,7 @@ class Lab:
         import path. variables: of its environment."""
         paths = os.pathsep.join(os.path.abspath(path) for path in sys.path if path)
         command = [sys.executable, "-m", "distflow", "train", self.preset, *self.keys("killed")]
+
         environment = {**os.environ, "PYTHONPATH": paths, **(variables or {})}
         with (
             (self.folder / "killed.log").open("ab") as log,
@@ -285,6 +303,7 @@ class Lab:
             redirect_stderr(log),
         ):
             outcome = launch(spec)
+
         if outcome is not None and outcome.signal is not None:
             raise Interrupted(outcome.signal)
         return figures_of(spec.run_dir)

@@ -66,6 +66,7 @@ def find_missing(
         # in a folder of somebody else's, too long, or of an unknown ~user
         except (OSError, RuntimeError) as error:
             found = f"cannot be read: {getattr(error, 'strerror', None) or error}", "check the path"
+
         if found:
             yield Problem(((f"{key} = '{path}'", where(key, origins)),), *found)
 
@@ -124,12 +125,14 @@ def data_fault(source: str) -> tuple[str, str] | None:
     """Checks a path of `data.train_files`."""
     path = Path(source).expanduser()
     folder = Path(source.partition(":")[0]).expanduser()
+
     if path.is_file():
         known = path.suffix.lower() in DATA_SUFFIXES or is_compressed(path)
         advice = f"rename it, or save it as one of {', '.join(DATA_SUFFIXES)}"
         if known:
             return pointer_fault(path)
         return (f"its extension '{path.suffix}' is not a known format", advice)
+
     if found := matching_files(source):
         return next(filter(None, (data_fault(str(file)) for file in found)), None)
     if source.startswith("builtin:") or folder.is_dir():
@@ -138,6 +141,7 @@ def data_fault(source: str) -> tuple[str, str] | None:
         return _function_fault(source)
     if _FUNCTION_IN_MODULE.fullmatch(source):
         return _code_fault(source.partition(":")[0])
+
     is_hub_id = (
         HUB_DATA.fullmatch(source)
         and path.suffix.lower() not in DATA_SUFFIXES
@@ -165,9 +169,12 @@ def _weights_fault(text: str) -> tuple[str, str] | None:
                 f"it has no weights ({', '.join(WEIGHT_PATTERNS)})",
                 f"complete it, or set {MODEL}.init=random",
             )
+
         return next(filter(None, map(pointer_fault, files)), None)
+
     if name not in MODELS:
         return f"there is no built-in model '{name}'", f"there are: {', '.join(MODELS)}"
+
     return (
         "a built-in model has no weights",
         f"set {MODEL}.init=random for new ones by trainer.seed",
@@ -180,11 +187,13 @@ def _reward_fault(function: str, path: str) -> tuple[str, str] | None:
     if path.endswith(".pkl"):
         kept = Path(path).expanduser()
         return None if kept.is_file() else missing_path(kept)
+
     fault = _code_fault(path)
     if fault is None and path.endswith(".py"):
         return _content_fault(
             Path(path).expanduser(), function, "set custom_reward_function.name={}"
         )
+
     return fault
 
 
@@ -208,20 +217,25 @@ def _content_fault(file: Path, function: str, advice: str) -> tuple[str, str] | 
             line = f" (line {error.lineno})"
         else:
             line = ""
+
         return (
             f"is not valid Python: {type(error).__name__}: {error.args[0]}{line}",
             "look at that line",
         )
     except OSError as error:
         return f"cannot be read ({error.strerror})", "see who may read it"
+
     if source.defines(function.partition(".")[0]):
         return None
+
     there = list(source.functions)
     meant = nearest(function, there) or (there[0] if len(there) == 1 else "")
+
     if there:
         listed = f"it has {', '.join(there)}"
     else:
         listed = "it has no function"
+
     return f"it binds no '{function}': {listed}", advice.format(meant or "FUNCTION")
 
 
@@ -230,6 +244,7 @@ def _code_fault(name: str) -> tuple[str, str] | None:
     path = Path(name).expanduser()
     if name.endswith(".py"):
         return None if path.is_file() else missing_path(path)
+
     top = name.partition(".")[0]
     is_path = path.exists() and not (path / "__init__.py").is_file()
     if is_path or not top.isidentifier() or importlib.util.find_spec(top) is None:
@@ -237,4 +252,5 @@ def _code_fault(name: str) -> tuple[str, str] | None:
             f"there is no module '{top}'",
             "write a file with its extension, e.g. my_reward.py, or check PYTHONPATH",
         )
+
     return None

@@ -64,15 +64,18 @@ def find_source(preset_or_file: str) -> Path:
     """The YAML file of a preset or a path. Raises ConfigError with the nearest preset."""
     if preset_or_file in preset_names():
         return PRESETS / f"{preset_or_file}.yaml"
+
     path = Path(preset_or_file).expanduser()
     if path.is_file() and path.suffix == ".yaml":
         return path.resolve()
+
     names = ", ".join(preset_names())
     what = "is neither a preset nor a file"
     if "=" in preset_or_file:
         what = "is no preset"
     elif path.exists():
         what = "is no .yaml file"
+
     meant = did_you_mean(preset_or_file, preset_names())
     if (path / _CONFIG_OF_A_RUN).is_file():
         meant = f"did you mean {path / _CONFIG_OF_A_RUN}? "
@@ -113,9 +116,11 @@ def compose(
             files = [*_files(PRESETS / f"{result.base}.yaml"), *files]
     except ConfigError as error:
         raise ConfigError([*result.problems, *error.problems]) from None
+
     for file in files:
         result.settings += file.settings
     register([*result.settings, *_set_by(parsed)])
+
     applied = [*_applied(parsed, result)]
     try:
         _merge(files, applied, result)
@@ -127,6 +132,7 @@ def compose(
         # The last two occur if an override sets a key below a list or a number in the file.
         reason = _reason(error.__cause__ or error)
         result.failure = Problem(((display(source), "its composition"),), reason)
+
     return result
 
 
@@ -167,17 +173,21 @@ def _files(source: Path) -> Iterator[_File]:
     def follow(path: Path, prefix: str, above: tuple[Path, ...]) -> Iterator[_File]:
         if path in above:
             raise wrong("builds on itself")
+
         root = read_node(path)
         found = names_in_defaults(root)
         if not all(found):
             raise wrong("are no list of names")
+
         if "_self_" not in found:
             found.append("_self_")
         folder = prefix.replace(".", "/")
+
         for name in found:
             if name == "_self_":
                 yield _File(path, prefix, read_settings(path, prefix, root))
                 continue
+
             within = f"{folder}/{name}" if folder else name
             places = [parent / f"{within}.yaml" for parent in (source.parent, PRESETS)]
             file = next((place for place in places if place.is_file()), None)
@@ -194,9 +204,11 @@ def _layer(path: Path, package: str) -> DictConfig:
     read = OmegaConf.load(path)
     if not isinstance(read, DictConfig):
         return OmegaConf.create({})
+
     read.pop("defaults", None)
     if not package:
         return read
+
     layer = OmegaConf.create({})
     OmegaConf.update(layer, package, read)
     return layer
@@ -233,6 +245,7 @@ def _unresolved(error: InterpolationResolutionError, settings: Sequence[Setting]
     subject = str(error.full_key or "${...}")
     advice = "name an existing key, e.g. ${trainer.seed}, or a variable: ${oc.env:NAME,value}"
     places = ["default", *(setting.where for setting in settings if setting.key == subject)]
+
     return Problem(((subject, places[-1]),), what, advice)
 
 
@@ -245,13 +258,16 @@ def _find_base(
     values: dict[str, object] = {}
     for file in files:
         values |= {setting.key: setting.value for setting in file.settings}
+
     for override in overrides:
         if override.deletes:
             values.pop(override.key, None)
+
     values |= {setting.key: setting.value for setting in _set_by(overrides)}
     is_whole = schema_keys().keys() <= values.keys()
     if is_whole or any(file.path.parent == PRESETS for file in files):
         return None
+
     base = base_preset({key: values.get(key) for key in PIPELINE_KEYS}, otherwise)
     if (source.parent / f"{base}.yaml").exists():
         place = ((display(source), "defaults"),)
@@ -262,6 +278,7 @@ def _find_base(
         raise ConfigError(
             [Problem(place, what, "rename that file, or name the intended base under defaults")]
         )
+
     return base
 
 
@@ -276,11 +293,13 @@ def _read_overrides(lines: Sequence[str], result: Composition) -> list[Override]
             else:
                 _refuse(result, line, f"cannot be read: {error}", _WRITTEN)
             continue
+
         if re.search("[@/:]", override.key):
             advice = "write key=value; a file names its base under defaults:"
             _refuse(result, line, "names a file, not a key", advice)
         else:
             parsed.append(override)
+
     return parsed
 
 
@@ -294,11 +313,13 @@ def _takes_text(line: str) -> bool:
     value = line.partition("=")[2]
     if not value or value[0] in "'\"[ =":
         return False
+
     info = schema_keys().get(_key_of(line))
     if info:
         for arm in info.arms:
             if arm is str or (get_origin(arm) is tuple and get_args(arm)[:1] == (str,)):
                 return True
+
     return False
 
 
@@ -322,6 +343,7 @@ def check_interpolations(values: dict[str, object]) -> None:
                 known[path] = sum(size((*path, str(name))) for name in names)
             elif isinstance(value, str):
                 known[path] = len(value) + sum(map(size, _references(path, value)))
+
         return known[path]
 
     if size(()) > _MAX_TEXT:
@@ -339,6 +361,7 @@ def _at(value: object, path: tuple[str, ...]) -> object:
                 value = None
         else:
             value = value.get(name) if isinstance(value, dict) else None
+
     return value
 
 

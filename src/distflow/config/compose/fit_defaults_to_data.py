@@ -41,6 +41,7 @@ def fit(config: Config, origins: Mapping[str, str], room: RunLimits) -> tuple[Co
             config, [change for each in rule(config, room) for change in _way(each, origins)]
         )
         changes += made
+
     return config, changes
 
 
@@ -56,14 +57,17 @@ def apply_changes(config: Config, changes: Iterable[Change]) -> tuple[Config, li
     """The config with these values, and the changes with the previous values."""
     if not (changes := [*changes]):
         return config, []
+
     made = []
     values = flatten(config)
     keys = schema_keys()
+
     for key, value, why in changes:
         made.append(
             Fitted(key, show_value(keys[key], values[key]), show_value(keys[key], value), why)
         )
         values[key] = value
+
     return with_values(config, {fitted.key: values[fitted.key] for fitted in made}), made
 
 
@@ -80,12 +84,14 @@ def _domains(config: Config, origins: Mapping[str, str]) -> Iterator[Change]:
     """Remove run-wide defaults for data and rewards if there are domains, which set their own."""
     if not config.data.domains:
         return
+
     empty: dict[str, object] = {
         "data.train_files": (),
         "data.val_files": (),
         "reward.functions": {},
     }
     values = flatten(config)
+
     for key, nothing in empty.items():
         if values[key] and is_free(origins, key):
             yield key, nothing, "data.domains is given"
@@ -100,6 +106,7 @@ def _reward(config: Config, origins: Mapping[str, str]) -> Iterator[Change]:
         or not is_rl(config)
     ):
         return
+
     ours = is_free(origins, "reward.functions")
     if (
         ours
@@ -107,6 +114,7 @@ def _reward(config: Config, origins: Mapping[str, str]) -> Iterator[Change]:
         and all(domain.reward for domain in config.data.domains.values())
     ):
         return
+
     if ours or (functions and _DEFAULT not in functions):
         named = {} if ours else functions
         value = {**named, _DEFAULT: (RewardPart(CUSTOM_REWARD),)}

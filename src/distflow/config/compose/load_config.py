@@ -141,6 +141,7 @@ def load_config(
         problems = [*composed.problems, *import_problems, *misused]
         if composed.failure is not None:
             raise ConfigError(problems or [composed.failure])
+
         known = [setting for setting in composed.settings if is_known(setting.key)]
         origins = _origins(known, composed.deleted)
         loaded = _finish(
@@ -204,6 +205,7 @@ def with_named(loaded: Loaded, named: Iterable[NamedKey]) -> Loaded:
     changes = dict[str, Change]()
     keys = schema_keys()
     values = flatten(loaded.config)
+
     leaves = (
         (key, given, by)
         for group, below, by in named
@@ -212,10 +214,12 @@ def with_named(loaded: Loaded, named: Iterable[NamedKey]) -> Loaded:
     for key, given, by in leaves:
         if key not in keys:
             raise UserError(f"{by} names {key}, but there is no such key{hint(key, keys)}")
+
         try:
             value = parse_value(given, keys[key])
         except Mismatch as err:
             raise UserError(f"{by} names {key}, which {err.what}: {err.advice}") from err
+
         there, origin = changes[key][1:] if key in changes else (values[key], loaded.origin(key))
         is_set = key in changes or not (there in ((), {}, None) or is_free(loaded.origins, key))
         if is_set and there != value:
@@ -223,7 +227,9 @@ def with_named(loaded: Loaded, named: Iterable[NamedKey]) -> Loaded:
             raise UserError(
                 f"{by} names {key}={shown}, but it is {other} ({origin}): remove one of them"
             )
+
         changes[key] = (key, value, f"{by} names it")
+
     return with_changes(
         loaded,
         [change for key, change in changes.items() if change[1] != values[key]],
@@ -238,6 +244,7 @@ def differing(loaded: Loaded, theirs: Loaded) -> list[tuple[str, str, str]]:
     there = flatten(theirs.config)
     infos = schema_keys()
     unused = () if may_have_critic(loaded.config) else ("algorithm.lam",)
+
     return [
         (key, show_value(infos[key], here[key]), show_value(infos[key], there[key]))
         for key in theirs.origins
@@ -270,6 +277,7 @@ def config_from_dict(values: Mapping[str, object], *, judge: bool = True) -> Con
     if not judge:
         settings = [setting for setting in settings if not what_replaces(setting.key)]
     problems = judge_settings(settings, values)[0]
+
     return _finish(values, _origins(settings, []), problems, judge).config
 
 
@@ -303,11 +311,14 @@ def _rename(composed: "Composition") -> list[str]:
             or any(other.key == ours and not is_preset(other.where) for other in settings)
         ):
             continue
+
         group, _, name = ours.rpartition(".")
+
         # a group of plain values
         look_up(composed.values, group)[name] = value  # type: ignore[index]
         settings[place] = replace(setting, key=ours)
         said.append(f"{setting.key}={as_override(value)} (siiRL): here it is {ours}")
+
     return said
 
 
@@ -323,11 +334,13 @@ def build(
         given = look_up(values, name)
         if given is NOT_GIVEN:
             continue
+
         try:
             read[name] = parse_value(given, info)
         except Mismatch as error:
             problems.append(Problem(((name, where(name, origins)),), error.what, error.advice))
             faulty.add(name)
+
     return with_values(Config(), read), problems, faulty
 
 
@@ -348,6 +361,7 @@ def _finish(
         used = {"dag.policies": {**config.dag.policies, policy: {}}}
         config = with_values(config, own | used)
         origins = origins | dict.fromkeys(own, origin)
+
     faulty |= set(refused)
     problems = [*problems, *unreadable]
     fitted: list[Fitted] = []
@@ -356,11 +370,13 @@ def _finish(
         problems = [*problems, *wrong]
         faulty = faulty | out_of_bounds
         config, fitted = fit(config, origins, RunLimits())
+
         # Nodes of a custom pipeline may name data, and are only known when it is built.
         problems += find_problems(
             config, origins, faulty, complete and pipeline_name(config) != CUSTOM
         )
         problems += find_missing(config, origins, set(needed) - faulty)
+
     if problems:
         raise ConfigError(problems)
     return Loaded(config, origins, tuple(fitted))
@@ -371,11 +387,13 @@ def _differences_from_verl(loaded: Loaded, accepted: Iterable[str]) -> list[str]
     has_verl_keys = any("verl" in find_names(key) for key in accepted)
     if not has_verl_keys or not is_rl(loaded.config) or any(map(is_verls, loaded.origins.values())):
         return []
+
     preset = "verl_ppo" if may_have_critic(loaded.config) else "verl_grpo"
     found = differing(loaded, load_config(preset, complete=False))
     listed = ", ".join(f"{key}={here} (verl {there})" for key, here, there in found)
     if found:
         return [f"verl has other defaults, which the preset {preset} has; here {listed}"]
+
     return []
 
 
@@ -387,11 +405,13 @@ def _register_user_groups(
     named = [setting for setting in settings if setting.key == "trainer.imports"]
     if not unknown or not named or not named[-1].value:
         return
+
     given = named[-1].value
     if isinstance(given, list):
         modules = [str(each) for each in given]
     else:
         modules = [str(given)]
+
     places = (("trainer.imports", named[-1].where),)
     if not trust_code:
         what = (
@@ -399,6 +419,7 @@ def _register_user_groups(
         )
         problems.append(Problem(places, what, "read that code; --trust-code imports it"))
         return
+
     try:
         load_modules(modules)
     except LoadError as error:
@@ -416,10 +437,12 @@ def _origins(settings: Sequence[Setting], deleted: Sequence[str]) -> dict[str, s
         for parent in parents(setting.key):
             if parent in keys:
                 origins[parent] = setting.where
+
     for gone in deleted:
         origins = {
             key: origin
             for key, origin in origins.items()
             if key != gone and gone not in parents(key)
         }
+
     return origins

@@ -40,11 +40,13 @@ def parse_override(line: str) -> Override:
     found = _KEY.fullmatch(head)
     if found is None:
         raise Unreadable(f"'{head}' is no key")
+
     deletes = found[1] == "~"
     if deletes:
         return Override(found[2], None, deletes)
     if not equals:
         raise Unreadable("there is no =")
+
     return Override(found[2], _Reader(text.lstrip()).whole())
 
 
@@ -71,10 +73,12 @@ class _Reader:
             raise Unreadable("it begins with =")
         if text[:1] not in ("'", '"', "[", "{"):
             return self._plain("")
+
         value = self._value("")
         self._skip_spaces()
         if self._next():
             raise Unreadable(f"'{text[self._at :]}' follows its end")
+
         return value
 
     def _value(self, ends: str) -> object:
@@ -87,6 +91,7 @@ class _Reader:
             return self._mapping()
         if first and first in "'\"":
             return self._quoted(first)
+
         return self._plain(ends)
 
     def _list(self) -> list[object]:
@@ -99,15 +104,18 @@ class _Reader:
     def _mapping(self) -> dict[object, object]:
         entries = dict[object, object]()
         self._at += 1
+
         while not self._is_closed("}", bool(entries)):
             name = self._value(":,}")
             if name in entries:
                 raise Unreadable(f"it names {name} twice")
+
             self._skip_spaces()
             if self._next() != ":":
                 self._fail(":")
             self._at += 1
             entries[name] = self._value(",}")
+
         return entries
 
     def _is_closed(self, bracket: str, has_items: bool) -> bool:
@@ -116,16 +124,19 @@ class _Reader:
         if self._next() == bracket:
             self._at += 1
             return True
+
         if has_items:
             if self._next() != ",":
                 self._fail(f", or {bracket}")
             self._at += 1
+
         return False
 
     def _quoted(self, mark: str) -> str:
         found = re.compile(rf"{mark}((?:\\.|[^\\{mark}])*){mark}", re.S).match(self._text, self._at)
         if found is None:
             raise Unreadable(f"its quote {mark} is not closed")
+
         self._at = found.end()
 
         def unescaped(run: re.Match[str]) -> str:
@@ -150,9 +161,12 @@ class _Reader:
                 self._fail(f"one of {' '.join(ends)}")
             else:
                 found.append(char)
+
             self._at += 1
+
         if escapes:
             return "".join(found).strip()
+
         word = self._text[start : self._at].strip()
         if ends and not word:
             self._fail("a value")
@@ -167,6 +181,7 @@ class _Reader:
             self._at += 1
             if char == "}" and depth == 0:
                 return self._text[start : self._at]
+
         raise Unreadable("its ${ is not closed")
 
     def _next(self) -> str:

@@ -72,10 +72,12 @@ def names_in_defaults(root: yaml.Node | None) -> list[str]:
     chosen = next((value for name, value in pairs if name.value == "defaults"), None)
     if chosen is None:
         return []
+
     if isinstance(chosen, yaml.SequenceNode):
         entries = chosen.value
     else:
         entries = [chosen]
+
     return [entry.value if isinstance(entry, yaml.ScalarNode) else "" for entry in entries]
 
 
@@ -115,6 +117,7 @@ def read_settings(path: Path, prefix: str, root: yaml.Node | None) -> list[Setti
         )
     if twice := [*_named_twice(root, "", path)]:
         raise ConfigError(twice)
+
     _flatten_merges(root, yaml.SafeLoader(""))
     directive = dotted(prefix, "defaults")
     return [
@@ -138,11 +141,13 @@ def yaml_problem(error: yaml.YAMLError | UnicodeDecodeError, path: Path) -> Prob
         return Problem(
             ((display(path), "the file"),), f"cannot be read: {error}", "save it as UTF-8 text"
         )
+
     mark = error.problem_mark or error.context_mark
     if mark:
         where = f"line {mark.line + 1}, column {mark.column + 1}"
     else:
         where = "the file"
+
     advice = (
         "check that line and the one above: keys of one group start in the same column, after "
         'spaces and not tabs; "${...}" is in quotes; tags (!...) are not supported'
@@ -165,6 +170,7 @@ def read_node(path: Path) -> yaml.Node | None:
         problem = Problem(
             ((display(path), "the file"),), what, "check what it is and its permissions"
         )
+
     raise ConfigError([problem])
 
 
@@ -173,9 +179,11 @@ def _named_twice(node: yaml.MappingNode, prefix: str, path: Path) -> Iterator[Pr
     for name_node, value in node.value:
         name = dotted(prefix, str(name_node.value))
         line = name_node.start_mark.line + 1
+
         if name in first_lines:
             what = f"was already set in line {first_lines[name]}"
             yield Problem(((name, f"{display(path)}:{line}"),), what, "keep one of the two lines")
+
         first_lines[name] = line
         if isinstance(value, yaml.MappingNode):
             yield from _named_twice(value, name, path)

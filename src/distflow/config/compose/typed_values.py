@@ -55,6 +55,7 @@ def can_convert(annotation: object) -> bool:
     arguments = get_args(annotation)
     if origin is Literal:
         return True
+
     known = annotation in (*_SCALARS, Any, object, type(None), list, tuple, dict)
     return known or (
         origin in (Union, types.UnionType, list, tuple, dict)
@@ -84,6 +85,7 @@ def type_name(annotation: object) -> str:
         if set(arguments[1:]) & set(_SCALARS):
             return f"dict[{', '.join(map(type_name, arguments))}]"
         return "dict"
+
     return "any"
 
 
@@ -93,6 +95,7 @@ def check_bounds(value: object, info: KeyInfo) -> Iterator[Mismatch]:
     spec = info.spec
     if value is None or value == info.default:
         return
+
     if spec.later is True:
         yield Mismatch(
             f"is {show(value)}, which is not implemented yet",
@@ -130,17 +133,20 @@ def parse_differing(
     Mismatch."""
     if not isinstance(value, Mapping):
         raise Mismatch(f"is not a mapping by {of}", form)
+
     found: Differing = {}
     for name, settings in value.items():
         if not isinstance(name, str) or not isinstance(settings, Mapping):
             raise Mismatch(
                 f"has {show(settings)} for {show(name)}, which is not a mapping by {of}", form
             )
+
         found[name] = {}
         for key, given in flat(settings, "", keys).items():
             if key not in keys:
                 advice = f"{did_you_mean(key, keys)}there are {', '.join(keys)}; {form}"
                 raise Mismatch(f"has '{key}' for the {of} '{name}'", elsewhere(name, key) or advice)
+
             try:
                 found[name][key] = parse_value(given, keys[key])
                 for mismatch in check_bounds(found[name][key], keys[key]):
@@ -149,6 +155,7 @@ def parse_differing(
                 raise Mismatch(
                     f"has '{key}' of the {of} '{name}', which {error.what}", error.advice
                 ) from None
+
     return found
 
 
@@ -169,6 +176,7 @@ def nested(values: Mapping[str, object]) -> dict[str, Any]:
         for group in groups:
             place = place.setdefault(group, {})
         place[last] = _plain(value)
+
     return found
 
 
@@ -184,6 +192,7 @@ def flat(
             found |= flat(value, key, keys)
         else:
             found[key] = value
+
     return found
 
 
@@ -212,6 +221,7 @@ def show(value: object) -> str:
         return "[" + ", ".join(show(item) for item in value) + "]"
     if isinstance(value, dict):
         return "{" + ", ".join(f"{name}: {show(item)}" for name, item in value.items()) + "}"
+
     return str(value)
 
 
@@ -236,12 +246,14 @@ def _convert_union(value: object, annotation: object) -> object:
     arms = get_args(annotation)
     if value is None and type(None) in arms:
         return None
+
     mismatches = []
     for arm in (arm for arm in arms if arm is not type(None)):
         try:
             return convert(value, arm)
         except Mismatch as error:
             mismatches.append(error)
+
     if len(mismatches) == 1:
         raise mismatches[0]
     wanted = type_name(annotation)
@@ -263,10 +275,12 @@ def _convert_scalar(value: object, wanted: object) -> object:
         return int(value)
     if wanted in (int, float) and isinstance(value, str) and _EXPONENT.fullmatch(value):
         return _convert_scalar(float(value), wanted)
+
     if value is None:
         or_default = ", or remove the key to use its default"
     else:
         or_default = ""
+
     raise Mismatch(
         f"is {show(value)}, not of type {type_name(wanted)}", _advise(value, wanted) + or_default
     )
@@ -297,9 +311,11 @@ def _convert_sequence(value: object, annotation: object) -> object:
             raise Mismatch(
                 f"has {len(value)} entries, not {len(arguments)}", f"write {type_name(annotation)}"
             )
+
         return tuple(
             convert(item, argument) for item, argument in zip(value, arguments, strict=True)
         )
+
     items = [convert(item, arguments[0]) if arguments else item for item in value]
     return tuple(items) if kind is tuple else items
 
@@ -307,9 +323,11 @@ def _convert_sequence(value: object, annotation: object) -> object:
 def _convert_mapping(value: object, annotation: object) -> dict[object, object]:
     if not isinstance(value, Mapping):
         raise Mismatch(f"is {show(value)}, not a mapping", "write {name: value, ...}")
+
     arguments = get_args(annotation)
     if not arguments:
         return dict(value)
+
     return {
         convert(name, arguments[0]): convert(item, arguments[1]) for name, item in value.items()
     }
@@ -324,6 +342,7 @@ def parse_band(value: object, of_shares: bool = False) -> object:
         else:
             what = "holds no number"
         raise Mismatch(f"is {show(value)}, which {what}", "write e.g. [0.1, 0.9]")
+
     return band
 
 

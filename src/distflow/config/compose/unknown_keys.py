@@ -36,6 +36,7 @@ def _similarity(name: str, other: str) -> float:
     """The mean similarity over groups and words; 0 if any word differs too much."""
     if name.count(".") != other.count("."):
         return 0.0
+
     ratios = []
     for part, another in zip(name.split("."), other.split("."), strict=True):
         words = part.split("_")
@@ -45,10 +46,12 @@ def _similarity(name: str, other: str) -> float:
             words = ["".join(words)]
             others = ["".join(others)]
             least = _JOINED
+
         for pair in zip(words, others, strict=True):
             ratios.append(SequenceMatcher(None, *pair).ratio())
             if ratios[-1] < least:
                 return 0.0
+
     return sum(ratios) / len(ratios)
 
 
@@ -85,25 +88,31 @@ def judge_settings(
     problems: list[Problem] = []
     accepted: dict[str, str] = {}
     settled: set[str] = set()
+
     translated: dict[str, set[str]] = {}  # the systems that have a key below a group
     for setting in settings:
         if not is_known(setting.key):
             for parent in parents(setting.key):
                 translated.setdefault(parent, set()).update(find_names(setting.key))
+
     for setting in settings:
         if settled.intersection(parents(setting.key)):
             continue
+
         if len(problems) < _MOST_PROBLEMS:
             problem = _judge(setting, translated, values, accepted)
         else:
             problem = None
+
         if problem is not None:
             problems.append(problem)
         info = schema_keys().get(setting.key)
+
         # reading the value reports this
         is_misread = info is not None and setting.is_group and not info.is_map
         if problem is not None or setting.key in accepted or is_misread:
             settled.add(setting.key)
+
     return problems, accepted
 
 
@@ -112,6 +121,7 @@ def suggest(key: str, known: Collection[str], value: object = NOT_GIVEN) -> str:
     it resembles."""
     if found := find_names(key):
         return _answer(found, value)
+
     word = key.rpartition(".")[2]
     by_end = [name for name in known if name.endswith(f".{key}")]
     same = [name for name in known if name.rpartition(".")[2] == word]
@@ -125,6 +135,7 @@ def suggest(key: str, known: Collection[str], value: object = NOT_GIVEN) -> str:
     guesses = by_end[:1] or same or near
     if guesses:
         return f"did you mean {' or '.join(guesses)}?"
+
     return "see docs/config.md for all keys, docs/migrating.md for those of other systems"
 
 
@@ -136,6 +147,7 @@ def look_up(values: Mapping[str, object], key: str) -> object:
             found = found.get(part, NOT_GIVEN)
         else:
             found = NOT_GIVEN
+
     return found
 
 
@@ -175,6 +187,7 @@ def _judge(
     key = setting.key
     keys = schema_keys()
     places = ((key, setting.where),)
+
     if not is_known(key):
         found = find_names(key)
         by_name = {system for system, table in all_tables().items() if key in table.names}
@@ -183,27 +196,32 @@ def _judge(
         if line := _acceptance(setting, found, values):
             accepted[key] = line
             return None
+
         if found:
             theirs = f"; {joined(list(found))} {_has_it(found)} it"
         else:
             theirs = ""
+
         refers = isinstance(setting.value, str) and "${" in setting.value
         value = look_up(values, key) if refers else setting.value
         advice = what_replaces(key) or suggest(
             key, [*_groups()] if setting.is_group else keys, value
         )
         return Problem(places, f"there is no such key{theirs}", advice)
+
     if setting.has_dots and (key in keys or key in _groups()):
         advice = (
             "write one level a line: " + ": {".join(key.split(".")) + ": ..." + "}" * key.count(".")
         )
         return Problem(places, "has dots, which YAML reads as a single name", advice)
+
     if key in _groups() and not setting.is_group:
         below = next(name for name in keys if name.startswith(f"{key}."))
         written = f"{below}=null" if setting.value is None else below
         return Problem(
             places, "is a group of keys, not a value", f"write keys below it, e.g. {written}"
         )
+
     return None
 
 
@@ -219,10 +237,12 @@ def _acceptance(setting: Setting, found: dict[str, Name], values: Mapping[str, o
             reasons.append(f"here it is {overrides}, which is already set")
         else:
             return ""
+
     if setting.value is NOT_GIVEN:
         given = ""
     else:
         given = f"={as_override(setting.value)}"
+
     if reasons:
         return f"{setting.key}{given} ({joined(list(found))}): {reasons[0]}"
     return ""

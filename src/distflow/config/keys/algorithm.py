@@ -33,6 +33,7 @@ def parse_bounds(value: object) -> tuple[Bounds, ...]:
     Mismatch."""
     if value is None:
         return ()
+
     entries = (
         value.split(",")
         if isinstance(value, str)
@@ -65,6 +66,7 @@ def _parse_bound(entry: object) -> Bounds:
         numbers = [float(part) for part in parts if not isinstance(part, bool)]
     except (TypeError, ValueError, OverflowError):
         numbers = []
+
     if (
         len(numbers) != len(parts)
         or len(numbers) not in (1, 2)
@@ -74,6 +76,7 @@ def _parse_bound(entry: object) -> Bounds:
         raise Mismatch(f"has the entry {show(entry)}, which is no bound", advice)
     if len(numbers) == 2:
         return (numbers[0], numbers[1])
+
     return (None, numbers[0])
 
 
@@ -300,6 +303,7 @@ def parse_domains(value: object) -> Differing:
         if name.partition(".")[0] in DIFFERING
     }
     keys |= {name: info for name, info in collect(ActorConfig()).items() if name in DIFFERING_LOSS}
+
     return parse_differing(value, keys, form)
 
 

@@ -49,6 +49,7 @@ def parse_pipeline(value: object) -> str | tuple[dict[str, object], ...] | None:
             f"write one of {', '.join(PIPELINES)}, module:function, file.py:function, or nodes as "
             "- {id: ..., func: module:function, deps: [...]}",
         )
+
     seen: set[str] = set()
     for place, node in enumerate(value, start=1):
         _check_node(place, node, seen)
@@ -72,6 +73,7 @@ def parse_policies(value: object) -> Differing:
         if name == FIRST_POLICY or not re.fullmatch(r"[A-Za-z]\w*", name, re.ASCII):
             other = f"choose another word; '{FIRST_POLICY}' is the policy of actor_rollout_ref"
             raise Mismatch(f"has a policy '{name}'", other)
+
     return found
 
 
@@ -140,14 +142,17 @@ def _check_node(place: int, node: object, seen: set[str]) -> None:
         raise Mismatch(
             f"has {node!r} as entry {place}, not a mapping", f"its keys are {', '.join(NODE_KEYS)}"
         )
+
     kind = str(node.get("type")).removeprefix("NodeType.").upper()
     needed = ("id",) if "func" not in node and kind in WITHOUT_FUNC else ("id", "func")
+
     wrong = [name for name in node if name not in NODE_KEYS]
     if wrong or not all(isinstance(node.get(name), str) for name in needed):
         if wrong:
             named = f"the unknown key '{wrong[0]}'"
         else:
             named = f"no {' or '.join(needed)}"
+
         raise Mismatch(
             f"has an entry {place} with {named}",
             f"the keys of a node are {', '.join(NODE_KEYS)} (siiRL's node_id, executable_ref and "
@@ -157,4 +162,5 @@ def _check_node(place: int, node: object, seen: set[str]) -> None:
         raise Mismatch(
             f"has two nodes with the id '{node['id']}'", "give each node an id of its own"
         )
+
     seen.add(node["id"])

@@ -229,6 +229,7 @@ def _name(name: str) -> str:
         )
     if name in _TAKEN:
         raise Mismatch(f"has a domain called '{name}', which is reserved", "choose another name")
+
     return name
 
 

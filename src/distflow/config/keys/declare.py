@@ -60,6 +60,7 @@ class KeySpec:
         """The bounds or choices as text; empty if there are none."""
         if self.later is True:
             return "only the default so far"
+
         if self.choices:
             absent = self.later or ()
             listed = [
@@ -69,6 +70,7 @@ class KeySpec:
             return ", ".join(listed) + (
                 ", file.py:function, or a name of trainer.imports" if self.open_names else ""
             )
+
         return " and ".join(f"{sign} {bound:g}" for sign, _, bound in self._bounds())
 
     def has_room_for(self, number: float) -> bool:
@@ -167,6 +169,7 @@ def _described_fields(kind: "type[DataclassInstance]") -> list[tuple[str, object
         else:
             spec = KeySpec(str(item.metadata.get("help", "")))
         found.append((item.name, hints[item.name], spec))
+
     return found
 
 
@@ -176,6 +179,7 @@ def untaken(instance: "DataclassInstance", prefix: str, parts: Collection[str]) 
         value = getattr(instance, attribute)
         name = dotted(prefix, yaml_name(attribute))
         takers = (spec.taken_by,) if isinstance(spec.taken_by, str) else spec.taken_by
+
         is_taken = not takers or any(taker in parts for taker in takers)
         if not is_taken or not spec.taken_if(instance):
             yield from (key for key, *_ in walk(value, name)) if is_group(value) else [name]
@@ -212,4 +216,5 @@ def changed(group: Group, values: Mapping[str, Any], prefix: str = "") -> Group:
             changes[item.name] = values[name]
         elif is_group(value) and (within := changed(value, values, name)) is not value:
             changes[item.name] = within
+
     return replace(group, **changes) if changes else group

@@ -50,10 +50,12 @@ def parse_functions(value: object) -> dict[str, tuple[RewardPart, ...]]:
     """Reward functions by domain from plain data. Raises Mismatch."""
     if not isinstance(value, Mapping):
         raise Mismatch("is not a mapping from domains to reward functions", _FORM)
+
     for name in value:
         if not isinstance(name, str):
             what = f"has the domain {name!r}, which is not a str"
             raise Mismatch(what, "put the name of the domain in quotes")
+
     return {domain: parse_parts(f"the domain '{domain}'", parts) for domain, parts in value.items()}
 
 
@@ -68,6 +70,7 @@ def parse_parts(whose: str, value: object) -> tuple[RewardPart, ...]:
     entries = value if isinstance(value, list | tuple) else [value]
     if not entries:
         raise Mismatch(f"has no reward function for {whose}", _FORM)
+
     parts = tuple(_parse_part(whose, entry) for entry in entries)
     names = [part.name for part in parts]
     for name in names:
@@ -75,12 +78,14 @@ def parse_parts(whose: str, value: object) -> tuple[RewardPart, ...]:
             raise Mismatch(
                 f"has '{name}' twice for {whose}", "name it once, with the sum of the weights"
             )
+
     return parts
 
 
 def _parse_part(whose: str, value: object) -> RewardPart:
     if isinstance(value, str):
         return RewardPart(value)
+
     if isinstance(value, Mapping) and set(value) <= _PART and isinstance(value.get("name"), str):
         try:
             weight = convert(value.get("weight", 1.0), float)
@@ -88,10 +93,12 @@ def _parse_part(whose: str, value: object) -> RewardPart:
             raise Mismatch(
                 f"has a weight of '{value['name']}' that {error.what}", error.advice
             ) from None
+
         assert isinstance(weight, float)
         return RewardPart(
             value["name"], weight, _parse_options(value["name"], value.get("options", {}))
         )
+
     raise Mismatch(
         f"has {value!r} for {whose}, neither a name nor {{name, weight, options}}", _FORM
     )
@@ -102,6 +109,7 @@ def _parse_options(name: str, value: object) -> dict[str, Option]:
         raise Mismatch(
             f"has options of '{name}' that are no mapping of names", "write e.g. options: {n: 4}"
         )
+
     wrong = [
         key for key, option in value.items() if not isinstance(option, bool | int | float | str)
     ]
@@ -110,6 +118,7 @@ def _parse_options(name: str, value: object) -> dict[str, Option]:
             f"has an option '{wrong[0]}' of '{name}' that is not of type bool, int, float or str",
             "",
         )
+
     return dict(value)
 
 
@@ -119,6 +128,7 @@ def parse_on_error(value: object) -> OnError:
         return cast(OnError, value)
     if isinstance(value, Mapping) and set(value) == {"score"}:
         return cast(float, convert(value["score"], float))
+
     raise Mismatch(
         f"is {show(value)}, not mask, drop or {{score: x}}", "write e.g. drop, or {score: 0}"
     )
@@ -312,18 +322,21 @@ def parse_models(value: object) -> dict[str, ScoringModelConfig]:
                     "remove it; serve a judge that is larger than a device, and set "
                     "reward.functions",
                 )
+
     found = parse_differing(value, collect(ScoringModelConfig()), _MODELS_FORM, of="model")
     for name, settings in found.items():
         if name in _TAKEN or not (name.isidentifier() and name[0].isalpha()):
             raise Mismatch(f"has a model '{name}'", "choose a word that names no other engine")
         if not settings.get("path"):
             raise Mismatch(f"has no 'path' of the model '{name}'", _MODELS_FORM)
+
         if not settings.get("judge"):
             for of_judges in settings.keys() & _OF_JUDGES:
                 raise Mismatch(
                     f"has '{of_judges}' of '{name}', which is a reward model",
                     "add judge: true, or remove it",
                 )
+
     return {name: ScoringModelConfig(**settings) for name, settings in found.items()}
 
 
@@ -356,10 +369,12 @@ def scoring_models(
     """The scoring models by engine name: all, or those of a domain."""
     path = config.model.path
     offloads = config.fsdp_config.param_offload
+
     if path is None:
         own = {}
     else:
         own = {REWARD_MODEL: ScoringModelConfig(path, config.weight, param_offload=offloads)}
+
     models = own | config.models
     return {
         name: each

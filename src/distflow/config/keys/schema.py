@@ -85,6 +85,7 @@ def register_config_group(name: str, config_class: type) -> None:
         raise ValueError(
             f"config group '{name}': the name is taken or no identifier; choose another one"
         )
+
     _check_group_class(name, config_class)
     _user_groups[name] = config_class
     schema_keys.cache_clear()
@@ -124,10 +125,12 @@ def _check_group_class(name: str, config_class: type) -> None:
         raise ValueError(
             f"config group '{name}': {config_class!r} is no dataclass; decorate it with @dataclass"
         )
+
     hints = get_type_hints(config_class)
     for item in fields(config_class):
         if item.default is MISSING and item.default_factory is MISSING:
             raise ValueError(f"config group '{name}': the field '{item.name}' needs a default")
+
         if is_dataclass(hints[item.name]):
             _check_group_class(f"{name}.{item.name}", hints[item.name])
         elif not can_convert(hints[item.name]):
@@ -189,6 +192,7 @@ def changed_keys(before: Config, after: Config) -> list[tuple[str, object, objec
         for config in (before, after)
     )
     resumable = RESUMABLE | {"data.domains"} if old == new else RESUMABLE
+
     return [change for change in diff(before, after) if change[0] not in resumable]
 
 

@@ -31,12 +31,14 @@ class StopCondition:
             value = float(found[3]) if found else math.nan
         except ValueError:
             value = math.nan
+
         if found is None or not math.isfinite(value):
             advice = (
                 f"write one metric, one of {', '.join(_COMPARE)}, and a number: "
                 "val_correct/all/mean >= 0.9"
             )
             raise Mismatch(f"is {show(text)}, not a condition on a metric", advice)
+
         return cls(found[1], found[2], value)
 
     @property

@@ -59,10 +59,12 @@ class Name:
                 return ours
             text = ours
             break
+
         if not self.ours or "=" in self.ours:
             template = self.ours
         else:
             template = f"{self.ours}={{}}"
+
         return template.replace("{}", text)
 
     def answer(self, value: object) -> str:
@@ -110,9 +112,11 @@ class Table:
             return self.tuning[key]
         if key in self.names:
             return self.names[key]
+
         for own, name in self.names.items():
             if "*" in own and fnmatchcase(key, own):
                 return name
+
         return None
 
 
@@ -154,9 +158,11 @@ def find_synonyms(key: str, value: object, known: Collection[str] = ()) -> list[
             for theirs, ours in name.values.items():
                 if name.ours == key if "=" not in ours else f"{key}=" in ours:
                     pairs.append((theirs, ours))
+
         for theirs, ours in pairs:
             if isinstance(theirs, str) and theirs.lower() == word:
                 found[ours if " " in ours else ours.removeprefix(f"{key}=")] += 1
+
     likely = [each for each, _ in found.most_common() if "=" in each or each in known]
     return likely[:_MOST_SYNONYMS]
 
@@ -180,6 +186,7 @@ def as_override(value: object) -> str:
         return "[" + ",".join(map(as_override, value)) + "]"
     if isinstance(value, dict):
         return "{" + ",".join(f"{name}:{as_override(item)}" for name, item in value.items()) + "}"
+
     text = str(value)
     if _PLAIN.fullmatch(text):
         return text
@@ -247,11 +254,13 @@ def _fields(entry: Any, answers: Mapping[str, Any], key: str) -> dict[str, Any]:
         fields["ours"] = fields["ours"][:-1] + key.rpartition(".")[2]
     if "values" in fields:
         fields["values"] = _read_values(fields["values"])
+
     harmless = fields.get("harmless")
     if isinstance(harmless, str):
         fields["harmless"] = HARMLESS[harmless]
     elif harmless is not None:
         fields["harmless"] = tuple(None if value == "null" else value for value in harmless)
+
     return fields
 
 

@@ -25,6 +25,7 @@ def trained_agents(config: Config) -> Findings:
     if rollout.agents and rollout.workflow is None:
         advice = f"set {ROLLOUT}.workflow=file.py:function"
         yield Finding((_AGENTS,), "only a workflow has agents", advice)
+
     if rollout.agents and not any(agent.trainable for agent in rollout.agents.values()):
         advice = "remove trainable: false of one of them"
         yield Finding((_AGENTS,), "none of the agents is trained", advice)
@@ -36,12 +37,15 @@ def agent_rewards(config: Config) -> Findings:
     model = scoring_key(config)
     if config.algorithm.agent_rewards == "shared":
         return
+
     if not config.actor_rollout_ref.rollout.agents:
         advice = f"declare them, e.g. {_AGENTS}={{solver: {{}}}}"
         yield Finding((_REWARDS, _AGENTS), "an episode has no agents", advice)
+
     if model:
         what = "a model scores episodes, not agents"
         yield Finding((_REWARDS, model), what, "set algorithm.agent_rewards=shared")
+
     if estimator_of(config).reads_parts:
         what = f"{estimator} reads the parts of the reward, which no agent has"
         yield Finding((_REWARDS, ADV_ESTIMATOR), what, "set algorithm.adv_estimator=grpo")
@@ -77,10 +81,12 @@ def used_policies(config: Config) -> Findings:
     """Each policy has an agent, and the first one a trained agent."""
     if not has_several_policies(config):
         return
+
     if FIRST_POLICY not in trained_policies(config):
         what = f"no trained agent has the policy '{FIRST_POLICY}', which is the model of {MODEL}"
         advice = "exchange the models, so that this one is of a trained agent"
         yield Finding((_AGENTS, f"{MODEL}.path"), what, advice)
+
     for name in config.dag.policies:
         if name not in policies_of_agents(config).values():
             what = f"no agent has the policy '{name}'"
@@ -96,6 +102,7 @@ def settings_of_policies(config: Config) -> Findings:
                 is_optimizers = own.startswith("actor.optim.") or own == "actor.max_grad_norm"
                 if is_optimizers and name in trained:
                     continue
+
                 what = (
                     f"sets {own} of the policy '{name}', but policies of agents differ in their "
                     "models and optimizers alone"
@@ -112,6 +119,7 @@ def several_policies(config: Config) -> Findings:
     engine = ROLLOUT_ENGINES.get(group.rollout.name)
     if not has_several_policies(config):
         return
+
     if config.dag.policy is not None:
         yield _impossible("dag.policy", "train one of them alone", "null")
     if is_sharded(config):
@@ -122,9 +130,11 @@ def several_policies(config: Config) -> Findings:
         yield _impossible(f"{ROLLOUT}.name", "generate in a server", "embedded")
     if estimator_of(config).needs_critic:
         yield _impossible(ADV_ESTIMATOR, "train a critic", "grpo")
+
     if config.algorithm.recompute_old_log_probs == "false":
         what = "take the rollout's log-probs as the old ones"
         yield _impossible("algorithm.recompute_old_log_probs", what, "auto")
+
     if group.actor.prox != "recompute":
         yield _impossible(f"{ACTOR}.prox", "interpolate proximal log-probs", "recompute")
 

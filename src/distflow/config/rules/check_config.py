@@ -74,6 +74,7 @@ def within_bounds(
     problems of these values, and their keys."""
     values = flatten(config)
     keys = schema_keys()
+
     problems = list[Problem]()
     defaults = dict[str, object]()
     for name, info in keys.items():
@@ -82,6 +83,7 @@ def within_bounds(
                 Problem(((name, where(name, origins)),), mismatch.what, mismatch.advice)
             )
             defaults[name] = info.default
+
     return with_values(config, defaults) if defaults else config, problems, {*defaults}
 
 
@@ -102,6 +104,7 @@ def find_problems(
         findings += find(config)
     for find_misfits in SIZE_RULES:
         findings += [misfit.finding for misfit in find_misfits(config, RunLimits())]
+
     for finding in findings:
         if finding.missing and not complete:
             continue
@@ -109,6 +112,7 @@ def find_problems(
             key == name or key.startswith(f"{name}.") for key in finding.keys for name in faulty
         ):
             problems.append(_problem(finding, values, origins))
+
     return problems
 
 
@@ -117,6 +121,7 @@ def _rules(config: Config) -> Iterator[Rule]:
         yield from subject.RULES
     if not config.actor_rollout_ref.rollout.workflow_kwargs:
         return
+
     for workflow in WORKFLOWS.values():
         if workflow.rules:
             yield from cast(tuple[Rule, ...], load(workflow.rules))
@@ -152,4 +157,5 @@ def _problem(finding: Finding, values: Mapping[str, object], origins: Mapping[st
         else:
             subject = key
         places.append((subject, where(key, origins)))
+
     return Problem(tuple(places), finding.what, finding.advice)

@@ -35,6 +35,7 @@ def stop_when(config: Config) -> Findings:
     trainer = config.trainer
     if trainer.stop_when is None or not StopCondition.of(trainer.stop_when).is_of_validation:
         return
+
     files = _val_files(config)
     if not validates(config):
         what = "without validation there is no such metric"
@@ -44,6 +45,7 @@ def stop_when(config: Config) -> Findings:
         advice = "set trainer.test_freq=10"
     else:
         return
+
     yield Finding(("trainer.stop_when", files), what, f"{advice}, or remove trainer.stop_when")
 
 
@@ -58,10 +60,12 @@ def best_checkpoint(config: Config) -> Findings:
     trainer = config.trainer
     if not trainer.keep_best:
         return
+
     files = _val_files(config)
     if not validates(config):
         what = "without validation there is no best checkpoint"
         yield Finding((_BEST, files), what, f"set {files}, or trainer.keep_best=false")
+
     for name in ("test_freq", "save_freq"):
         if _never(config, name):
             key = f"trainer.{name}"
@@ -75,6 +79,7 @@ def restarted_run(config: Config) -> Findings:
     is_slurm = trainer.launcher == "slurm"
     if trainer.resume_mode in ("auto", "never") or not (is_slurm or trainer.max_restarts):
         return
+
     cause = "trainer.launcher" if is_slurm else "trainer.max_restarts"
     yield Finding(
         (_RESUME, cause),
@@ -90,11 +95,13 @@ def resumed_folder(config: Config) -> Findings:
     path = os.path.expanduser(mode)
     if mode in ("auto", "never") or os.path.isdir(path):
         return
+
     if os.path.isfile(path):
         what = "is a file"
         advice = "name its folder"
     else:
         what, advice = missing_path(Path(path))
+
     if near := nearest(mode, ("auto", "never")):
         advice = f"did you mean '{near}'"
     ways = "auto, never (verl's disable), or the folder of a run or a checkpoint"

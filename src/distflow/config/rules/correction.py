@@ -19,6 +19,7 @@ def band(config: Config) -> Findings:
     threshold = correction.rollout_is_threshold
     if correction.rollout_is is None or not isinstance(threshold, tuple):
         return
+
     lower, upper = threshold
     if not 0 <= lower < upper:
         yield Finding(
@@ -32,6 +33,7 @@ def weighted_twice(config: Config) -> Findings:
     """Only one correction weighs."""
     if config.algorithm.rollout_correction.rollout_is is None:
         return
+
     for name in sorted(_OF_LOSS & set(config.actor_rollout_ref.actor.policy_loss_kwargs)):
         yield Finding(
             (_IS, f"{ACTOR}.policy_loss_kwargs.{name}"),
@@ -45,16 +47,19 @@ def counted_bounds(config: Config) -> Findings:
     names = config.algorithm.rollout_correction.rollout_rs
     bounds = config.algorithm.rollout_correction.rollout_rs_threshold
     keys = (_RS_THRESHOLD, _RS)
+
     if bool(names) != bool(bounds):
         off = "it is the bound of a rejection that is off"
         what = "a rejection needs a bound" if names else off
         advice = f"set {_RS}=token_k1 and {_RS_THRESHOLD}=[[0.5, 2.0]], or remove both"
         yield Finding(keys, what, advice)
         return
+
     if names and len(bounds) not in (1, len(names)):
         what = f"{len(bounds)} bounds for {len(names)} statistics"
         yield Finding(keys, what, "set one for each, or one for all")
         return
+
     for name, (lower, upper) in zip(names, spread(bounds, len(names)), strict=True):
         is_ratio = name.endswith("k1")
         least = lower or (1 / upper if is_ratio and upper > 0 else 0.0)
@@ -70,6 +75,7 @@ def interpolated_policy(config: Config) -> Findings:
     prox = f"{ACTOR}.prox"
     if config.actor_rollout_ref.actor.prox != "interpolate":
         return
+
     if correction.rollout_is and correction.rollout_is_batch_normalize:
         yield Finding(
             (_IS_NORMALIZE, prox),
@@ -77,6 +83,7 @@ def interpolated_policy(config: Config) -> Findings:
             "have no mean",
             f"set {prox}=recompute, or remove it",
         )
+
     if correction.rollout_rs and correction.rollout_rs_threshold:
         yield Finding(
             (_RS, prox),
@@ -93,6 +100,7 @@ def ratios_of_tokens(config: Config) -> Findings:
     level = "algorithm.logprob_level"
     if config.algorithm.logprob_level == "token":
         return
+
     for key, value in (
         (_IS, correction.rollout_is),
         (_RS, correction.rollout_rs),
@@ -109,6 +117,7 @@ def samples_of_decisions(config: Config) -> Findings:
     level = "algorithm.sample_level"
     if config.algorithm.sample_level != "decision":
         return
+
     for key, names in ((_IS, (correction.rollout_is or "token",)), (_RS, correction.rollout_rs)):
         wide = [name for name in names if not name.startswith("token")]
         if wide:
@@ -121,6 +130,7 @@ def no_mismatch(config: Config) -> Findings:
     key = "algorithm.recompute_old_log_probs"
     if config.algorithm.recompute_old_log_probs != "false":
         return
+
     correction = config.algorithm.rollout_correction
     for own, value in ((_IS, correction.rollout_is), (_RS, correction.rollout_rs)):
         if value:

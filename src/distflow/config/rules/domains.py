@@ -35,12 +35,14 @@ def one_form(config: Config) -> Findings:
         for name in ("train_files", "val_files"):
             if not getattr(config.data, name):
                 continue
+
             if not any(domain.tags for domain in domains.values()):
                 advice = (
                     f"remove data.{name}, turn it into a domain (data.domains.NAME.{name}), or "
                     "give domains tags"
                 )
                 yield Finding((f"data.{name}", "data.domains"), "both name data", advice)
+
             for each, domain in domains.items():
                 if domain.tags and getattr(domain, name):
                     what = f"both name data of the domain '{each}', which has tags"
@@ -55,6 +57,7 @@ def tags(config: Config) -> Findings:
         if domain.tags and config.data.tag_key is None:
             what = "the column with the tags is not set"
             yield Finding(("data.tag_key", key), what, "set data.tag_key=tag")
+
         if domain.tags and config.data.lazy:
             what = "tags cannot select rows that are read one by one"
             yield Finding(("data.lazy", key), what, "set data.lazy=false")
@@ -100,12 +103,14 @@ def rewards(config: Config) -> Findings:
     """Each domain has reward functions, from one key."""
     functions = config.reward.functions
     scored = reward_functions(config)
+
     if is_rl(config):
         for name, domain in config.data.domains.items():
             key = f"data.domains.{name}.reward"
             if name not in scored and find_pipeline(config) is not None:
                 advice = f"set {key}=math, or reward.functions.{name}=[math]"
                 yield Finding((key,), f"the domain '{name}' has no reward function", advice)
+
             if domain.reward and name in functions and functions[name] != domain.reward:
                 what = f"they name different reward functions for the domain '{name}'"
                 yield Finding((key, f"reward.functions.{name}"), what, "keep one of the two")
@@ -115,12 +120,14 @@ def lengths(config: Config) -> Findings:
     """A domain's response limit is at most the run's, and longer than the penalty zone."""
     longest = config.data.max_response_length
     zone = config.reward.overlong.buffer_tokens
+
     for name, domain in config.data.domains.items():
         key = f"data.domains.{name}.max_response_length"
         own = domain.max_response_length
         if own is not None and own > longest:
             what = f"a response may have at most {longest} tokens"
             yield Finding((key, "data.max_response_length"), what, "raise the latter")
+
         if own is not None and 0 < own <= zone:
             what = f"the penalty's buffer of {zone} tokens covers the whole response of this domain"
             keys = (key, "reward.overlong.buffer_tokens")
@@ -150,6 +157,7 @@ def of_each(config: Config) -> Findings:
         if domain in sized:
             named[f"{ROLLOUT}.n"] = f"data.domains.{domain}.n"
         judged = config_of(config, domain)
+
         for rule in _RULES_OF_DOMAINS:
             for finding in rule(judged):
                 if not named.keys().isdisjoint(finding.keys):
@@ -170,6 +178,7 @@ def known(config: Config) -> Findings:
     named = [(f"algorithm.domains.{domain}", domain) for domain in config.algorithm.domains]
     for name, model in config.reward_model.models.items():
         named += [(f"reward_model.models.{name}.domains", domain) for domain in model.domains]
+
     if domains:
         for key, domain in named:
             if domain not in domains:

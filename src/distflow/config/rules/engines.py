@@ -59,6 +59,7 @@ def oversampling(config: Config) -> Findings:
     if pipeline is not None and pipeline.oversample_factor:
         key = pipeline.oversample_factor
         share = attrgetter(key)(config) - 1
+
     if is_rl(config) and share > 0 and config.async_.max_staleness:
         yield Finding(
             (key, "async.max_staleness"),
@@ -80,6 +81,7 @@ def engine_options(config: Config) -> Findings:
     """Options of a server belong to an engine."""
     rollout = config.actor_rollout_ref.rollout
     key = f"{ROLLOUT}.engine_kwargs"
+
     if server_of(config):
         for name, options in rollout.engine_kwargs.items():
             if name not in ROLLOUT_ENGINES or not isinstance(options, dict):
@@ -107,20 +109,25 @@ def tensor_parallel(config: Config) -> Findings:
     entry = ROLLOUT_ENGINES.get(rollout.name)
     if size == 1 or entry is None or allocation_decides(config):
         return
+
     if "t" not in entry.sizes:
         able = " or ".join(name for name, entry in ROLLOUT_ENGINES.items() if "t" in entry.sizes)
         option = f"{ROLLOUT}.engine_kwargs.{rollout.name}.{entry.size_option}"
+
         if entry.size_option:
             own = f"set {option}={size}"
         else:
             own = "keep the default 1"
+
         why = f"the engine '{rollout.name}' has one device"
         yield Finding((key, _NAME), why, f"set {_NAME}={able}, or {own}")
         return
+
     if rollout.url or rollout.data_parallel_size > 1:
         other = f"{ROLLOUT}.{'url' if rollout.url else 'data_parallel_size'}"
         why = "several devices are for one server that the run starts"
         yield Finding((key, other), why, "remove one of them")
+
     devices = config.trainer.n_gpus_per_node
     if not config.trainer.allocation and devices % size:
         yield Finding(

@@ -44,6 +44,7 @@ def levels(config: Config) -> Findings:
     """Actions, chunks and decisions are those of a workflow whose replies have actions."""
     acting = [name for name, entry in WORKFLOWS.items() if entry.unit_tokens]
     workflow = config.actor_rollout_ref.rollout.workflow
+
     for name in ("logprob_level", "reward_level", "sample_level"):
         key = f"algorithm.{name}"
         default = schema_keys()[key].default
@@ -125,14 +126,17 @@ def changed_sum(config: Config) -> Findings:
     algorithm = config.algorithm
     if not estimator_of(config).reads_parts:
         return
+
     what = f"{algorithm.adv_estimator} reads the parts of the reward, not their sum"
     for name in (*_OF_EPISODES, "whiten_rewards"):
         if getattr(algorithm, name) != getattr(AlgorithmConfig, name):
             advice = "set algorithm.adv_estimator=grpo, or remove it"
             yield Finding((f"algorithm.{name}", ADV_ESTIMATOR), what, advice)
+
     if config.reward.on_error not in ("mask", "drop"):
         why = f"{what}, but a fixed score has no parts"
         yield Finding(("reward.on_error", ADV_ESTIMATOR), why, "set it to mask or drop")
+
     if algorithm.use_kl_in_reward:
         advice = f"set {ACTOR}.use_kl_loss=true instead"
         keys = ("algorithm.use_kl_in_reward", ADV_ESTIMATOR)
@@ -144,10 +148,12 @@ def rewards_within_episodes(config: Config) -> Findings:
     algorithm = config.algorithm
     if not has_rewards_within(config):
         return
+
     names = [n for n in _OF_EPISODES if getattr(algorithm, n) != getattr(AlgorithmConfig, n)]
     norm = algorithm.reward_norm
     if norm.mean_level or norm.std_level:
         names.append("reward_norm.mean_level" if norm.mean_level else "reward_norm.std_level")
+
     for name in names:
         yield Finding(
             (f"algorithm.{name}", ADV_ESTIMATOR),

@@ -24,11 +24,13 @@ def single_samples(config: Config) -> Findings:
     """A filtered group has several samples."""
     if not filters(config):
         return
+
     common = config.actor_rollout_ref.rollout.n
     sizes = {f"{ROLLOUT}.n": common if not config.data.domains else 0}
     for name, domain in config.data.domains.items():
         if name not in unfiltered_domains(config):
             sizes[f"data.domains.{name}.n" if domain.n else f"{ROLLOUT}.n"] = domain.n or common
+
     for key, size in sizes.items():
         if size == 1:
             yield Finding(
@@ -42,9 +44,11 @@ def several_rewards(config: Config) -> Findings:
     """The filter compares whole episodes, so advantages are of these, unless a function decides."""
     if not filters(config) or config.algorithm.filter_groups.should_accept is not None:
         return
+
     for domain, algorithm in algorithms(config):
         if domain in unfiltered_domains(config) or not has_several_rewards(algorithm):
             continue
+
         of_domain = f"data.domains.{domain}.filter_groups"
         key = of_domain if domain else "algorithm.filter_groups.enable"
         group = f"algorithm.domains.{domain}" if domain else "algorithm"

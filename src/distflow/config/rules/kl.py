@@ -13,6 +13,7 @@ def adaptive_controller(config: Config) -> Findings:
     kind = "algorithm.kl_ctrl.type"
     if control.type != "adaptive":
         return
+
     for name, example in (("target_kl", "0.1"), ("horizon", "10000")):
         if getattr(control, name) is None:
             advice = f"set algorithm.kl_ctrl.{name}={example}, or {kind}=fixed"

@@ -9,6 +9,7 @@ def clip_ratio(config: Config) -> Findings:
     """A ratio is clipped above 0, below which it never is."""
     actor = config.actor_rollout_ref.actor
     loss = POLICY_LOSSES.get(actor.policy_loss)
+
     clips = loss is not None and loss.clips and not loss.divergence
     if clips and actor.clip_ratio_low is None and actor.clip_ratio > 1:
         yield Finding(

@@ -27,6 +27,7 @@ def gguf_file(config: Config) -> Findings:
     key = f"{MODEL}.gguf_file"
     if model.gguf_file is None:
         return
+
     if model.init == "random":
         what = "init=random requests new weights, but gguf_file names trained ones"
         advice = f"set {MODEL}.init=pretrained, or remove the file"
@@ -36,10 +37,12 @@ def gguf_file(config: Config) -> Findings:
 def remote_code(config: Config) -> Findings:
     """A model's code runs only if it is pinned."""
     model = config.actor_rollout_ref.model
+
     # an absolute one is a folder, of this machine or of another
     path = os.path.expanduser(model.path or "")
     if not model.trust_remote_code or not model.path or os.path.isdir(path) or os.path.isabs(path):
         return
+
     is_pinned = model.revision is not None and _COMMIT.fullmatch(model.revision)
     if not is_pinned and not model.path.startswith("builtin:"):
         yield Finding(
@@ -54,6 +57,7 @@ def unmerged_adapters(config: Config) -> Findings:
     """An engine that takes unmerged adapters serves them."""
     rollout = config.actor_rollout_ref.rollout
     able = [name for name, entry in ROLLOUT_ENGINES.items() if entry.serves_adapters]
+
     is_able = rollout.name in able
     if not config.actor_rollout_ref.model.lora_merge and (rollout.url or not is_able):
         what = (
@@ -69,10 +73,12 @@ def adapters(config: Config) -> Findings:
     model = config.actor_rollout_ref.model
     if not model.lora_rank:
         return
+
     if model.init == "random":
         what = "the base weights below the adapters would stay random"
         advice = f"set {_RANK}=0, or {MODEL}.init=pretrained"
         yield Finding((_RANK, f"{MODEL}.init"), what, advice)
+
     if reads_pairs(config):
         what = "an adapter does not train the reward model's new head"
         yield Finding((_RANK, "dag.pipeline"), what, f"set {_RANK}=0")

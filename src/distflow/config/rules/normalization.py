@@ -76,6 +76,7 @@ def whitened_tokens(config: Config) -> Findings:
     algorithm = config.algorithm
     if not algorithm.whiten_rewards or estimator_of(config).reads_parts:
         return
+
     if compares_rewards(config):
         yield Finding(
             ("algorithm.whiten_rewards", ADV_ESTIMATOR),

@@ -22,6 +22,7 @@ def named_pipeline(config: Config) -> Findings:
     name = config.dag.pipeline
     if not isinstance(name, str) or name in PIPELINES or _is_reference(name):
         return
+
     advice = (
         f"{did_you_mean(name, PIPELINES, 'dag.pipeline')}built in are {', '.join(PIPELINES)}; "
         "write your own as module:function, file.py:function or a list of nodes"
@@ -36,6 +37,7 @@ def known_names(config: Config) -> Findings:
     """A name that is not built in needs a module that registers it."""
     if config.trainer.imports or pipeline_name(config) == CUSTOM:
         return
+
     estimator = config.algorithm.adv_estimator
     loss = config.actor_rollout_ref.actor.policy_loss
     asked = [
@@ -44,6 +46,7 @@ def known_names(config: Config) -> Findings:
     ]
     for key, _, parts in named_rewards(config):
         asked += [(key, "reward.functions", part.name, tuple(REWARDS)) for part in parts]
+
     for key, kind, name, table in asked:
         if name not in table and ":" not in name:
             yield Finding(
@@ -59,6 +62,7 @@ def selected_once(config: Config) -> Findings:
     """`algorithm.workflow_type` and `dag.pipeline` select the same pipeline."""
     kind = config.algorithm.workflow_type
     chosen = config.dag.pipeline
+
     pipeline = pipeline_of_type(kind) or chosen
     if chosen and chosen != pipeline and find_pipeline(config) is not None:
         yield Finding(
@@ -75,6 +79,7 @@ def unread_critic(config: Config) -> Findings:
     name = config.algorithm.adv_estimator
     if pipeline is None or not pipeline.has_critic or name not in ESTIMATORS:
         return
+
     if not ESTIMATORS[name].needs_critic:
         yield Finding(
             (ADV_ESTIMATOR, pipeline_key(config)),

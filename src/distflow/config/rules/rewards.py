@@ -27,11 +27,13 @@ def custom_function(config: Config) -> Findings:
     is_used = uses_custom_reward(config)
     path = config.custom_reward_function.path
     keys = (_CUSTOM, _FUNCTIONS)
+
     if is_used and path is None:
         advice = (
             "set custom_reward_function.path=my_reward.py (and .name, if it is not compute_score)"
         )
         yield Finding(keys, "the reward 'custom' has no function", advice)
+
     if not is_used and path is not None and is_rl(config):
         advice = "set reward.functions.default=[custom], or remove it"
         yield Finding(keys, "no domain uses the function", advice)
@@ -71,12 +73,14 @@ def limit_penalty(config: Config) -> Findings:
         key = f"reward.limit_penalty.{name}"
         if not getattr(config.reward.limit_penalty, name):
             continue
+
         if not has_workflow:
             advice = (
                 "set reward.overlong.buffer_tokens and factor instead, which apply to single "
                 "responses"
             )
             yield Finding((key, f"{ROLLOUT}.workflow"), "there is no workflow", advice)
+
         if config.algorithm.agent_rewards != "shared":
             what = "each agent has its own score, and the penalty is of the episode"
             advice = "subtract it in the workflow (chat.finish_reason)"
@@ -89,6 +93,7 @@ def judges(config: Config) -> Findings:
         "write {name: judge, options: {model: NAME, base_url: URL}}; without a URL it is one of "
         "OpenAI's"
     )
+
     for key, _, parts in named_rewards(config):
         if any(part.name == "judge" and not part.options.get("model") for part in parts):
             yield Finding((key,), "the judge has no model", advice)

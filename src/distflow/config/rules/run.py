@@ -9,6 +9,7 @@ def run_folder(config: Config) -> Findings:
     trainer = config.trainer
     if trainer.default_local_dir is not None:
         return
+
     for name, value in (
         ("project_name", trainer.project_name),
         ("experiment_name", trainer.experiment_name),

@@ -44,6 +44,7 @@ def truncated_distribution(config: Config) -> Findings:
     entry = ROLLOUT_ENGINES.get(rollout.name)
     if entry is not None and entry.reports_truncated:
         return
+
     keys = [
         f"{key}.top_p"
         for key, settings in samplings(config)
@@ -53,6 +54,7 @@ def truncated_distribution(config: Config) -> Findings:
         keys.append(f"{ROLLOUT}.repetition_penalty")
     if rollout.min_p != 0:
         keys.append(f"{ROLLOUT}.min_p")
+
     for key in keys:
         what = (
             f"'{rollout.name}' does not report log-probs under the distribution that it then "

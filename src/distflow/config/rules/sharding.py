@@ -19,6 +19,7 @@ def idle_options(config: Config) -> Findings:
         f"{_FSDP}.fsdp_size",
         "actor_rollout_ref.ref.fsdp_config.param_offload",
     )
+
     if not is_sharded(config):
         for key in keys:
             if attrgetter(key)(config) != schema_keys()[key].default:

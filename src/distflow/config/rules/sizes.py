@@ -50,16 +50,19 @@ def lengths(config: Config, room: RunLimits) -> Iterator[Misfit]:
     context = room.context
     if context is None or prompt + response <= context:
         return
+
     keys = ("data.max_prompt_length", "data.max_response_length")
     share = context * prompt // (prompt + response)
     prompt_first = prompt >= context or prompt > response
     first, left = (keys[0], context - response) if prompt_first else (keys[1], context - prompt)
+
     advice = f"set {first}={left} or less"
     if left <= 0:
         advice = (
             f"set both, to {context} together or less, e.g. {keys[0]}={share} "
             f"{keys[1]}={context - share}"
         )
+
     finding = Finding(
         (*(keys if prompt_first else reversed(keys)), f"{MODEL}.path"),
         f"prompts of up to {prompt} and responses of up to {response} tokens make "
@@ -83,6 +86,7 @@ def overlong_zone(config: Config, room: RunLimits) -> Iterator[Misfit]:
     zone = config.reward.overlong.buffer_tokens
     limit = config.data.max_response_length
     keys = ("reward.overlong.buffer_tokens", "data.max_response_length")
+
     if zone >= limit and is_rl(config):
         what = f"a buffer of {zone} tokens covers the whole response of at most {limit}"
         change = (
@@ -124,6 +128,7 @@ def mini_batches(config: Config, room: RunLimits) -> Iterator[Misfit]:
     sizes = {f"{ACTOR}.ppo_mini_batch_size": config.actor_rollout_ref.actor.ppo_mini_batch_size}
     if may_have_critic(config):
         sizes["critic.ppo_mini_batch_size"] = config.critic.ppo_mini_batch_size or 0
+
     for key, size in sizes.items():
         if size > batch:
             what = (
@@ -144,6 +149,7 @@ def critic_warm_up(config: Config, room: RunLimits) -> Iterator[Misfit]:
     steps = run_steps(config, room)
     warmup = config.trainer.critic_warmup
     key = "trainer.critic_warmup"
+
     if steps is not None and may_have_critic(config) and warmup >= steps:
         run = count_of(steps, "step")
         what = f"the actor would never be trained: the critic warms up for {warmup} of {run}"
@@ -157,12 +163,15 @@ def warm_ups(config: Config, room: RunLimits) -> Iterator[Misfit]:
     """Every warm-up of a learning rate ends before the run."""
     if (steps := run_steps(config, room)) is None:
         return
+
     optims: dict[Role, OptimConfig] = {"actor": config.actor_rollout_ref.actor.optim}
     if may_have_critic(config):
         optims["critic"] = config.critic.optim
+
     for role, optim in optims.items():
         key = f"{ACTOR if role == 'actor' else role}.optim.lr_warmup_steps"
         warmup = optim.lr_warmup_steps
+
         updates = optimizer_steps(config, role, steps)
         if optim.scheduler != "constant" and warmup >= updates > 0:
             what = (

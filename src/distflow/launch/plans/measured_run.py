@@ -61,14 +61,17 @@ def measured_run(named: str) -> "MeasuredRun":
             f"{folder} cannot calibrate a plan: it has no config.yaml, or its plan.json has no "
             "prediction (it is older than these, or a plan does not know its model or device)"
         )
+
     config = config_of_run(values)
     with _blaming_plan(folder):
         device = Device(**predicted["device"])
         shapes = {role: ModelShape(**shape) for role, shape in predicted["shapes"].items()}
+
     activity = read_activity(folder)
     steps = _steady_steps(folder, activity, "rollout" in shapes)
     pipeline = str(plan_json.get("pipeline"))
     prompt, responses = _lengths(folder, steps)
+
     return MeasuredRun(
         folder, config, pipeline, device, shapes, prompt, responses, tuple(steps), activity
     )
@@ -102,18 +105,21 @@ def _steady_steps(folder: Path, activity: RunActivity, generates: bool) -> list[
     for record in run_reader.read_metrics(folder):
         if record.kind == "train" and "timing_s/step" in record.values:
             trained.append(record)
+
     first = max(1, len(trained) // 4)
     steps = []
     for before, after in pairwise(trained[first - 1 :]):
         has_spans = not generates or activity.decoded(before.t, after.t)
         if after.restart == before.restart and has_spans:
             steps.append(_Step(after, before.t))
+
     steps = steps[-_MOST_STEPS:]
     if len(steps) < _FEWEST:
         raise UserError(
             f"{folder} has {count_of(len(trained), 'step')}, of which {len(steps)} can be used: a "
             f"calibration needs {_FEWEST} after the first quarter, with their spans"
         )
+
     return steps
 
 
@@ -121,12 +127,14 @@ def _lengths(folder: Path, steps: list[_Step]) -> tuple[float, tuple[float, ...]
     """Mean tokens of prompts, and the lengths of responses."""
     timeline = run_reader.read_timeline(folder)
     found: dict[str, list[float]] = {"prompt_length": [], "response_length": []}
+
     for step in steps[-_MOST_FILES:]:
         for row in run_reader.read_samples(folder, step.record.step, timeline=timeline):
             for name, lengths in found.items():
                 length = row.get(name)
                 if isinstance(length, int) and length > 0:
                     lengths.append(float(length))
+
     prompts = found["prompt_length"]
     responses = quantiles(found["response_length"], _NUM_LENGTHS)
     return fmean(prompts) if prompts else 1.0, responses
@@ -167,6 +175,7 @@ class MeasuredRun:
                 f"{self.folder} cannot calibrate this plan: it ran '{self.pipeline}' on "
                 f"'{self.device.name}', and this run is '{pipeline.graph_id}' on '{device.name}'"
             )
+
         if not pipeline_code(self.config):  # else its code would have to run
             pipeline = bind(self.config)
         with _blaming_plan(self.folder):
@@ -178,10 +187,12 @@ class MeasuredRun:
         known = RunFacts(RunLimits(), self.lengths(self.config), Rates(score=score))
         run = predict(self.config, pipeline, self.shapes, self.device, known)
         seconds, planned = self._seconds(run, pipeline)
+
         peak = None
         if run.device.is_cpu:
             peaks = [step.record.values.get("memory/process/peak", 0.0) for step in self.steps]
             peak = max(peaks) or None
+
         samples = run.times.samples // sizes_of(run.plan, "actor").data
         return fit(
             MeasuredSteps(seconds, score, samples, peak),
@@ -196,11 +207,13 @@ class MeasuredRun:
         busy, a group waits for others too, so it is at most their time for each group."""
         begin = self.steps[0].began
         end = self.steps[-1].record.t
+
         waits = []
         for spans in self.activity.spans.values():
             for span in spans:
                 if span.what == "scores" and begin <= span.start and span.end <= end:
                     waits.append(span.end - span.start)
+
         if not waits:
             return 0.0
         busy = self.activity.scored(begin, end) * self.config.reward.num_workers
@@ -218,29 +231,35 @@ class MeasuredRun:
         for node in pipeline.training_nodes:
             if not node.engines:
                 continue
+
             if node.phase.startswith("train"):
                 part = "update"
             else:
                 part = "forward"
+
             planned[part] += times.node(node)
             if node.phase not in phases:
                 phases.add(node.phase)
                 seconds[part] += self._median(node.phase)
+
         waits = self._median("rollout")
         whole = []
         for step in self.steps:
             left_out = sum(step.seconds(name) for name in _UNPLANNED)
             whole.append(step.seconds("step") - left_out)
+
         rest = median(whole) - sum(seconds.values())
         if run.plan.generates:
             decoded = [self.activity.decoded(step.began, step.record.t) for step in self.steps]
             seconds["generate"] = median(decoded)
             waits = waits if times.overlaps else seconds["generate"]
             planned["generate"] = times.generate()
+
             if times.overlaps:
                 planned["rewards"] = 0.0
             else:
                 planned["rewards"] = times.rewards()
+
         seconds["rest"] = max(0.0, rest - waits)
         return seconds, planned
 

@@ -113,6 +113,7 @@ class RunPlanner:
             lengths = self.measured.lengths(config)
         else:
             lengths = assumed_lengths(config, *means)
+
         known = RunFacts(self.limits, lengths, self._rates)
         return predict(config, self.pipeline, self.shapes, self.device, known)
 
@@ -136,10 +137,12 @@ class RunPlanner:
         """The result of `trainer.allocation=auto`; None for another value."""
         if not self._searches:
             return None
+
         loaded = self._loaded
         config = fit_to(loaded, self.limits).config
         settings = config.actor_rollout_ref
         staleness = {config.async_.max_staleness}
+
         # A loss that corrects for staleness.
         if is_free(loaded.origins, STALENESS) and settings.actor.policy_loss == "decoupled":
             staleness |= {0, 1, 2, 4}
@@ -151,6 +154,7 @@ class RunPlanner:
             tuple(sorted(staleness)),
             may_recompute=is_free(loaded.origins, CHECKPOINTING) and not recomputes,
         )
+
         return search_allocations(
             choices, self.predict, lambda change: self._changed(change) is not None
         )
@@ -182,12 +186,14 @@ class RunPlanner:
         """Without the allocation that a search chooses."""
         loaded = self._load(self._unsearched)
         nodes = loaded.config.trainer.nnodes
+
         size = loaded.config.trainer.n_gpus_per_node
         if self.num_devices and nodes * size != self.num_devices:
             raise UserError(
                 f"--devices {self.num_devices} contradicts trainer.nnodes={nodes} × "
                 f"trainer.n_gpus_per_node={size}: remove one of them"
             )
+
         return loaded
 
     @property
@@ -222,6 +228,7 @@ class RunPlanner:
         if code and not self.runs_code:
             named = f"{', '.join(code)}; `distflow plan` without --no-code imports it"
             raise UserError(f"the plan would import Python code: {named}")
+
         return loaded
 
 
@@ -243,6 +250,7 @@ def as_overrides(change: Change) -> list[str]:
         elif not isinstance(value, str):
             value = json.dumps(value).replace('"', "")
         found.append(f"{key}={value}")
+
     return found
 
 
@@ -250,12 +258,14 @@ def _on_devices(number: int | None) -> list[str]:
     """Overrides for so many devices."""
     if number is None:
         return []
+
     size = min(number, _ON_MACHINE)
     if number % size:
         raise UserError(
             f"--devices {number}: above {_ON_MACHINE} it must be a multiple of {_ON_MACHINE}, a "
             "machine's"
         )
+
     launcher = ["trainer.launcher=ray"] if number > 1 else []
     return [f"trainer.nnodes={number // size}", f"trainer.n_gpus_per_node={size}", *launcher]
 

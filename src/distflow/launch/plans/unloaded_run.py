@@ -32,6 +32,7 @@ def shapes_of(config: Config, pipeline: BoundPipeline) -> dict[str, ModelShape]:
         raise UserError(
             f"no node of the pipeline '{pipeline.graph_id}' uses a model: there is nothing to plan"
         )
+
     found = {}
     for role in sorted(pipeline.engines):
         key, path = model_of(config, role)
@@ -39,6 +40,7 @@ def shapes_of(config: Config, pipeline: BoundPipeline) -> dict[str, ModelShape]:
             raise UserError(f"{key} is not set: a plan needs a model, e.g. {key}=qwen2.5-7b")
         with blaming(key):
             found[role] = find_shape(path, _folder_of(path))
+
     return found
 
 
@@ -57,11 +59,13 @@ def num_rows(config: Config) -> int | None:
     for domain in data.domains.values():
         if domain.weight:
             found.append(_rows_of(domain.train_files, domain.train_max_samples))
+
     total = 0
     for rows in found:
         if rows is None:
             return None
         total += rows
+
     return total or None
 
 
@@ -73,7 +77,9 @@ def _rows_of(names: Sequence[str], most: int) -> int | None:
         if name.startswith("builtin:"):
             found = sorted(BUILTIN_FOLDER.glob(f"{name.removeprefix('builtin:')}.*"))
             file = found[0] if found else file
+
         if not file.is_file() or file.stat().st_size > _MOST_ROWS_BYTES:
             return None
         rows += sum(1 for _ in read_file(file, "data.train_files"))
+
     return rows if most < 0 else min(rows, most)

@@ -81,34 +81,41 @@ def export_checkpoint(
     say(f"step {checkpoint.step} of {source}")
     if target.is_file():
         raise UserError(f"'{target}' is a file: name a folder to export to")
+
     there = read_object(target / NOTE)
     if all(there.get(key) == note.get(key) for key in ("checkpoint", "adapter")):
         say(f"{target} holds it already")
         return target
+
     empty_folder(target)
     with checkpoint.reading():
         saved = checkpoint.load("run")
         config = config_of_run(saved["config"])
         trained = TrainState(checkpoint.load("actor")).trained_weights()
+
     note[PROMPT_FORMAT] = saved["facts"].get(PROMPT_FORMAT, config.data.prompt_format)
     if adapter and not config.actor_rollout_ref.model.lora_rank:
         raise UserError(
             f"{source} has no adapter, because the run trained all weights: remove --adapter"
         )
+
     code = model_code(config)
     _allow_code(code, saved["config"], trust_code, say)
     if not code:
         config = without_model_code(config)
+
     policies = trained_policies(config)
     if policies:
         _export_policies(config, trained, source, target)
         (target / NOTE).write_text(json.dumps(note, indent=2) + "\n", "utf-8")
         say(f"exported the policies {', '.join(policies)} to folders in {target}")
         return target
+
     model = _trained_model(config, trained, source)
     tokenizer = tokenizer_loader(config)()
     export_model(model, tokenizer, target, note=(NOTE, note), adapter=adapter)
     say(f"exported to {target}")
+
     return target
 
 
@@ -134,6 +141,7 @@ def _trained_model(config: Config, trained: Mapping[str, Tensor], source: Path) 
             f"{source} belongs to another model: its '{unknown}' is not a weight of the model, or "
             "has another shape"
         )
+
     return model
 
 
@@ -147,14 +155,17 @@ def write_hf_models(run_dir: Path, warn: Say) -> None:
     checkpoints = by_age(run_dir / CHECKPOINTS)
     folder.mkdir(mode=0o700, exist_ok=True)
     wanted = {path.name: identity(path) for path in checkpoints}
+
     for left in folder.iterdir():
         is_ours = left.name.startswith(".step-") or "checkpoint" in read_object(left / NOTE)
         if is_ours and read_object(left / NOTE).get("checkpoint") != wanted.get(left.name, ""):
             shutil.rmtree(left, ignore_errors=True)
+
     for path in checkpoints:
         target = folder / path.name
         if (target / NOTE).exists():  # a folder without it was left empty by a kill
             continue
+
         done = subprocess.run(
             [sys.executable, "-m", "distflow", "export", path, "--to", target, "--trust-code"],
             capture_output=True,
@@ -184,11 +195,13 @@ def with_models_of_runs(loaded: Loaded, say: Say) -> Loaded:
     """
     config = loaded.config
     values: dict[str, Any] = flatten(config)
+
     changes: dict[str, Any] = {}
     for key in _MODELS:
         folder = _folder(values[key], config, say)
         if folder != values[key]:
             changes[key] = folder
+
     models = {}
     for name, model in config.reward_model.models.items():
         models[name] = replace(model, path=_folder(model.path, config, say) or "")
@@ -199,6 +212,7 @@ def with_models_of_runs(loaded: Loaded, say: Say) -> Loaded:
         changes |= _policies_in(Path(policy), config)
     if not changes:
         return loaded
+
     return replace(loaded, config=with_values(config, changes))
 
 
@@ -211,6 +225,7 @@ def _policies_in(folder: Path, config: Config) -> dict[str, Any]:
             policies[name] = {**given, **own}
         else:
             policies[name] = given
+
     return {_MODELS[0]: str(folder / FIRST_POLICY), "dag.policies": policies}
 
 
@@ -225,6 +240,7 @@ def write_config_of(
             f"{run} is a model: choose a preset: distflow eval PRESET "
             f"actor_rollout_ref.model.path={run}"
         )
+
     checkpoint = policy_checkpoint(run)
     with checkpoint.reading():
         # `${` of a stored value is text, as it was when the run began: it must not read this user's
@@ -242,10 +258,12 @@ def write_config_of(
             "revision": None,
         }
         values["actor_rollout_ref"]["model"] |= begun
+
         if generates_only:  # rows of messages are chats whatever the key says
             values["data"]["prompt_format"] = saved["facts"].get(
                 PROMPT_FORMAT, values["data"]["prompt_format"]
             )
+
     file.write_text(yaml.safe_dump(values, sort_keys=False), "utf-8")
     return file
 
@@ -262,9 +280,11 @@ def _allow_code(code: list[str], values: Any, trust_code: bool, say: Say) -> Non
 def _folder(path: str | None, config: Config, say: Say) -> str | None:
     if path is None or not is_of_a_run(path):
         return path
+
     copies = config.trainer.run_dir / MODELS
     run_dir = config.trainer.run_dir
     anew = config.trainer.resume_mode == "never" or not checkpoints_in(run_dir / CHECKPOINTS)
+
     kept = [
         note.parent for note in copies.glob(f"*/{NOTE}") if read_object(note).get("run") == path
     ]
@@ -272,12 +292,14 @@ def _folder(path: str | None, config: Config, say: Say) -> str | None:
         copy = max(kept, key=lambda folder: folder.stat().st_mtime)
         say(f"model: this run's own copy of its initial model {path}, {copy}")
         return str(copy)
+
     copies.mkdir(mode=0o700, exist_ok=True)
     source = Path(path)
     checkpoint = policy_checkpoint(source)
     say(f"model: step {checkpoint.step} of {source}")
     target = copies / f"{checkpoint.path.name}-{identity(checkpoint.path)[:8]}"
     trusted = config.actor_rollout_ref.model.trust_remote_code
+
     return str(export_checkpoint(source, target, trust_code=trusted))
 
 
@@ -306,10 +328,12 @@ def export_model(
                 model.save_pretrained(aside, save_embedding_layers=False)  # type: ignore[operator]
             else:
                 _save_whole(model, aside)
+
             if tokenizer is not None:
                 tokenizer.save_pretrained(aside)
                 if (processor := images_of(tokenizer)) is not None:
                     processor.save(aside)
+
             if note is not None:
                 (aside / note[0]).write_text(json.dumps(note[1], indent=2) + "\n", "utf-8")
             aside.chmod(stat.S_IMODE(target.stat().st_mode))
@@ -318,6 +342,7 @@ def export_model(
             shutil.rmtree(aside, ignore_errors=True)
     except (OSError, SafetensorError) as error:
         raise UserError(f"'{target}' cannot be written: {error}") from error
+
     return Path(folder)
 
 
@@ -327,6 +352,7 @@ def _save_whole(model: nn.Module, folder: Path) -> None:
     if has_adapter(model):
         buffers = {name: buffer for name, buffer in causal.named_buffers() if name in weights}
         weights = {**dict(named_weights(model)), **buffers}
+
     with quiet_transformers():
         causal.save_pretrained(folder, state_dict=weights)
     file = folder / "config.json"  # a reward model's weights are those of either class

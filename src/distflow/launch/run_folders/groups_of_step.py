@@ -52,6 +52,7 @@ def step_lineage(path: Path, step: int) -> StepLineage:
             f"there is no {path}: the run in {path.parent} does not train prompt groups, or has "
             "not started"
         )
+
     try:
         check_file(path, path.parent, _MAX_BYTES)
         found = _find(step, surviving_records(path))
@@ -59,6 +60,7 @@ def step_lineage(path: Path, step: int) -> StepLineage:
         raise LedgerError(f"'{path}' cannot be read: {err.strerror}") from err
     except (KeyError, TypeError, AttributeError) as err:
         raise LedgerError(f"{path} is damaged: it has an impossible record ({err!r})") from err
+
     if isinstance(found, str):
         raise UserError(f"{path} has no step {step}: {found}")
     return found
@@ -73,9 +75,11 @@ def _find(step: int, records: Iterator[Record]) -> StepLineage | str:
         waiting.add(record)
         if len(waiting.groups) + len(waiting.dropped) > _MAX_GROUPS:
             raise TypeError(f"more than {_MAX_GROUPS:,} groups that no step took")
+
         if record["kind"] == "inherited":
             first = record["step"] + 1
             following = first
+
         if record["kind"] == "consumed":
             own = waiting.take(record["group_ids"])
             if record["step"] == step:
@@ -84,17 +88,21 @@ def _find(step: int, records: Iterator[Record]) -> StepLineage | str:
                     weights = after["weights"]
                 else:
                     weights = None
+
                 return replace(
                     waiting.lineage(step, own), consumed_at=time_of(record), weights=weights
                 )
+
             waiting.begin_step()
             following = record["step"] + 1
+
     if step == following and (waiting.groups or waiting.dropped):
         return waiting.lineage(step, waiting.groups_under_way())
     if step < first and first > 1:
         return f"those before {first} are in the folder of the run that it resumes from"
     if following == first:
         return "none was consumed yet"
+
     return f"it has steps {first} to {following - 1}, counted from 1"
 
 
@@ -113,6 +121,7 @@ class _Waiting:
         """Apply the next record."""
         fold_groups(self.groups, record)
         self.restart = record["restart"]
+
         match record["kind"]:
             case "plan":
                 self.max_staleness = record["max_staleness"]

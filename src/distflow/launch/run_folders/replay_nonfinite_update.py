@@ -49,29 +49,36 @@ def replay_bundle(bundle: Path, *, trust_code: bool = False) -> Iterator[str]:
             f"{bundle} is not a bundle: it has no {FACTS}; bundles are in the folder bundles/ of a "
             "run"
         )
+
     read = _read(bundle)
     config = read.config
     code = [*algorithm_code(config), *model_code(config)]
     notes = list[str]()
     only_if_trusted(code, trust_code, notes.append)
     yield from notes
+
     if code:
         load_modules(config.trainer.imports)  # they register losses and config groups
         config = config_from_dict(read.keys, judge=False)
     else:
         config = without_model_code(config)
+
     batch = read.batch
     yield f"update of the {read.role} in step {read.step + 1}: {count_of(len(batch), 'sample')}"
     yield from _non_finite_columns(batch)
+
     for name, tensor in read.weights.items():
         wrong = int((~tensor.isfinite()).sum())
         if wrong:
             yield f"weight {name}: {wrong} entries are not finite"
+
     engine = _engine(config, read.role)
     _load_weights(engine.model, read.weights)
+
     with _blaming(bundle):  # for columns that are missing or not as long as others
         objective = _objective(config, read.role, batch)
         replayed = engine.train_step(batch, objective)
+
     saved = ", ".join(f"{name} {read.metrics.get(name)}" for name in ("loss", "grad_norm"))
     yield (
         f"loss {replayed['loss']:g}, gradient norm {replayed['grad_norm']:g} (in the run: {saved})"
@@ -115,6 +122,7 @@ def _read(bundle: Path) -> _Bundle:
         facts: Any = read_object(bundle / FACTS, bundle)
         if facts["role"] not in ROLES:
             raise ValueError(f"{FACTS} names the role {facts['role']!r}")
+
         return _Bundle(
             keys,
             config_of_run(keys),
@@ -140,6 +148,7 @@ def _samples_alone(
                 f"sample {batch['uid'][row]} alone: loss {alone['loss']:g}, gradient norm "
                 f"{alone['grad_norm']:g}"
             )
+
     if not found:
         yield (
             "each sample alone is finite: their sum is not, or the run's device computes "
@@ -154,6 +163,7 @@ def _non_finite_columns(batch: Batch) -> Iterator[str]:
             wrong = int((~column.isfinite()).sum())
         else:
             wrong = 0
+
         if wrong:
             yield f"column {name}: {wrong} entries are not finite"
 
@@ -167,6 +177,7 @@ def _engine(config: Config, role: str) -> TorchTrainEngine:
     factories = make_factories(config, {"actor", role}, (), steps=1)
     engine = build_resources(factories, RankPlan(0, "cpu", (), (), (role,), ())).trained()[role]
     assert isinstance(engine, TorchTrainEngine)
+
     return engine
 
 

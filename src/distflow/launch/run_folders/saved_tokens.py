@@ -32,6 +32,7 @@ def saved_tokens(run_dir: Path, step: int, uid: str) -> list[dict[str, Any]]:
         batch = load_groups(run_dir, step)
         row = [*batch["uid"]].index(uid)
         return _tokens_of(batch.select([row]), _texts(run_dir))
+
     return []
 
 
@@ -48,6 +49,7 @@ def _texts(run_dir: Path) -> list[str]:
 def _tokens_of(sample: "Batch", texts: list[str]) -> list[dict[str, Any]]:
     axis = sample.field("response_ids").axis
     owners = _owners(sample) if "owners" in sample else []
+
     tokens = []
     for place, token_id in enumerate(sample.flat("response_ids").tolist()):
         token: dict[str, Any] = dict.fromkeys(("text", "owner", *_COLUMNS))
@@ -57,11 +59,13 @@ def _tokens_of(sample: "Batch", texts: list[str]) -> list[dict[str, Any]]:
         if owners:
             token["owner"] = owners[place]
         tokens.append(token)
+
     for entry, column in _COLUMNS.items():
         if column not in sample or sample.field(column).axis != axis:
             continue
         for token, value in zip(tokens, sample.flat(column).tolist(), strict=True):
             token[entry] = value > 0 if entry == "trained" else value
+
     return tokens
 
 
@@ -74,10 +78,12 @@ def _owners(sample: "Batch") -> list[str]:
             if "agent" in turn and turn["agent"] not in forks:
                 name = turn["agent"]
                 break
+
     begins = {start: fork for fork, start in forks.items()}
     found = list[str]()
     for owner, number in sample["owners"][0]:
         for _ in range(number):
             name = begins.get(len(found), name)
             found.append(f"{name}: {owner}" if name else owner)
+
     return found

@@ -53,9 +53,11 @@ def write_views(
     """
     if file.is_dir():
         raise UserError(f"the views cannot be written: {file} is a folder, name a file")
+
     runs = _named(run_dirs)
     tables = file.absolute().with_name(f"{file.name}.tables")
     statements: list[str] = []
+
     missing: list[str] = []
     try:
         tables.mkdir(mode=0o700, exist_ok=True)
@@ -67,11 +69,14 @@ def write_views(
             else:
                 _write_table(table, name, runs, missing)
                 select = f"select * from read_parquet({_pattern(table)})"
+
             statements.append(f"create or replace view {name} as {select};\n")
+
         with replacing(file) as aside:
             aside.write_text("".join(statements), "utf-8")
     except OSError as error:
         raise UserError(f"the views {file} cannot be written: {error.strerror}") from error
+
     return missing
 
 
@@ -99,6 +104,7 @@ def _select_samples(runs: Mapping[str, Path], empty: Path, missing: list[str]) -
     columns = [
         f"try_cast({name} as {_KINDS[kind]}) as {name}" for name, (kind, _) in COLUMNS.items()
     ]
+
     selects = []
     for run, run_dir in runs.items():
         files = [empty, *_whole_files(run_dir, missing)]
@@ -112,6 +118,7 @@ def _select_samples(runs: Mapping[str, Path], empty: Path, missing: list[str]) -
             for restart, step in kept_until.items()
         ]
         selects.append(f"{select} where {' and '.join(survives)}" if survives else select)
+
     return "\nunion all ".join(selects)
 
 
@@ -137,6 +144,7 @@ def _write_table(path: Path, name: str, runs: Mapping[str, Path], missing: list[
     columns = [column.split() for column in f"run VARCHAR, {VIEWS[name]}".split(", ")]
     schema = pyarrow.schema([(column, types[kind]) for column, kind in columns])
     rows = _rows_of(name, runs, missing)
+
     with replacing(path) as aside, pyarrow.parquet.ParquetWriter(aside, schema) as writer:
         while batch := list(islice(rows, _ROWS_AT_ONCE)):
             writer.write_table(_table(schema, batch))
@@ -158,6 +166,7 @@ def _table(schema: "pyarrow.Schema", rows: Sequence[Row]) -> "pyarrow.Table":
     for kind, values in zip(schema.types, zip(*rows, strict=True), strict=True):
         is_text = kind == pyarrow.string()
         arrays.append(pyarrow.array(map(valid_utf8, values) if is_text else values, kind))
+
     return pyarrow.table(arrays, schema=schema)
 
 

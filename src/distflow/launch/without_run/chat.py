@@ -60,6 +60,7 @@ class Chat:
         (encoded,) = encode_rows([row], self.tokenizer, self.options, BadRows())
         ids = torch.tensor([encoded.prompt_ids], device=self.model.device)
         rollout = self.config.actor_rollout_ref.rollout
+
         drawn: dict[str, Any] = {"do_sample": False}
         if self.temperature:
             drawn = {
@@ -69,6 +70,7 @@ class Chat:
                 "top_k": max(rollout.top_k, 0),
                 "min_p": rollout.min_p,
             }
+
         ends = list(stop_token_ids(self.model, self.tokenizer))
         out = self.model.generate(
             ids,
@@ -83,6 +85,7 @@ class Chat:
             streamer=TextStreamer(self.tokenizer, skip_prompt=True, skip_special_tokens=True),
             **drawn,
         )
+
         return str(self.tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=True))
 
 
@@ -93,11 +96,13 @@ def load_config_of(
     as for `load_chat`."""
     file = folder / "config.yaml"
     (folder / "run").mkdir()
+
     if is_of_a_run(path):
         write_config_of(Path(path), file, note, trust_code=trust_code, generates_only=True)
     else:
         values = {"defaults": ["grpo", "_self_"], "actor_rollout_ref": {"model": {"path": path}}}
         file.write_text(yaml.safe_dump(values), "utf-8")
+
     loaded = load_config(
         str(file), [*overrides, f"trainer.default_local_dir={folder}/run"], complete=False
     )
@@ -115,6 +120,7 @@ def load_chat(
     given = options.temperature
     if given is not None and not 0 <= given < inf:
         raise UserError(f"--temperature {given:g}: it must be 0 (greedy) or more")
+
     config = load_config_of(path, overrides, folder, note, options.trust_code)
     tokenizer = tokenizer_loader(config)()
     data = config.data
@@ -122,12 +128,14 @@ def load_chat(
     if is_of_a_run(path):
         has_template = data.prompt_format == "chat"
     context = policy_limits(config).context or sys.maxsize
+
     max_tokens = options.max_tokens or min(MAX_TOKENS, context // 2)
     if context <= max_tokens:
         raise UserError(
             f"--max-tokens {max_tokens}: the model's context has {context} tokens, including the "
             "prompt"
         )
+
     prompts = PromptOptions(
         max_prompt_length=context - max_tokens,
         max_response_length=max_tokens,

@@ -42,11 +42,14 @@ def evaluate(spec: Spec, say: Callable[[str], None]) -> Evaluation:
     """
     if not spec.validation:
         raise UserError("there is no evaluation data: set data.val_files")
+
     pipeline = spec.pipeline()
     device = spec.plan.ranks[0].device
     own_device(device)  # a worker's device, if the config is for a cluster
+
     # wherever the run has its parts, and with whole models
     (rank,) = plan_local(pipeline, device).ranks
+
     # Models of the training loop alone are not loaded: critic, reference, and models that score
     # whole steps.
     used = {"actor"}
@@ -55,9 +58,11 @@ def evaluate(spec: Spec, say: Callable[[str], None]) -> Evaluation:
     rank = replace(rank, engines=tuple(engine for engine in rank.engines if engine in used))
     resources = build_resources(spec.factories, rank, shards=False, say=say)
     assert resources.actor is not None, "a pipeline trains something"
+
     if resources.rollout is None:
         with lasting(say, "evaluating"):
             return Evaluation(*validation_loss(spec.validation, resources.actor))
+
     nodes = [pipeline.node(name) for name in rank.rollout_nodes]
     return _evaluate_responses(spec, nodes, resources, say)
 
@@ -99,4 +104,5 @@ def _evaluate_responses(
         sender.sync(Version(0, 0), at_start=True)
         results = services.call(validator.run(0))
         warn_of_errors(rollout_loop.call_counts.take(VALIDATION), say)
+
     return Evaluation(results.metrics(), results.rows, results.num_prompts())

@@ -36,6 +36,7 @@ async def serve(
     get = _resources(config)
     stop_ids = tuple(get("stop_token_ids"))
     context = policy_limits(config).context or LONGEST
+
     async with get("rollout") as engine:
         policy = ServedPolicy(
             engine, get("tokenizer"), stop_ids, config, sampling_params(config), context
@@ -50,10 +51,12 @@ async def check_rollout(config: Config) -> AsyncIterator[Finding]:
     get = _resources(config)
     dtype = engine_dtype(config)
     room = config.data.max_prompt_length + config.data.max_response_length
+
     if dtype is torch.float32:
         limit = EXACT
     else:
         limit = Tolerance.of(exact=False).hold
+
     longest = min(room, policy_limits(config).context or room)
     async with get("rollout") as engine:
         bench = Bench(

@@ -55,22 +55,27 @@ def outcome() -> ctypes.CDLL | NotNative:
 def _load() -> ctypes.CDLL:
     if platform.system() != "Linux":
         raise NotNative(f"it requires Linux, but this is {platform.system()}")
+
     compiler = shutil.which("cc")
     if compiler is None:
         raise NotNative("there is no C compiler `cc` on the PATH (Debian's package is named gcc)")
+
     # Make the code find the OpenMP that torch uses: a second one would have its own threads.
     loaded = [pool["filepath"] for pool in threadpool_info() if pool["user_api"] == "openmp"]
     if len(loaded) != 1:
         raise NotNative(
             f"it requires a single OpenMP library (torch's), but this process has {len(loaded)}"
         )
+
     ctypes.CDLL(loaded[0], mode=ctypes.RTLD_GLOBAL)
     try:
         path = own_cache() / f"native-{_digest(compiler)}.so"
     except OSError as error:
         raise NotNative(f"there is no cache for compiled code: {error.strerror}") from None
+
     if not path.exists():
         _compile(compiler, path)
+
     try:
         return ctypes.CDLL(str(path))
     except OSError as error:
@@ -96,6 +101,7 @@ def _digest(compiler: str) -> str:
     }
     sources = [path.read_text("utf-8") for path in sorted(FOLDER.glob("*.[ch]"))]
     parts = (*sources, _run(compiler, "--version"), " ".join(FLAGS), *sorted(features))
+
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
 
 
@@ -104,6 +110,7 @@ def _compile(compiler: str, path: Path) -> None:
         compiled = [Path(folder) / f"{source.stem}.o" for source in FOLDER.glob("*.c")]
         for each in compiled:
             _run(compiler, *FLAGS, "-c", str(FOLDER / f"{each.stem}.c"), "-o", str(each))
+
         # Without -fopenmp: the OpenMP library is found at load time.
         linked = Path(folder) / "native.so"
         _run(compiler, "-shared", *map(str, compiled), "-o", str(linked))
@@ -115,6 +122,7 @@ def _run(*command: str) -> str:
         done = subprocess.run(command, capture_output=True, text=True, timeout=LONGEST_S)
     except (OSError, subprocess.TimeoutExpired) as error:
         raise NotNative(f"{command[0]} cannot be run: {error}") from None
+
     if done.returncode:
         raise NotNative(f"{' '.join(command)} failed: {done.stderr.strip()[-400:]}")
     return done.stdout

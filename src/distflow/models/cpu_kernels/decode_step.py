@@ -33,6 +33,7 @@ def draw(logits: Tensor, temperature: float, uniform: Tensor) -> tuple[Tensor, T
     all_drawn = call(
         "draw", logits, rows, vocabulary, ctypes.c_float(temperature), uniform, *outputs
     )
+
     return (tokens, log_probs) if all_drawn else None
 
 
@@ -65,9 +66,11 @@ class NativeStep:
         except NotNative as reason:
             _log.warning("tokens are decoded by torch, several times slower: %s", reason)
             raise
+
         self._panel = size("panel_width")
         self._causal = causal
         self._halves = halves
+
         # the dtype that products produce
         self.values_dtype = torch.bfloat16 if halves else torch.float32
         self._key = layout_key(causal)
@@ -90,6 +93,7 @@ class NativeStep:
                 return False
             self._packed = pack_weights(self._causal, self._panel, self._halves)
             self._key = now
+
         return True
 
     def refresh_head(self) -> bool:
@@ -122,6 +126,7 @@ class NativeStep:
                 f"keys and values do not have the expected strides: {keys.stride()}, "
                 f"{values.stride()}"
             )
+
         token_ids = token_ids.contiguous()
         positions = positions.contiguous()
         model = self._packed.model
@@ -134,6 +139,7 @@ class NativeStep:
         memory = _Memory(
             keys.data_ptr(), values.data_ptr(), *keys.stride()[:3], cos.data_ptr(), sin.data_ptr()
         )
+
         width = max(1, rows // keys.shape[1])
         if call(
             "decode",
@@ -150,6 +156,7 @@ class NativeStep:
             raise IndexError(
                 f"a token is not below {model.vocabulary}, or a position not below {extent}"
             )
+
         return hidden
 
     def logits(self, hidden: Tensor) -> Tensor:

@@ -66,10 +66,12 @@ class _Attention(Function):
         of_queries = torch.empty_like(queries)
         others = (mixed, log_sums, of_mixed, of_queries, *added)
         _run_attention("attend_backward", sequences, ctx.scale, queries, keys, values, *others)
+
         if len(sequences.place) != len(keys):  # some rows belong to several sequences, or to none
             for index, rows in enumerate(added):
                 added[index] = torch.zeros_like(keys)
                 call("add_rows", sequences.place, len(rows), keys[0].numel(), rows, added[index])
+
         return of_queries, *added, None, None
 
 
@@ -142,16 +144,19 @@ def before_attention(
     """
     attention = layer.self_attn
     norm = layer.input_layernorm
+
     weights: list[Tensor | None] = []
     for name in ("q", "k", "v"):
         linear = getattr(attention, f"{name}_proj")
         head_norm = getattr(attention, f"{name}_norm", None)
         weights += (linear.weight, linear.bias, None if head_norm is None else head_norm.weight)
+
     inputs = (each.contiguous() for each in (x, cos, sin))
     outputs = _BeforeAttention.apply(
         *inputs, attention.head_dim, norm.variance_epsilon, norm.weight, *weights
     )
     queries, keys, values = (each.unflatten(1, (-1, attention.head_dim)) for each in outputs)
+
     return queries, keys, values
 
 
@@ -167,6 +172,7 @@ def after_attention(layer: Any, x: Tensor, mixed: Tensor) -> Tensor:
     ]
     keeps = torch.is_grad_enabled()
     inputs = (x.contiguous(), mixed.flatten(1).contiguous())
+
     return _AfterAttention.apply(*inputs, norm.variance_epsilon, keeps, norm.weight, *weights)
 
 
@@ -195,6 +201,7 @@ class _BeforeAttention(Function):
         for place, each in zip(job.projections, outputs, strict=True):
             place.outputs = each.data_ptr()
         _run("before", job, backward=False)
+
         return tuple(outputs)
 
     @staticmethod
@@ -209,6 +216,7 @@ class _BeforeAttention(Function):
         for place, each in zip(job.projections, gradients, strict=True):
             place.of_outputs = each.data_ptr()
         _run("before", job, backward=True)
+
         return of_x, None, None, None, None, *of_weights
 
 
@@ -217,6 +225,7 @@ def _before(ctx: Any, tensors: Sequence[Any], of_weights: Sequence[Tensor | None
     weights = others[:9]
     projected = others[9:]
     of_norm, *of_others = of_weights
+
     job = _Before(
         x.data_ptr(), None, cos.data_ptr(), sin.data_ptr(), _norm(norm, of_norm, ctx.epsilon)
     )
@@ -227,6 +236,7 @@ def _before(ctx: Any, tensors: Sequence[Any], of_weights: Sequence[Tensor | None
         place.norm = _norm(own[2], of_own[2], ctx.epsilon)
         place.projected = address(projected[index])
         place.rotates = index < 2
+
     job.rows = len(x)
     job.head_dim = ctx.head_dim
     return job
@@ -254,6 +264,7 @@ class _AfterAttention(Function):
         job.x = x.data_ptr()
         job.outputs = outputs.data_ptr()
         _run("after", job, backward=False)
+
         return outputs
 
     @staticmethod
@@ -269,6 +280,7 @@ class _AfterAttention(Function):
             each.data_ptr() for each in (of_outputs, of_x, of_mixed)
         )
         _run("after", job, backward=True)
+
         return of_x, of_mixed, None, None, *of_weights
 
 
@@ -279,12 +291,14 @@ def _after(ctx: Any, tensors: Sequence[Any], of_weights: Sequence[Tensor | None]
     job.mixed, job.attended, job.gates, job.ups = (
         address(each) for each in (mixed, attended, gates, ups)
     )
+
     for index, name in enumerate(("output", "gate", "up", "down")):
         setattr(
             job,
             name,
             _linear(weights[2 * index : 2 * index + 2], of_others[2 * index : 2 * index + 2]),
         )
+
     return job
 
 
@@ -357,10 +371,12 @@ class _AddNorm(Function):
         outputs, weight = ctx.saved_tensors
         of_x = torch.empty_like(outputs)
         of_weight = torch.empty_like(weight)
+
         if ctx.needs_input_grad[1]:
             of_added = torch.empty_like(of_normed)
         else:
             of_added = None
+
         norm = _norm(weight, of_weight, ctx.epsilon)
         sums = weight.new_empty(torch.get_num_threads(), len(weight))
         given = (outputs, of_outputs.contiguous(), of_normed.contiguous(), len(outputs))
@@ -373,6 +389,7 @@ class _AddNorm(Function):
             of_added,
             sums,
         )
+
         return of_x, of_added, of_weight, None, None
 
 
@@ -398,6 +415,7 @@ class _SplitHeads(Function):
         ctx.save_for_backward(projected if norms[0] is not None else None, cos, sin, *norms)
         ctx.epsilon = epsilon
         ctx.dtype = projected.dtype
+
         return tuple(outputs)
 
     @staticmethod
@@ -414,6 +432,7 @@ class _SplitHeads(Function):
         sums = cos.new_empty(torch.get_num_threads(), 2, dim)
         others = (ctx.dtype == torch.bfloat16, _addresses(operands), of_projected, sums)
         call("split_heads_backward", heads, projected, cos, sin, rows, *others)
+
         return of_projected, None, None, None, None, *of_norms
 
 
@@ -459,4 +478,5 @@ class _Gate(Function):
             halves,
             of_gate_up,
         )
+
         return of_gate_up

@@ -85,15 +85,18 @@ def _key_of(modules: Iterable[nn.Module]) -> list[object]:
         found.append(
             bool(fields["_forward_hooks"] or fields["_forward_pre_hooks"] or "forward" in fields)
         )
+
         for weight in fields["_parameters"].values():
             if weight is None:
                 continue
+
             found.append(weight.data_ptr())
             try:
                 found.append(weight._version)
             # created in inference mode; checking this beforehand takes as long as everything else
             except RuntimeError:
                 found.append(None)
+
     return found
 
 
@@ -107,6 +110,7 @@ def layer_modules(decoder: nn.Module) -> Iterator[nn.Module]:
             if part._modules:  # type: ignore[union-attr]
                 yield from part._modules.values()  # type: ignore[union-attr,misc]
             yield part  # type: ignore[misc]
+
     yield from (body["embed_tokens"], body["norm"])  # type: ignore[misc]
 
 
@@ -134,6 +138,7 @@ def side_by_side(modules: Sequence[nn.Linear], dtype: torch.dtype) -> tuple[Tens
     weight = torch.cat(weights) if len(weights) > 1 else weights[0]  # a single one is not copied
     if all(module.bias is None for module in modules):
         return weight, None
+
     biases = (
         weight.new_zeros(len(m.weight)) if m.bias is None else m.bias.to(dtype) for m in modules
     )
@@ -157,6 +162,7 @@ def pack_weights(causal: Any, panel: int, halves: bool) -> PackedWeights:
         panels = words.unflatten(0, (-1, panel)).transpose(1, 2).contiguous()
         bias = None if bias is None else bias.float()
         memory.append((panels, bias))
+
         return Linear(
             panels.data_ptr(), None if bias is None else bias.data_ptr(), depth, columns, halves
         )
@@ -178,6 +184,7 @@ def pack_weights(causal: Any, panel: int, halves: bool) -> PackedWeights:
         place.output = linear(attention.o_proj)
         place.gate_up = linear(mlp.gate_proj, mlp.up_proj)
         place.down = linear(mlp.down_proj)
+
     memory.append(c_layers)
     model = Model(
         weight(causal.model.embed_tokens),
@@ -192,6 +199,7 @@ def pack_weights(causal: Any, panel: int, halves: bool) -> PackedWeights:
         *(config.num_attention_heads, config.num_key_value_heads, attention.head_dim, halves),
         *(config.rms_norm_eps, attention.scaling),
     )
+
     return PackedWeights(model, linear(causal.lm_head), memory)
 
 
@@ -200,6 +208,7 @@ def check_modules(modules: Iterable[nn.Module], epsilon: float, device: str = "c
     all norms. On a CPU all weights are float32."""
     if _has_any_global_hook():
         raise NotNative("a hook of all modules is registered")
+
     for module in modules:
         name = type(module).__name__
         forward = vars(module).get("forward", type(module).forward)
@@ -207,6 +216,7 @@ def check_modules(modules: Iterable[nn.Module], epsilon: float, device: str = "c
             raise NotNative(f"it does not know {name}, whose forward is from {forward.__module__}")
         if module._forward_hooks or module._forward_pre_hooks:
             raise NotNative(f"{name} has a hook")
+
         for weight in module.parameters(recurse=False):
             if type(weight) not in (Tensor, nn.Parameter):
                 raise NotNative(f"{name} has a {type(weight).__name__}")
@@ -219,6 +229,7 @@ def check_modules(modules: Iterable[nn.Module], epsilon: float, device: str = "c
                 raise NotNative(
                     f"a weight of {name} was created in inference mode, or is not contiguous"
                 )
+
         if getattr(module, "variance_epsilon", epsilon) != epsilon:
             raise NotNative(f"{name} has an epsilon of its own")
         if getattr(module, "max_norm", None) is not None:

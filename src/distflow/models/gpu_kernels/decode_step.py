@@ -51,14 +51,17 @@ class PagedStep:
             raise NotNative(f"heads of {self._head_dim} numbers have no kernel")
         if config.hidden_act != "silu":
             raise NotNative(f"the activation {config.hidden_act} has no kernel")
+
         parts = [(self._body.norm, "RMSNorm")]
         for layer in self._body.layers:
             parts.append((layer.input_layernorm, "RMSNorm"))
             parts.append((layer.post_attention_layernorm, "RMSNorm"))
             parts.append((layer.mlp, "MLP"))
+
         for part, kind in parts:
             if not is_plain(part, kind):
                 raise NotNative(f"{type(part).__name__} has hooks, or is not that of transformers")
+
         try_to_compile(self._body.norm.weight.device)
 
     def decode(
@@ -85,9 +88,11 @@ class PagedStep:
                 project(normed).unflatten(-1, (-1, self._head_dim))
                 for project in (attention.q_proj, attention.k_proj, attention.v_proj)
             )
+
             if hasattr(attention, "q_norm") and hasattr(attention, "k_norm"):
                 query = self._norm(attention.q_norm, query, None, query.dtype)
                 key = self._norm(attention.k_norm, key, None, key.dtype)
+
             scaling = attention.scaling
             mixed = attend(
                 query, key, value, keys[index], values[index], tables, positions, rotary, scaling
@@ -95,6 +100,7 @@ class PagedStep:
             delta = attention.o_proj(mixed.flatten(1))
             normed = self._norm(layer.post_attention_layernorm, hidden, delta, narrow)
             delta = mlp.down_proj(silu_mul(mlp.gate_proj(normed), mlp.up_proj(normed)))
+
         return self._norm(self._body.norm, hidden, delta, narrow)
 
     def _norm(
@@ -147,6 +153,7 @@ def add_norm_rows(
     added = hidden if delta is None else delta
     shape = (epsilon, width, block, delta is not None, delta is not None or total is not hidden)
     _add_norm[(rows,)](hidden, added, total, weight, normed, *shape, num_warps=num_warps(block))
+
     return normed
 
 
@@ -185,6 +192,7 @@ def attend(
     split_pages = max(1, SPLIT_TOKENS // page_tokens)
     splits = triton.cdiv(tables.shape[1], split_pages)
     out = torch.empty(rows, heads, head_dim, dtype=keys.dtype, device=keys.device)
+
     # The sums of a row's parts, followed by its largest score and its sum of weights.
     parts = out
     if splits > 1:
@@ -215,11 +223,13 @@ def attend(
         "ieee" if keys.dtype == torch.float32 else "tf32",
         num_warps=4,
     )
+
     if splits > 1:
         block = triton.next_power_of_2(splits)
         _join[(rows, heads)](
             parts, out, positions, splits, heads, head_dim, block, split_pages * page_tokens
         )
+
     return out
 
 
@@ -240,11 +250,13 @@ def _add_norm(
     columns = tl.arange(0, BLOCK)
     inside = columns < width
     at = row * width + columns
+
     stream = tl.load(hidden + at, mask=inside, other=0.0)
     if HAS_DELTA:
         stream = (
             stream.to(tl.float32) + tl.load(delta + at, mask=inside, other=0.0).to(tl.float32)
         ).to(stream.dtype)
+
     if WRITES:
         tl.store(total + at, stream, mask=inside)
     numbers = stream.to(tl.float32)
@@ -276,6 +288,7 @@ def _rotated(x, cos, sin, mask, HALF: tl.constexpr, kind: tl.constexpr):
     first_sin = tl.load(sin).to(tl.float32)
     second_cos = tl.load(cos + HALF).to(tl.float32)
     second_sin = tl.load(sin + HALF).to(tl.float32)
+
     return (first * first_cos + second * first_sin).to(kind), (
         second * second_cos + first * second_sin
     ).to(kind)
@@ -313,6 +326,7 @@ def _attend(
     first = split * SPLIT_PAGES
     if first * PAGE > position:
         return
+
     low = tl.arange(0, HALF)
     whole = tl.arange(0, HEAD_DIM)
     tokens = tl.arange(0, PAGE)
@@ -371,6 +385,7 @@ def _attend(
         tl.store(keys + place + low, new_1)
         tl.store(keys + place + HALF + low, new_2)
         tl.store(values + place + whole, new_value)
+
     if IS_WHOLE:
         result = (mixed / total[:, None]).to(kept)
         tl.store(out + head[:, None] * HEAD_DIM + whole[None, :], result, mask=is_head)

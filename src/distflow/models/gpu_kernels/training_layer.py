@@ -70,10 +70,12 @@ class _AddNorm(Function):
         rows, width = outputs.shape
         of_x = torch.empty_like(outputs)
         instances = min(INSTANCES, rows)
+
         if ctx.added_dtype is None:
             of_added = of_x
         else:
             of_added = torch.empty_like(of_x, dtype=ctx.added_dtype)
+
         sums = outputs.new_empty(instances, width)
         block = triton.next_power_of_2(width)
         given = (outputs, weight, of_outputs.contiguous(), of_normed.contiguous())
@@ -82,6 +84,7 @@ class _AddNorm(Function):
             *given, of_x, of_added, sums, *shape, num_warps=num_warps(block)
         )
         of_weight = sums.sum(0).to(weight.dtype)
+
         return of_x, None if ctx.added_dtype is None else of_added, of_weight, None, None
 
 
@@ -109,6 +112,7 @@ class _SplitHeads(Function):
         ctx.save_for_backward(projected if norms[0] is not None else None, cos, sin, *norms)
         ctx.epsilon = epsilon
         ctx.dtype = projected.dtype
+
         return tuple(outputs)
 
     @staticmethod
@@ -121,10 +125,12 @@ class _SplitHeads(Function):
         of_projected = cos.new_empty(rows, all_heads * dim, dtype=ctx.dtype)
         has_norms = norms[0] is not None
         instances = min(INSTANCES // 4, triton.cdiv(rows, _TILE))
+
         if has_norms:
             sums = cos.new_empty(instances, all_heads, dim)
         else:
             sums = cos
+
         weights = norms if has_norms else [cos, cos]
         given = (
             projected if has_norms else of_projected,
@@ -135,12 +141,14 @@ class _SplitHeads(Function):
         )
         shape = (rows, instances, ctx.epsilon, num_heads, num_kv_heads, dim, _TILE, has_norms)
         _split_heads_backward[(instances, all_heads)](*given, of_projected, sums, *shape)
+
         of_norms: list[Tensor | None] = [None, None]
         if has_norms:
             parts = sums.split((num_heads, num_kv_heads, num_kv_heads), 1)
             of_norms = [
                 part.sum((0, 1)).to(norm.dtype) for part, norm in zip(parts[:2], norms, strict=True)
             ]
+
         return of_projected, None, None, None, None, *of_norms
 
 
@@ -181,6 +189,7 @@ def _add_norm_backward(
     columns = tl.arange(0, BLOCK)
     inside = columns < width
     scale = tl.load(weight + columns, mask=inside, other=0.0).to(tl.float32)
+
     total = tl.zeros([BLOCK], tl.float32)
     row = instance
     while row < rows:
@@ -197,6 +206,7 @@ def _add_norm_backward(
         if HAS_ADDED:
             tl.store(of_added + at, result.to(of_added.dtype.element_ty), mask=inside)
         row += instances
+
     tl.store(sums + instance * width + columns, total, mask=inside)
 
 
@@ -227,6 +237,7 @@ def _head_rows(
         rows = keys + (tile * KV_HEADS + head - HEADS) * DIM
     else:
         rows = values + (tile * KV_HEADS + head - HEADS - KV_HEADS) * DIM
+
     return rows[:, None]
 
 
@@ -254,6 +265,7 @@ def _split_heads(
     low = tl.arange(0, HALF)
     inside = (tile < rows)[:, None]
     source = projected + (tile * (HEADS + 2 * KV_HEADS) + head)[:, None] * DIM + low[None, :]
+
     first = tl.load(source, mask=inside, other=0.0)
     second = tl.load(source + HALF, mask=inside, other=0.0)
     if head < HEADS + KV_HEADS:
@@ -268,11 +280,13 @@ def _split_heads(
             y = (y * inverse).to(first.dtype).to(tl.float32)
             x *= tl.load(norm + low).to(tl.float32)[None, :]
             y *= tl.load(norm + HALF + low).to(tl.float32)[None, :]
+
         angle = tile[:, None] * DIM + low[None, :]
         cos_x, cos_y = _pair(cos + angle, inside, HALF)
         sin_x, sin_y = _pair(sin + angle, inside, HALF)
         first = (x * cos_x - y * sin_x).to(first.dtype)
         second = (y * cos_y + x * sin_y).to(first.dtype)
+
     place = _head_rows(queries, keys, values, tile, head, HEADS, KV_HEADS, DIM) + low[None, :]
     tl.store(place, first, mask=inside)
     tl.store(place + HALF, second, mask=inside)
@@ -311,17 +325,20 @@ def _split_heads_backward(
     norm = key_norm
     if head < HEADS:
         norm = query_norm
+
     start = instance * TILE
     while start < rows:
         tile = start.to(tl.int64) + tl.arange(0, TILE)
         inside = (tile < rows)[:, None]
         at = (tile * ALL + head)[:, None] * DIM + low[None, :]
         given = _head_rows(of_queries, of_keys, of_values, tile, head, HEADS, KV_HEADS, DIM)
+
         back_x, back_y = _pair(given + low[None, :], inside, HALF)
         if head < HEADS + KV_HEADS:
             angle = tile[:, None] * DIM + low[None, :]
             cos_x, cos_y = _pair(cos + angle, inside, HALF)
             sin_x, sin_y = _pair(sin + angle, inside, HALF)
+
             of_x = back_x * cos_x + back_y * sin_y
             of_y = back_y * cos_y - back_x * sin_x
             if HAS_NORMS:
@@ -337,11 +354,14 @@ def _split_heads_backward(
                 mean = ((tl.sum(of_x * unit_x, 1) + tl.sum(of_y * unit_y, 1)) / DIM)[:, None]
                 of_x = inverse * (of_x - unit_x * mean)
                 of_y = inverse * (of_y - unit_y * mean)
+
             back_x = of_x
             back_y = of_y
+
         tl.store(of_projected + at, back_x.to(kind), mask=inside)
         tl.store(of_projected + at + HALF, back_y.to(kind), mask=inside)
         start += instances * TILE
+
     if HAS_NORMS:
         place = sums + (instance * ALL + head) * DIM + low
         tl.store(place, total_x)

@@ -48,16 +48,19 @@ def examine(run: RunRecords) -> Examination:
         lacking["idle-workers"] = "needs spans"
     over_run = [rule.find(run.steps, run.steps, run.config) for rule in LEARNING_RULES]
     over_run += [accuracy_counts_nothing(run.steps), reward_errors(run), idle_workers(run)]
+
     findings: list[Finding] = []
     for found in over_run:
         if found is None:
             continue
         is_problem = found.tone in ("bad", "flat") and len(run.steps) >= MANY_STEPS
         findings.append(found if is_problem else found._replace(level=""))
+
     known = {found.rule for found in findings if found.level}
     if BROKEN in known:
         known.add("entropy-collapse")  # the same, without its cause
     findings += [found for found in step_rules.findings() if found.rule not in known]
+
     return Examination(findings, lacking)
 
 
@@ -86,6 +89,7 @@ def _unfinished(run: RunRecords, is_running: bool) -> Finding | None:
     steps take."""
     if status(run.events)["word"] != NO_END["word"]:
         return None
+
     if not is_running:
         text = (
             "The run has no end, and no process on this machine writes to it: it was killed, or "
@@ -93,13 +97,16 @@ def _unfinished(run: RunRecords, is_running: bool) -> Finding | None:
         )
         advice = "The same command resumes it."
         return Finding("flat", text, advice, rule="run-killed", level="warning")
+
     seconds = known_values(run.steps, "timing_s/step")
     if not seconds or not run.records:
         return None
+
     limit = max(5 * statistics.median(seconds), 60.0)
     quiet = time.time() - run.records[-1].t
     if quiet <= limit:
         return None
+
     last = max(
         (s for part in run.activity.spans.values() for s in part), key=lambda s: s.end, default=None
     )
@@ -107,12 +114,14 @@ def _unfinished(run: RunRecords, is_running: bool) -> Finding | None:
         where = f" Its last span is {last.what}{f', on {last.on}' if last.on else ''}."
     else:
         where = ""
+
     text = (
         f"No step ended for {readable_s(quiet)}; a step takes "
         f"{readable_s(statistics.median(seconds))}.{where}"
     )
     numbers = {"seconds without a step": quiet, "limit": limit}
     advice = "Look at stacks.txt and events.jsonl."
+
     return Finding(
         "bad",
         text,

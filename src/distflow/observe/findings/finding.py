@@ -82,6 +82,7 @@ def draws_numbers(config: Config) -> bool:
             options = options.get(name)
         else:
             options = None
+
     if workflow is None or not workflow.draws_numbers or not isinstance(options, Mapping):
         return False
     return bool(load_function(workflow.draws_numbers)(options))
@@ -136,6 +137,7 @@ def since_step(steps: Steps, name: str, limit: float) -> int | None:
             since = None
         elif since is None:
             since = step
+
     return since
 
 

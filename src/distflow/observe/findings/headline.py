@@ -36,6 +36,7 @@ def judgements(
     else:
         hindered = [finding for finding in found if finding.hinders]
         judged = [end, *hindered]
+
         # For a reward that never moved, `hindered` says more than "no clear change"; only
         # validation problems add to it.
         if accuracy or not hindered:
@@ -43,9 +44,11 @@ def judgements(
             # After a failure, checks that passed or did not run do not matter.
             if end.tone != "bad" or outcome.tone != "unknown":
                 judged.append(outcome)
+
         judged += [finding for finding in found if not finding.hinders]
         if end.tone != "bad" or groups:
             judged.append(count_problems(groups, steps))
+
     return [finding for finding in judged if finding.text]
 
 
@@ -58,12 +61,14 @@ def sentences(
     if steps and max(steps) and is_checked:
         ordered.append(describe_checks(events))
     ordered += last
+
     shown = []
     for found in ordered[:_MAX_SENTENCES]:
         if found.text:
             text = found.text[:MAX_SENTENCE]
             advice = found.advice[:MAX_SENTENCE]
             shown.append({"tone": found.tone, "text": text, "advice": advice})
+
     return shown
 
 
@@ -77,6 +82,7 @@ def tiles(accuracy: Accuracy | None, steps: Steps) -> list[dict[str, str]]:
     ):
         if values := known_values(steps, name):
             found.append((label, f"{values[-1]:.3g}", f"{values[0]:.3g} at first"))
+
     if speeds := sorted(known_values(steps, "throughput/tokens_per_s")):
         found.append(("tokens a second", f"{speeds[len(speeds) // 2]:,.0f}", "median of the steps"))
     if seconds := known_values(steps, "timing_s/step"):
@@ -90,12 +96,14 @@ def _accuracy_tiles(accuracy: Accuracy) -> list[tuple[str, str, str]]:
         where = "before RL"
     else:
         where = f"at step {first_step}"
+
     found = [(f"accuracy {where}", f"{first:.2f}", _likely(accuracy, first))]
     if len(accuracy.points) > 1:
         best_step, best = accuracy.best
         found.append((f"accuracy at step {last_step}", f"{last:.2f}", _likely(accuracy, last)))
         if best > last:
             found.append(("best accuracy", f"{best:.2f}", f"at step {best_step}"))
+
     return found
 
 

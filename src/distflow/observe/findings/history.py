@@ -40,6 +40,7 @@ class History:
         self.window = {**self.window, step: self.metrics}
         if len(self.window) > MANY_STEPS:
             del self.window[min(self.window)]
+
         for name, value in finite.items():
             self._recent[name].append(value)
             if len(self._recent[name]) <= _FIRST:

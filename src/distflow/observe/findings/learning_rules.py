@@ -46,20 +46,24 @@ def truncation(steps: Steps, config: Config) -> Finding | None:
     workflow = workflow_of(config)
     if not shares or (workflow is not None and workflow.ends_by_time):
         return None
+
     late = mean(last_quarter(shares))
     over = over_last_quarter(len(shares))
+
     if late < MANY_CUT and mean(shares) >= MANY_CUT:
         return Finding(
             "good", f"{shares[0]:.0%} of responses were truncated at first, {late:.0%} {over}."
         )
     if late < MANY_CUT:
         return None
+
     limit = setting(config, _RESPONSE_LENGTH)
     at = now = action = ""
     if isinstance(limit, int):
         at = f" at {limit} tokens"
         now = f" (now {limit})"
         action = f"{_RESPONSE_LENGTH}={2 * limit}"
+
     return Finding(
         "bad" if late >= MOST_CUT else "flat",
         f"{late:.0%} of responses were truncated{at}, {over}.",
@@ -76,17 +80,21 @@ def constant_reward(steps: Steps, config: Config) -> Finding | None:
     lowest = known_values(steps, "reward/min")
     if not highest or not lowest:
         return None
+
     value = max(highest)
     if value - min(lowest) > 1e-9 * max(1.0, abs(value)):
         return None
+
     right = known_values(steps, _ACCURACY_IN_TRAINING)
     path = setting(config, "custom_reward_function.path")
     if path:
         function = f"the reward function ({path})"
     else:
         function = "the reward function"
+
     if setting(config, _WORKFLOW):
         function = "what scores the episodes"
+
     if max(right, default=value) == 0:
         advice = (
             "Either the model never solves a prompt: use easier prompts or a stronger model, or "
@@ -103,6 +111,7 @@ def constant_reward(steps: Steps, config: Config) -> Finding | None:
             f"It does not distinguish better responses from worse: check what {function} returns "
             "for a few."
         )
+
     everything = f"every response of {steps_with(steps, 'reward/max')}"
     text = f"The reward was {value:.4g} for {everything}: there was nothing to learn from."
     return Finding("bad", text, advice, hinders=True)
@@ -115,6 +124,7 @@ def broken_policy(steps: Steps, config: Config) -> Finding | None:
     rewards = known_values(steps, REWARD)
     if len(entropies) < 2 or len(rewards) < 2 or draws_numbers(config):
         return None
+
     first = entropies[0]
     last = late_mean(steps, _ENTROPY)
     gain = mean(last_quarter(rewards)) - rewards[0]
@@ -126,17 +136,20 @@ def broken_policy(steps: Steps, config: Config) -> Finding | None:
     has_fallen = is_low and gain <= 0.1 * spread
     if not has_fallen and not (is_high and is_worse):
         return None
+
     middle = math.sqrt(max(first, 1e-9) * max(last, 1e-9))
     since = None
     for step, values in sorted(steps.items()):
         value = values.get(_ENTROPY, first)
         if since is None and ((value < middle) if is_low else (value > middle)):
             since = step
+
     rate = setting(config, _LR)
     now = action = ""
     if isinstance(rate, int | float):
         now = f" ({_LR}, now {rate:g})"
         action = f"{_LR}={rate / 10:g}" if rate else ""
+
     return Finding(
         "bad",
         f"The policy came apart at step {since}: its entropy went from {first:.3g} to {last:.3g} "
@@ -153,10 +166,12 @@ def no_update(steps: Steps, config: Config) -> Finding | None:
     """Optimizer steps that changed nothing; with at most two steps a schedule may be the reason."""
     if constant_reward(steps, config):  # which is the reason
         return None
+
     for role in ("actor", "sft", "rm"):
         norms = known_values(steps, f"{role}/grad_norm")
         rates = known_values(steps, f"{role}/lr")
         nothing = f"Nothing was learned in {steps_with(steps, f'{role}/grad_norm')}"
+
         if len(rates) > 2 and not any(rates):
             advice = f"Raise {_LR}."
             if setting(config, _LR):
@@ -164,7 +179,9 @@ def no_update(steps: Steps, config: Config) -> Finding | None:
                     "The schedule kept it there: see actor_rollout_ref.actor.optim.scheduler and "
                     "its warm-up."
                 )
+
             return Finding("bad", f"{nothing}: the learning rate was 0.", advice, hinders=True)
+
         if len(norms) > 2 and not any(norms):
             advice = ""
             if role == "actor":
@@ -172,7 +189,9 @@ def no_update(steps: Steps, config: Config) -> Finding | None:
                     "Check whether responses to a prompt differ in reward, and which tokens the "
                     "loss mask keeps."
                 )
+
             return Finding("bad", f"{nothing}: the gradient was 0.", advice, hinders=True)
+
     return None
 
 
@@ -182,6 +201,7 @@ def accuracy_counts_nothing(steps: Steps) -> Finding | None:
     highest = known_values(steps, "reward/max")
     if not accuracies or max(accuracies) > 0 or not highest or not 0 < max(highest) < RIGHT:
         return None
+
     return Finding(
         "flat",
         'The accuracy was always 0: no response got "acc": 1, or where the reward function returns '
@@ -199,19 +219,24 @@ def equal_groups(steps: Steps, config: Config) -> Finding | None:
     lowest = min(known_values(steps, "reward/min"), default=math.nan)
     if not late >= MANY_EQUAL or not highest > lowest:
         return None
+
     reward = late_mean(steps, REWARD)
     solved = late_mean(steps, _ACCURACY_IN_TRAINING)
+
     prompts = "prompts that it solves sometimes: most are solved always or never"
     if solved > _MANY_SOLVED:
         prompts = "harder prompts"
     elif solved < 1 - _MANY_SOLVED:
         prompts = "easier prompts, or more responses to each (actor_rollout_ref.rollout.n)"
+
     advice = f"Use {prompts}."
     action = ""
+
     # Else there is nothing to replace them with, or they are replaced already.
     if late <= _NEARLY_ALL and not setting(config, "algorithm.filter_groups.enable"):
         action = "algorithm.filter_groups.enable=true"
         advice = f"Use {prompts}, or let {action} replace them."
+
     over = over_last_quarter(len(known_values(steps, _EQUAL)))
     return Finding(
         "flat",
@@ -244,12 +269,15 @@ class LearningRule(NamedTuple):
             found = broken
         else:
             found = self.check(steps, config)
+
         if found is None:
             return None
+
         if broken is not None and self.check is not broken_policy:
             is_cause = self.check is constant_reward and constant_reward(whole, config)
             if not is_cause:
                 return None
+
         return found._replace(rule=self.name, level=self.level)
 
 

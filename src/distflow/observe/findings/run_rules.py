@@ -58,30 +58,38 @@ def reward_errors(run: RunRecords) -> Finding | None:
             errors[step] = number
         if number := _finite(values.get("val/errors", 0.0)):
             validation[step] = number
+
     if not errors and not validation:
         return None
+
     num_calls = sum(known_values(run.steps, "reward/calls"))
     num_failed = sum(errors.values())
+
     parts = []
     if errors:
         of = f" of {num_calls:,.0f}" if num_calls else ""
         parts.append(f"on {num_failed:,.0f}{of} responses in training, which are left out")
+
     if validation:
         number = sum(validation.values())
         parts.append(f"on {number:,.0f} validation responses, which count as wrong")
+
     messages = Counter(_messages(run, "train", errors))
     for split in sample_splits(run.run_dir):
         if split != "train":
             messages.update(_messages(run, split, validation))
+
     said = ""
     for message, number in messages.most_common(1):
         said = f" It said “{message}” ({number:,} times in the samples)."
     share = num_failed / num_calls if num_calls else float(bool(errors))
+
     level = ""
     if share > _MANY_ERRORS:
         level = "error"
     elif share > _SOME_ERRORS or validation:
         level = "warning"
+
     first = min(errors, default=None)
     rows = [] if first is None else run.samples(first)
     failed = [str(row.get("uid")) for row in rows if row.get("errors")]
@@ -123,22 +131,27 @@ def idle_workers(run: RunRecords) -> Finding | None:
     is_short = run.times.seconds(last) < _SHORT_S * len(last) * run.times.workers
     if share <= _MUCH_IDLE or len(last) < MANY_STEPS or is_short:
         return None
+
     seconds: dict[str, float] = {}
     for (step, cause), idle in run.times.idle_causes.items():
         if step in last:
             seconds[cause] = seconds.get(cause, 0.0) + idle
+
     total = run.times.seconds(last)
     longest_first = sorted(seconds.items(), key=lambda each: -each[1])
     shares = {cause: idle / total for cause, idle in longest_first[:_MAX_NAMED]}
+
     named = [f"{cause} {part:.0%}" for cause, part in shares.items() if part >= 0.01]
     if named:
         waited = f", while something waited for {joined(named)}"
     else:
         waited = ""
+
     text = f"Workers were idle in {share:.0%} of the time of the last {len(last)} steps{waited}."
     longest = next(iter(shares), "")
     advice = next(
         (text for start, text in _ADVICE_BY_CAUSE.items() if longest.startswith(start)), ""
     )
     numbers = {"idle": share, **shares}
+
     return Finding("flat", text, advice, rule="idle-workers", level="warning", numbers=numbers)

@@ -58,6 +58,7 @@ class StepRule:
             if not found:
                 return None
             names += found
+
         if names and len(history.last(names[0])) < min(self.enough, RECENT):
             return None
         return {name: history.metrics[name] for name in names}
@@ -118,6 +119,7 @@ class StepRules:
             found = self._look(STEP_RULES[name], cases)
             if found:
                 opened.append(found)
+
         return opened
 
     def lacking(self) -> dict[str, str]:
@@ -141,6 +143,7 @@ class StepRules:
         numbers = rule.numbers(self.history)
         if numbers is None or rule.name in self.failed:
             return None
+
         self._unseen.discard(rule.name)
         try:
             with users_code(f"the doctor rule '{rule.name}' failed:"):
@@ -148,24 +151,29 @@ class StepRules:
         except UserError as error:
             self.failed[rule.name] = str(error)
             return None
+
         if cases and not cases[-1].finding.is_over:
             case = cases[-1]
         else:
             case = None
+
         if said:
             if case is None:
                 case = _Case(self._finding(rule, said, numbers))
                 cases.append(case)
+
             case.hits += 1
             case.clean = 0
             case.finding = case.finding._replace(last=self.history.step)
             if case.hits == rule.opens:
                 return case.finding
             return None
+
         if case is not None:
             case.clean += 1
             is_over = case.clean >= CLEAN_STEPS
             case.finding = case.finding._replace(is_over=is_over)
+
         return None
 
     def _finding(
@@ -176,6 +184,7 @@ class StepRules:
             found = Finding("flat", found, rule.advice, action=rule.action)
         tone: Tone = "bad" if rule.level == "error" else "flat"
         first = self.history.step
+
         return found._replace(
             tone=tone, rule=rule.name, level=rule.level, first=first, numbers=numbers
         )
@@ -203,6 +212,7 @@ def _never_updated(h: History) -> str | None:
     is_late = h.step - 1 - versions[-1] > allowed
     if not is_late or len(set(versions)) > 1 or not min(h.last("actor/grad_norm", 3)) > 0:
         return None
+
     return (
         f"Step {h.step} trained on tokens of version {versions[-1]:.0f} at most, although the "
         "policy still changes."
@@ -219,12 +229,15 @@ def _never_updated(h: History) -> str | None:
 def _weights_differ(h: History) -> str | None:
     first = h.last("canary/mean_abs")[0]
     now = h.now("canary/mean_abs")
+
     if h.setting("actor_rollout_ref.model.dtype") == "float32":
         rounding = 1e-3
     else:
         rounding = 0.05
+
     if now <= max(5 * first, rounding):
         return None
+
     return (
         f"On fixed prompts, engine and trainer differ by {now:.2g} nats a token, at first by "
         f"{first:.2g}."
@@ -245,6 +258,7 @@ def _numerics(h: History) -> str | None:
     ess = h.now("mismatch/same_version/ess")
     if k3 <= 1e-3 and k3 <= max(10 * h.first("mismatch/same_version/k3"), 1e-4) and ess >= 0.9:
         return None
+
     return (
         f"With the same weights, engine and trainer are k3 = {k3:.2g} nats apart (effective sample "
         f"size {ess:.2f})."
@@ -264,11 +278,13 @@ def _hacking(h: History) -> str | None:
     accuracies = h.last("val_correct/all/mean", 30)
     if rise <= statistics.pstdev(first) or len(accuracies) < 6:
         return None
+
     threes = [*zip(accuracies, accuracies[1:], accuracies[2:], strict=False)]
     means = [statistics.fmean(three) for three in threes]
     noise = sorted(abs(a - 2 * b + c) for a, b, c in threes)
     if max(means) - means[-1] <= max(0.05, 5 * noise[len(noise) // 4]):
         return None
+
     return (
         f"The reward rises, while the validation accuracy fell from {max(means):.3f} to "
         f"{means[-1]:.3f}."
@@ -288,11 +304,13 @@ def _hacking(h: History) -> str | None:
 def _collapse(h: History) -> str | None:
     if draws_numbers(h.config):
         return None
+
     values = h.last("actor/entropy", 20)
     first = h.first("actor/entropy")
     falls = statistics.fmean(values[10:]) < statistics.fmean(values[:10])
     if values[-1] < 0.2 * first and falls:
         return f"The entropy fell from {first:.3g} to {values[-1]:.3g} nats."
+
     return None
 
 
@@ -310,6 +328,7 @@ def _longer(h: History) -> str | None:
     is_longer = statistics.fmean(lengths[-_NEW:]) > _MUCH_LONGER * before
     if not is_longer or rise > statistics.pstdev(rewards[:-_NEW]):
         return None
+
     return f"Responses grew from {before:.0f} to {lengths[-1]:.0f} tokens, the reward did not."
 
 
@@ -327,12 +346,14 @@ def _spike(h: History) -> str | None:
     for name in fnmatch.filter(h.metrics, "*/grad_norm"):
         *before, now = h.last(name, 51)
         middle = statistics.median(before)
+
         spread = 1.4826 * statistics.median(abs(value - middle) for value in before)
         if spread > 0 and now - middle > 10 * spread and now > 5 * middle:
             return (
                 f"{name} was {now:.3g} at step {h.step}; its median over the steps before is "
                 f"{middle:.3g}."
             )
+
     return None
 
 
@@ -365,6 +386,7 @@ def _lost(h: History) -> str | None:
     samples = h.now("reward/lost_in_float32_frac", 0.0)
     if groups <= 0 and samples <= 0:
         return None
+
     return (
         f"In {groups:.0%} of the groups float64 does not hold the differences of the scores, and "
         f"of {samples:.0%} of the samples float32 does not hold the advantage."

@@ -80,9 +80,11 @@ def find_accuracy(
         value = record.values.get(ACCURACY, math.nan)
         if math.isfinite(value):
             found[record.step] = value
+
     points = tuple(sorted(found.items()))
     if not points:
         return None
+
     first_update = min((record.step for record in records if record.kind == "train"), default=None)
     first_step = points[0][0]
     before = first_step == 0 or (first_update is not None and first_step < first_update)
@@ -107,6 +109,7 @@ def describe_learning(accuracy: Accuracy | None, steps: Steps) -> Finding:
     if accuracy and len(accuracy.points) > 1:
         found = _learned_by_accuracy(accuracy)
         return found._replace(text=f"{found.text}{_of_other_rows(accuracy)}")
+
     if accuracy and accuracy.changed_at is not None:
         at, value = accuracy.points[-1]
         text = (
@@ -114,13 +117,16 @@ def describe_learning(accuracy: Accuracy | None, steps: Steps) -> Finding:
             f"{at}."
         )
         return Finding("unknown", f"{text}{_of_other_rows(accuracy)}")
+
     rewards = known_values(steps, REWARD)
     if len(rewards) >= _FEW_VALUES:
         return _learned_by_curve(rewards, "reward", 1, steps)
+
     for name in ("sft/loss", "rm/loss", "loss"):
         losses = known_values(steps, name)
         if len(losses) >= _FEW_VALUES:
             return _learned_by_curve(losses, "loss", -1, steps)
+
     return Finding("unknown", "There are too few measurements to say whether it learned.")
 
 
@@ -146,14 +152,17 @@ def _learned_by_accuracy(accuracy: Accuracy) -> Finding:
     first_step, first = accuracy.points[0]
     last_step, last = accuracy.points[-1]
     noise = accuracy.noise()
+
     if accuracy.num_problems:
         problems = f" ({accuracy.num_problems:,} problems)"
     else:
         problems = ""
+
     if accuracy.before_training:
         start = "before RL"
     else:
         start = f"at step {first_step}"
+
     moved = (
         f"accuracy on validation problems{problems} was {first:.2f} {start} and is {last:.2f} at "
         f"step {last_step}"
@@ -165,6 +174,7 @@ def _learned_by_accuracy(accuracy: Accuracy) -> Finding:
         return Finding("flat", f"No clear change: {moved}: {change}.")
     if last < first:
         return Finding("bad", f"It got worse: {moved}.")
+
     best_step, best = accuracy.best
     peak = ""
     if best - last > (noise or _SMALL_CHANGE):
@@ -193,6 +203,7 @@ def _learned_by_curve(values: Sequence[float], word: str, sign: int, steps: Step
         return Finding("flat", f"No clear change: {moved}.{caveat}")
     if (after - before) * sign < 0:
         return Finding("bad", f"It got worse: {moved}.{caveat}")
+
     return Finding("good", f"The {word} {'rose' if sign > 0 else 'fell'}: {moved}.{caveat}")
 
 
@@ -206,9 +217,11 @@ def count_problems(groups: Sequence[EventGroup], steps: Steps) -> Finding:
     odd = set[str]()
     for values in steps.values():
         odd.update(name for name, value in values.items() if not math.isfinite(value))
+
     if odd:
         others = " and others" if len(odd) > 3 else ""
         counts.append(f"non-finite values in {', '.join(sorted(odd)[:3])}{others}")
+
     if not counts:
         return Finding("good", "The run recorded no warnings, errors or skipped updates.")
     return Finding("bad" if numbers["error"] else "flat", f"Worth a look: {joined(counts)}.")
@@ -233,6 +246,7 @@ def describe_checks(events: Sequence[Event]) -> Finding:
             "step."
         )
         return Finding("flat", text)
+
     passed = set[str]()
     unchecked: dict[str, JSON] = {}
     for fields in found:
@@ -242,6 +256,7 @@ def describe_checks(events: Sequence[Event]) -> Finding:
         reasons = fields.get("not_checked")
         if isinstance(reasons, dict):
             unchecked.update(reasons)
+
     num_steps = sum(fields.get("of") != "validation" for fields in found)
     text = (
         f"{count_of(num_steps, 'step')} {'was' if num_steps == 1 else 'were'} checked whole, "
@@ -250,6 +265,7 @@ def describe_checks(events: Sequence[Event]) -> Finding:
     if unchecked:
         shown = "; ".join(f"{name} ({reason})" for name, reason in unchecked.items())
         text += f" Not checked, or not in every step: {shown}."
+
     return Finding("flat" if unchecked else "good", text)
 
 
@@ -259,6 +275,7 @@ def group_events(events: Sequence[Event]) -> list[EventGroup]:
     for event in events:
         if event.kind in PROBLEM_KINDS:
             equal.setdefault((event.kind, event.message), []).append(event)
+
     order = sorted(equal.items(), key=lambda item: (PROBLEM_KINDS.index(item[0][0]), -len(item[1])))
     return [
         {
@@ -317,10 +334,12 @@ def ending(events: Sequence[Event], steps: Steps, planned: JSON, written: float)
         return Finding("bad", f"It failed {after}.")
     if word == "stopped":
         return _stopped(events, after)
+
     if word == NO_END["word"]:
         last = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(written))
         why = "it is still running, or it was killed"
         return Finding("flat", f"No end is recorded {after}: {why}. Its last record is of {last}.")
+
     reasons = [event.fields.get("why") for event in events if event.kind == "end"]
     if not reasons or not reasons[-1]:
         return Finding("good", "")
@@ -335,4 +354,5 @@ def _stopped(events: Sequence[Event], after: str) -> Finding:
             by = f" by {signal[1]}"
         if event.kind == "checkpoint" and not event.rolled_back:
             then = f"the same command resumes from step {event.step}"
+
     return Finding("flat", f"It was stopped{by} {after}; {then}.")

@@ -63,12 +63,14 @@ def write_report(run_dir: Path, data: Mapping[str, Any] | None = None) -> Path:
         raise RunFolderError(
             f"{run_dir} is not a run's folder (no files of distflow); nothing was written"
         )
+
     path = run_dir / "report.html"
     content = page(report_data(run_dir) if data is None else data)
     try:
         write_atomically(path, content)
     except OSError as error:
         raise RunFolderError(f"the report {path} cannot be written: {error.strerror}") from error
+
     return path
 
 
@@ -136,6 +138,7 @@ class RunPages(RunRecords):
         damaged = [Finding("flat", f"{sentence}.") for sentence in damage]
         end = summary.ending(events, self.steps, self.run.get("total_steps"), written)
         judged = judgements(end, found, self.accuracy, self.problems, self.steps)
+
         return {
             "failure": _failure(failed) if failed else None,
             "judgements": [f"{finding.text} {finding.advice}".rstrip() for finding in judged[:3]],
@@ -151,10 +154,12 @@ class RunPages(RunRecords):
         series = charts.series(self.steps)
         columns = series["y"]
         drawn, others = charts.choose_charts(columns)
+
         docs = {}
         for name in columns:
             if metric := find_metric(name):
                 docs[name] = metric.doc
+
         return {
             "series": series,
             "trials": num_problems(self.validations),
@@ -175,6 +180,7 @@ class RunPages(RunRecords):
         shown = [
             key for key in run if key not in (*HEAD, *HIDDEN) and not key.endswith("fingerprint")
         ]
+
         return {
             "facts": _facts(run, shown),
             "log": [_log_line(event) for event in log][-_MAX_LOG:],
@@ -222,6 +228,7 @@ def _changed(run: Mapping[str, JSON]) -> list[dict[str, str]] | None:
     changed = run.get("changed")
     if not isinstance(changed, list):
         return None
+
     keys = ("key", "before", "now", "where")
     return [
         {key: str(change.get(key, ""))[:1000] for key in keys}
@@ -253,4 +260,5 @@ def _config_text(run_dir: Path, run: Mapping[str, JSON]) -> str:
             text = ""
     except OSError as error:
         text = f"(config.yaml cannot be read: {error.strerror})"
+
     return text[:_MAX_CONFIG]

@@ -45,12 +45,15 @@ def choose_charts(columns: Mapping[str, Column]) -> tuple[list[ChosenChart], lis
         for pattern in chart["patterns"]:
             fits = re.compile(pattern).fullmatch
             matching += [name for name in remaining if fits(name) and name not in matching]
+
         if chart["kind"] == "line":
             matching = matching[:_MAX_LINES]
+
         if any(len({*columns[name]} - {None}) > 1 for name in matching):
             shown = {key: chart[key] for key in ("question", "kind", "unit")}
             charts.append(cast(ChosenChart, {**shown, "names": matching}))
             remaining = [name for name in remaining if name not in matching]
+
     return charts, remaining
 
 
@@ -70,10 +73,12 @@ def tabulate(records: Sequence[MetricsRecord]) -> dict[int, dict[str, float]]:
         steps.setdefault(record.step, {}).update(record.values)
     names = set[str]().union(*steps.values())
     in_bytes = [name for name in names if unit_of(name) == "GiB"]
+
     for values in steps.values():
         for name in in_bytes:
             if name in values:
                 values[name] /= 2**30
+
     return steps
 
 
@@ -93,6 +98,7 @@ def series(
     shown = names[:MAX_SERIES]
     max_points = min(max_points, max_values // max(len(shown), 1))
     order = sorted(steps)
+
     size = 1
     x = order
     if len(order) > max_points:
@@ -101,6 +107,7 @@ def series(
         for start in range(0, len(order), size):
             bucket = order[start : start + size]
             x += [bucket[0], bucket[-1]][: len(bucket)]
+
     y = {}
     for name in shown:
         values = [steps[step].get(name) for step in order]
@@ -109,7 +116,9 @@ def series(
             points = []
             for start in range(0, len(values), size):
                 points += _extremes(values[start : start + size])
+
         y[name] = [_point(value) for value in points[: len(x)]]
+
     return {"x": x, "y": y, "thinned": size > 1, "left_out": names[MAX_SERIES:]}
 
 
@@ -123,10 +132,12 @@ def _extremes(bucket: Sequence[float | None]) -> list[float | None]:
         return [finite[0] if finite else None, odd]
     if len(known) < 2:
         return [*known, None, None][:2]
+
     low = min(known)
     high = max(known)
     if known.index(low) < known.index(high):
         return [low, high]
+
     return [high, low]
 
 

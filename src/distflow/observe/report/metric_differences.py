@@ -21,12 +21,14 @@ def compared_metrics(a: Steps, b: Steps) -> list[dict[str, Any]]:
     """The metrics that both runs have, over their last common steps. differs: None if unknown."""
     steps = sorted(a.keys() & b.keys())
     names = [set[str]().union(*run.values()) for run in (a, b)]
+
     found = []
     for name in sorted(names[0] & names[1]):
         first = _last_values(a, name, steps)
         second = _last_values(b, name, steps)
         if first and second:
             found.append({"metric": name, **_compare(first, second)})
+
     return found
 
 
@@ -45,6 +47,7 @@ def _compare(a: Sequence[float], b: Sequence[float]) -> dict[str, Any]:
     if number < _FEWEST:
         return {**found, "low": None, "high": None, "differs": None}
     half = _QUANTILE * math.sqrt((_block_variance(a) + _block_variance(b)) / _BLOCKS)
+
     return {**found, "low": moved - half, "high": moved + half, "differs": abs(moved) > half}
 
 

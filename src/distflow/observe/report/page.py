@@ -58,6 +58,7 @@ def page(data: Mapping[str, Any]) -> bytes:
         scripts="\n".join(f"<script>{script}</script>" for script in scripts),
         data=embed(data),
     )
+
     return filled.encode("utf-8", "backslashreplace")
 
 
@@ -96,6 +97,7 @@ def served_page(data: Mapping[str, object], title: str) -> bytes:
     }
     words["policy"] = POLICY_OF_SERVED_PAGES
     filled = _template().substitute(words, styles=styles, scripts=scripts)
+
     return filled.encode("utf-8", "backslashreplace")
 
 
@@ -115,6 +117,7 @@ def _paragraphs(data: Mapping[str, Any]) -> list[str]:
         found.insert(
             1, f'<div id="failure">{html.escape(escape_control(data["failure"]["message"]))}</div>'
         )
+
     return found
 
 

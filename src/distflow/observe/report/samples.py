@@ -47,6 +47,7 @@ def cut_response(row: Mapping[str, object], max_text: int = MAX_TEXT) -> dict[st
     said.pop("frames", None)
     shown["remarks"] = cut(said, max_text)
     shown["failure"] = failure(row)
+
     versions = row.get("versions")
     if isinstance(versions, list):
         known = [version for version in versions if isinstance(version, int) and version >= 0]
@@ -54,15 +55,19 @@ def cut_response(row: Mapping[str, object], max_text: int = MAX_TEXT) -> dict[st
             shown["versions"] = sorted({min(known), max(known)})
         else:
             shown["versions"] = []
+
     if row.get("errors"):
         shown["score"] = None
         shown["acc"] = None
+
     if shown["acc"] == shown["score"]:
         shown["acc"] = None
+
     for key in ("score", "advantage", "masked"):
         value = shown[key]
         if isinstance(value, float) and math.isfinite(value):
             shown[key] = float(f"{value:.5g}")
+
     if not shown["masked"]:
         shown["masked"] = None
     return {key: value for key, value in shown.items() if value not in (None, [], {})}
@@ -87,6 +92,7 @@ def cut(value: object, max_text: int, max_entries: int = 50) -> object:
         return {str(key)[:100]: cut(item, max_text, max_entries) for key, item in kept}
     if isinstance(value, list):
         return [cut(item, max_text, max_entries) for item in value[:max_entries]]
+
     return value
 
 
@@ -111,10 +117,12 @@ def thin_samples(
     for split in dict.fromkeys(split for split, _ in files):
         chosen += evenly([each for each in files if each[0] == split], MAX_STEPS)
     read_bytes = min(run_reader.MAX_SAMPLE_BYTES, _MAX_BYTES // max(len(chosen), 1))
+
     if (run_dir / "data" / "images").is_dir():
         for_images = max_bytes // 3
     else:
         for_images = 0
+
     left_bytes = max_bytes - for_images
     shown: list[SampleGroup] = []
     num_groups = 0
@@ -125,13 +133,16 @@ def thin_samples(
         num_groups += len(groups)
         num_responses += len(rows)
         share = max(left_bytes // (len(chosen) - position), 1)
+
         largest = max(map(embedded_size, groups), default=1)
         if largest > share:
             groups = sample_groups(rows, step, split, max(MAX_TEXT * share // largest, _LEAST_TEXT))
             largest = max(map(embedded_size, groups))
+
         fitting = evenly(groups, max(share // largest, 1))
         left_bytes -= sum(map(embedded_size, fitting))
         shown += fitting
+
     return {
         "groups": shown,
         "images": prompt_images(run_dir, shown, for_images),
@@ -155,18 +166,21 @@ def prompt_images(run_dir: Path, groups: Sequence[SampleGroup], max_bytes: int) 
     folder = run_dir / "data" / "images"
     most = max(_MAX_IMAGE_BYTES, max_bytes // _MAX_IMAGES)
     found: dict[str, str] = {}
+
     names = [name for group in groups for name in group["images"]]
     for name in dict.fromkeys(names):
         try:
             content = read_file(folder / name, folder, most)
         except OSError:
             continue
+
         if content.startswith(b"\x89PNG"):
             text = b64encode(content).decode()
             max_bytes -= len(text) + len(name)
             if max_bytes < 0:
                 break
             found[name] = text
+
     return found
 
 
@@ -183,6 +197,7 @@ def sample_groups(
         else:
             key = ("", str(row.get("prompt")), str(row.get("ground_truth")))
         groups.setdefault(key, []).append(row)
+
     found = []
     for place, (key, responses) in enumerate(groups.items()):
         first = responses[0]
@@ -202,6 +217,7 @@ def sample_groups(
             "responses": [cut_response(response, max_text) for response in shown],
         }
         found.append(group)
+
     return found
 
 

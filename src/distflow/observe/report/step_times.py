@@ -60,6 +60,7 @@ class StepTimes:
         begin, end = self.windows[step]
         worked = covered(work)
         self.idle[step] = self.idle.get(step, 0.0) + end - begin - worked
+
         for cause, own in waits.items():
             idle = covered([*work, *own]) - worked
             if idle > 0:
@@ -96,10 +97,12 @@ def step_times(activity: RunActivity, records: Sequence[MetricsRecord]) -> StepT
         kind, _, worker = actor.partition("-")
         if kind in ("training", "rollout", "engine"):
             workers.add(worker)
+
     times = StepTimes(windows, [], len(workers), {}, {})
     logs_decoding = False
     for own in activity.spans.values():
         logs_decoding = logs_decoding or any(span.kind == "decode" for span in own)
+
     for step, spans in _by_step(activity.spans, windows).items():
         busy: dict[str, list[Interval]] = {worker: [] for worker in workers}
         waits = defaultdict[str, list[Interval]](list)
@@ -109,16 +112,20 @@ def step_times(activity: RunActivity, records: Sequence[MetricsRecord]) -> StepT
                 found = _loop_parts(own)
             else:
                 found = _waits_by_cause(own)
+
             for (phase, waits_for), intervals in found.items():
                 times.parts.append(Part(step, actor, phase, waits_for, covered(intervals)))
                 if not waits_for:
                     busy[worker] += intervals
                 elif (kind, waits_for) != ("training", "rollout"):  # whose groups wait for others
                     waits[waits_for] += intervals
+
             if kind in ("engine", "rollout"):
                 busy[worker] += _engine_work(own, logs_decoding)
+
         for work in busy.values():
             times.add_idle(step, work, waits)
+
     return times
 
 
@@ -132,6 +139,7 @@ def _step_windows(activity: RunActivity, records: Sequence[MetricsRecord]) -> di
             starts[span.restart] = min(span.start, starts.get(span.restart, inf))
         if actor in activity.cut:
             known_from = max(known_from, min(span.start for span in spans))
+
     windows: dict[int, Interval] = {}
     before = -inf
     for record in records:
@@ -141,6 +149,7 @@ def _step_windows(activity: RunActivity, records: Sequence[MetricsRecord]) -> di
         if record.t > start >= known_from:
             windows[record.step] = (start, record.t)
         before = max(before, record.t)
+
     return windows
 
 
@@ -148,8 +157,10 @@ def _loop_parts(spans: Iterable[Span]) -> dict[tuple[str, str], list[Interval]]:
     """The time of a training loop by phase, and by whom it waits for in it. Of spans within one
     another the innermost counts."""
     own = [span for span in spans if span.kind in ("phase", "wait")]
+
     # A wait that is as long as its phase is within it.
     in_order = sorted(own, key=lambda span: (span.start, -span.end, span.kind == "wait"))
+
     found = defaultdict[tuple[str, str], list[Interval]](list)
     running: list[Span] = []
     now = -inf
@@ -163,12 +174,16 @@ def _loop_parts(spans: Iterable[Span]) -> dict[tuple[str, str], list[Interval]]:
                     waits_for = inner.on or inner.what
                 else:
                     waits_for = ""
+
                 found[phases[-1] if phases else "", waits_for].append((now, until))
                 now = until
+
             if inner.end <= now:
                 running.pop()
+
         now = max(now, span.start)
         running.append(span)
+
     return found
 
 
@@ -199,6 +214,7 @@ def _by_step(
     """The spans of each actor in each step, cut to the step."""
     steps = list(windows)
     ends = [end for _, end in windows.values()]
+
     found: dict[int, dict[str, list[Span]]] = {step: {} for step in steps}
     for actor, own in spans.items():
         for span in own:
@@ -206,10 +222,12 @@ def _by_step(
                 begin, end = windows[steps[place]]
                 if begin >= span.end:
                     break
+
                 inside = span
                 if span.start < begin or span.end > end:
                     inside = replace(span, start=max(span.start, begin), end=min(span.end, end))
                 found[steps[place]].setdefault(actor, []).append(inside)
+
     return found
 
 
@@ -223,6 +241,7 @@ def times_json(times: StepTimes) -> dict[str, Any]:
         if part.actor == first_loop and part.step in bars:
             place = places.setdefault((part.phase, part.waits_for), len(places))
             bars[part.step][place] = bars[part.step].get(place, 0.0) + part.seconds
+
     waits = []
     for (who, on), seconds in list(times.waits().items())[:_MAX_ROWS]:
         waits.append({"who": who, "waits for": on, "seconds": round(seconds, 3)})
@@ -240,11 +259,13 @@ def times_lines(times: StepTimes, step: int) -> list[str]:
     """The time of one step in lines of text."""
     if step not in times.windows:
         return []
+
     start, end = times.windows[step]
     phases = defaultdict[str, float](float)
     for part in times.parts:
         if part.step == step and part.actor == "training" and not part.waits_for:
             phases[part.phase] += part.seconds
+
     longest = sorted(phases.items(), key=lambda each: -each[1])
     worked = [f"{name} {seconds:.2f}" for name, seconds in longest]
     waits = [f"{who} for {on} {s:.2f}" for (who, on), s in times.waits([step]).items()]

@@ -42,20 +42,24 @@ def trace(run_dir: Path, steps: str | None) -> tuple[dict[str, list[_Json]], _Wi
     windows = _windows(spans.get("training", ()), last_step, steps, run_dir)
     begin = min(first for first, _ in windows.values())
     end = max(last for _, last in windows.values())
+
     events = [_event("X", f"step {step}", *window) for step, window in windows.items()]
     events += _titles(begin, {"pid": 0, "tid": 0}, "steps")
     for track, (actor, found) in enumerate(spans.items(), 1):
         part = _PART.search(actor)
         worker = int(part[1]) if part else 0
         place = {"pid": worker, "tid": track}
+
         events += _titles(begin, place, actor)
         for span in found:
             if span.start <= end and span.end >= begin:
                 events += _events_of(span, place, len(events))
+
     for event in happened:
         if begin <= event.t <= end and not event.rolled_back:
             args = {"message": event.message}
             events.append(_event("i", event.kind, event.t, s="g", args=args))
+
     events += _counters(metrics, windows)
     return {"traceEvents": events}, windows
 
@@ -83,6 +87,7 @@ def _events_of(span: Span, place: Mapping[str, int], number: int) -> list[_Json]
     facts = {"step": span.step, "group": span.group_id, "version": span.version}
     if span.kind == "phase":
         return [_event("X", name, span.start, span.end, **place, args=facts)]
+
     own: _Json = {**place, "cat": span.kind, "id": number}
     begin = _event("b", name, span.start, **own, args=facts)
     return [begin, _event("e", name, span.end, **own)]
@@ -97,11 +102,13 @@ def _windows(spans: Sequence[Span], last: int | None, steps: str | None, run_dir
         if span.kind == "phase" and 0 < step <= (last or step):
             begin, end = known.get(step, (span.start, span.end))
             known[step] = min(begin, span.start), max(end, span.end)
+
     if not known:
         raise UserError(
             f"{run_dir} has no spans of a training step in spans/training.jsonl: there is nothing "
             "to trace"
         )
+
     if steps is None:
         last_step = max(known)
         first_step = max(last_step - _NUM_LAST + 1, 0)
@@ -111,14 +118,17 @@ def _windows(spans: Sequence[Span], last: int | None, steps: str | None, run_dir
             raise UserError(f"STEPS is a step such as 12, or steps such as 10-14, not '{steps}'")
         first_step = int(wanted[1])
         last_step = int(wanted[2] or wanted[1])
+
     windows = {}
     for step, window in known.items():
         if first_step <= step <= last_step:
             windows[step] = window
+
     if not windows:
         raise UserError(
             f"{run_dir} has the spans of steps {min(known)} to {max(known)}, but none of {steps}"
         )
+
     return windows
 
 

@@ -34,10 +34,12 @@ def read_validations(run_dir: Path, timeline: Timeline) -> list[Ends]:
             first = _first_there(run_dir, split, steps, timeline)
         else:
             first = None
+
         if first is None:
             continue
         last = _first_there(run_dir, split, steps[::-1], timeline)
         found.append((first, last or first))
+
     return found
 
 
@@ -60,6 +62,7 @@ def _by_problem(rows: Iterable[Row]) -> dict[tuple[str, ...], list[Row]]:
         if not row.get("ground_truth"):
             key.append(str(row.get("uid")).rpartition("-")[0])
         problems.setdefault(tuple(key), []).append(row)
+
     return problems
 
 
@@ -83,12 +86,14 @@ def before_and_after(validations: Sequence[Ends]) -> dict[str, object] | None:
     for first, last in validations:
         if first.step == last.step:
             continue
+
         steps += [first.step, last.step]
         for key, rows in first.problems.items():
             then = _mean_score(rows)
             now = _mean_score(last.problems.get(key, ()))
             if then is None or now is None:
                 continue
+
             kind = "same"
             if now != then:
                 kind = "better" if now > then else "worse"
@@ -100,8 +105,10 @@ def before_and_after(validations: Sequence[Ends]) -> dict[str, object] | None:
                     "after": _response(last.problems[key], now),
                 }
             )
+
     if not steps:
         return None
+
     numbers = {f"num_{kind}": len(found) for kind, found in pairs.items()}
     examples = [*pairs["better"][:4], *pairs["worse"][:1], *pairs["same"][:1]]
     return {"first": min(steps), "last": max(steps), **numbers, "examples": examples}
@@ -118,6 +125,7 @@ def _mean_score(rows: Sequence[Row]) -> float | None:
             score = row.get("acc")
         if isinstance(score, float) and not row.get("errors"):
             scores.append(score)
+
     return sum(scores) / len(scores) if scores else None
 
 

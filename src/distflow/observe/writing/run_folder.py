@@ -91,6 +91,7 @@ def claimed(path: Path) -> Iterator[str]:
     if key in _locks:
         yield _owner_in(_locks[key])
         return
+
     umask = os.umask(0o077)
     try:
         _take(path)
@@ -107,10 +108,12 @@ def join(path: Path, owner: str) -> None:
     if another start owns the folder."""
     if path.absolute() in _locks:
         return
+
     os.umask(0o077)
     fd = os.open(path / WRITER, os.O_RDWR | os.O_NOFOLLOW)
     fcntl.lockf(fd, fcntl.LOCK_SH | fcntl.LOCK_NB, 1, _JOINED)
     _locks[path.absolute()] = fd
+
     if _owner_in(fd) != owner:  # read after locking; a start writes it before it looks for locks
         raise RunFolderError(
             f"another start has taken over the run's folder {path} from this process"
@@ -158,6 +161,7 @@ def _take(path: Path) -> None:
             cause = "a file is in the way"
         else:
             cause = getattr(error, "strerror", None) or str(error)
+
         raise RunFolderError(
             f"the run's folder {path} cannot be used: {cause}; {_OTHER}"
         ) from error
@@ -198,6 +202,7 @@ def _open(path: Path) -> int:
             f"{path} contains files not from a distflow run ({_listed(path)}), which a run could "
             f"overwrite: {_OTHER}, new or empty"
         )
+
     path.mkdir(mode=0o700, parents=True, exist_ok=True)
     path.chmod(0o700)
     return os.open(path / WRITER, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
@@ -211,9 +216,11 @@ def is_ours(path: Path) -> bool:
     """
     if not path.exists():
         return True
+
     names = {entry.name for entry in path.iterdir()}
     if MARK in names or not names:
         return True
+
     # not empty: another start has just marked the folder, after its names were read
     lock = path / WRITER
     killed = names == {WRITER} and (lock.lstat().st_size == 0 or (path / MARK).exists())
@@ -228,6 +235,7 @@ def _check_kinds(path: Path) -> None:
             raise RunFolderError(
                 f"{file} is not a file, but a run writes one there: move it away, or {_OTHER}"
             )
+
     for name in FOLDERS:
         folder = path / name
         if os.path.lexists(folder) and not folder.is_dir():
@@ -263,6 +271,7 @@ def set_aside(run_dir: Path) -> Path | None:
     target = _moving(run_dir) or (_begin_moving(run_dir) if names else None)
     if target is None:
         return None
+
     for name in names:
         os.rename(run_dir / name, target / name)
     return target.rename(target.with_suffix(""))
@@ -287,6 +296,7 @@ def _begin_moving(run_dir: Path) -> Path:
     )
     target.mkdir(mode=0o700)
     os.close(os.open(target / MARK, os.O_RDONLY | os.O_CREAT | os.O_EXCL, 0o600))
+
     return target
 
 
@@ -324,6 +334,7 @@ class RunFolder(AbstractContextManager["RunFolder"]):
         self.path = Path(path)
         self.restart = restart
         self._part = part
+
         # lines of two threads would mix, and lines that wait for a flush be lost
         self._lock = threading.Lock()
         self.sample_writer = SampleWriter(partial(self.event, "warning"))
@@ -336,6 +347,7 @@ class RunFolder(AbstractContextManager["RunFolder"]):
         self._closed = False
         if part:
             return
+
         where = {} if resumed_at is None else {"resumed_at": resumed_at}
         self.event(
             "start", f"restart {restart} started", schema=SCHEMA_VERSION, pid=os.getpid(), **where
@@ -377,6 +389,7 @@ class RunFolder(AbstractContextManager["RunFolder"]):
             "message": message,
             **fields,
         }
+
         with self._lock:
             if not self._closed:
                 self._events.append(record)
@@ -399,6 +412,7 @@ class RunFolder(AbstractContextManager["RunFolder"]):
         )
         record.update({key: value for key, value in optional if value is not None})
         actor = f"{actor}-{self._part}" if self._part else actor
+
         with self._lock:
             if actor not in self._spans:
                 (self.path / "spans").mkdir(mode=0o700, exist_ok=True)

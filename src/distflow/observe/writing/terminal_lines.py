@@ -69,15 +69,18 @@ class TerminalLines:
             if step > self._step:
                 self._step = step
                 self._step_ends.append(now)
+
             if not self._generates:
                 values = {name: v for name, v in values.items() if name != "rollout/truncated"}
             if not headlines(values):
                 return
+
             line = step_line(step, self._total_steps, values, self._eta_s(), self._failure)
             is_validated = any(
                 name.startswith("val_correct/") or name.endswith("/val_loss") for name in values
             )
             is_due = self._step_written_at is None or now - self._step_written_at >= _STEPS_EVERY_S
+
             if is_validated:
                 self._write(line)
             elif is_due or step >= self._total_steps:
@@ -134,7 +137,9 @@ def step_line(
         parts.append(f"{values['timing_s/step']:5.1f} s")
     if eta_s is not None:
         parts.append(f"{duration(eta_s)} to go")
+
     if failed := values.get("reward/error_rate", 0.0) * values.get("reward/calls", 0.0):
         why = f" ({failure})" if failure else ""
         parts.append(f"reward errors {failed:.0f}{why}")
+
     return "  ".join(parts)

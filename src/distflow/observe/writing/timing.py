@@ -45,6 +45,7 @@ class PhaseTimer:
         assert threading.get_ident() == self._thread, (
             "phases of another thread would be counted twice"
         )
+
         # the span includes the measurement at its beginning
         entered = self._clock()
         wall_start = time.time()
@@ -52,6 +53,7 @@ class PhaseTimer:
         self._open.append((name, start))
         if self._on_change:
             self._on_change(name, 0.0)
+
         try:
             yield
         finally:
@@ -59,6 +61,7 @@ class PhaseTimer:
             self._open.pop()
             if self._on_change:
                 self._on_change(self.now, end - self._open[-1][1] if self._open else 0.0)
+
             if self._on_phase:
                 # The wall clock may be set back while a phase runs, but its length is never
                 # negative.
@@ -123,6 +126,7 @@ def lasting(
 
     reporter = threading.Thread(target=report, name="progress", daemon=True)
     reporter.start()
+
     try:
         yield
     finally:
@@ -176,6 +180,7 @@ class Waits:
         wait = Wait(who, what, on, time.time(), None if group is None else group[1])
         with self._lock:
             self._now.add(wait)
+
         try:
             yield
         finally:

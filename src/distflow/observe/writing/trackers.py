@@ -137,6 +137,7 @@ class _TrackerThread:
             else:
                 wait = 0.0
             self._queue.put(None, timeout=wait)
+
         self._thread.join(max(deadline - time.monotonic(), 0.0))
         if self._thread.is_alive():
             self._tell("did not finish in time and was abandoned")
@@ -148,10 +149,12 @@ class _TrackerThread:
         except BaseException as error:
             self._tell(f"failed and is off ({type(error).__name__}: {error})")
             return
+
         is_open = True
         while is_open:
             call = self._queue.get()
             is_open = call is not None
+
             try:
                 if call is None:
                     tracker.close()
@@ -189,11 +192,13 @@ def _table(rows: Sequence[Mapping[str, object]]) -> list[dict[str, str]]:
 
     known = sorted(rows, key=best_first)
     number = min(len(known), _MAX_ROWS)
+
     table = []
     for place in range(number):
         row = known[place * (len(known) - 1) // max(number - 1, 1)]
         texts = {name: "" if row.get(name) is None else str(row[name]) for name in _COLUMNS}
         table.append({name: _cut(text) for name, text in texts.items()})
+
     return table
 
 
@@ -214,6 +219,7 @@ def check_trackers(names: Sequence[str]) -> None:
                 f"trainer.logger names {name!r}, which is not a tracker (metrics.jsonl is always "
                 f"written){hint(name, TRACKERS)}"
             )
+
         package = TRACKERS[name].package
         if package and importlib.util.find_spec(package) is None:
             raise TrackerError(
@@ -244,6 +250,7 @@ def open_trackers(
     remote: dict[str, Callable[[], Tracker]] = {
         name: partial(_build, target, run) for name, target in targets.items()
     }
+
     return Trackers([local[name] for name in chosen_names if name in local], remote, on_failure)
 
 
@@ -322,11 +329,13 @@ class WandbTracker(_TrackerRun):
                 mode = "online"
             else:
                 mode = "offline"
+
             if mode == "offline":
                 run.say(
                     "wandb has no API key (`wandb login`): its run is offline, and `wandb sync` "
                     "uploads it later"
                 )
+
         self._run = wandb.init(
             dir=str(run.run_dir),
             project=run.project,
@@ -388,10 +397,12 @@ class MlflowTracker:
                 artifacts = (folder / "mlartifacts").as_uri()
             else:
                 artifacts = None
+
             if found:
                 experiment = found.experiment_id
             else:
                 experiment = client.create_experiment(run.project, artifacts)
+
             created: str = client.create_run(experiment, run_name=run.experiment).info.run_id
             client.log_dict(created, run.config, "config.json")
             return created
@@ -432,6 +443,7 @@ class SwanlabTracker(_TrackerRun):
             known = {"id": run.run_id("swanlab"), "resume": "allow"}
         else:
             known = {}
+
         self._run = swanlab.init(
             log_dir=str(run.run_dir / "swanlog"),
             mode=mode,

@@ -91,6 +91,7 @@ def mask_samples(
     uneven = torch.ones_like(valid)
     if difficulty_mask is not None:
         uneven = is_within(share_right(acc, group_index, valid), difficulty_mask)
+
     measured = {
         "truncated": cut,
         "max_turns": out_of_turns,
@@ -106,6 +107,7 @@ def mask_samples(
         keep = keep & ~alone
         measured["alone"] = alone
         in_baselines = valid & keep
+
     metrics = {
         f"sample_mask/{name}": _share(left_out, valid) for name, left_out in measured.items()
     }
@@ -113,6 +115,7 @@ def mask_samples(
         "loss_mask": loss_mask * keep[:, None].to(loss_mask.dtype),
         "in_baselines": in_baselines,
     }
+
     return NodeOutput(written, metrics, float(valid.sum()))
 
 
@@ -140,6 +143,7 @@ def normalize_rewards(
     scores = (
         sample_scores(token_level_scores, response_mask)[:, None] + reward_shift
     ) * reward_scale
+
     moments = None
     metrics = dict[str, float]()
     if "running" in (norm.mean_level, norm.std_level):
@@ -149,6 +153,7 @@ def normalize_rewards(
             "reward_norm/running_mean": moments.mean,
             "reward_norm/running_std": moments.std(norm.std_unbiased),
         }
+
     rewards = norm(
         scores, torch.ones_like(scores), group_index, valid, episode_index, reduce, moments
     )
@@ -200,10 +205,12 @@ def apply_kl_penalty(
     )
     num_samples = int(reduce.sum(float(len(valid))))
     ctx.state["value"] = coefficient
+
     if kl_ctrl["type"] == "adaptive":
         target = kl_ctrl["target_kl"]
         horizon = kl_ctrl["horizon"]
         ctx.state["value"] = adapted_coefficient(coefficient, kl, num_samples, target, horizon)
+
     metrics = {"actor/reward_kl_penalty": kl, "actor/kl_coef": coefficient}
     return NodeOutput({"token_level_rewards": rewards}, metrics)
 
@@ -243,6 +250,7 @@ def compute_advantage(config: Config) -> Callable[..., object]:
         derived["whiten"] = False
     options = {**derived, **converted(what, kwargs, estimator.fn)}
     fn = partial(estimator.fn, **options) if options else estimator.fn
+
     return by_agent(fn, config)
 
 
@@ -254,6 +262,7 @@ def _reward_weights(config: Config) -> dict[str, dict[str, float]]:
         weights[domain] = {part.name: part.weight for part in functions}
         for name, model in models.items():
             weights[domain][name] = model.weight
+
     return weights
 
 
@@ -309,10 +318,12 @@ def weigh_samples(
         weights = weights * difficulty_weights(
             share_right(acc, group_index, valid), difficulty_weight
         )
+
     if length_weight is not None:
         weights = weights * length_weights(
             (response_mask > 0).sum(dim=-1), valid, length_weight, reduce
         )
+
     return advantages * with_mean_one(weights, valid, reduce)[:, None]
 
 

@@ -23,12 +23,15 @@ def by_agent(estimator: Callable[..., object], config: Config) -> Callable[..., 
     rewards = config.algorithm.agent_rewards
     if rewards == "shared":
         return estimator
+
     part = bind_alone(Node("compute_advantage", estimator), config)
     own = ("token_level_rewards", "response_mask", "group_index", "valid")
+
     reads = dict.fromkeys((*part.contract.reads, *own))
     for name in (*part.contract.optional, "forks"):
         if name not in reads:
             reads[f"?{name}"] = None
+
     declared = node(reads=tuple(reads), writes=part.contract.writes)
     return declared(partial(of_agents, part=part, agents=[*agents], is_margin=rewards == "margin"))
 
@@ -51,18 +54,22 @@ def of_agents(
     is_own = torch.stack([mask & (speakers == agent) for agent in range(num)])
     own = torch.where(is_own, rewards, 0.0)
     has_spoken = is_own.any(dim=-1)
+
     if is_margin:
         totals = own.sum(dim=-1)
         others = (totals.sum(dim=0) - totals) / (has_spoken.sum(dim=0) - 1).clamp(min=1)
         own = own - on_last_token(others.flatten(), is_own.flatten(0, 1)).view_as(own)
+
     rows = batch.select(torch.arange(len(batch)).repeat(num))
     rows["response_mask"] = is_own.flatten(0, 1)
     rows["token_level_rewards"] = own.flatten(0, 1)
     rows["valid"] = (has_spoken & batch["valid"].bool()).flatten()
     rows["group_index"] = torch.cat([batch["group_index"] * num + agent for agent in range(num)])
     output = run_part(part, rows, ctx, reduce)
+
     columns = {}
     for name, value in columns_of(output.batch, part.contract.writes).items():
         rows[name] = value
         columns[name] = torch.where(is_own, rows[name].view_as(is_own), 0.0).sum(dim=0)
+
     return NodeOutput(columns, output.metrics, output.weight)

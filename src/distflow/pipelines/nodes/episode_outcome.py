@@ -23,21 +23,26 @@ def read_outcome(returned: object) -> Outcome:
     if not isinstance(returned, Mapping):
         score = read_score(returned)
         return RewardOutcome(score, {}, score.value)
+
     parts = dict[str, float]()
     for name, part in returned.items():
         if name not in ("score", ACC, "extra"):
             parts[str(name)] = finite_number(part, where=f" as '{name}'")
+
     if not parts and "score" not in returned:
         raise ValueError("it returned a mapping without a part")
+
     if "score" in returned:
         total = returned["score"]
     else:
         total = math.fsum(parts.values())
+
     value = finite_number(total)
     accuracy = value
     if ACC in returned:
         accuracy = finite_number(returned[ACC], where=f" as '{ACC}'")
     score = Score(value, read_extra(returned.get("extra", {})))
+
     return RewardOutcome(score, {name: Score(part) for name, part in parts.items()}, accuracy)
 
 

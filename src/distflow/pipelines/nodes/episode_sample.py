@@ -34,15 +34,18 @@ class EpisodeSamples:
         segments, forks = self._lay_out(chat)
         last_drawn = _last_drawn(talks)
         last_turn = -1
+
         turns = [each for each in segments if each.owner == "policy" and each.token_ids]
         for number, turn in enumerate(turns):
             if turn is last_drawn:
                 last_turn = number
+
         text = ""
         if last_drawn is not None:
             text = self.tokens.decode(last_drawn.token_ids)
         elif last_talk.last is not None:
             text = last_talk.last.text
+
         return replace(
             self.group.sample(index, None, text, last_talk.finish_reason),
             last_turn=last_turn,
@@ -71,6 +74,7 @@ class EpisodeSamples:
             segments += chat.segments
         if not segments:
             segments.append(Segment("prompt", tuple(self.group.row.prompt_ids)))
+
         forks = list[tuple[str, int]]()
         start = sum(len(segment.token_ids) for segment in segments[1:])
         for fork in sorted(self.trained(chat), key=self._place):
@@ -79,6 +83,7 @@ class EpisodeSamples:
             forks.append((fork.name, start))
             segments += fork.segments
             start += len(fork.token_ids)
+
         return segments, forks
 
     def _place(self, chat: Chat) -> tuple[int, list[int]]:
@@ -94,12 +99,14 @@ class EpisodeSamples:
         for talk in sorted(chat.conversations, key=self._place):
             if not talk.num_drawn and talk is not chat:
                 continue
+
             names = dict[str, str]()
             if talk.agent:
                 names["agent"] = talk.agent
             fork = talk.name.removeprefix(talk.agent).removeprefix(".")
             if fork:
                 names["fork"] = fork
+
             said = list[tuple[int, dict[str, str]]]()
             turn = 0
             for segment in reversed(talk.segments):
@@ -107,7 +114,9 @@ class EpisodeSamples:
                     turn = segment.turn
                 text = self._written(segment.token_ids)
                 said.append((turn, {"owner": segment.owner, "text": text, **names}))
+
             messages += reversed(said)
+
         if self.agents:
             messages.sort(key=lambda each: each[0])
         return [message for _, message in messages]

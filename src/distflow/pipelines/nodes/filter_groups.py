@@ -41,8 +41,10 @@ def dynamic_sampling(
     """
     if domain and domain[0] in unfiltered:
         return None
+
     if reward_errors is not None and metric not in WHOLE_SCORE:
         valid = valid & torch.tensor([error is None for error in reward_errors])
+
     if metric in WHOLE_SCORE:
         acc = scores
     elif metric != ACC:
@@ -51,8 +53,10 @@ def dynamic_sampling(
                 f"algorithm.filter_groups.metric={metric}: no node writes reward_parts; set it to "
                 f"{ACC}"
             )
+
         acc = torch.tensor([part.get(metric, 0.0) for part in reward_parts], dtype=torch.float64)
         valid = valid & torch.tensor([metric in part for part in reward_parts])
+
     reason = drop_reason(acc, valid, mean_range)
     return Drop(reason) if reason else None
 
@@ -68,6 +72,7 @@ def filter_groups(config: Config) -> Callable[..., object]:
         function = load_function(target)
     except LoadError as error:
         raise UserError(f"{key}: {error}") from error
+
     if inspect.iscoroutinefunction(function):
         raise UserError(f"{key}={target} is an async function: use a synchronous one")
 

@@ -30,6 +30,7 @@ def policy_objective(config: Config, derives_old: bool = False) -> PolicyObjecti
     corrects = config.algorithm.rollout_correction.rollout_is is not None
     loss = find_policy_loss(actor.policy_loss)
     interpolates = interpolates_prox(config)
+
     return PolicyObjective(
         loss,
         _loss_options(loss, config),
@@ -61,25 +62,30 @@ def _by_domain(config: Config, derives_old: bool) -> dict[str, PolicyObjective]:
     """The objectives of the domains with their own policy loss."""
     found = dict[str, PolicyObjective]()
     run = find_policy_loss(config.actor_rollout_ref.actor.policy_loss)
+
     for domain in own_losses(config):
         try:
             each = found[domain] = policy_objective(config_of(config, domain), derives_old)
         except ValueError as error:
             raise ValueError(f"algorithm.domains.{domain}: {error}") from error
+
         pair = (run, each.policy_loss)
         key = f"algorithm.domains.{domain}.policy_loss={each.policy_loss.name}"
+
         if len({is_decoupled(loss.name) for loss in pair}) == 2:
             raise ValueError(
                 f"{key}: a decoupled loss needs log-probs of a proximal policy, which are computed "
                 "for all rows, so either all domains have such a loss or none; the run's is "
                 f"{run.name}"
             )
+
         selecting = [loss.name for loss in pair if loss.selects]
         if run.name != each.policy_loss.name and selecting:
             raise ValueError(
                 f"{key}: {selecting[0]} selects its tokens over the whole step, not over the rows "
                 "of a domain; use another loss, or one loss for all domains"
             )
+
     return found
 
 
@@ -105,6 +111,7 @@ def may_derive_old(config: Config) -> bool:
         return False
     if config.algorithm.recompute_old_log_probs != "auto":
         return False
+
     waits = config.async_.max_staleness == 0 and actor.model_update_frequency == 1
     is_one_batch = actor.ppo_mini_batch_size >= config.data.train_batch_size
     return waits and actor.ppo_epochs == 1 and is_one_batch
@@ -156,12 +163,14 @@ def _loss_options(loss: PolicyLoss, config: Config) -> dict[str, object]:
     own |= {name: getattr(actor, name) for name in names if name not in own}
     if config.algorithm.rollout_correction.rollout_is and "behav_imp_weight_mode" in loss.options:
         own["behav_imp_weight_mode"] = "disabled"  # the correction provides the weights instead
+
     if not loss.returns_scalar:
         free = [name for name in (*loss.options, *loss.selection_options) if name not in dir(actor)]
         check_options(
             f"policy loss '{loss.name}' (actor.policy_loss_kwargs)", actor.policy_loss_kwargs, free
         )
         own |= actor.policy_loss_kwargs
+
     return own
 
 

@@ -108,9 +108,11 @@ async def reward_episodes(
     for sample in samples:
         has_outcome = isinstance(sample.outcome, RewardOutcome)
         outcomes.append(sample.outcome if has_outcome else _NO_OUTCOME)  # type: ignore[arg-type]
+
     num_rejected = sum(sample.rejected for sample in samples)
     if num_rejected and not ctx.validating and len(samples) - num_rejected < max(min_valid, 1):
         return Drop(REJECTED)
+
     needed = min_valid + num_rejected  # rejected ones count as scored there
     columns = _scored(outcomes, ctx.validating, needed, on_error)
     if isinstance(columns, Drop):
@@ -118,9 +120,11 @@ async def reward_episodes(
         if is_env:
             return replace(columns, reason=ENV_ERROR)
         return columns
+
     for number, sample in enumerate(samples):
         if sample.rejected:
             columns["valid"][number] = False
+
     return {**columns, **place_on_turns(samples, columns["scores"])}
 
 
@@ -131,18 +135,22 @@ def _scored(
     error."""
     results = [outcome.reward_result for outcome in outcomes]
     failed = [str(result) for result in results if not isinstance(result, Score)]
+
     if isinstance(on_error, float) and not validating:
         substitute = on_error
     else:
         substitute = None
+
     if failed and substitute is None and not validating:
         too_few = len(outcomes) > 1 and len(outcomes) - len(failed) < min_valid
         if too_few or on_error == "drop":
             return Drop(TOO_FEW_SCORES, failed[0])
+
     columns: dict[str, list[Any]] = {name: [] for name in SCORED_FIELDS}
     for outcome, result in zip(outcomes, results, strict=True):
         columns["acc"].append(outcome.accuracy)
         columns["reward_parts"].append(outcome.scores())
+
         if isinstance(result, Score):
             columns["scores"].append(result.value)
             columns["valid"].append(True)
@@ -153,6 +161,7 @@ def _scored(
             columns["valid"].append(substitute is not None)
             columns["reward_extra"].append(outcome.remarks())
             columns["reward_errors"].append(str(result))
+
     return columns
 
 

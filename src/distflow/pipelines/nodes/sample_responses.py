@@ -30,10 +30,12 @@ async def generate(
     request = GenerateRequest(
         group.row.prompt_ids, group.wanted, group.params, group.stream, images=group.row.images
     )
+
     samples: list[Sample] = []
     for drawn in await rollout.generate(request):
         text = str(tokenizer.decode(list(drawn.token_ids), skip_special_tokens=True))
         samples.append(group.sample(drawn.sample, drawn, text, drawn.finish_reason or "stop"))
+
     return samples
 
 
@@ -69,6 +71,7 @@ def pair_of_row(
         segment = Segment("policy", ids, zeros, zeros, (prompt_group.version,) * len(ids))
         text = str(tokenizer.decode(list(ids), skip_special_tokens=True))
         samples.append(sample_of_row(prompt_group, row, index, [segment], text))
+
     return samples
 
 

@@ -37,6 +37,7 @@ def score_by_models(pipeline: Pipeline, config: Config, after: Sequence[str]) ->
         pipeline.add_node(
             f"score_by_{name}", ask_model, after, engine=name, writes=(column,), **options
         )
+
     if scoring_models(config.reward_model):
         pipeline.add_node("reward_model_score", add_model_scores, after)
 
@@ -82,23 +83,27 @@ def _add_scores(batch: Batch, reduce: Collective, config: Config) -> NodeOutput:
     parts = [dict(each) for each in batch["reward_parts"]]
     extra = [dict(each) for each in batch["reward_extra"]]
     asked = [row for row, error in enumerate(batch["reward_errors"]) if error is None]
+
     failed = dict[int, str]()
     for row in range(len(batch)):
         answers = {name: each[row] for name, each in said.items()}
         extra[row] |= _entries(answers, "reason")
         if batch["reward_errors"][row] is not None:
             continue
+
         parts[row] |= _entries(answers, "score")
         try:
             scores[row] = _total(float(scores[row]), answers, models)
         except ValueError as error:
             failed[row] = str(error)
+
     counts = {"failed": float(len(failed)), "asked": float(len(asked))}
     _check_share(reduce.sum(counts), failed, config)
     found: dict[str, object] = {"reward_parts": parts, "reward_extra": extra}
     found |= _with_errors(batch, scores, failed, config)
     placed = _on_tokens(batch, scores, failed)
     found |= dict.fromkeys(SCORE_FIELDS, placed)
+
     return NodeOutput({**found, "scores": scores}, _counts(said, models))
 
 
@@ -122,6 +127,7 @@ def _on_tokens(batch: Batch, scores: Tensor, failed: Mapping[int, str]) -> Tenso
     """The scores on the tokens: `(bs, response_length)`. Turns keep their rewards."""
     if "turn_index" not in batch:
         return on_last_token(scores, batch["response_mask"])
+
     placed = on_last_token(scores - batch["scores"], batch["response_mask"])
     placed = placed + batch["token_level_scores"]
     rows = list(failed)  # have the score of `on_error`, or none
@@ -145,6 +151,7 @@ def _check_share(counts: Mapping[str, float], failed: Mapping[int, str], config:
             first = f" The first here said: {next(iter(failed.values()))}"
         else:
             first = ""
+
         raise TooManyErrors(
             f"models did not score {counts['failed']:.0f} of {counts['asked']:.0f} samples of the "
             f"step, more than reward.max_error_rate={config.reward.max_error_rate:g} allows.{first}"
@@ -164,14 +171,18 @@ def _with_errors(
         valid[row] = isinstance(on_error, float)
         if isinstance(on_error, float):
             scores[row] = on_error
+
     for rows in rows_by_group(batch).values():
         if len(rows) == 1 or failed.keys().isdisjoint(rows):
             continue
+
         algorithm = algorithm_of(config, batch["domain"][rows[0]])
         if int(valid[rows].sum()) >= num_needed(algorithm.adv_estimator):
             continue
+
         for row in rows:
             if valid[row]:
                 valid[row] = False
                 errors[row] = "a model scored too few samples of its group"
+
     return {"valid": valid, "reward_errors": errors}

@@ -82,6 +82,7 @@ class EpisodeRequests:
         """See `distflow.environments.chat.Generate`. index: of the episode."""
         if index not in self._running:
             raise ChatError("ask: the episode of this chat has ended")
+
         fork = chat.name
         own = self.params_of(fork)
         texts = (*own.stop, *(text for text in stop if isinstance(text, str)))
@@ -95,21 +96,25 @@ class EpisodeRequests:
         if chat.head is not None:  # its tokens may be special ones
             params = replace(params, stop_token_ids=(), head=make_head(chat.head))
         future: asyncio.Future[Segment] = asyncio.get_running_loop().create_future()
+
         with deadline_paused():
             waiting = self._asked.setdefault((fork, prompt, params, num_drawn, images), {})
             waiting[index] = future
             self._num_asked += 1
             self._look()
+
             if not self.in_rounds and (num_drawn or fork):
                 self._send()
             elif not self.in_rounds:
                 asyncio.get_running_loop().call_later(_SHARES_WITHIN_S, self._send)
+
             try:
                 drawn = await future
             finally:
                 waiting.pop(index, None)  # of a workflow that no longer waits
                 self._withdraw()
                 self._look()
+
         return drawn
 
     @contextmanager
@@ -162,6 +167,7 @@ class EpisodeRequests:
         if not all(self._sent.values()):  # aborted, but the engine may still decode
             return False
         busy = set[int]().union(*self._sent.values(), +self._scoring)
+
         return busy.isdisjoint(self._running)
 
     async def _settle(self) -> None:
@@ -174,6 +180,7 @@ class EpisodeRequests:
                     await self.take_turn()
         finally:
             self._settling = None
+
         if self._all_asked():
             self._send()
 
@@ -182,6 +189,7 @@ class EpisodeRequests:
             asked = []
         else:
             asked = [item for item in self._asked.items() if item[1]]
+
         self._asked = {}
         in_order = sorted(asked, key=lambda item: (min(item[1]), item[0][0]))
         for (fork, prompt, params, num_drawn, images), waiting in in_order:
@@ -208,6 +216,7 @@ class EpisodeRequests:
                 if each.num_cached_tokens is not None:
                     self.num_prompt_tokens += len(request.prompt_ids)
                     self.num_cached_tokens += each.num_cached_tokens
+
             for index, future in waiting.items():
                 if not future.done():
                     future.set_result(drawn[index])

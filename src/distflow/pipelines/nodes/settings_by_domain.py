@@ -67,6 +67,7 @@ def algorithm_node(
                     options[name] = dict(vars(value))
                 else:
                     options[name] = value
+
             if options:
                 return partial(function, **options)
             return function
@@ -92,6 +93,7 @@ def _divided(
             optional |= dict.fromkeys(part.contract.optional)
             writes |= dict.fromkeys(part.contract.writes)
             parts[domain] = part
+
     if _narrows_baselines(config) and "in_baselines" not in writes:
         reads["in_baselines"] = None
     names = (*reads, *(f"?{name}" for name in optional if name not in reads))
@@ -112,6 +114,7 @@ def in_domains(
     rows: dict[str | None, list[int]] = {domain: [] for domain in parts}
     for row, domain in enumerate(batch["domain"]):
         rows[domain if domain in parts else None].append(row)
+
     done = list[Batch]()
     order = list[int]()
     metrics = dict[str, float]()
@@ -120,18 +123,22 @@ def in_domains(
         order += rows[domain]
         if "in_baselines" in own:
             own["valid"] = own["in_baselines"]
+
         if part is not None:
             output = run_part(part, own, replace(ctx, state=_state_of(domain, ctx)), reduce)
             if output.weight is None:
                 weight = float(len(own))
             else:
                 weight = output.weight
+
             end = "" if domain is None else f"/{domain}"
             measured = over_ranks([(dict(output.metrics), weight)], reduce)
             metrics |= {f"{name}{end}": value for name, value in measured.items()}
             for name, value in columns_of(output.batch, writes).items():
                 own[name] = value
+
         done.append(own.only(writes))
+
     in_order = torch.tensor(order, dtype=torch.int64).argsort()
     return NodeOutput(Batch.concat(done).select(in_order), metrics)
 

@@ -60,11 +60,13 @@ def _by_token(
     if unit:
         score = round(score / unit) * unit
         rewards = [round(reward / unit) * unit for reward in earned]
+
     if rewards:
         rewards[sample.last_turn] += score - math.fsum(rewards)
     turns = _turns(sample)
     in_time = sorted(range(len(turns)), key=lambda number: turns[number].turn)
     places = {number: place for place, number in enumerate(in_time)}
+
     tokens = list[tuple[float, int, int]]()
     turn = 0
     for segment in sample.response_segments:
@@ -75,4 +77,5 @@ def _by_token(
             tokens += [(0.0, turn, places[turn])] * (length - 1)
             tokens.append((rewards[turn], turn, places[turn]))
             turn += 1
+
     return tokens

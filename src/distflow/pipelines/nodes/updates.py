@@ -44,10 +44,12 @@ def train_actor(config: Config) -> Callable[..., object]:
     """Update the policy with the config's loss, once the critic has warmed up."""
     actor = config.actor_rollout_ref.actor
     objective = policy_objective(config)
+
     if interpolates_prox(config) or takes_rollouts(config):
         records = "trainer_log_probs"
     else:
         records = None
+
     closed = partial(
         update_policies,
         name="actor",
@@ -60,6 +62,7 @@ def train_actor(config: Config) -> Callable[..., object]:
         closed = partial(
             update, **closed.keywords, records=records, sample_level=config.algorithm.sample_level
         )
+
     return _declared(_columns(objective), closed, records or ())
 
 
@@ -78,6 +81,7 @@ def train_unscored_actor(config: Config) -> Callable[..., object]:
         records="old_log_probs",
         sample_level=config.algorithm.sample_level,
     )
+
     return _declared(_columns(objective), closed, "old_log_probs")
 
 
@@ -87,11 +91,13 @@ def train_critic(config: Config) -> Callable[..., object]:
     """Update the critic towards the returns, for domains whose estimator reads values."""
     critic = config.critic
     objective = value_objective(config)
+
     reads: tuple[str, ...] = objective.reads
     trains = None
     if config.algorithm.domains:
         trains = {domain: takes_values(each) for domain, each in algorithms(config)}
         reads = (*reads, "domain")
+
     closed = partial(
         update,
         name="critic",
@@ -166,6 +172,7 @@ def update(
     if trains is not None:
         rows = [row for row, each in enumerate(batch["domain"]) if trains.get(each, trains[None])]
         batch = batch.select(rows)
+
     samples = batch
     places = None
     if sample_level == "decision":
@@ -173,6 +180,7 @@ def update(
     updates = list[dict[str, float]]()
     unmoved = True
     recorded = dict[str, Tensor]()
+
     for epoch in range(epochs if ctx.step >= warmup else 0):
         for mini_batch in ctx.minibatches(samples, num_prompts, epoch):
             loss = ctx.before_update(engine, mini_batch, objective)
@@ -182,14 +190,17 @@ def update(
             ctx.after_update(engine, mini_batch, metrics, unmoved)
             updates.append(metrics)
             unmoved = unmoved and bool(metrics.get("empty"))
+
     measured = {f"{name}/{metric}": value for metric, value in _over(updates).items()}
     if records is None:
         return NodeOutput(None, measured)
+
     scored = batch.only(batch.names)
     own = _first_log_probs(samples, engine, recorded, unmoved)
     if places is not None:  # given tokens between decisions have none
         own = own.new_zeros(int(batch.lengths("response").sum())).index_copy(0, places, own)
     scored[records] = own
+
     return NodeOutput(scored, measured)
 
 
@@ -208,10 +219,12 @@ def update_policies(
     metrics are named as in a run with one policy, those of the others `policies/POLICY/...`."""
     measured = dict[str, float]()
     first = next(iter(engine.engines))
+
     for policy, own in engine.engines.items():
         names = name if policy == first else f"policies/{policy}"
         run = partial(update, num_prompts=num_prompts, epochs=epochs, warmup=warmup)
         measured |= run(own.own(batch), own, ctx, name=names, objective=objective).metrics
+
     return NodeOutput(None, measured)
 
 
@@ -245,6 +258,7 @@ def _first_log_probs(
         return engine.forward(batch, ("log_probs",)).flat("log_probs")
     if not len(batch):  # other ranks have all samples of the step
         return torch.empty(0)
+
     device = next((row.device for row in recorded.values()), None)
     rows = list[Tensor]()
     for name, length in zip(batch.row_names, batch.lengths("response").tolist(), strict=True):
@@ -252,6 +266,7 @@ def _first_log_probs(
             rows.append(recorded[name])
         else:
             rows.append(torch.full((length,), torch.nan, device=device))
+
     return torch.cat(rows).cpu()
 
 
@@ -261,6 +276,7 @@ def _over(updates: Sequence[Mapping[str, float]]) -> dict[str, float]:
     for update in [update for update in updates if not update.get("empty")] or updates:
         for metric, value in update.items():
             values[metric].append(value)
+
     found = {metric: sum(each) / len(each) for metric, each in values.items()}
     for metric in found.keys() & COUNTED:
         found[metric] = sum(update.get(metric, 0.0) for update in updates)

@@ -52,15 +52,18 @@ class WorkflowTrial:
         workflow = _workflow_of(spec)
         if workflow is None or not workflow.is_tried or trainer.worker_env or trainer.worker_roles:
             return
+
         row = next(iter(spec.rows[:1]), None)
         if row is None:
             return
+
         self._what = (
             f"the workflow '{workflow.name}', tried on the first row ({row.origin}) with the reply "
             f"{REPLY!r}"
         )
         ours, theirs = socket.socketpair()
         self._channel = Channel(ours)
+
         with theirs, TemporaryFile() as given:  # which no other user can read
             given.write(pickle.dumps((spec, row, tokenizer)))
             given.seek(0)
@@ -75,6 +78,7 @@ class WorkflowTrial:
         reply."""
         if self._child is None:
             return []
+
         kind, _, said = self._wait().partition(" ")
         if kind == "fault":
             raise UserError(
@@ -83,6 +87,7 @@ class WorkflowTrial:
             )
         if kind == "fine":
             return []
+
         return [f"note: {self._what}: {said}"]
 
     def close(self) -> None:
@@ -121,6 +126,7 @@ def main() -> None:
     """The other process: load what standard input names, send null, and then the outcome."""
     connected = socket.socket(fileno=int(sys.argv[1]))
     connected.set_inheritable(False)
+
     channel = Channel(connected)
     try:
         spec, row, tokenizer = pickle.load(sys.stdin.buffer)
@@ -135,6 +141,7 @@ def main() -> None:
         outcome = _outcome(spec, workflow, row, loaded)
         if os.getpid() != process:  # a fork that the workflow did not end
             os._exit(0)
+
     channel.send(encode(outcome))
     os._exit(0)
 
@@ -154,14 +161,18 @@ def _outcome(spec: Spec, workflow: Workflow, row: PromptRow, tokenizer: Any) -> 
     except BaseException as error:  # the boundary to user code
         if isinstance(error, _Wrong):
             return f"fault {error}"
+
         # such as the match of a pattern in the reply
         depends_on_reply = "'NoneType'" in str(error) or users_place(error) is None
+
         is_mistake = isinstance(error, _MISTAKES) and not depends_on_reply
         if is_mistake or isinstance(error, ChatError):
             kind = "fault"
         else:
             kind = "note"
+
         return f"{kind} {describe_fault(error)}"
+
     return "fine"
 
 
@@ -197,6 +208,7 @@ async def _episode(spec: Spec, workflow: Workflow, row: PromptRow, tokenizer: An
         outcome = read_outcome(returned)
     except ValueError as error:
         raise _Wrong(str(error)) from error
+
     if outcome is not None and not any(each.num_drawn for each in chat.conversations):
         raise _Wrong("its episode ended without a token of the policy: it must await chat.ask")
 
@@ -215,4 +227,5 @@ def describe_turns(
             *tokens.describe(),
             f"tool calls are read in the format {format or format_of(template)}",
         ]
+
     return tokens.describe()

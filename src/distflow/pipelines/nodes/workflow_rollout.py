@@ -71,6 +71,7 @@ def workflow_of_call(workflow: object, config: Config, has_rewards: bool) -> Wor
             "this run has no episodes: pass a workflow to distflow.rollouts(..., workflow=...) as "
             "well"
         )
+
     made.check_agents(config.actor_rollout_ref.rollout.agents)
     if made.scores and not has_rewards:
         what = f"the workflow {made.name} calls reward functions, and this run has none"
@@ -78,6 +79,7 @@ def workflow_of_call(workflow: object, config: Config, has_rewards: bool) -> Wor
             f"{what}: pass one with the parameter reward_fn to distflow.rollouts(..., "
             "workflow=...) as well"
         )
+
     return made
 
 
@@ -177,6 +179,7 @@ class _Episodes:
         finally:
             self.requests.close()
             await _end(episodes)
+
         if self.requests.failure is not None:
             raise self.requests.failure
         return NodeOutput(samples, self._metrics(samples))
@@ -189,20 +192,24 @@ class _Episodes:
             totals["branches"] += len(sample.forks)
             totals["rejected"] += sample.rejected
             totals[f"ended/{sample.finish_reason}"] += 1
+
             for segment in sample.response_segments:
                 if segment.owner == "policy":
                     totals["turns"] += 1
                     totals["drawn_tokens"] += len(segment.token_ids)
                 else:
                     totals["given_tokens"] += len(segment.token_ids)
+
         names = ["turns", "drawn_tokens", "given_tokens", "branches", "rejected"]
         names += [f"ended/{reason}" for reason in LIMIT_REASONS]
         metrics = {f"episodes/{name}": totals[name] / len(samples) for name in names}
         metrics |= self.counts
+
         num_prompt_tokens = self.requests.num_prompt_tokens
         if num_prompt_tokens:
             hit_rate = self.requests.num_cached_tokens / num_prompt_tokens
             metrics["episodes/prefix_cache_hit_rate"] = hit_rate
+
         return metrics
 
     async def _episode(self, index: int) -> Sample:
@@ -211,18 +218,22 @@ class _Episodes:
         data = self.ctx.config.data
         row = row_of(self.group.row, data.prompt_key, data.answer_key)
         chat = self._chat(index, templated=bool(row.prompt.messages))
+
         if self.reward_fn is None:
             reward = None
         else:
             reward = partial(self._reward, chat, index)
+
         work = partial(self.workflow, self.workflow.talk(chat, self.agents), row, reward)
         try:
             outcome = await self._outcome(chat, work, index)
         finally:
             self.requests.ended(index)
+
         if self.agents:
             called = {each.agent for each in chat.conversations if each.turns}
             chat.counts["episodes/idle_agents"] += len(self.agents) - len(called)
+
         self.counts.update(chat.counts)
         return self.samples.sample(index, chat, self._penalised(chat, outcome))
 
@@ -233,9 +244,11 @@ class _Episodes:
         chat.image_store = self.ctx.config.trainer.run_dir / "data" / "images"
         chat.clock_stopped = lambda on="environment": deadline_paused(on)
         chat.version = self.group.prompt_group.version
+
         if not self.ctx.validating:
             names = ("temperature", "top_p", "top_k", "greedy")
             chat.sampling = {name: getattr(params, name) for name in names}
+
         self.requests.connect(index, chat)
         return chat
 
@@ -244,9 +257,11 @@ class _Episodes:
         penalties = vars(self.ctx.config.reward.limit_penalty)
         if outcome is None or not any(penalties.values()):
             return outcome
+
         result = outcome.reward_result
         if not isinstance(result, Score):
             return outcome
+
         last = (self.samples.trained(chat) or chat.conversations)[-1]
         added = -float(penalties.get(last.finish_reason, 0.0))
         return replace(
@@ -286,13 +301,16 @@ class _Episodes:
         outcome = read_outcome(returned)
         if outcome is None:
             return None
+
         if self.note is not None and isinstance(outcome.reward_result, Score):
             self.note(index, "returned", outcome.reward_result.value)
+
         if not self.samples.trained(chat):
             who = " of an agent that is trained" if self.agents else ""
             return self._error(
                 f"an episode ended without a token of the policy: it must await chat.ask{who}"
             )
+
         return outcome
 
     def _by_agent(self, chat: Chat, returned: object) -> object:
@@ -301,6 +319,7 @@ class _Episodes:
         has no score."""
         if returned is None or (isinstance(returned, RewardOutcome) and returned.score is None):
             return returned
+
         talks = self.samples.trained(chat)
         last = {each.agent: each for each in by_last_reply(talks)}
         if not isinstance(returned, Mapping) or not {*last} <= {*returned} <= {*self.agents, ACC}:
@@ -309,6 +328,7 @@ class _Episodes:
                 f"algorithm.agent_rewards={self.ctx.config.algorithm.agent_rewards} needs a score "
                 f"of each agent: return {{{names}}}, without other parts"
             )
+
         scores = {agent: read_score(returned[agent]).value for agent in last}
         earned: dict[str, list[float]] = {}
         for talk in talks:

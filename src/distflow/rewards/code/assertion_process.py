@@ -108,6 +108,7 @@ def rebuilt(value: Any, change: Callable[[Any], Any]) -> Any:
         return _VIEWS[kind]([rebuilt(entry, change) for entry in value])
     if kind.__module__ == _ITERATOR:
         return kind([rebuilt(entry, change) for entry in value.items])
+
     return change(value)
 
 
@@ -185,10 +186,12 @@ class Guard(ast.NodeTransformer):
         if len(node.ops) > 1:  # here `!=` shares an operand with other operators
             compared = {**_COMPARED, ast.NotEq: "__exact__"}
         names = [compared.get(type(op), "") for op in node.ops]
+
         for i, operand in enumerate(operands):
             name = max(names[max(i - 1, 0) : i + 1])
             if name:
                 operands[i] = _call(name, operand)
+
         node.left, *node.comparators = operands
         return node
 
@@ -198,9 +201,11 @@ class Guard(ast.NodeTransformer):
         wrapper = _ARGUMENTS.get(name)
         if wrapper is None:
             return node
+
         for i, argument in enumerate(node.args):
             if not isinstance(argument, ast.Starred):
                 node.args[i] = _call(wrapper, argument)
+
         if isinstance(node.func, ast.Attribute) and name in ("count", "index"):
             node.func.value = _call(wrapper, node.func.value)
         return node
@@ -249,19 +254,23 @@ class Run:
         if self.count > len(self.answers):
             self.asked = self.asked or [name, *rebuilt([list(args), kwargs], _plain)]
             raise Asked
+
         kind, *content = self.answers[self.count - 1]
         if kind == "value":
             return rebuilt(content[0], _guarded)  # a copy: the assertion may change it, and reruns
+
         error = getattr(builtins, content[0], None)
         raised = Exception(": ".join(content))
         if isinstance(error, type) and issubclass(error, Exception):
             with suppress(TypeError):  # of an error that needs more than a text
                 raised = error(content[1])
+
         # of unittest
         if not any(
             frame.f_code.co_name.startswith("assertRaises") for frame, _ in walk_stack(None)
         ):
             self.unseen.append(raised)
+
         raise raised
 
     def seen(self) -> None:
@@ -277,18 +286,22 @@ class Run:
         self.unseen = []
         self.refused = ""
         random.seed(0)
+
         failure = list[str]()
         try:
             exec(self.code, self.scope())
         except BaseException as error:  # the assertion may raise anything
             failure = [type(error).__name__, str(error)[:500]]
+
         if self.asked:
             return ["call", *self.asked]
+
         if self.refused or self.unseen:
             failure = failure or [
                 "AssertionError",
                 self.refused or "no handler in the test caught its error",
             ]
+
         return ["failed", *failure] if failure else ["passed"]
 
 

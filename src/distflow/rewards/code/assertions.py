@@ -44,6 +44,7 @@ def read_literal(statements: Sequence[ast.stmt], names: Mapping[str, str]) -> Li
                     ast.literal_eval(value)
                 case _:
                     return None
+
         match statements[-1]:
             case ast.Assert(
                 ast.Compare(ast.Call(ast.Name(name), args, keywords), [ast.Eq()], [wanted]),
@@ -59,6 +60,7 @@ def read_literal(statements: Sequence[ast.stmt], names: Mapping[str, str]) -> Li
     # raised by `literal_eval`
     except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
         pass
+
     return None
 
 
@@ -86,6 +88,7 @@ def split_assertions(tests: AssertTests) -> Assertions:
     setup = parse(tests.setup, "their setup")
     module = parse(tests.code, "their code")
     check = _check_of(module) if tests.entry else None
+
     body = module.body
     before = list(setup.body)
     if check is not None:
@@ -93,11 +96,13 @@ def split_assertions(tests: AssertTests) -> Assertions:
         for statement in module.body:
             if statement is not check and not _is_call_of(statement, check.name):
                 before.append(statement)
+
     split = _split(body)
     whole = ast.unparse(ast.Module([*setup.body, *module.body], []))
     imports = list[ast.stmt]()
     for name in _modules(module, _names(whole, tests.entry)):
         imports.append(ast.Import([ast.alias(name)]))
+
     cases = list[str]()
     shown = list[str]()
     names = dict[str, str]()
@@ -106,16 +111,20 @@ def split_assertions(tests: AssertTests) -> Assertions:
         case = ast.unparse(ast.Module([*imports, *before, *called], []))
         cases.append(case)
         shown.append("all assertions" if part is body else ast.unparse(part[-1])[:_SHOWN])
+
         for name in _names(case, tests.entry):
             is_candidate = check is not None and name == _CANDIDATE
             names[name] = tests.entry if is_candidate else name
+
     if not names:
         raise ValueError("the tests are broken: they do not call a function of the program")
+
     callable_names = dict(names)
     if check is not None:
         callable_names[check.args.args[0].arg] = tests.entry
     literals = [read_literal([*before, *part], callable_names) for part in split]
     any_number = bool(_SPECIAL.search(whole)) or _asks_for_nan(module)
+
     return Assertions(tuple(cases), tuple(shown), names, tuple(literals), any_number)
 
 
@@ -161,6 +170,7 @@ def _split(body: list[ast.stmt]) -> list[list[ast.stmt]]:
     blocks = [each for each in body if not isinstance(each, ast.Assert)]
     if any(isinstance(node, ast.Assert) for block in blocks for node in ast.walk(block)):
         return [body]
+
     parts = []
     before = list[ast.stmt]()
     for statement in body:
@@ -168,6 +178,7 @@ def _split(body: list[ast.stmt]) -> list[list[ast.stmt]]:
             before.append(statement)
         elif not isinstance(statement.test, ast.Constant):  # `assert True` tests nothing
             parts.append([*before, statement])
+
     return parts or [body]
 
 
@@ -178,6 +189,7 @@ def _names(case: str, entry: str) -> list[str]:
         table = symtable.symtable(case, "tests.py", "exec")
     except SyntaxError as error:
         raise ValueError(f"the tests are broken: {error}") from error
+
     bound = {"__name__"}
     read = set[str]()
     for symbol in table.get_symbols():
@@ -185,12 +197,14 @@ def _names(case: str, entry: str) -> list[str]:
             bound.add(symbol.get_name())
         if symbol.is_referenced():
             read.add(symbol.get_name())
+
     for scope in _scopes(table):
         for symbol in scope.get_symbols():
             if symbol.is_declared_global() and symbol.is_assigned():
                 bound.add(symbol.get_name())
             if symbol.is_global():
                 read.add(symbol.get_name())
+
     free = sorted(read - bound)
     own = [name for name in free if not hasattr(builtins, name) or name == entry]
     return own or [name for name in free if isinstance(getattr(builtins, name), type(len) | type)]
@@ -207,6 +221,7 @@ def _modules(tests: ast.Module, names: list[str]) -> list[str]:
                 owners.add(name)
             case ast.Call(ast.Name(name)):
                 called.add(name)
+
     return [name for name in names if name in owners - called and name in sys.stdlib_module_names]
 
 

@@ -88,12 +88,14 @@ def read_tests(ground_truth: object, row: Mapping[str, object]) -> Tests:
             raise ValueError(f"'input_output' is {_short(nested)}, not a mapping")
         columns = {**columns, **nested}
         kind = "inputs"
+
     if kind == "inputs":
         return _read_pairs(columns)
     if kind == "test_list":
         return _read_list(columns)
     if kind == "test":
         return _read_check(columns)
+
     raise ValueError(
         "'code' needs tests in the row's ground truth or columns: 'inputs' and 'outputs' (and "
         "'fn_name'), a list of assertions 'test_list', or 'test' with 'entry_point'"
@@ -108,12 +110,14 @@ def _by_kind(tests: object) -> Mapping[str, object]:
         return {"test": tests} if "assert" in tests else {}  # else it may be a solution
     if not isinstance(tests, list):
         return {}
+
     is_of_mappings = bool(tests) and all(isinstance(entry, Mapping) for entry in tests)
     if not is_of_mappings:
         return {"test_list": tests}
     # as LiveCodeBench
     if not all("input" in pair and "output" in pair for pair in tests):
         raise ValueError("a list of mappings as tests: each needs 'input' and 'output'")
+
     inputs = [pair["input"] for pair in tests]
     outputs = [pair["output"] for pair in tests]
     return {"inputs": inputs, "outputs": outputs}
@@ -130,9 +134,11 @@ def _read_pairs(columns: Mapping[str, object]) -> StreamTests | CallTests:
         raise ValueError("'inputs' and 'outputs' must be lists")
     if len(inputs) != len(outputs) or not inputs:
         raise ValueError(f"{len(inputs)} 'inputs' and {len(outputs)} 'outputs'")
+
     name = columns.get("fn_name")
     if name is None or name == "":
         return StreamTests(tuple(map(_stream, inputs)), tuple(map(_stream, outputs)))
+
     arguments = tuple(_arguments(each) for each in inputs)
     texts = all(isinstance(each, str) for each in inputs)
     return CallTests(_function(name), arguments, tuple(_returned(each, texts) for each in outputs))
@@ -153,6 +159,7 @@ def _arguments(value: object) -> list[Any]:
         return value
     if not isinstance(value, str):
         raise ValueError(f"{_short(value)} is not a list of arguments")
+
     try:
         return [json.loads(line) for line in value.split("\n") if line.strip()]
     except ValueError as error:
@@ -173,6 +180,7 @@ def _function(name: object) -> str:
         match = _METHOD.fullmatch(name.strip())
     else:
         match = None
+
     if match is None:
         raise ValueError(f"{_short(name)} is not a function name")
     return match[1]
@@ -202,9 +210,11 @@ def _read_check(columns: Mapping[str, object]) -> AssertTests:
         raise ValueError(f"'test' is {_short(test)}, not a str")
     if entry is None or entry == "":
         return AssertTests(test)
+
     name = _function(entry)
     if isinstance(prompt, str) and re.search(rf"^(?:async )?def {name}\b", prompt, re.M):
         return AssertTests(test, _helpers(prompt, name, test), name, prompt)
+
     shown = prompt
     messages = columns.get(PROMPT_MESSAGES)
     if isinstance(messages, list) and messages:
@@ -220,12 +230,15 @@ def _helpers(prompt: str, entry: str, test: str) -> str:
         # prose, e.g. a line that begins with "from"
         with suppress(SyntaxError, ValueError, RecursionError):
             defined += ast.parse(block).body
+
     defined = [each for each in defined if getattr(each, "name", "") != entry]
     code = ast.unparse(ast.Module(defined, []))
+
     scope = symtable.symtable(code, "prompt", "exec")
     for name in scope.get_identifiers():
         if re.search(rf"\b{name}\b", test):
             return code
+
     return ""
 
 

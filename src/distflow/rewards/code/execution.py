@@ -43,6 +43,7 @@ def same_output(printed: str, wanted: str) -> bool:
     )
     if [*map(len, found)] != [*map(len, expected)]:
         return False
+
     are_digits = _DIGITS.search(wanted) is not None
     return all(
         word == other or (_same_number(word, other) and not (are_digits and other.isdigit()))
@@ -66,10 +67,12 @@ def _same_number(word: str, wanted: str) -> bool:
         len(each) <= _MAX_NUMBER_CHARACTERS and _NUMBER.fullmatch(each) for each in (word, wanted)
     ):
         return False
+
     # exact: large integers differ where floats do not
     found = Fraction(word)
     expected = Fraction(wanted)
     is_whole = wanted.lstrip("-").isdigit()
+
     return found == expected or (
         not is_whole and abs(found - expected) <= (TOLERANCE * abs(expected) or NEAR_ZERO)
     )
@@ -83,6 +86,7 @@ def _as_json(value: Any) -> Any:
     if isinstance(value, Mapping):
         names = {str(key): _as_json(entry) for key, entry in value.items()}
         return names if len(names) == len(value) else value  # 1 and "1" would be one name
+
     return value
 
 
@@ -166,6 +170,7 @@ class TimedSandbox:
             )
         if now >= self._end:
             raise Stopped("there was no time left to run it")
+
         return limits._replace(wall_s=min(limits.wall_s, self._end - now))
 
 
@@ -195,6 +200,7 @@ class ProgramUnderTest:
             except Broken as error:
                 if error.cause == "value":
                     raise
+
                 is_first = not self._num_answers
                 self._printed = _printed(session)
                 self.end_process()
@@ -229,6 +235,7 @@ class ProgramUnderTest:
                 raise Stopped(f"it raised {error}") from None
             except Broken as error:
                 raise Stopped(error.reason) from None
+
         return self._session
 
 
@@ -240,11 +247,13 @@ def run_streams(box: TimedSandbox, code: str, tests: StreamTests) -> Iterator[Ou
         why = ""
         if ran.status == "time":
             raise Stopped("it ran out of time")
+
         if ran.status != "ok":
             last = ran.stderr.strip().rpartition("\n")[2][:_SHOWN]
             why = f"it ended by {ran.status}, status {ran.exit_code}: {last}"
         elif not same_output(ran.stdout, wanted):
             why = f"it printed {_short(ran.stdout)}, expected {_short(wanted)}"
+
         yield Outcome(f"stdin {_short(stdin)}", why, _printed(ran) if why else "")
 
 
@@ -274,6 +283,7 @@ def run_assertions(
                     why = f"it returned {_short(value)}"
             else:
                 why = _why_fails(runner, program, tests, i)
+
             yield Outcome(tests.shown[i], why, program.printed() if why else "")
 
 
@@ -300,6 +310,7 @@ class AssertionRunner:
         """Call `begin` or `resume` of `assertion_process`. Raises what `Session.call` raises."""
         if self._session is None:
             self._session = self._box.open(_HARNESS)
+
         try:
             return list(self._session.call(name, args))
         except (Raised, Broken):
@@ -328,10 +339,12 @@ def _why_fails(
     """Why the case fails; empty if it passes."""
     step = _first_step(runner, program, tests, i)
     num_fresh = SHUFFLED_FROM if len(tests.cases) < SHUFFLED_FROM else 0
+
     for number in range(MAX_CALLS):
         _, name, args, kwargs = step
         if number < num_fresh:
             program.end_process()
+
         try:
             value = program.call(tests.names[name], args, kwargs)
             result = f"it returned {_short(value)}"
@@ -343,6 +356,7 @@ def _why_fails(
             answer = ["raised", error.type, error.text]
         except Broken as error:
             return error.reason
+
         try:
             step = runner.step("resume", answer)
         except NotPlain as error:  # plain alone, but not together with other values
@@ -351,13 +365,16 @@ def _why_fails(
             if error.cause == "value":
                 return f"{result}, and then {_NOT_PLAIN}"
             return f"{result}, and the test did not end: {error}"
+
         if step[0] == "passed":
             return ""
+
         if step[0] == "failed":
             is_clear = step[1] == "AssertionError" or answer[0] == "raised"
             if is_clear:
                 return result
             return f"{result}, and the test raised {': '.join(step[1:])}"
+
     return f"the test called it more than {MAX_CALLS} times"
 
 
@@ -377,6 +394,7 @@ def _first_step(
         if error.cause == "time" and program.was_asked:
             raise Stopped("there was no time left to run it") from None
         why = _NOT_PLAIN if error.cause == "value" else error.reason
+
     raise ValueError(f"the tests are broken: {tests.shown[i]}: {why}")
 
 

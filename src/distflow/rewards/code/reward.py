@@ -84,15 +84,18 @@ def find_program(response: str, names: Sequence[str] = ()) -> str | None:
         blocks += _fenced(block[1]) if block[0] in _MARKDOWN else [block]
     if not blocks:
         return text
+
     candidates = [body for mark, body in blocks if mark in _PYTHON] or [
         body for mark, body in blocks if not mark
     ]
     if not candidates:
         return None
+
     defining = [
         i for i, body in enumerate(candidates) if any(defines(body, name) for name in names)
     ]
     chosen = candidates.pop(defining[-1] if defining else -1)
+
     return "\n".join([*_helpers(candidates, chosen, names), chosen])
 
 
@@ -101,9 +104,11 @@ def _helpers(blocks: list[str], program: str, names: Sequence[str]) -> list[str]
     of blocks that use the program, which are examples."""
     if not blocks or "__future__" in program:  # such an import must come first
         return []
+
     tree = _parsed(program)
     if tree is None:
         return []
+
     functions = {each.name for each in tree.body if isinstance(each, _FUNCTIONS)}
     definitions: dict[str, ast.stmt] = {}
     sources: dict[ast.stmt, str] = {}
@@ -111,6 +116,7 @@ def _helpers(blocks: list[str], program: str, names: Sequence[str]) -> list[str]
         module = _parsed(block)
         if module is None or functions & _used(module) - _bound(module):
             continue
+
         lines = block.split("\n")
         for statement in module.body:
             decorators = getattr(statement, "decorator_list", [])
@@ -118,6 +124,7 @@ def _helpers(blocks: list[str], program: str, names: Sequence[str]) -> list[str]
             sources[statement] = "\n".join(lines[start - 1 : statement.end_lineno])
             for name in _defined(statement, sources[statement]):
                 definitions[name] = statement
+
     wanted = list({*names, *_used(tree)} - _bound(tree))
     found = set[ast.stmt]()
     while wanted:
@@ -125,6 +132,7 @@ def _helpers(blocks: list[str], program: str, names: Sequence[str]) -> list[str]
         if definition is not None and definition not in found:
             found.add(definition)
             wanted += _used(definition)
+
     return [source for statement, source in sources.items() if statement in found]
 
 
@@ -148,6 +156,7 @@ def _defined(statement: ast.stmt, source: str) -> list[str]:
             if _READS_INPUT.search(source):
                 return []
             return [*_bound(statement)]
+
     return []
 
 
@@ -169,6 +178,7 @@ def _bound(tree: ast.AST) -> set[str]:
                 names.add(name)
             case ast.FunctionDef(name) | ast.AsyncFunctionDef(name) | ast.ClassDef(name):
                 names.add(name)
+
     return names
 
 
@@ -176,6 +186,7 @@ def _fenced(text: str) -> list[tuple[str, str]]:
     """(language, code) of each block."""
     blocks: list[tuple[str, str]] = []
     lines = text.split("\n")
+
     position = 0
     while position < len(lines):
         opening = _FENCE.fullmatch(lines[position].rstrip())
@@ -185,6 +196,7 @@ def _fenced(text: str) -> list[tuple[str, str]]:
             end = _block_end(lines, position, opening[1], is_careful)
             blocks.append((opening[2].lower(), _code(lines[position:end])))
             position = end + 1
+
     return blocks
 
 
@@ -201,13 +213,17 @@ def _block_end(lines: list[str], start: int, fence: str, is_careful: bool) -> in
         if found is not None and not found[2] and found[1].startswith(fence):
             if not is_careful:
                 return i
+
             first = min(first, i)
             tried[is_quoted] += 1
+
             if tried[is_quoted] <= _MOST_ENDS:
                 code = _code(lines[start:i])
                 if not _TRIPLE.search(code) or _parsed(code) is not None:
                     return i
+
         is_quoted ^= len(_TRIPLE.findall(lines[i])) % 2 == 1
+
     if first == len(lines) or _parsed(_code(lines[start:])) is not None:
         return len(lines)
     return first
@@ -279,6 +295,7 @@ def score_program(
     box = TimedSandbox(sandbox, min(LONGEST_S, _SHARE_OF_TIME * left_s()))
     outcomes = list[Outcome]()
     stopped = ""
+
     program = find_program(answer, _names(plan))
     if program is None:
         stopped = "the response has no program in Python"
@@ -288,6 +305,7 @@ def score_program(
                 outcomes.append(outcome)
         except Stopped as reason:
             stopped = str(reason)
+
     summary = _summary(
         outcomes, stopped, len(plan.cases if isinstance(plan, Assertions) else plan.inputs)
     )
@@ -296,6 +314,7 @@ def score_program(
         "sandbox": sandbox.level.name,
         "seconds": box.seconds(),
     }
+
     return summary
 
 
@@ -309,6 +328,7 @@ def isolation_of(parts: Iterable[RewardPart]) -> str | None:
             if level.name == "none":
                 raise UserError(f"the reward '{part.name}' cannot run programs here: {level}")
             return level.name
+
     return None
 
 
@@ -333,6 +353,7 @@ def _whole(program: str, tests: Tests, plan: Plan) -> str:
     """The program after the imports that its tests assume, with its method as a function."""
     if isinstance(tests, StreamTests):
         return program
+
     methods = "".join(_METHOD.format(name) for name in _names(plan))
     if "__future__" in program:  # such an import must come first
         return program + methods
@@ -340,6 +361,7 @@ def _whole(program: str, tests: Tests, plan: Plan) -> str:
         return _IMPORTS + program + methods
     if not tests.entry:
         return program
+
     completes = tests.prompt and not any(defines(program, name) for name in _names(plan))
     if completes and not program.lstrip("\r\n")[:1].isspace():
         program = textwrap.indent(program, "    ")
@@ -350,6 +372,7 @@ def _outcomes(box: TimedSandbox, code: str, plan: Plan) -> Iterator[Outcome]:
     if isinstance(plan, StreamTests):
         yield from run_streams(box, code, plan)
         return
+
     program = ProgramUnderTest(box, code)
     try:
         yield from (
@@ -365,11 +388,13 @@ def _summary(outcomes: list[Outcome], stopped: str, num_cases: int) -> dict[str,
     failed: list[JSON] = []
     for case, why, printed in [outcome for outcome in outcomes if outcome.why][:_NUM_SHOWN]:
         failed.append({"case": case, "why": why[:_SHOWN], "printed": printed})
+
     if stopped:
         rest = num_cases - len(outcomes)
         failed.append(
             {"case": f"{rest} of {num_cases} cases", "why": f"not passed: {stopped}", "printed": ""}
         )
+
     num_passed = sum(not outcome.why for outcome in outcomes)
     right = float(num_passed == num_cases)
     share = num_passed / num_cases

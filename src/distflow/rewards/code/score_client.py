@@ -41,6 +41,7 @@ def score_at(
     body = json.dumps(request).encode()
     waits_s = list(_WAITS_S)
     busy_until = time.monotonic() + _BUSY_S
+
     while True:
         try:
             status, reply = _exchange(server, body, seconds + _SLACK_S)
@@ -50,9 +51,11 @@ def score_at(
                 raise SandboxFault(f"the sandbox at {url} does not reply: {reason}") from None
             time.sleep(waits_s.pop(0))
             continue
+
         if status != HTTPStatus.SERVICE_UNAVAILABLE or time.monotonic() > busy_until:
             break
         time.sleep(_WAITS_S[0])
+
     if status != HTTPStatus.OK:
         reason = str(reply.get("error", ""))[:_SHOWN]
         if status == HTTPStatus.UNAUTHORIZED:
@@ -60,8 +63,10 @@ def score_at(
         else:
             hint = ""
         raise SandboxFault(f"the sandbox at {url} answers {status}: {reason}{hint}")
+
     if "error" in reply:
         raise ValueError(str(reply["error"]))
+
     result = reply.get("result")
     if not isinstance(result, dict):
         raise SandboxFault(f"the sandbox at {url} sent an invalid reply: it has no result")
@@ -77,11 +82,13 @@ def _server_of(url: str) -> SplitResult:
         server.port  # noqa: B018  raises ValueError for one that is no number
     except ValueError:
         is_right = False
+
     if not is_right:
         raise UserError(
             f"'{url}' is not the URL of a sandbox: write e.g. http://host:8750, its password in "
             f"{TOKEN}"
         )
+
     return server
 
 
@@ -92,6 +99,7 @@ def _exchange(server: SplitResult, body: bytes, timeout_s: float) -> tuple[int, 
     token = os.environ.get(TOKEN, "")
     if not token and is_loopback(host):
         token = token_of(connection.port)
+
     headers = {"Content-Type": "application/json", "Authorization": f"Bearer {token}"}
     try:
         connection.request("POST", server.path.rstrip("/") + PATH, body, headers)
@@ -99,14 +107,18 @@ def _exchange(server: SplitResult, body: bytes, timeout_s: float) -> tuple[int, 
         read = answer.read(_MAX_BYTES + 1)
     finally:
         connection.close()
+
     if len(read) > _MAX_BYTES:
         raise http.client.HTTPException("its answer is too long")
+
     try:
         reply = json.loads(read)
     except ValueError:
         reply = None
+
     if not isinstance(reply, dict):
         raise http.client.HTTPException(
             f"it returned {answer.status} and no JSON: it is not a sandbox"
         )
+
     return answer.status, reply

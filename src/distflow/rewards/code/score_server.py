@@ -42,25 +42,30 @@ class ScoreServer(ThreadingHTTPServer):
                 f"at {host} other machines can run programs: set {TOKEN} to the same password on "
                 "both sides"
             )
+
         super().__init__((host, port), _Handler, bind_and_activate=False)
         self.socket.close()
         self._sandbox = sandbox
         self._free = threading.BoundedSemaphore(at_once)
         self._kept_token = ExitStack()
+
         try:
             listening = create_server((host, port), family=AF_INET6 if ":" in host else AF_INET)
         except (OSError, OverflowError) as error:  # the latter for a port above 65535
             raise UserError(
                 f"{host}:{port} cannot be listened on: {getattr(error, 'strerror', error)}"
             ) from None
+
         self.socket = Door(listening, _MAX_CONNECTIONS)
         self.server_address = listening.getsockname()
         self.token_file: Path | None = None
+
         if not token:
             token = new_token()
             self.token_file = self._kept_token.enter_context(
                 token_for_this_user(self.server_address[1], token)
             )
+
         self.guard = Guard(host, token, MAX_BODY_BYTES)
 
     def score(self, request: Mapping[str, Any]) -> dict[str, Any]:
@@ -74,6 +79,7 @@ class ScoreServer(ThreadingHTTPServer):
             raise Refused(HTTPStatus.BAD_REQUEST, "a request says how many seconds it has")
         if not self._free.acquire(timeout=_SLOT_S):
             raise Refused(HTTPStatus.SERVICE_UNAVAILABLE, "all places are taken")
+
         try:
             with due_within(seconds):
                 return {
@@ -105,6 +111,7 @@ class _Handler(BaseHTTPRequestHandler):
         """Refuse what the guard refuses, whatever its method."""
         if not super().parse_request():
             return False
+
         headers = [(name.lower(), value) for name, value in self.headers.items()]
         try:
             self.server.guard.check(self.command, self.path, headers)
@@ -112,6 +119,7 @@ class _Handler(BaseHTTPRequestHandler):
             self.close_connection = True
             self._reply(refused.status, refused.body())
             return False
+
         return True
 
     def do_POST(self) -> None:
@@ -129,16 +137,20 @@ class _Handler(BaseHTTPRequestHandler):
     def _request(self) -> Mapping[str, Any]:
         if self.path.rpartition(PATH)[2]:
             raise Refused(HTTPStatus.NOT_FOUND, f"there is only {PATH}")
+
         length = self.headers.get("Content-Length")
         if length is None:
             raise Refused(HTTPStatus.LENGTH_REQUIRED, "a request says how long it is")
+
         self.connection.settimeout(_BODY_S)
         sent = self.rfile.read(int(length))
         self.connection.settimeout(_SOCKET_S)
+
         try:
             request = json.loads(sent)
         except (ValueError, RecursionError):
             request = None
+
         if not isinstance(request, dict):
             raise Refused(HTTPStatus.BAD_REQUEST, "a request is a JSON object")
         return request

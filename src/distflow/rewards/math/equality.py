@@ -99,15 +99,18 @@ def are_equal(gold: str, answer: str) -> bool:
     only the same text."""
     if gold == answer:
         return True
+
     has_spaces = " " in gold or " " in answer
     if has_spaces and _SPACES.sub("", gold) == _SPACES.sub("", answer):
         return True
     if not gold or not answer or not is_affordable(answer) or not is_affordable(gold):
         return False
+
     for rule in _RULES:
         result = rule(gold, answer)
         if result is not None:
             return result
+
     return False
 
 
@@ -125,15 +128,19 @@ def _choices(gold: str, answer: str) -> bool | None:
     choice = _CHOICE.fullmatch(unwrap(answer))
     if gold_choice is None and choice is None:
         return None
+
     gold_letter = _letter(gold_choice, gold)
     letter = _letter(choice, answer)
     if gold_letter is None or letter is None:
         return None
+
     for match in (gold_choice, choice):
         if match is not None and _OTHER_CHOICE.search(match[2]):
             return False
+
     if gold_letter != letter:
         return False
+
     # Of two texts that name the same letter, the rest decides.
     have_texts = gold_choice is not None and choice is not None
     return None if have_texts else True
@@ -151,6 +158,7 @@ def _named_tuples(gold: str, answer: str) -> bool | None:
     """`(x,y) = (1,2)` equals `(1,2)`, but not `(y,x) = (1,2)`."""
     gold_match = _NAMED_TUPLE.fullmatch(gold)
     match = _NAMED_TUPLE.fullmatch(answer)
+
     if gold_match is None:
         if match is None:
             return None
@@ -158,6 +166,7 @@ def _named_tuples(gold: str, answer: str) -> bool | None:
     if match is None:
         return are_equal(gold_match[2], answer)
     have_same_names = gold_match[1].replace(" ", "") == match[1].replace(" ", "")
+
     return have_same_names and are_equal(gold_match[2], match[2])
 
 
@@ -169,12 +178,14 @@ def _bases(gold: str, answer: str) -> bool | None:
         value = _value(first)
         is_same_value = value is not None and value == _value(second)
         return is_same_value or first.groups() == second.groups()
+
     if second:
         if _value(second) is None:  # `18_8` is no number
             return False
         return gold == second[1]
     if first:
         return first[1] == answer
+
     return None
 
 
@@ -184,8 +195,10 @@ def _value(based: re.Match[str]) -> int | None:
         base = int(name)
     else:
         base = _BASES.get(name.lower(), 0)
+
     if not 2 <= base <= 36:
         return None
+
     try:
         return int(based[1], base)
     except ValueError:  # a digit that the base does not have
@@ -221,11 +234,13 @@ def _ratios(gold: str, answer: str) -> bool | None:
             if not are_equal(_quotient(part, first[0]), _quotient(other, second[0])):
                 return False
         return True
+
     ratio = max(first, second, key=len)
     if len(ratio) > 2:
         return False
     if all(part.isdecimal() for part in ratio) and math.gcd(*map(int, ratio)) > 1:
         return False
+
     return are_equal(_number_of_ratio(first), _number_of_ratio(second))
 
 
@@ -248,13 +263,16 @@ def _congruences(gold: str, answer: str) -> bool | None:
         return None
     if gold_match is not None and match is not None and gold_match[2] != match[2]:
         return False
+
     if gold_match is not None:
         gold = _residue(_CONGRUENT.sub("", gold_match[1]), gold_match[2])
+
     if match is not None:
         given = _CONGRUENT.sub("", match[1])
         answer = _residue(given, match[2])
         if gold_match is None and answer != given:
             return False  # the residue is not computed
+
     return are_equal(gold, answer)
 
 
@@ -280,6 +298,7 @@ def _chains(gold: str, answer: str) -> bool | None:
     sides = split_top(exact, "=")
     if (len(sides) == 1 and not rough) or listed(answer):
         return None
+
     gold_sides = split_top(gold, "=")
     if len(gold_sides) > 1:
         if gold_sides[0] not in sides or not _is_name(gold_sides[0]):
@@ -287,20 +306,24 @@ def _chains(gold: str, answer: str) -> bool | None:
             is_value = _NAMED.match(gold) and is_number(gold_sides[-1])
             return False if is_value else None
         gold = gold_sides[-1]
+
     values = list[str]()
     for number, side in enumerate(sides):
         may_be_name = number == 0 or is_number(gold)
         if not (may_be_name and _is_name(side)):
             values.append(side)
+
     if not values and rough:
         values = [rough.pop(0)]
     bare = split_unit(gold)[0]
+
     is_stated = False
     for value in values:
         if are_equal(gold, value):
             is_stated = True
         elif not expressions_equal(bare, split_unit(value)[0]):
             return False
+
     return is_stated and all(is_approximation(bare, split_unit(side)[0]) for side in rough)
 
 
@@ -321,9 +344,11 @@ def _measures(gold: str, answer: str) -> bool | None:
     if gold_unit is not None and unit is not None:
         factor = conversion(gold_unit, unit)
         return factor is not None and is_stated and _equal_scaled(gold_value, value, factor)
+
     if unit is not None:
         if not unit.is_plain and not _ONE.fullmatch(value):
             return False
+
         is_small = number is not None and 0 < abs(number) < 1
         is_scaled = not unit.dimensions and (unit.size > 1 or is_small)  # 12 dozen, 0.5 %
         its_unit = unit
@@ -336,6 +361,7 @@ def _measures(gold: str, answer: str) -> bool | None:
         bare = value
     else:
         return None
+
     if not is_scaled and are_equal(gold_value, value):
         return True
     factor = conversion(RADIAN if r"\pi" in bare else NUMBER, its_unit)
@@ -357,10 +383,12 @@ def _relations(gold: str, answer: str) -> bool | None:
     if has_relation == (_RELATION.search(second) is not None):
         is_changed = (first, second) != (gold, answer)
         return are_equal(first, second) if is_changed else None
+
     if has_relation:
         first = _as_intervals(first)
     else:
         second = _as_intervals(second)
+
     if first is None or second is None:
         return None
     return are_equal(first, second)
@@ -383,6 +411,7 @@ def _as_intervals(relations: str) -> str | None:
         if interval is None:
             return None
         intervals.append(interval)
+
     return r" \cup ".join(intervals)
 
 
@@ -392,22 +421,27 @@ def _as_interval(chain: list[str]) -> str | None:
     if len(chain) == 3:
         if not _VARIABLE.fullmatch(chain[0]):
             chain = [chain[2], _MIRRORED[chain[1]], chain[0]]
+
         variable, sign, bound = chain
         if sign == r"\neq":
             if not _VARIABLE.fullmatch(variable):
                 return None
             return rf"(-\infty,{bound}) \cup ({bound},\infty)"
+
         if sign in ("<", r"\le"):
             chain = [r"-\infty", "<", *chain]
         else:
             chain = [r"\infty", ">", *chain]
+
     if len(chain) != 5 or not _VARIABLE.fullmatch(chain[2]):
         return None
+
     if chain[1] in (">", r"\ge"):
         chain = [_MIRRORED.get(part, part) for part in reversed(chain)]
     least, first_sign, _, second_sign, most = chain
     if first_sign not in _OPENING or second_sign not in _CLOSING:
         return None
+
     return f"{_OPENING[first_sign]}{least},{most}{_CLOSING[second_sign]}"
 
 
@@ -428,9 +462,11 @@ def _lists(gold: str, answer: str) -> bool | None:
     num_others = len(others)
     if "" in items or "" in others:
         return None
+
     has_both_brackets = bool(brackets) and bool(other_brackets)
     if not brackets and not other_brackets and num_items == num_others == 1:
         return None
+
     if not has_both_brackets and num_items != num_others and 1 in (num_items, num_others):
         gold_words = words(gold)
         other_words = words(answer)
@@ -439,15 +475,18 @@ def _lists(gold: str, answer: str) -> bool | None:
         if _SET_OPERATION.search(gold + answer):
             return None
         return False
+
     if num_items != num_others:
         return False
     if not _brackets_agree(brackets, other_brackets, is_pair=num_items == 2):
         return False
+
     are_unordered = brackets in _UNORDERED and other_brackets in _UNORDERED
     if are_unordered and _names_several(items) == _names_several(others):
         return _same_items(items, others)
     if r"\{\}" in (brackets, other_brackets):
         return False
+
     return all(are_equal(item, other) for item, other in zip(items, others, strict=True))
 
 
@@ -473,6 +512,7 @@ def _items(text: str) -> tuple[str, list[str]]:
     brackets = (opening + closing).replace(r"\langle", "(").replace(r"\rangle", ")")
     if brackets not in _UNORDERED:
         return brackets, items
+
     signed = list[str]()
     for item in items:
         if r"\pm" in item:
@@ -480,6 +520,7 @@ def _items(text: str) -> tuple[str, list[str]]:
             signed.append(item.replace(r"\pm", "-"))
         else:
             signed.append(item)
+
     return brackets, signed
 
 
@@ -497,12 +538,14 @@ def _brackets_agree(gold: str, answer: str, is_pair: bool) -> bool:
 def _same_items(items: list[str], others: list[str]) -> bool:
     """Whether the items can be paired with equal ones of the other list."""
     left = list(others)
+
     # First those that are there as the same text, so that no other item takes these.
     for item in sorted(items, key=lambda item: item not in others):
         partner = item if item in left else _first_equal(item, left)
         if partner is None:
             return False
         left.remove(partner)
+
     return True
 
 

@@ -97,6 +97,7 @@ class _Reader:
                 self.position += 1
                 break
             total += self.powers()
+
         return total
 
     def powers(self) -> float:
@@ -105,14 +106,17 @@ class _Reader:
         token = self._next()
         if self.depth == MAX_DEPTH:
             return math.inf
+
         self.depth += 1
         is_repeated = token in _REPEATED
+
         if token in _FACTORIALS:
             bits = _factorial(self.powers())
         elif token in _EXPONENTIALS:
             bits = _BITS_OF_A_LETTER * _power_of_two(self.powers())
         else:
             bits = 1.0 if is_repeated else self._item(token)
+
         while (sign := self._next("^", "_", "!")) != "":
             if sign == "!":
                 bits = _factorial(bits)
@@ -123,6 +127,7 @@ class _Reader:
             else:
                 subscript = self._item(self._next())
                 bits += _power_of_two(subscript) if is_repeated else subscript
+
         self.depth -= 1
         return bits
 
@@ -212,6 +217,7 @@ def plain_number(text: str) -> Decimal | None:
     mantissa, power, exponent = text.partition(r" \cdot 10^{")
     if not re.search(r"\d", mantissa) or not _PLAIN_NUMBER.fullmatch(mantissa):
         return None
+
     try:
         return Decimal(mantissa.replace(",", "") + (f"e{exponent.rstrip('}')}" if power else ""))
     except ArithmeticError:
@@ -259,8 +265,10 @@ def expressions_equal(gold: str, answer: str) -> bool:
         second = _parse(answer)
     except RecursionError:
         return False
+
     if first is None or second is None or _divides_by_zero(second):
         return False
+
     try:
         return _attempt(lambda: _compare(first, second, gold, answer)) or False
     except RecursionError:
@@ -289,6 +297,7 @@ def _compare(first: Basic | MatrixBase, second: Basic | MatrixBase, gold: str, a
     ):
         if known is not None:
             return known
+
     if _differ_at_a_point(first, second):
         return False
     return bool(math_verify.verify([first], [second], timeout_seconds=None, raise_on_error=True))
@@ -339,6 +348,7 @@ def _exactly_equal(gold: Basic | MatrixBase, answer: Basic | MatrixBase) -> bool
         for side in (gold, answer)
     ):
         return None
+
     values = [side.doit() for side in (gold, answer)]
     if all(value.is_Rational for value in values):
         return bool(values[0] == values[1])
@@ -350,13 +360,16 @@ def _differ_at_a_point(gold: Basic | MatrixBase, answer: Basic | MatrixBase) -> 
     simplifying."""
     if not all(isinstance(side, Expr) and not side.has(*_NOT_POINTWISE) for side in (gold, answer)):
         return False
+
     point = _point(gold.free_symbols | answer.free_symbols)
     if isinstance(gold, Symbol) or isinstance(answer, Symbol):  # a symbol may be a word
         return False
+
     try:
         first, second = (complex(side.xreplace(point).evalf()) for side in (gold, answer))
     except (TypeError, ValueError, ArithmeticError):  # not a number, or too large for a float
         return False
+
     gap = abs(first - second)
     size = max(abs(first), abs(second))
     return math.isfinite(gap) and gap > _SMALL_GAP + _RELATIVE_TOLERANCE * size
@@ -374,14 +387,17 @@ def _rounds_to(expression: Basic | MatrixBase, text: str, may_be_cut: bool = Fal
     decimal = plain_number(text)
     if decimal is None or not isinstance(expression, Expr) or expression.free_symbols:
         return None
+
     value = expression.doit()
     if not value.is_real:
         return None
+
     exact = Decimal(str(value.evalf(num_decimals(decimal) + 20)))
     if value.is_Rational and Fraction(decimal) == Fraction(int(value.p), int(value.q)):
         return True
     if not value.is_Rational and num_decimals(decimal) < ROUNDED_DECIMALS:
         return None
+
     return _is_rounded(exact, decimal, may_be_cut)
 
 
@@ -450,6 +466,7 @@ def has_form_of(gold: str, answer: str) -> bool:
     """
     if is_number(answer) or (is_number(gold) and not _ROUNDED.search(gold)):
         return is_number(answer) and not _is_division(gold, answer)
+
     gold = r"\pi\sqrt{2}" if is_number(gold) else _plain(gold)
     answer = _plain(answer)
     found = _commands(gold)
@@ -466,6 +483,7 @@ def has_form_of(gold: str, answer: str) -> bool:
         r"[A-Za-z]", _CONSTANTS.sub("", _COMMAND.sub(r"\\\1", gold))
     ):
         return True
+
     spare = Counter({_BINARY: int("e^" in gold)})  # e^{ix} as a + bi
     return all(
         len(kind.findall(answer)) <= len(kind.findall(gold)) + spare[kind] for kind in _OPERATORS
@@ -478,11 +496,13 @@ def _is_division(gold: str, answer: str) -> bool:
     found = _DIVISION.fullmatch(unwrap(answer).strip("()[] "))
     if found is None or plain_number(gold) is None:
         return False
+
     above, below = (int(number) for number in found.groups() if number)
     if below:
         is_decimal = above % below > 0 and str(below).strip("0") == "1"
     else:
         is_decimal = False
+
     return above >= _LARGE and above > below and math.gcd(above, below) > 1 and not is_decimal
 
 

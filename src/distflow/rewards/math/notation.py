@@ -104,6 +104,7 @@ def normalise(answer: str) -> str:
     answer = answer.strip()
     if len(answer) > MAX_RAW_CHARACTERS:
         return answer
+
     answer = without_markup(unboxed(answer)).translate(_SYMBOLS)
     for pattern, replacement in _RULES:
         answer = pattern.sub(replacement, answer).strip()
@@ -127,12 +128,14 @@ def _remark(match: re.Match[str]) -> str:
     remark = match[2].strip()
     if found := _FORMULA.fullmatch(remark):
         return f" {found[2] or '='} {found[3]}"
+
     first, *others = _WORDS.findall(remark)[:2] or [""]
     is_plural = not others and first.endswith("s") and first.lower() not in _NO_UNITS
     if is_unit(remark) or is_plural or first.lower() in _MULTIPLES:
         return f" {remark}"
     if first and not _NO_REMARK.match(remark):
         return ""
+
     return match[0]
 
 
@@ -164,6 +167,7 @@ def split_top(text: str, separator: str) -> list[str]:
             parts.append("")
         else:
             parts[-1] += token
+
     return [part.strip() for part in parts]
 
 
@@ -172,12 +176,14 @@ def listed(text: str) -> tuple[str, str, list[str]] | None:
     None for other text."""
     opening = next((bracket for bracket in _OPENED if text.startswith(bracket)), "")
     closing = next((bracket for bracket in _CLOSED if text.endswith(bracket)), "")
+
     inner = text[len(opening) : len(text) - len(closing)]
     if opening and closing and _is_balanced(inner):
         items = split_top(inner, ",;")
         if len(items) > 1 or opening == r"\{":
             return (opening, closing, items)
         return None
+
     items = split_top(_AND_OR.sub(",", text), ",;")
     return ("", "", items) if len(items) > 1 else None
 
@@ -244,6 +250,7 @@ def split_unit(text: str, is_measured: bool = False) -> tuple[str, Unit | None]:
     found = _TAIL.fullmatch(text)
     if found is None:
         return text, None
+
     value = found["value"].strip()
     tail = found["tail"]
     is_apart = TEXT.search(tail) is not None or tail[0].isspace()
@@ -254,6 +261,7 @@ def split_unit(text: str, is_measured: bool = False) -> tuple[str, Unit | None]:
     )
     if unit is None or _FUNCTION.search(value):
         return text, None
+
     is_short = any(
         len(name) < 3 and name.lower() not in _NEVER_VARIABLES
         for name in re.findall("[A-Za-z]+", spelled)
@@ -264,6 +272,7 @@ def split_unit(text: str, is_measured: bool = False) -> tuple[str, Unit | None]:
         and not (_PLAIN_VALUE.fullmatch(value) and (is_apart or is_measured))
     ):
         return text, None
+
     return value, unit
 
 
@@ -272,6 +281,7 @@ def conversion(gold: Unit, unit: Unit) -> str | None:
     differ."""
     if gold.dimensions != unit.dimensions:
         return None
+
     ratio = unit.size / gold.size
     pi = {(False, True): r" \cdot \frac{180}{\pi}", (True, False): r" \cdot \frac{\pi}{180}"}
     return rf"\frac{{{ratio.numerator}}}{{{ratio.denominator}}}" + pi.get(
@@ -300,12 +310,14 @@ def _unit(spelled: str, may_be_unknown: bool) -> Unit | None:
     parts = list(_UNIT_PART.finditer(spelled))
     if not parts or sum(len(part.group()) for part in parts) != len(spelled):
         return None
+
     powers: dict[str, int] = {}
     size = Fraction(1)
     is_radian = False
     is_below = False
     unknown = [part[2].lower() for part in parts if _known(part[2]) is None]
     is_plain = not unknown or any(name in _PLURALS or name.endswith("s") for name in unknown)
+
     for slash, name, power in (part.groups() for part in parts):
         is_below = is_below or bool(slash)
         exponent = int(power or 1) * (-1 if is_below else 1)
@@ -315,9 +327,11 @@ def _unit(spelled: str, may_be_unknown: bool) -> Unit | None:
         )
         if not factor and not (may_be_unknown and is_word):
             return None
+
         is_radian = is_radian or "pi" in factor
         size *= Fraction(1 if "pi" in factor else factor or 1) ** exponent
         powers[dimension] = powers.get(dimension, 0) + exponent
+
     dimensions = sorted(
         (name, power) for name, power in powers.items() if power and name != "number"
     )
@@ -329,6 +343,7 @@ def _known(name: str) -> tuple[str, str] | None:
         if name in "mgshlLJWNCVA":
             return _NAMES.get(name.lower())
         return None
+
     name = name.lower()
     singulars = (
         name,
@@ -336,6 +351,7 @@ def _known(name: str) -> tuple[str, str] | None:
         name.removesuffix("es"),
         name.removesuffix("ies") + "y",
     )
+
     return next(
         (_NAMES[singular] for singular in singulars if len(singular) > 1 and singular in _NAMES),
         None,

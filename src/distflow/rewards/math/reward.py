@@ -58,9 +58,11 @@ def compute_result(
         alternatives = ground_truth
     else:
         alternatives = [ground_truth]
+
     golds = [gold_answer(gold) for gold in alternatives]
     if not golds:
         raise ValueError("the ground truth is an empty list")
+
     marked = marked_answer(solution_str)
     for gold in golds:
         answer = (
@@ -70,6 +72,7 @@ def compute_result(
         )
         if answer is not None and is_equal(gold, answer):
             return {"score": 1.0, "extracted": answer, "wanted": gold}
+
     return {"score": 0.0, "extracted": answer, "wanted": golds[0] if len(golds) == 1 else [*golds]}
 
 
@@ -81,16 +84,19 @@ def gold_answer(ground_truth: object) -> str:
             f"the ground truth is {ground_truth!r}: 'math' needs a number or a str "
             "(data.answer_key)"
         )
+
     if isinstance(ground_truth, float) and ground_truth.is_integer():
         ground_truth = int(ground_truth)
     if isinstance(ground_truth, float) and not math.isfinite(ground_truth):
         raise ValueError(f"the ground truth is {ground_truth} (data.answer_key)")
     if isinstance(ground_truth, int | float):
         return normalise(repr(ground_truth))
+
     marked = marked_answer(ground_truth)
     answer = normalise(ground_truth if marked is None else marked)
     if not answer:
         raise ValueError(f"no answer in the ground truth {ground_truth[:80]!r} (data.answer_key)")
+
     return answer
 
 
@@ -119,11 +125,13 @@ def _unmarked(text: str, is_text: bool) -> str | None:
             return phrase if len(phrase) <= _MAX_PHRASE else None
         if is_final and is_mathematics(phrase):
             return phrase
+
         found = _last_value(phrase, is_answer=True)
         if found and (found.startswith(DENIED) or not is_final):
             found = _last_value(_plain(phrased[1])) or found
         if found:
             return found
+
     text = _plain(text)
     if "nswer" in text:
         text = _MARK_OF_PHRASE.sub(r"\1 is", text)
@@ -132,6 +140,7 @@ def _unmarked(text: str, is_text: bool) -> str | None:
     if phrased is None and (formula := final_formula(text)):
         return formula
     is_answer = len(text) <= _MAX_PHRASE and not _WORD.search(without_comparisons(text))
+
     return _last_value(text, is_answer)
 
 

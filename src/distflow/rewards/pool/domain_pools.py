@@ -55,6 +55,7 @@ def functions_of(functions: Functions, domain: str) -> Sequence[RewardPart]:
             f"no reward function for the domain '{domain}': add it to reward.functions, or a "
             f"'{DEFAULT_DOMAIN}' entry, or see data.domain_key{hint(domain, functions)}"
         )
+
     return parts
 
 
@@ -82,6 +83,7 @@ class RewardSettings(NamedTuple):
             for name, data in config.data.domains.items()
             if data.answer_key is not None
         }
+
         return RewardSettings(
             functions,
             Patience(**patience_of(reward, "")),
@@ -120,6 +122,7 @@ def pool_settings(settings: RewardSettings) -> dict[str, PoolSettings]:
             pools[target] = alone(name, target, settings.patience.timeout_s)
         if set(targets) > {FAILS}:
             pools[domain] = PoolSettings(targets, patience.num_workers, patience.timeout_s)
+
     return pools
 
 
@@ -141,6 +144,7 @@ def borrowed(settings: PoolSettings) -> Iterator[RewardPool]:
         if started == settings:
             yield pool.result()
             return
+
     own = RewardPool(settings._replace(num_workers=1))
     try:
         yield own
@@ -157,6 +161,7 @@ def started_early(settings: PoolSettings) -> Iterator[None]:
     closed."""
     thread = ThreadPoolExecutor(1, thread_name_prefix="distflow-early")
     _started.append((settings, thread.submit(RewardPool, settings)))
+
     try:
         yield
     finally:
@@ -178,6 +183,7 @@ def _take_started(settings: PoolSettings) -> RewardPool | None:
     entry = next((entry for entry in _started if entry[0] == settings), None)
     if entry is None:
         return None
+
     _started.remove(entry)
     try:
         return entry[1].result()
@@ -197,6 +203,7 @@ class Pools:
         self._patience = settings.patience_by_domain()
         self._pools = _start_all(pool_settings(settings))
         self._by_function: dict[tuple[str, str], RewardPool] = {}
+
         for domain in self._patience:
             for name, target in settings.targets(domain).items():
                 key = target if is_large(name) else domain
@@ -247,14 +254,17 @@ def _start_all(wanted: Mapping[str, PoolSettings]) -> dict[str, RewardPool]:
     """At once, since each waits for a process that loads its functions. Raises UserError."""
     with ThreadPoolExecutor(len(wanted), thread_name_prefix="distflow-pools") as threads:
         starting = {key: threads.submit(take_pool, each) for key, each in wanted.items()}
+
     started = dict[str, RewardPool]()
     failure: BaseException | None = None
     for key, pool in starting.items():
         failure = failure or pool.exception()
         if pool.exception() is None:
             started[key] = pool.result()
+
     if failure is not None:
         for each in started.values():
             each.close()
         raise failure
+
     return started

@@ -75,17 +75,20 @@ class RewardPool:
         self.closed = False
         """Whether there will be no further results."""
         self._settings = settings
+
         # One thread for each process. They use what follows together, by atomic calls alone.
         self._threads = ThreadPoolExecutor(
             settings.num_workers, thread_name_prefix="distflow-reward"
         )
         self._idle = list[RewardProcess]()
         self._living = set[RewardProcess]()
+
         # Of calls that may be given up.
         self._returned = set[str]()
         self._num_hung = Counter[str]()
         self._quick = set[str]()
         """Functions whose last call was quick."""
+
         with ExitStack() as on_failure:
             on_failure.callback(self.close)
             self._start_first()
@@ -129,8 +132,10 @@ class RewardPool:
             parts = [asked]
         else:
             parts = [[arguments] for arguments in asked]
+
         work = _Work(name, parts, timeout_s or self.timeout_s, give_up_after)
         loop = asyncio.get_running_loop()
+
         num_threads = min(len(parts), self._settings.num_workers)
         try:
             await asyncio.gather(
@@ -144,6 +149,7 @@ class RewardPool:
                 raise
         finally:  # the caller may have been cancelled, or the function is given up
             work.waiting.clear()
+
         if work.crashed and not self.closed:
             on_repeat(sum(len(parts[i]) for i in work.crashed))
         results = list[RewardResult]()
@@ -181,8 +187,10 @@ class RewardPool:
                 failure = Error(f"no reward worker could be started: {error}")
             except TimeoutError:
                 failure = Timeout(work.timeout_s * len(work.parts[unanswered[0]]))
+
             if failure is not None and not self.closed:
                 self._end(work, unanswered.popleft(), failure)
+
             # those that were sent ahead have not caused it
             work.waiting.extendleft(reversed(unanswered))
 
@@ -200,21 +208,26 @@ class RewardPool:
                 failure = Error(f"the sample cannot be sent to a reward worker: {error}")
                 work.results[i] = [failure] * len(asked)
                 continue
+
             if frames and len(frame) > _AHEAD_BYTES:
                 work.waiting.appendleft(i)
                 break
+
             frames[i] = frame
             if len(frame) > _AHEAD_BYTES:
                 break
+
         return frames
 
     def _answer(self, process: RewardProcess, work: "_Work", i: int) -> None:
         began = time.monotonic()
         results = process.answer(len(work.parts[i]), work.timeout_s)
+
         if time.monotonic() - began < _QUICK_S:
             self._quick.add(work.name)
         else:
             self._quick.discard(work.name)
+
         self._end(work, i, *results)
 
     def _end(self, work: "_Work", i: int, *results: RewardResult) -> None:
@@ -226,6 +239,7 @@ class RewardPool:
         if not all(isinstance(each, Timeout) for each in results):
             self._returned.add(work.name)
             return
+
         self._num_hung[work.name] += 1
         if self._num_hung[work.name] >= work.give_up_after and work.name not in self._returned:
             raise GivenUp(self._why_given_up(work.name, part[0], work.timeout_s))
@@ -239,6 +253,7 @@ class RewardPool:
         except BaseException:
             self._retire(process)
             raise
+
         self._idle.append(process)
 
     def _idle_process(self) -> RewardProcess | None:
@@ -247,6 +262,7 @@ class RewardPool:
                 process = self._idle.pop()
             except IndexError:
                 return None
+
             if process.is_alive():
                 return process
             self._retire(process)
@@ -280,6 +296,7 @@ class RewardPool:
             process = RewardProcess(self._settings.memory_bytes)
         except OSError as error:
             raise StartFailed(str(error)) from None
+
         self._living.add(process)
         try:
             if self.closed:  # checked once `close` knows the process: one of the two kills it
@@ -290,6 +307,7 @@ class RewardPool:
         except StartFailed:
             self._retire(process)
             raise
+
         return process
 
     def _retire(self, process: RewardProcess) -> None:

@@ -31,8 +31,10 @@ class RewardProcess:
     def __init__(self, memory_bytes: int) -> None:
         ours, theirs = socket.socketpair()
         self._channel = Channel(ours)
+
         # lives as long as the process, closed by discard
         self._stderr = tempfile.TemporaryFile("a+b")  # noqa: SIM115
+
         with theirs:
             self._child = Child(
                 python_command("distflow.rewards.pool.worker", theirs.fileno()),
@@ -41,6 +43,7 @@ class RewardProcess:
                 stderr=self._stderr,
                 memory_bytes=memory_bytes,
             )
+
         self.pid = self._child.pid
 
     def load(self, functions: Mapping[str, str], timeout_s: float) -> tuple[frozenset[str], ...]:
@@ -54,8 +57,10 @@ class RewardProcess:
             raise StartFailed(f"it was not ready after {timeout_s:g} s") from None
         except PeerGone:
             raise StartFailed(self.cause_of_death()) from None
+
         if "error" in answer:
             raise StartFailed(str(answer["error"]))
+
         return tuple(
             frozenset(cast(list[str], answer[name]))
             for name in ("groups", "batches", "conversations")
@@ -80,6 +85,7 @@ class RewardProcess:
                 answers = reply.get("answers")
             else:
                 answers = None
+
             if not isinstance(answers, list) or len(answers) != num_asked:
                 raise ValueError("not an answer to each")
             return [_read_answer(answer, timeout_s) for answer in answers]
@@ -97,6 +103,7 @@ class RewardProcess:
         status = self._child.wait(5)
         if status == EXIT_OUT_OF_MEMORY:
             return "the reward worker ran out of memory"
+
         self._stderr.seek(max(self._stderr.seek(0, os.SEEK_END) - _SHOWN_STDERR_BYTES, 0))
         text = self._stderr.read().decode(errors="replace").strip()
         cause = f"the reward worker {how_it_ended(status)}"
@@ -129,4 +136,5 @@ def _read_answer(answer: JSON, timeout_s: float) -> RewardResult:
             return Timeout(timeout_s)
         if isinstance(score, int | float) and isinstance(extra, dict):
             return Score(float(score), extra)
+
     raise ValueError("neither a score nor an error")

@@ -52,8 +52,10 @@ def score_all(
                 call_all = partial(_call_batched, function, asked)
                 returned = _called(call_all, name, [sorted(each.items()) for each in asked])
                 return _answers(function, returned, len(asked))
+
             if is_async(function):
                 return _event_loop().run(_score_concurrently(name, function, asked, timeout_s))
+
             return [
                 _answer(_called(partial(call, function, each), name, sorted(each.items())))
                 for each in asked
@@ -69,6 +71,7 @@ def describe(error: Exception) -> str:
         last = f"{os.path.basename(frames[-1].filename)}:{frames[-1].lineno}"
     else:
         last = "unknown place"
+
     place = users_place(error) or last
     return f"{type(error).__name__}: {error}"[:_SHOWN_ERROR_CHARACTERS] + f" (at {place})"
 
@@ -156,6 +159,7 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     connected = socket.socket(fileno=int(sys.argv[1]))
     connected.set_inheritable(False)
+
     channel = Channel(connected)
     try:
         serve(channel)
@@ -174,18 +178,22 @@ def serve(channel: Channel) -> None:
     except UserError as error:
         channel.send(encode({"error": str(error)}))
         return
+
     groups = [name for name, function in functions.items() if takes_groups(function)]
     batches = [name for name in groups if is_batched(functions[name])]
     conversations = [name for name, function in functions.items() if takes_conversation(function)]
     channel.send(encode({"groups": groups, "batches": batches, "conversations": conversations}))
+
     while True:
         request = channel.receive()
         name = str(request["name"])
         asked = cast(list[Mapping[str, object]], request["asked"])
         timeout_s = cast(float, request["timeout_s"])
+
         answers = score_all(name, functions[name], asked, timeout_s)
         try:
             reply = encode({"answers": answers})
         except (TypeError, ValueError) as error:  # more than fits into a message
             reply = encode({"answers": [{"error": describe(error)}] * len(asked)})
+
         channel.send(reply)

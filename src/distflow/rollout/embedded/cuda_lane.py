@@ -98,6 +98,7 @@ class CudaRequestLane:
             self._launch(unfinished, leases, self.steps.decode(unfinished, leases))
         elif self._launched:
             return self.read()
+
         if len(self._launched) > self.steps.lag:
             return self.read()
         return None
@@ -110,6 +111,7 @@ class CudaRequestLane:
         """
         if not self._launched:
             return None
+
         launched = self._launched.popleft()
         if launched.done is not None:
             launched.done.synchronize()
@@ -122,6 +124,7 @@ class CudaRequestLane:
         tokens, rollout, sampling, finite = launched.copied[:, rows].tolist()
         if not all(finite):
             raise FloatingPointError(NOT_FINITE)
+
         return StepTokens(
             [launched.sequences[row] for row in rows],
             [int(token) for token in tokens],
@@ -135,17 +138,22 @@ class CudaRequestLane:
         fills: list[tuple[PromptKV, list[PageCopy]]] = []
         for sequence in work.sequences:
             sequence.weights = weights
+
         for prefill in work.prefills:
             found = [self._found(starts[0]) for starts in prefill.values()]
+
             # until the leases take over
             self.steps.pages.share(page for pages in found for page in pages)
+
             places = self._places(prefill, found, weights)
             for (forward, row), starts, pages in zip(places, prefill.values(), found, strict=True):
                 leased, parts = self.steps.lease(row, starts, pages)
                 leases += leased
                 fills.append((forward, parts))
                 hidden.append(forward.hidden[row].expand(len(starts), -1))
+
             self.steps.pages.give_back(page for pages in found for page in pages)
+
         self._leases.update(zip(work.sequences, leases, strict=True))
         self._launch(
             work.sequences,
@@ -159,9 +167,11 @@ class CudaRequestLane:
         """Forward and row of each context. found: pages that hold the start of each."""
         if not any(found):
             return self.prompts.rows(weights, list(prefill), self.decoder.prefill)
+
         for pages, starts in zip(found, prefill.values(), strict=True):
             for sequence in starts:
                 sequence.num_cached_tokens = self.steps.prefixes.block_tokens * len(pages)
+
         forward = self.decoder.prefill_after(
             list(prefill), [self.steps.gathered(pages) for pages in found]
         )
@@ -172,6 +182,7 @@ class CudaRequestLane:
         lease."""
         for lease in leases:
             lease.num_drawn += 1
+
         done = None
         if drawn.device.type != "cpu":
             copied = torch.empty(drawn.shape, dtype=drawn.dtype, pin_memory=True).copy_(
@@ -181,4 +192,5 @@ class CudaRequestLane:
             done.record()
         else:
             copied = drawn
+
         self._launched.append(_LaunchedStep(list(sequences), leases, copied, done))

@@ -37,6 +37,7 @@ class CudaGraphs:
             return step()
         if shape not in self._recorded and not self._record(shape, step):
             return step()
+
         graph, result = self._recorded[shape]
         graph.replay()
         return result
@@ -74,6 +75,7 @@ class CudaGraphs:
             self.enabled = False
             self.clear()
             return False
+
         self._recorded[shape] = (graph, result)
         self.num_recorded += 1
         return True

@@ -77,8 +77,10 @@ class DecodeState:
             (num_slots + 1, most_pages), TRASH, dtype=torch.int64, device=device
         )
         self._vocab_size = vocab_size
+
         # bool (slots, vocab), allocated when a penalty is first used
         self._seen: Tensor | None = None
+
         # a Python `True` would be copied from the host
         self._true = torch.ones((), dtype=torch.bool, device=device)
         self.free = list(range(num_slots - 1, -1, -1))
@@ -92,6 +94,7 @@ class DecodeState:
             state = state_of(sequence.key, sequence.num_drawn + len(sequence.token_ids))
             pages = [*lease.pages, *[TRASH] * (width - len(lease.pages))]
             rows.append([lease.slot, sequence.position, state, *pages])
+
         written = send(torch.tensor(rows), self.token.device)
         slots = written[:, 0]
         self.position[slots] = written[:, 1]
@@ -99,10 +102,12 @@ class DecodeState:
         self.tables[slots, :width] = written[:, 3:]
         if all(sequence.law.repetition_penalty == 1.0 for sequence in sequences):
             return
+
         if self._seen is None:
             self._seen = torch.zeros(
                 self.trash + 1, self._vocab_size, dtype=torch.bool, device=self.token.device
             )
+
         occurred = [
             (lease.slot, token)
             for sequence, lease in zip(sequences, leases, strict=True)
@@ -121,6 +126,7 @@ class DecodeState:
         logits = logits.float()
         uniform = uniforms(self.random[slots])
         parts = [self._draw_law(logits, slots, uniform, law, rows) for law, rows in laws]
+
         if len(laws) == 1:
             draws, finite = parts[0]
         else:
@@ -132,6 +138,7 @@ class DecodeState:
                 )
             )
             finite = torch.cat([each for _, each in parts])[back]
+
         nobody = slots == self.trash
         self.token[slots] = draws.token_ids.masked_fill(nobody, 0)
         self.position[slots] = (self.position[slots] + 1).masked_fill(nobody, 0)
@@ -148,11 +155,13 @@ class DecodeState:
             logits = logits[rows]
             slots = slots[rows]
             uniform = uniform[rows]
+
         policy = policy_of(logits, law)
         penalised = law.repetition_penalty != 1.0 and self._seen is not None
         if penalised and self._seen is not None:
             seen = self._seen[slots]
         else:
             seen = None
+
         draws = draw_by_law(policy, logits, law, uniform, seen, (logits.shape[-1],))
         return draws, torch.isfinite(policy.top).squeeze(-1)

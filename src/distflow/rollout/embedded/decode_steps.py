@@ -60,6 +60,7 @@ class AsyncSteps:
         self._num_slots = num_slots
         self._most_pages = pages_for(decoder.max_positions, options.page_tokens)
         self._memory: PageMemory | None = None
+
         # by size: the slots written in the tensor
         self._rows: dict[int, tuple[tuple[int, ...], Tensor]] = {}
         self._laws: tuple[tuple[SamplingLaw, ...], Laws] = ((), [])
@@ -97,6 +98,7 @@ class AsyncSteps:
             if free < 0:
                 break
             count += 1
+
         return count
 
     def lease(
@@ -106,6 +108,7 @@ class AsyncSteps:
         make for them. found: pages that hold the start of the context."""
         size = self._options.page_tokens
         length = len(sequences[0].context)
+
         leases: list[Lease] = []
         parts: list[PageCopy] = []
         common = found
@@ -115,6 +118,7 @@ class AsyncSteps:
             parts.append((row, len(common) * size, length, pages))
             common = pages[: length // size]
             leases.append(Lease(self._state.free.pop(), pages, len(sequence.token_ids)))
+
         return leases, parts
 
     def free(self, lease: Lease) -> None:
@@ -158,6 +162,7 @@ class AsyncSteps:
             memory.fill(forward, parts)
         self._state.begin(sequences, leases)
         slots = send(torch.tensor([lease.slot for lease in leases]), self._decoder.device)
+
         return self._state.draw(
             self._decoder.logits(hidden), slots, self._laws_of(sequences, len(sequences))
         )
@@ -171,10 +176,12 @@ class AsyncSteps:
         width = min(rounded(pages_for(longest, self._options.page_tokens)), self._most_pages)
         slots, laws = self._slots_of(leases, size), self._laws_of(sequences, size)
         forward = partial(self._logits, slots, width)
+
         if len(laws) == 1:  # the only law covers all rows
             return self.graphs.run(
                 (size, width, laws[0][0]), lambda: self._state.draw(forward(), slots, laws)
             )
+
         return self._state.draw(self.graphs.run((size, width, None), forward), slots, laws)
 
     def _logits(self, slots: Tensor, width: int) -> Tensor:
@@ -185,6 +192,7 @@ class AsyncSteps:
         hidden = self._decoder.decode_paged(
             state.token[slots], positions, memory.keys, memory.values, tables
         )
+
         return self._decoder.logits(hidden)
 
     def _slots_of(self, leases: Rows[Lease], size: int) -> Tensor:
@@ -194,9 +202,11 @@ class AsyncSteps:
         has, tensor = self._rows.get(size, ((), None))
         if tensor is None:
             tensor = torch.zeros(size, dtype=torch.int64, device=self._decoder.device)
+
         if has != wanted:
             tensor.copy_(send(torch.tensor(wanted), self._decoder.device))
             self._rows[size] = (wanted, tensor)
+
         return tensor
 
     def _laws_of(self, sequences: Rows[Sequence], size: int) -> Laws:
@@ -210,6 +220,7 @@ class AsyncSteps:
                 for law, rows in rows_by_law(laws).items()
             ]
             self._laws = (laws, groups)
+
         return self._laws[1]
 
     # Memory.
@@ -224,6 +235,7 @@ class AsyncSteps:
         if self._memory is None:
             decoder = self._decoder
             options = self._options
+
             num_pages = options.num_pages
             if num_pages is None:
                 # As many as all slots could need, or fit into the share of free memory, plus
@@ -242,12 +254,15 @@ class AsyncSteps:
                         int(MEMORY_SHARE * free_bytes(device))
                         // (numbers * decoder.dtype.itemsize),
                     )
+
                 num_pages += 1
+
             self._memory = PageMemory(decoder, num_pages, options.page_tokens)
             self.pages = PagePool(num_pages, self.prefixes.pop_oldest)
             self._state = DecodeState(
                 self._num_slots, self._most_pages, decoder.vocab_size, decoder.device
             )
+
         return self._memory
 
 

@@ -97,6 +97,7 @@ class EmbeddedEngine:
     def __post_init__(self) -> None:
         if self.max_num_seqs < 1:
             raise ValueError(f"max_num_seqs must be at least 1, got {self.max_num_seqs}")
+
         self.num_generated_tokens = 0
         self.host: Host | None = None
         on_cpu = next(self.model.parameters()).device.type == "cpu"
@@ -105,9 +106,11 @@ class EmbeddedEngine:
             self.model, native=not by_torch, compute_dtype=self.compute_dtype
         )
         self._activity = ActivityLog()
+
         # Only the step loop's thread uses the fields down to `_pending`; asyncio's thread posts
         # commands. Only asyncio's thread draws request numbers.
         self._weights = EngineWeights(self.model, self.shares_weights)
+
         # when the weights were loaded; the version may change without a load
         self._loaded = self.version
         device = self.on_device
@@ -129,10 +132,12 @@ class EmbeddedEngine:
             num_fitting = None
         else:
             num_fitting = self._steps.num_fitting
+
         scheduler = Scheduler(self._num_slots, self.max_prefill_tokens, num_fitting)
         parts = (name, scheduler, PromptCache(_PROMPT_CACHE_TOKENS), self._decoder)
         if self._steps is not None:
             return CudaRequestLane(*parts, self._steps)
+
         return RequestLane(*parts)
 
     async def __aenter__(self) -> "EmbeddedEngine":
@@ -152,14 +157,17 @@ class EmbeddedEngine:
         check_request(request.prompt_ids, request.samples, request.params, *sizes)
         number = next(self._numbers)
         future = asyncio.get_running_loop().create_future()
+
         if request.stream.name.partition("/")[0] == TRAIN:
             lane = self._train
         else:
             lane = self._other
+
         sequences = sequences_of(
             number, replace(request, may_continue=request.may_continue and not self.batch_invariant)
         )
         self._loop.post(partial(self._submit, number, _Pending(future, lane, sequences)))
+
         try:
             await future
             return tuple(sequence.segment() for sequence in sequences)
@@ -176,6 +184,7 @@ class EmbeddedEngine:
             self._loop.paused = True
             self._settle()
             self._activity.stopped()
+
             if release:
                 for lane in self._lanes:
                     lane.forget_kv()
@@ -218,11 +227,13 @@ class EmbeddedEngine:
         self._weights.check_whole()
         if self.model.training:
             self.model.eval()
+
         # A lane may have to wait for memory used by the other.
         lane = next(
             each for each in self._lanes if each.scheduler.running or each.scheduler.can_prefill()
         )
         step_tokens = lane.step(self._loaded)
+
         # all sequences may have ended meanwhile
         if step_tokens is not None and step_tokens.sequences:
             self._take(lane, step_tokens, t0)
@@ -231,12 +242,14 @@ class EmbeddedEngine:
         """Give each sequence its token, and finish those that end with it."""
         finished = []
         version = self.version.step
+
         for sequence, token, rollout, sampling in zip(*step_tokens, strict=True):
             sequence.append(token, rollout, sampling, version)
             reason = finish_reason(sequence.token_ids, sequence.params, self.tokenizer)
             if reason is not None:
                 sequence.finish_reason = reason
                 finished.append(sequence)
+
         lane.keep(finished)
         self.num_generated_tokens += len(step_tokens.sequences)
         self._activity.decoded(
@@ -280,6 +293,7 @@ class EmbeddedEngine:
             except UserError as error:
                 settle(pending.future, error)
                 return
+
         self._pending[number] = pending
         pending.lane.scheduler.add(pending.sequences)
 
@@ -294,9 +308,11 @@ class EmbeddedEngine:
         """Fail all waiting requests with `error`, and reset: later requests run normally."""
         pending = list(self._pending.values())
         self._pending = {}
+
         for lane in self._lanes:
             self._leave(lane, [*lane.scheduler.waiting, *lane.scheduler.running])
             lane.forget_prefixes()
+
         if self._steps is not None:
             self._steps.release()  # it may contain NaN
         for waiting in pending:
@@ -310,9 +326,11 @@ class EmbeddedEngine:
         self.version = version
         for lane in self._lanes:
             lane.forget_prefixes()
+
         if weights is not None:
             self._loaded = version
             self._refresh_weights()
+
             for lane in self._lanes:
                 lane.prompts.clear()
                 if self.kv_on_update == "recompute":
@@ -322,6 +340,7 @@ class EmbeddedEngine:
                     for sequence in begun:
                         sequence.finish_reason = "abort"
                     self._finish(lane, begun)
+
         return receipt
 
     def _refresh_weights(self) -> None:

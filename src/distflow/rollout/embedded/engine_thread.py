@@ -88,6 +88,7 @@ class StepLoop:
 
         await self.call(end)
         self._thread.join()
+
         # The engine's threads have ended, so these do not overlap with anything either.
         while not self._commands.empty():
             self.attempt(self._commands.get())
@@ -100,6 +101,7 @@ class StepLoop:
             if self._commands.empty() and not self._can_step():
                 self._posted.wait()
             self._posted.clear()  # before the commands are read, so that later ones are not missed
+
             if not self._on_cpu:
                 self._work_alone()
             elif self._host is None or not self._host.compute(self._work):
@@ -115,6 +117,7 @@ class StepLoop:
     def _work_alone(self) -> None:
         if self._num_threads is not None:
             torch.set_num_threads(self._num_threads)  # for this thread
+
         try:
             self._work(lambda: self._host is not None and self._host.waits)
         # no request may wait forever
@@ -143,6 +146,7 @@ class StepLoop:
             # the thread is interrupted or ended: nothing can continue from half-done work
             if not is_done:
                 self.paused = True
+
         if isinstance(outcome, Exception):
             self._fail(outcome)
 

@@ -74,11 +74,13 @@ class RequestLane:
         kept = {each for each in finished if each.may_continue and each.weights == self._root[0]}
         if not kept:
             return
+
         for slot, sequence in enumerate(self.scheduler.running):
             if sequence in kept:
                 kept_tokens = sequence.context[:-1]  # the last token was not fed
                 content = self.slots.blocks(slot, len(kept_tokens), PREFIX_BLOCK)
                 self.prefixes.add(self._root, kept_tokens, content)
+
         while len(self.prefixes) * PREFIX_BLOCK * self.slots.bytes_per_token > PREFIX_CACHE_BYTES:
             self.prefixes.pop_oldest()
 
@@ -90,6 +92,7 @@ class RequestLane:
             hidden = self._prefill(work, weights)
         else:
             hidden = self._decode(work)
+
         draws = sample(self.decoder.logits(hidden), draw_inputs(work.sequences))
         return StepTokens(work.sequences, *(column.tolist() for column in draws))
 
@@ -106,6 +109,7 @@ class RequestLane:
         )
         for sequence in work.sequences:
             sequence.weights = weights
+
         for prefill in work.prefills:
             places = self._places(prefill, weights)
             places = [
@@ -122,6 +126,7 @@ class RequestLane:
                     forwards[0].hidden[torch.tensor(rows, device=forwards[0].hidden.device)]
                 )
                 slot += len(rows)
+
         return torch.cat(hidden)
 
     def _places(self, prefill: Prefill, weights: object) -> list[tuple[PromptKV, int]]:
@@ -129,9 +134,11 @@ class RequestLane:
         found = [self._found(starts[0]) for starts in prefill.values()]
         if not any(found):
             return self.prompts.rows(weights, list(prefill), self.decoder.prefill)
+
         for blocks, starts in zip(found, prefill.values(), strict=True):
             for sequence in starts:
                 sequence.num_cached_tokens = num_tokens(blocks)
+
         forward = self.decoder.prefill_after(
             list(prefill), [joined_blocks(blocks) for blocks in found]
         )
@@ -152,4 +159,5 @@ class RequestLane:
         keys, values = self.slots.window(
             len(positions), max(positions) + 1, self.scheduler.num_wanted
         )
+
         return self.decoder.decode(tokens, torch.tensor(positions, device=device), keys, values)

@@ -46,13 +46,16 @@ class KVSlots:
         num_tokens_at_most: the most tokens that one of these sequences may reach."""
         longest = prompts.keys.shape[-2]
         end = first_slot + len(rows)
+
         if self.keys.numel() == 0:
             num_layers, _, num_kv_heads, _, head_dim = prompts.keys.shape
             self.keys, self.values = (
                 memory.new_empty(num_layers, 0, num_kv_heads, 0, head_dim)
                 for memory in (prompts.keys, prompts.values)
             )
+
         self._least = max(self._least, min(num_tokens_at_most, FIRST_EXTENT))
+
         # other sequences may be longer
         self._fit(end, max(longest, self.keys.shape[-2]), num_wanted)
         index: slice | Tensor = slice(rows[0], rows[-1] + 1)  # without a copy
@@ -82,6 +85,7 @@ class KVSlots:
                 )
                 both = zip(keys.unsafe_split(size, -2), values.unsafe_split(size, -2), strict=True)
                 copies.update(enumerate(both, index))
+
             return copies[index]
 
         return block
@@ -102,11 +106,13 @@ class KVSlots:
         read in vain."""
         has_slots = self.keys.shape[1]
         has_extent = self.keys.shape[-2]
+
         rounded = -(-max(extent, self._least) // EXTENT_BLOCK) * EXTENT_BLOCK
         if extent > has_extent:
             rounded = max(rounded, -(-has_extent * 9 // (8 * EXTENT_BLOCK)) * EXTENT_BLOCK)
         elif 4 * rounded > 3 * has_extent:
             rounded = has_extent
+
         if num_slots > has_slots or rounded != has_extent:
             region = slice(min(has_slots, num_slots)), slice(None), slice(min(has_extent, rounded))
             shape = (max(num_slots, num_wanted), rounded)

@@ -90,6 +90,7 @@ class PageMemory:
             rows.append(np.full(len(position), row))
             positions.append(position)
             pages.append(np.asarray(own, dtype=np.int64)[position // self.page_tokens])
+
         stacked = torch.from_numpy(
             np.stack([np.concatenate(each) for each in (rows, positions, pages)])
         )

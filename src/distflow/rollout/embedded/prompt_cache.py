@@ -35,11 +35,13 @@ class PromptCache:
                 places[context] = self._rows[version, context]
             else:
                 missing.append(context)
+
         if missing:
             forward = prefill(missing)
             added = {context: (forward, row) for row, context in enumerate(missing)}
             places |= added
             self._keep(version, added, len(missing) * forward.keys.shape[-2])
+
         return [places[context] for context in contexts]
 
     def _keep(
@@ -52,6 +54,7 @@ class PromptCache:
             self.clear()
         if num_tokens > self.max_tokens:
             return
+
         self._num_tokens += num_tokens
         for context, place in added.items():
             self._rows[version, context] = place

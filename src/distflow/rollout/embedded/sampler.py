@@ -60,6 +60,7 @@ class Distribution:
         the total."""
         cumulative = self.block_masses.cumsum(dim=-1)
         target = _below(uniform[:, None] * cumulative[:, -1:], cumulative[:, -1:])
+
         # Searching a NaN sum ends after the last block, hence the bounds.
         block = torch.searchsorted(cumulative, target, right=True).clamp_(
             max=cumulative.shape[-1] - 1
@@ -69,6 +70,7 @@ class Distribution:
         inside = self.blocks[rows, block.squeeze(-1)].double().cumsum(dim=-1)
         offset = torch.searchsorted(inside, _below(target - before, inside[:, -1:]), right=True)
         token_ids = (block * self.blocks.shape[-1] + offset).squeeze(-1)
+
         return token_ids.clamp_(max=self.scores.shape[-1] - 1)
 
 
@@ -77,6 +79,7 @@ def rows_by_law(laws: Sequence[SamplingLaw]) -> dict[SamplingLaw, list[int]]:
     # compared without their hashes, which take most of this function
     if laws and laws.count(laws[0]) == len(laws):
         return {laws[0]: list(range(len(laws)))}
+
     rows: dict[SamplingLaw, list[int]] = {}
     for row, law in enumerate(laws):
         rows.setdefault(law, []).append(row)
@@ -91,12 +94,14 @@ def sample(logits: Tensor, inputs: DrawInputs) -> Draws:
     groups = rows_by_law(inputs.laws)
     if len(groups) == 1:
         return _draw_tiles(logits, inputs)
+
     parts = list[Draws]()
     indices = list[Tensor]()
     for rows in groups.values():
         index = torch.tensor(rows, device=logits.device)
         parts.append(_draw_tiles(logits[index], inputs.take(rows)))
         indices.append(index)
+
     in_order = torch.cat(indices).argsort()
     return Draws(*(torch.cat(column)[in_order] for column in zip(*parts, strict=True)))
 
@@ -106,15 +111,18 @@ def _draw_tiles(logits: Tensor, inputs: DrawInputs) -> Draws:
     times as fast at 151,936."""
     law = inputs.laws[0]
     uniform = torch.from_numpy(inputs.uniforms).to(logits.device)
+
     if logits.device.type == "cpu":
         size = max(1, TILE_NUMBERS // logits.shape[-1])
     else:
         size = len(logits)
+
     tiles = [slice(first, first + size) for first in range(0, len(logits), size)]
     drawn = [
         _draw_rows(logits[tile].float(), law, uniform[tile], inputs.contexts[tile])
         for tile in tiles
     ]
+
     return Draws(*(torch.cat(column) for column in zip(*drawn, strict=True)))
 
 
@@ -122,6 +130,7 @@ def _draw_rows(
     logits: Tensor, law: SamplingLaw, uniform: Tensor, contexts: list[tuple[int, ...]]
 ) -> Draws:
     truncates = 0 < law.top_k < logits.shape[-1] or law.top_p < 1.0 or law.min_p > 0.0
+
     # drawn directly from the policy
     is_plain = not (law.greedy or truncates or law.repetition_penalty != 1.0)
     if is_plain and logits.device.type == "cpu" and native.is_there():
@@ -130,14 +139,17 @@ def _draw_rows(
             raise FloatingPointError(NOT_FINITE)
         token_ids, log_probs = drawn
         return Draws(token_ids, log_probs, log_probs)
+
     policy = policy_of(logits, law)
     if not torch.isfinite(policy.top).all():
         raise FloatingPointError(NOT_FINITE)
+
     seen = None
     if law.repetition_penalty != 1.0:
         seen = torch.zeros_like(logits, dtype=torch.bool)
         for row, context in enumerate(contexts):
             seen[row, list(set(context))] = True
+
     return draw_by_law(policy, logits, law, uniform, seen, (TOP_P_CANDIDATES, logits.shape[-1]))
 
 
@@ -165,11 +177,13 @@ def draw_by_law(
             logits > 0, logits / law.repetition_penalty, logits * law.repetition_penalty
         )
         drawn_from = Distribution(torch.where(seen, penalised, logits) / law.temperature)
+
     drawn_from = _truncated(drawn_from, law, candidates)
     if law.greedy:
         token_ids = drawn_from.scores.argmax(dim=-1)
     else:
         token_ids = drawn_from.draw(uniform)
+
     log_probs = policy.log_probs(token_ids)
     return Draws(
         token_ids, log_probs, log_probs if drawn_from is policy else drawn_from.log_probs(token_ids)
@@ -183,13 +197,16 @@ def _truncated(full: Distribution, law: SamplingLaw, candidates: tuple[int, ...]
     if 0 < law.top_k < full.scores.shape[-1]:
         least = current.scores.topk(law.top_k, dim=-1).values[:, -1:]
         current = Distribution(current.scores.masked_fill(current.scores < least, float("-inf")))
+
     if law.top_p < 1.0:
         least = _nucleus_edge(current, law.top_p, candidates)
         current = Distribution(current.scores.masked_fill(current.scores < least, float("-inf")))
+
     if law.min_p > 0.0:
         current = Distribution(
             current.scores.masked_fill(current.masses < law.min_p, float("-inf"))
         )
+
     return current
 
 
@@ -198,11 +215,13 @@ def _nucleus_edge(current: Distribution, top_p: float, candidates: tuple[int, ..
     `top_p`."""
     vocab_size = current.scores.shape[-1]
     wanted = top_p * current.total[:, None]
+
     for num_candidates in candidates:
         scores = current.scores.topk(min(num_candidates, vocab_size), dim=-1).values
         before = pad(torch.exp(scores - current.top).double().cumsum(dim=-1), (1, 0))
         if num_candidates == candidates[-1] or (before[:, -1:] >= wanted).all():
             break
+
     inside = (before[:, :-1] < wanted).sum(dim=-1, keepdim=True)
     return scores.gather(-1, (inside - 1).clamp_(min=0))
 

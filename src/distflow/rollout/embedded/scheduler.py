@@ -103,6 +103,7 @@ def sequences_of(number: int, request: GenerateRequest) -> list[Sequence]:
             may_continue=request.may_continue,
         )
         sequences.append(sequence)
+
     return sequences
 
 
@@ -129,6 +130,7 @@ def draw_inputs(sequences: list[Sequence]) -> DrawInputs:
     contexts = [
         sequence.context if sequence.law.repetition_penalty != 1.0 else () for sequence in sequences
     ]
+
     return DrawInputs([sequence.law for sequence in sequences], uniforms(keys, positions), contexts)
 
 
@@ -219,8 +221,10 @@ class Scheduler:
                 num_tokens += rests[context]
                 if starts and num_tokens > self.max_prefill_tokens:
                     break
+
             starts.setdefault(context, []).append(self.waiting.popleft())
             free -= 1
+
         prefills: list[Prefill] = []
         for is_fresh in (True, False):
             longest = 0
@@ -231,6 +235,7 @@ class Scheduler:
                     prefills.append({})
                     longest = rests[context]
                 prefills[-1][context] = starts[context]
+
         admitted = [seq for prefill in prefills for group in prefill.values() for seq in group]
         first_slot = len(self.running)
         self.running.extend(admitted)
@@ -247,6 +252,7 @@ class Scheduler:
         """Forget finished or aborted sequences; returns which slots move into the gaps."""
         if not gone:
             return []
+
         gone = set(gone)
         self.waiting = deque(seq for seq in self.waiting if seq not in gone)
         remaining = [slot for slot, seq in enumerate(self.running) if seq not in gone]
@@ -256,6 +262,7 @@ class Scheduler:
         for source, gap in moves:
             self.running[gap] = self.running[source]
         del self.running[len(remaining) :]
+
         return moves
 
     def begun(self) -> list[Sequence]:

@@ -62,17 +62,20 @@ class AnswerCheck:
             raise lie(
                 self.who, f"{num_tokens} tokens where at most {params.max_tokens} were asked for"
             )
+
         ids = list(answer.token_ids)
         end, reason = self._end(ids, params, answer.finish_reason)
         rollout_log_probs = self._log_probs(answer.rollout_log_probs)
         sampling_log_probs = self._log_probs(answer.sampling_log_probs)
         versions = self._steps(answer.versions)
+
         if reason is None:
             ends = (
                 f"that a response ends by '{answer.finish_reason}' after {end} of "
                 f"{params.max_tokens} tokens"
             )
             raise lie(self.who, ends)
+
         return Segment.drawn(
             sample,
             ids[:end],
@@ -92,7 +95,9 @@ class AnswerCheck:
             if not _LEAST_LOG_PROB < value <= _ROUNDING:
                 bounds = f"each is above {_LEAST_LOG_PROB:g} and at most 0"
                 raise lie(self.who, f"with invalid log-probs, such as {value!r:.40} ({bounds})")
+
             found.append(min(float(value), 0.0))
+
         return found
 
     def _steps(self, labels: Sequence[object]) -> list[int]:
@@ -104,6 +109,7 @@ class AnswerCheck:
             for step in range(first.step, last.step + 1)
         }
         steps[label_of(last)] = last.step
+
         found = list[int]()
         for label in labels:
             if not isinstance(label, str) or label not in steps:
@@ -114,6 +120,7 @@ class AnswerCheck:
             if found and steps[label] < found[-1]:
                 raise lie(self.who, f"with a token of weights '{label}' after one of newer weights")
             found.append(steps[label])
+
         return found
 
     def _end(
@@ -125,6 +132,7 @@ class AnswerCheck:
             is_number = isinstance(token, int) and not isinstance(token, bool)
             if not (is_number and 0 <= token < self.vocab_size):
                 raise lie(self.who, f"with a token {token!r:.40}, which the model does not have")
+
         ends_early = not set(params.stop_token_ids).isdisjoint(ids[:-1])
         if ends_early or (
             params.stop and any(text in self.tokenizer.decode(ids) for text in params.stop)
@@ -132,6 +140,7 @@ class AnswerCheck:
             for end in range(1, len(ids)):
                 if finish_reason(ids[:end], params, self.tokenizer) == "stop":
                     return end, "stop"
+
         if said == "abort":
             return len(ids), "abort"
         return len(ids), finish_reason(ids, params, self.tokenizer) if ids else None

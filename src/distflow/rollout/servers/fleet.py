@@ -73,12 +73,14 @@ class Fleet(AbstractAsyncContextManager["Fleet"]):
     async def __aenter__(self) -> "Fleet":
         self._updating = asyncio.Lock()
         self._changed = asyncio.Event()
+
         async with AsyncExitStack() as entered:
             begun = (entered.enter_async_context(each.engine) for each in self._servers)
             found = await asyncio.gather(*begun, return_exceptions=True)
             if errors := [each for each in found if isinstance(each, BaseException)]:
                 raise errors[0]
             self._entered = entered.pop_all()
+
         for server in self._servers:
             server.watch = asyncio.create_task(self._watch(server))
         return self
@@ -115,6 +117,7 @@ class Fleet(AbstractAsyncContextManager["Fleet"]):
             found[f"rollout_server/{each.number}/tokens_per_s"] = each.tokens_per_s
             found[f"rollout_server/{each.number}/restarts"] = each.restarts
             found[f"rollout_server/{each.number}/moved_requests"] = each.moved
+
         return found
 
     # Requests.
@@ -135,8 +138,10 @@ class Fleet(AbstractAsyncContextManager["Fleet"]):
                         raise
                     why = str(err)
                     continue
+
                 self._activity.responded(request, result)
                 return result
+
         raise ServerFailed(
             f"{len(refused)} servers of the fleet have failed on one request. The last: {why}"
         )
@@ -148,6 +153,7 @@ class Fleet(AbstractAsyncContextManager["Fleet"]):
         number = server.engine.number_of_server
         began = time.monotonic()
         server.outstanding += cost
+
         try:
             result = await server.engine.generate(request)
         except ServerFailed as err:
@@ -159,6 +165,7 @@ class Fleet(AbstractAsyncContextManager["Fleet"]):
             raise
         finally:
             server.outstanding -= cost
+
         longest = max(len(each.token_ids) for each in result)
         speed = longest / (time.monotonic() - began)
         server.tokens_per_s += 0.2 * (speed - server.tokens_per_s)
@@ -175,6 +182,7 @@ class Fleet(AbstractAsyncContextManager["Fleet"]):
         if len(self._homes) > _MOST_HOMES:
             self._homes.clear()  # of groups that have mostly ended
         self._homes[request.stream] = chosen
+
         return chosen
 
     # Servers.
@@ -189,6 +197,7 @@ class Fleet(AbstractAsyncContextManager["Fleet"]):
                     f"no server of the fleet is available after {MOST_TRIES} attempts each:\n{whys}"
                 )
             await self._changed.wait()
+
         return able
 
     def _wake(self) -> None:
@@ -223,12 +232,14 @@ class Fleet(AbstractAsyncContextManager["Fleet"]):
                 await server.engine.restart()
                 if self._files is not None:  # the others are not held up meanwhile
                     await server.engine.load(self._files)
+
                 async with self._updating:
                     await self._catch_up(server.engine)
                     server.restarts += 1
                     server.failures = 0
                     server.task = None
                     self._wake()
+
                 return
             except _FAILURES as err:
                 server.failures += 1
@@ -293,6 +304,7 @@ class Fleet(AbstractAsyncContextManager["Fleet"]):
         else:
             whys = "; ".join(each.why for each in self._servers)
             raise ServerFailed(f"no server of the fleet reports the hashes of its weights: {whys}")
+
         if any(each != found[0] for each in found):
             raise TrustError("the servers of a fleet have different weights of one version")
         return found[0]
@@ -305,15 +317,19 @@ class Fleet(AbstractAsyncContextManager["Fleet"]):
         async with self._updating:
             before = self._files
             keeper = self._servers[0].engine
+
             if weights is not None:
                 self._files = await asyncio.to_thread(keeper.write, version, weights)
             elif before is not None:
                 self._files = replace(before, version=version)
+
             await self._all(lambda engine: self._load(engine, version))
             self.version = version  # not before: groups are admitted by it
+
             if weights is not None and before is not None:
                 # a server that restarts from it meanwhile fails, and does so again
                 keeper.drop(before)
+
         await self._able()
         if weights is None or self._files is None:
             return WeightReceipt(version, version_only=True)

@@ -100,6 +100,7 @@ class HttpEngine(AbstractAsyncContextManager["HttpEngine"], ABC):
         self._paused = False
         self._is_released = False
         self._moved = time.monotonic()
+
         # for our own server, at its socket
         self.own_url = _AT_SOCKET
         self.headers = dict[str, str]()
@@ -170,11 +171,13 @@ class HttpEngine(AbstractAsyncContextManager["HttpEngine"], ABC):
     async def __aenter__(self) -> "HttpEngine":
         self.folder = PrivateFolder("distflow-server-")
         self.socket = self.folder.path / "socket"
+
         at_socket = (self.url or self.own_url) == _AT_SOCKET
         if at_socket:
             transport = httpx.AsyncHTTPTransport(uds=str(self.socket), limits=_NO_LIMITS)
         else:
             transport = None
+
         self.client = httpx.AsyncClient(
             base_url=self.url or self.own_url,
             headers=self.headers,
@@ -183,10 +186,12 @@ class HttpEngine(AbstractAsyncContextManager["HttpEngine"], ABC):
             timeout=httpx.Timeout(CALL_S, connect=_CONNECT_S),
             trust_env=False,
         )
+
         async with AsyncExitStack() as if_it_fails:  # Python does not call `__aexit__` then
             if_it_fails.push_async_exit(self.__aexit__)
             await self._start()
             if_it_fails.pop_all()
+
         return self
 
     async def __aexit__(self, *exception: object) -> None:
@@ -279,13 +284,16 @@ class HttpEngine(AbstractAsyncContextManager["HttpEngine"], ABC):
         generates nothing."""
         if not (self._running or self.is_shared):
             return False
+
         ticks = self._cpu_ticks()
+
         # of a server that this process has not started, nobody sees whether it computes
         limit_s = SILENT_S if self._process is not None else ATTACH_S
         try:
             await asyncio.wait_for(self._hear(), limit_s)
         except TimeoutError:
             return self._cpu_ticks() == ticks
+
         is_waiting = self._progress is not None and bool(self._running)
         return is_waiting and time.monotonic() - self._moved > STUCK_S
 
@@ -308,6 +316,7 @@ class HttpEngine(AbstractAsyncContextManager["HttpEngine"], ABC):
             if answer.status_code < 500:
                 break
             await asyncio.sleep(BACK_OFF_S * 2**number)
+
         if (
             answer.status_code >= 500
             and (await self.client.get("/health")).status_code != httpx.codes.OK
@@ -319,6 +328,7 @@ class HttpEngine(AbstractAsyncContextManager["HttpEngine"], ABC):
             raise ServerFailed(
                 f"{self.who} answered {path} with {answer.status_code}: {answer.text[:500]}"
             )
+
         return self.read(answer)
 
     def read(self, answer: httpx.Response) -> Any:
@@ -341,6 +351,7 @@ class HttpEngine(AbstractAsyncContextManager["HttpEngine"], ABC):
             raise lie(
                 self.who, f"{len(answers)} responses where {len(request.samples)} were asked for"
             )
+
         last = max(self.version, self._newest)
         check = AnswerCheck(self.who, self.tokenizer, self.config.vocab_size, first, last)
         given = zip(request.samples, answers, strict=True)
@@ -363,6 +374,7 @@ class HttpEngine(AbstractAsyncContextManager["HttpEngine"], ABC):
             server = self.number_of_server
             task = asyncio.create_task(self._reading(work))
             self._running.add(task)
+
             try:
                 return await task
             except httpx.TransportError as err:
@@ -374,9 +386,11 @@ class HttpEngine(AbstractAsyncContextManager["HttpEngine"], ABC):
                 why = "it did not respond"
             finally:
                 self._running.discard(task)
+
             is_same = server == self.number_of_server != self._silent_server
             if not (is_same and await self._is_well()):
                 break
+
         raise ServerLost(f"{self.who} is lost ({why}){self._log_end()}")
 
     # The server.
@@ -397,6 +411,7 @@ class HttpEngine(AbstractAsyncContextManager["HttpEngine"], ABC):
             self.socket.unlink(missing_ok=True)
             command, env = self.command(self.folder.path)
             self._process = ServerProcess(command, env, self.folder.path / LOG)
+
         due = time.monotonic() + (START_S if self._process is not None else ATTACH_S)
         while True:
             try:
@@ -405,12 +420,14 @@ class HttpEngine(AbstractAsyncContextManager["HttpEngine"], ABC):
             except httpx.TransportError as err:
                 self._check_starting(err, due)
             await asyncio.sleep(_START_LOOKS_EVERY_S)
+
         if self.longest > self.max_positions:
             raise UserError(
                 f"{self.who} has a context of {self.max_positions} tokens, but "
                 f"data.max_prompt_length and data.max_response_length make {self.longest}: lower "
                 "them, or start the server with a longer context"
             )
+
         self._moved = time.monotonic()
 
     def _check_starting(self, err: httpx.TransportError, due: float) -> None:
@@ -424,6 +441,7 @@ class HttpEngine(AbstractAsyncContextManager["HttpEngine"], ABC):
                 raise UserError(
                     f"actor_rollout_ref.rollout.url={self.url}: no server answers there ({err})"
                 ) from err
+
             raise ServerFailed(
                 f"{self.who} was not ready within {START_S:g} s{self._log_end()}"
             ) from err
@@ -467,10 +485,13 @@ class HttpEngine(AbstractAsyncContextManager["HttpEngine"], ABC):
         if self._is_released:
             await self.wake()
             self._is_released = False
+
         hashes = await self.take(files)
         if hashes != files.hashes:
             raise lie(self.who, "with hashes of weights other than those that were sent")
+
         await self.set_label(label_of(files.version))
+
         # before its first token
         self.version = files.version
         self._held = files

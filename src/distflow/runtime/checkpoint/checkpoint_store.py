@@ -142,6 +142,7 @@ class Writing:
             while self._missing(expected) and self.partial.exists() and keep_waiting():
                 pass
             folder = self.store.folder
+
             # a part may have arrived during the last wait
             if missing := self._missing(expected):
                 with suppress(OSError):
@@ -151,11 +152,13 @@ class Writing:
                     f"{', '.join(missing)} missing, because its process failed or died. Earlier "
                     "checkpoints are complete"
                 )
+
             files = {path.name: describe(path) for path in parts_in(self.partial)}
             if metric is not None and math.isfinite(metric):
                 score = metric
             else:
                 score = None
+
             write_manifest(self.partial, Manifest(self.step, next_serial(folder), score, files))
             self.store.on_point("manifest")
             final = self.partial.with_suffix("")
@@ -173,14 +176,17 @@ class Writing:
         """Keep only the newest few and the best few; the one just written always stays."""
         if self.store.keep_last is None:
             return
+
         paths = by_age(self.store.folder)
         metrics = dict[Path, float]()
         for path in paths:
             metric = read_manifest(path).metric
             if metric is not None:
                 metrics[path] = metric
+
         best = sorted(metrics, key=metrics.__getitem__, reverse=True)
         kept = {*paths[-self.store.keep_last :], *best[: self.store.keep_best]}
+
         for path in paths:
             if path not in kept and not path.is_symlink():
                 self.store.on_point(f"removing {path.name}")
@@ -229,6 +235,7 @@ class CheckpointStore:
                 f"no checkpoint of step {step} is being written to {self.folder}: with several "
                 "machines, all must have access to that folder (trainer.default_local_dir)"
             )
+
         return Writing(self, step, partial)
 
     def load(self, which: int | Path | None = None) -> Checkpoint:
@@ -241,6 +248,7 @@ class CheckpointStore:
         """
         if which is None:
             return self._load_newest()
+
         if isinstance(which, int):
             found = [path for path in by_age(self.folder) if read_manifest(path).step == which]
             if not found:
@@ -259,6 +267,7 @@ class CheckpointStore:
                     f"{path} is not a checkpoint and contains none: name a run's folder, or a "
                     "checkpoint"
                 )
+
         try:
             return _open(path)
         except DamagedError as err:
@@ -276,8 +285,10 @@ class CheckpointStore:
 
     def _load_newest(self) -> Checkpoint:
         newest_first = by_age(self.folder)[::-1]
+
         # without their manifests nobody knows their age
         unreadable = [path for path in checkpoints_in(self.folder) if path not in newest_first]
+
         faults = []
         for path in [*unreadable, *newest_first]:
             try:
@@ -285,15 +296,18 @@ class CheckpointStore:
             except DamagedError as err:
                 faults.append(f"{path} is damaged ({err})")
                 continue
+
             if not faults:
                 return checkpoint
             message = f"{'; '.join(faults)}: using step {checkpoint.step} instead"
             return replace(checkpoint, message=message)
+
         if faults:
             raise CheckpointError(
                 f"no checkpoint in {self.folder} is complete: {'; '.join(faults)}. Start again "
                 f"with {resume_advice('never')}, or resume from a copy with {resume_advice('PATH')}"
             )
+
         raise CheckpointError(
             f"there is no checkpoint in {self.folder} (trainer.default_local_dir)"
         )
@@ -313,6 +327,7 @@ def or_give_up(step: int, folder: Path) -> Iterator[None]:
         yield
     except (OSError, SafetensorError) as err:
         cause = str(err)
+
         # safetensors reports the system's errors only as text
         if any(os.strerror(number) in cause for number in _FULL):
             cause = "the disk is full"

@@ -139,10 +139,12 @@ def read_part(files: Sequence[Path], layout: Layout | None = None) -> object:
         if count_values(text) > MAX_JSON_VALUES:
             raise ValueError(f"it holds more than {MAX_JSON_VALUES:,} values")
         return json.loads(text)
+
     for file in files:
         check_tensors(file, file.parent)
     if layout is None and files[0].stem == part_of(files[0].name):
         return load_file(files[0])
+
     return read_shards(files, layout or (lambda name: None))
 
 
@@ -159,6 +161,7 @@ def own_shards(tensors: Mapping[str, Tensor], leads: bool) -> Shards:
     planner.set_up_planner(
         {name: tensor for name, tensor in tensors.items() if _is_written_here(tensor, leads)}
     )
+
     shards = dict[str, Tensor]()
     offsets = dict[str, Sequence[int]]()
     for item in planner.create_local_plan().items:
@@ -166,10 +169,12 @@ def own_shards(tensors: Mapping[str, Tensor], leads: bool) -> Shards:
         assert isinstance(shard, Tensor) and item.tensor_data is not None, (
             "the state of an engine is tensors"
         )
+
         # a tensor may have fewer rows than there are ranks
         if shard.numel() or not math.prod(item.tensor_data.size):
             shards[item.index.fqn] = shard.detach()
             offsets[item.index.fqn] = item.tensor_data.chunk.offsets
+
     return Shards(shards, offsets)
 
 
@@ -181,12 +186,14 @@ def read_shards(files: Sequence[Path], layout: Layout) -> dict[str, Tensor]:
     """
     reader = dcp.HuggingFaceStorageReader(str(files[0].parent))
     reader.fs = _Files(files)
+
     wanted = {}
     for name, stored in reader.read_metadata().state_dict_metadata.items():
         assert isinstance(stored, TensorStorageMetadata), "safetensors holds tensors"
         found = {tuple(chunk.offsets): math.prod(chunk.sizes) for chunk in stored.chunks}
         if sum(found.values()) != math.prod(stored.size):
             raise ValueError(f"shards of '{name}' are missing")
+
         like = layout(name)
         if isinstance(like, DTensor) and like.shape == stored.size:
             wanted[name] = torch.empty_like(
@@ -194,6 +201,7 @@ def read_shards(files: Sequence[Path], layout: Layout) -> dict[str, Tensor]:
             )
         else:
             wanted[name] = torch.empty(stored.size, dtype=stored.properties.dtype)
+
     try:
         with warnings.catch_warnings():
             # no process group is wanted
@@ -201,6 +209,7 @@ def read_shards(files: Sequence[Path], layout: Layout) -> dict[str, Tensor]:
             dcp.load(wanted, storage_reader=reader, no_dist=True)
     except dcp.CheckpointException as err:  # it is not an Exception
         raise ValueError(str(err)) from err
+
     return wanted
 
 
@@ -218,6 +227,7 @@ def _is_written_here(tensor: Tensor, leads: bool) -> bool:
     """Whether this rank writes the tensor: the first of the ranks with the same shard does."""
     if not isinstance(tensor, DTensor):
         return leads
+
     mesh = tensor.device_mesh
     pairs = zip(mesh.get_coordinate() or (), tensor.placements, strict=True)
     return _is_first(mesh) and all(
@@ -255,6 +265,7 @@ def read_manifest(folder: Path) -> Manifest:
         if (found := body.pop("format")) != FORMAT:
             known = f"this version of distflow reads {FORMAT}; use the version that wrote it"
             raise DamagedError(f"{MANIFEST} has format {found!r}, and {known}")
+
         files = {name: FileEntry(**entry) for name, entry in body.pop("files").items()}
         if any(name != Path(name).name for name in files):
             raise DamagedError(f"{MANIFEST} names files of another folder")
@@ -281,6 +292,7 @@ def verify(folder: Path) -> Manifest:
                 raise DamagedError(f"{name} does not match its checksum")
         except OSError as err:
             raise DamagedError(f"{name} cannot be read: {err.strerror}") from err
+
     return manifest
 
 
@@ -297,8 +309,10 @@ def separate(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
             or tensor.untyped_storage().nbytes() != tensor.numel() * tensor.element_size()
         ):
             tensor = tensor.clone(memory_format=torch.contiguous_format)
+
         seen.add(tensor.untyped_storage().data_ptr())
         out[name] = tensor
+
     return out
 
 
@@ -351,6 +365,7 @@ def remove(path: Path) -> None:
     for old in (aside, path):
         if old.is_symlink():
             old.unlink()
+
     if path.exists():
         shutil.rmtree(aside, ignore_errors=True)
         shutil.rmtree(path.rename(aside), ignore_errors=True)

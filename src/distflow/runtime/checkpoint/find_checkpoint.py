@@ -41,6 +41,7 @@ def resumes_here(checkpoint: Checkpoint | None, mode: str, run_dir: Path) -> boo
         return True
     if checkpoint is None:
         return False
+
     mark = mark_of(_snapshot(checkpoint))
     is_copy = mark is not None and mark.ledger == ledger_id(run_dir / LEDGER)
     return is_copy or checkpoint.path.resolve().is_relative_to((run_dir / CHECKPOINTS).resolve())
@@ -72,19 +73,23 @@ def done_message(checkpoint: Checkpoint, spec: Spec, resumes: bool) -> str:
         longer = f"trainer.total_training_steps={2 * checkpoint.step}"
     else:
         longer = f"trainer.total_epochs={2 * spec.config.trainer.total_epochs}"
+
     ended = _snapshot(checkpoint).get("ended", {})
     if ended.get("when") == str(spec.data.stop_when):
         why = f" ({ended['why']})"
     else:
         why = ""
+
     longer = "trainer.stop_when=null" if why else longer
     if resumes and by_steps and spec.data.total_steps < checkpoint.step:
         why += f", which is more than trainer.total_training_steps={spec.data.total_steps}"
     ways = as_list({"to continue": longer, **ways_to_start(spec)})
+
     if not resumes:
         raise UserError(
             f"{checkpoint.path} is the end of its run, and nothing is left to do.\n{ways}"
         )
+
     return (
         f"{spec.run_dir} is finished: step {checkpoint.step} was the last{why}. Nothing is trained "
         f"again.\n{ways}"
@@ -119,6 +124,7 @@ def is_of_a_run(path: str | Path) -> bool:
     folder = Path(path).expanduser()
     if not folder.is_dir() or (folder / "config.json").is_file():
         return False
+
     marks = (MARK, CHECKPOINTS, MANIFEST)
     is_checkpoint = folder.resolve() in checkpoints_in(folder.resolve().parent)
     return (
@@ -141,13 +147,16 @@ def policy_checkpoint(source: Path) -> Checkpoint:
         raise UserError(f"there is no folder {source}: {_WANTED}")
     if not is_of_a_run(folder):
         raise UserError(f"{source} is neither a run's folder nor a checkpoint: {_WANTED}")
+
     if (folder / CHECKPOINTS).is_dir():
         store = folder / CHECKPOINTS
     else:
         store = folder
+
     if (folder / MARK).exists() and not checkpoints_in(store):
         raise UserError(
             f"the run {source} has saved no checkpoint: set trainer.save_freq, and train it again. "
             "For an evaluation, name the model or run that it evaluated"
         )
+
     return CheckpointStore(store).load(folder if (folder / MANIFEST).is_file() else None)

@@ -32,6 +32,7 @@ def check_same_config(checkpoint: Checkpoint, spec: Spec, allowed: tuple[str, ..
     changed = [c for c in changed_keys(before, spec.config) if c[0] not in allowed]
     if not changed:
         return
+
     infos = schema_keys()
     ways = {"to resume as before": "set them back"}
     shown = "\n".join(
@@ -51,37 +52,45 @@ def check_same_facts(checkpoint: Checkpoint, spec: Spec, facts: Mapping[str, obj
         saved = checkpoint.load("run")
         before_facts = dict(saved["facts"])
         config = config_from_dict(saved["config"], judge=False)
+
     notes = []
     for name, now in facts.items():
         before = before_facts.get(name, now)
         if now == before:
             continue
+
         if name.endswith("fingerprint"):
             what = name.removesuffix("_fingerprint")
             if what == "data":
                 group = "data."
             else:
                 group = "actor_rollout_ref.model."
+
             if what == "data":
                 other = "different data"
             else:
                 other = f"a different {what}"
+
             lines = [f"{checkpoint.path} was saved with {other}:"]
             for key, then, here in diff(config, spec.config):
                 if key.startswith(group):
                     lines.append(f"  {key}: {then!r} then, {here!r} now")
+
             if len(lines) == 1:
                 lines.append("  the keys are the same: files that they name have changed")
             lines.append(as_list({"to resume": "restore it", **ways_to_start(spec)}))
             raise UserError("\n".join(lines))
+
         if name == VALIDATION_ROWS:
             what = "the validation rows differ from the checkpoint's"
             notes.append(f"{what}: accuracies before and after cannot be compared")
             continue
+
         notes.append(
             f"{name} was {before} in the checkpoint and is {now} now: the run is not bit-equal "
             "from here on"
         )
+
     return notes
 
 
@@ -100,6 +109,7 @@ def restore(checkpoint: Checkpoint, resources: Resources) -> NodeState:
             layout = now.layout if is_sharded(now.tensors) else None
             tensors = checkpoint.load(role, layout)
             engine.load_state(TrainState(tensors, checkpoint.load(f"{role}_meta")))
+
         nodes: NodeState = run["nodes"]
         return nodes
 
@@ -109,6 +119,7 @@ def load_queued(checkpoint: Checkpoint) -> dict[int, FinishedGroup[Batch]]:
     content."""
     if "live" not in checkpoint.files:
         return {}
+
     with checkpoint.reading():
         saved = checkpoint.load("run")
         measured = {
@@ -140,6 +151,7 @@ def set_generators(checkpoint: Checkpoint | None, seed: int, rank: int = 0) -> N
     )
     if checkpoint is None or (rank and part_of_rank(rank) not in checkpoint.files):
         return
+
     with checkpoint.reading():
         states = checkpoint.load(part_of_rank(rank))
         version, internal, gauss = states["python"]

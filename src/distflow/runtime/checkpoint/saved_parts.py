@@ -41,6 +41,7 @@ def saved_parts(
     """
     point = None
     yield from _engine_parts(spec, resources, rank)
+
     if rank == 0:
         point = resume_point()
         if point.queued:
@@ -54,6 +55,7 @@ def saved_parts(
             "nodes": state,
         }
         yield "run", run
+
     yield part_of_rank(rank), {**_generator_states(), "checks": dict(checks(state, point))}
 
 
@@ -64,11 +66,13 @@ def _engine_parts(spec: Spec, resources: Resources, rank: int) -> Iterator[tuple
     for role, engine in resources.trained().items():
         with_role = [i for i, each in enumerate(trainers) if role in spec.plan.ranks[each].engines]
         leads = rank == with_role[0]
+
         saved = engine.state()
         if is_sharded(saved.tensors):
             yield shard_name(role, rank), own_shards(saved.tensors, leads)
         elif leads:
             yield role, saved.tensors
+
         if leads:
             yield f"{role}_meta", saved.meta
 
@@ -100,6 +104,7 @@ def merge_node_states(states: Sequence[NodeState]) -> NodeState:
         own = state.get(CHECK_STATE, {})
         checks |= own
         updates |= own.get("updates", {})
+
     if CHECK_STATE in found:
         found[CHECK_STATE] = {**checks, "updates": updates}
     return found
@@ -116,6 +121,7 @@ def copy_of_state(state: NodeState) -> NodeState:
         except RuntimeError as err:
             if "during iteration" not in str(err):
                 raise
+
     for node, own in copied.items():
         wrong = [] if node == CHECK_STATE else _no_json(own)
         if wrong:
@@ -124,6 +130,7 @@ def copy_of_state(state: NodeState) -> NodeState:
                 "hold: use str as keys, lists instead of tuples and sets, and plain numbers "
                 "instead of tensors and arrays"
             )
+
     return copied
 
 
@@ -133,10 +140,12 @@ def _no_json(value: object) -> list[object]:
         return []
     if not isinstance(value, dict | list):
         return [value]
+
     found = list[object]()
     if isinstance(value, dict):
         found += [key for key in value if not isinstance(key, str)]
         value = list(value.values())
+
     for each in value:
         found += _no_json(each)
     return found

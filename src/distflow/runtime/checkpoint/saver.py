@@ -103,6 +103,7 @@ class Saver(AbstractContextManager["Saver"]):
         the parts are copied before this returns."""
         self.finish()
         writing = self._begin(step)
+
         if wait:
             self._under_way = _UnderWay(
                 step, _settled(lambda: self._write(writing, parts, awaited, metric))
@@ -128,10 +129,12 @@ class Saver(AbstractContextManager["Saver"]):
     def finish(self) -> None:
         if self._under_way is None:
             return
+
         save = self._under_way
         if not save.path.done():
             with self._waits("training", f"checkpoint of step {save.step}", on="its writer"):
                 wait_for([save.path])
+
         self._under_way = None
         path = self._together(save.step, save.path)
         if path is not None:
@@ -152,8 +155,10 @@ class Saver(AbstractContextManager["Saver"]):
         for name, part in parts:
             writing.write(name, part)
             names.append(name)
+
         if self._ranks.rank != 0:
             return None
+
         deadline = time.monotonic() + DEADLINE_S
         path = writing.commit(
             [*names, *awaited],
@@ -161,6 +166,7 @@ class Saver(AbstractContextManager["Saver"]):
             lambda: not self._let_go.wait(_POLL_S) and time.monotonic() < deadline,
         )
         self._after_commit()
+
         return path
 
     def _together(self, step: int, outcome: "Future[T]") -> T:
@@ -168,6 +174,7 @@ class Saver(AbstractContextManager["Saver"]):
         failed."""
         if self._ranks.size == 1:
             return outcome.result()
+
         error = outcome.exception()
         why = None if error is None else str(error)
         try:
@@ -177,6 +184,7 @@ class Saver(AbstractContextManager["Saver"]):
             if error is not None:
                 raise error from error.__cause__  # its cause may say why the others are gone
             raise
+
         if failures:
             raise CheckpointError("; ".join(failures)) from error
         return outcome.result()

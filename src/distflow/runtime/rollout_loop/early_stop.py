@@ -25,6 +25,7 @@ async def cancel(tasks: Sequence[GroupTask], calls: PlainCalls) -> None:
     for task in tasks:
         if task is not calls.caller:
             task.cancel()
+
     if calls.caller in tasks:
         async with calls.turn:
             for task in tasks:
@@ -92,6 +93,7 @@ class EarlyStop:
         for _ in self._groups:
             if self._places.is_full:
                 return
+
             task = await self._order.get()
             turn = self._turns[task]
             await asyncio.wait((task, turn.accepted), return_when=asyncio.FIRST_COMPLETED)
@@ -99,7 +101,9 @@ class EarlyStop:
             if accepted and not self._has_place(task):
                 surplus.append(task)
                 continue
+
             await self._pass(task, accepted)
+
             # a place may have been reserved for a group that was then dropped
             waiting = next(filter(self._has_place, surplus), None)
             if waiting is not None:
@@ -113,10 +117,12 @@ class EarlyStop:
         self.over = True
         left = [task for task in self._groups if not task.done()]
         await cancel(left, calls)
+
         ended = await asyncio.gather(*left, return_exceptions=True)
         for error in ended:
             if error is not None and not isinstance(error, asyncio.CancelledError):
                 raise error
+
         return [self._groups[task] for task in left]
 
     def _has_place(self, task: GroupTask) -> bool:

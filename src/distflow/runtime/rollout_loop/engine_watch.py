@@ -62,6 +62,7 @@ class EngineWatch:
         self._engine = engine
         self._deadline = deadline
         self._hangs = hangs
+
         # Only the asyncio thread changes it; for the polling thread, `list()` of a set is atomic.
         self._asked: set[_Asked] = set()
         self._num_replies = 0
@@ -82,6 +83,7 @@ class EngineWatch:
         """Inside, the engine owes a reply. while_paused: even if it is paused."""
         asked = _Asked(what, time.time(), while_paused)
         self._asked.add(asked)
+
         replied = True  # an error is a reply too
         try:
             yield
@@ -95,6 +97,7 @@ class EngineWatch:
     def _watch(self, deadline: Deadline) -> None:
         timeout_s = deadline.timeout_s
         looks_every_s = min(_POLL_S, timeout_s / 4)
+
         silent_s = 0.0
         seen = self._signs_of_life()
         while not self._left.wait(looks_every_s):
@@ -104,6 +107,7 @@ class EngineWatch:
                 silent_s = silent_s + looks_every_s
             else:
                 silent_s = 0.0
+
             seen = now
             if silent_s >= timeout_s:
                 self._hangs(self._given_up(waiting, deadline))
@@ -122,10 +126,12 @@ class EngineWatch:
         more = len(waiting) - 1
         since = time.strftime("%H:%M:%S", time.localtime(oldest.since))
         others = f" and {more} more requests" if more else ""
+
         if hasattr(self._engine, "who"):
             who = f" ({self._engine.who})"
         else:
             who = ""
+
         return EngineHangs(
             f"the rollout engine {type(self._engine).__name__}{who} hangs: it was asked "
             f"{oldest.what} at {since}{others}, and for {deadline.timeout_s:g} s has neither "
@@ -141,14 +147,17 @@ def write_stacks(path: Path | None) -> str:
         f"Thread 0x{thread.ident or 0:016x}: {thread.name}\n" for thread in threading.enumerate()
     )
     head = f"{time.strftime('%Y-%m-%d %H:%M:%S')}, process {os.getpid()}\n{names}\n".encode()
+
     with suppress(OSError):  # a full disk must not keep the hang from being reported
         if path is None:
             descriptor = os.dup(2)
         else:
             descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
+
         try:
             os.write(descriptor, head)
             faulthandler.dump_traceback(descriptor, all_threads=True)
         finally:
             os.close(descriptor)
+
     return "standard error" if path is None else str(path)

@@ -50,9 +50,11 @@ class GenerationBatch:
         resumes only after `submitted`. Requests of other tasks need not wait."""
         if task is None or task not in self._order or (self._has_begun and not self._in_rounds):
             return False
+
         held: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._held[held] = (self._order[task], sample, task)
         self._look()
+
         try:
             await held
         except asyncio.CancelledError:
@@ -60,6 +62,7 @@ class GenerationBatch:
             if held.done() and not held.cancelled():
                 self.submitted()
             raise
+
         return True
 
     def submitted(self) -> None:
@@ -82,6 +85,7 @@ class GenerationBatch:
         waiting = {task for _, _, task in self._held.values()}
         if self._releasing is not None or not self._asking <= waiting:
             return
+
         if self._held:
             self._releasing = asyncio.ensure_future(self._release())
         elif not self._has_begun:
@@ -90,6 +94,7 @@ class GenerationBatch:
     async def _release(self) -> None:
         await asyncio.sleep(0)  # a group sends its requests of a round in one turn of the loop
         await self._attempt(self._pause)
+
         try:
             held = sorted(self._held.items(), key=lambda item: item[1][:2])
             self._held = {}
@@ -97,11 +102,13 @@ class GenerationBatch:
             self._all_submitted.clear()
             is_first = not self._has_begun
             self._has_begun = True
+
             for future, _ in held:
                 if not future.done():
                     future.set_result(None)
                 else:
                     self.submitted()
+
             if held:
                 await self._all_submitted.wait()
             if is_first and self._early_stop is not None:

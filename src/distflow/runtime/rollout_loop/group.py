@@ -76,9 +76,11 @@ class Group:
         """Store the columns of a node. Raises ValueError if a column does not fit the group."""
         if not columns:
             return
+
         before = self.written
         self.written = {**before, **{canonical(n): value for n, value in columns.items()}}
         self._batch = None
+
         try:
             self.batch()
         except (ValueError, TypeError):
@@ -101,6 +103,7 @@ class Group:
         if self._columns is None:
             samples = self.samples or [self.sample(i, None, "", "stop") for i in self.wanted]
             self._columns = Batch.from_samples(samples)
+
         if self._batch is None:
             batch = self._columns.copy()
             for name, value in self.written.items():
@@ -111,6 +114,7 @@ class Group:
                 batch["acc"] = batch["scores"]
             batch.keep_derived("token_level_scores", "token_level_rewards")
             self._batch = batch
+
         return self._batch.copy()
 
 
@@ -147,6 +151,7 @@ def finished_group(
     if "reward_errors" in batch and not bool(batch["valid"].any()):
         first = next(filter(None, batch["reward_errors"]), "no score")
         failure = Failure(first, users=True)
+
     versions = batch.flat("versions")
     versions = versions[versions >= 0]  # only those of the policy's tokens
     return FinishedGroup(

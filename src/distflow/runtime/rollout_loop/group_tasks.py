@@ -115,11 +115,13 @@ class RolloutLoop:
         if client is not None:
             assert isinstance(client, RolloutClient), "the services have wrapped the engine"
             client.recorder = group_recorder
+
         parts = resources.by_name()
         call_counts = CallCounts()
         if resources.reward_fn is not None:
             parts["reward_fn"] = partial(_score_samples, resources.reward_fn, events.waits)
             call_counts = resources.reward_fn.call_counts
+
         ends = resources.stop_token_ids
         sampling = replace(spec.sampling, stop_token_ids=ends)
         sampling_of = {
@@ -163,9 +165,11 @@ class RolloutLoop:
                 if is_reward:
                     self.call_counts.add(RewardCounts(len(group), len(group), str(err)))
                 raise
+
             self._count(step, group, drop)
             if drop is not None:
                 return drop
+
         return None
 
     def _count(self, step: Step, group: Group, drop: Drop | None) -> None:
@@ -174,6 +178,7 @@ class RolloutLoop:
         node = step.node
         if node.node_role is not NodeRole.REWARD or "reward_fn" in node.contract.services:
             return
+
         batch = group.batch()
         num_asked = len(batch)
         num_failed = int((~batch["valid"]).sum())
@@ -190,10 +195,12 @@ class RolloutLoop:
             errors = [drop.detail]
         elif "reward_errors" in batch:
             errors = batch["reward_errors"]
+
         if num_failed:
             first = f"{next(filter(None, errors), 'no score')} (node '{node.node_id}')"
         else:
             first = ""
+
         self.call_counts.add(RewardCounts(num_asked, num_failed, first, as_text=as_text))
 
     async def loop(self, queue: SampleQueuePort) -> None:
@@ -217,8 +224,10 @@ class RolloutLoop:
                         continue
                     if isinstance(prompt_groups, ForeseenGroups):
                         continue
+
                     with self.events.waits("rollout", "rows", on=DATA):
                         self.prepare_rows([prompt_group.row for prompt_group in prompt_groups])
+
                     if self.in_batches:
                         await self._run_batch(prompt_groups, queue)
                     else:
@@ -226,6 +235,7 @@ class RolloutLoop:
                             task = groups.create_task(self._run_group(prompt_group, queue))
                             running.add(task)
                             task.add_done_callback(running.discard)
+
                 for task in list(running):
                     task.cancel()
         except BaseExceptionGroup as failures:
@@ -245,12 +255,15 @@ class RolloutLoop:
             if loader.batch_ahead is not None:
                 queue.store_ahead(loader.batch_ahead)
             return
+
         started = time.time()
         with self.events.waits("rollout", "rows", on=DATA):
             loaded = loader.load(prompt_groups)
+
         for prompt_group, unusable in loaded.unusable:
             self._end(prompt_group, f"{unusable.reason}: {unusable}", started)
             queue.end_groups(DroppedGroup(prompt_group, unusable.reason))
+
         if loaded.groups.prompt_groups:
             self._end(loaded.groups.prompt_groups[0], "complete", started)  # one span, of the first
             self.group_recorder.keep_loaded(loaded.groups)
@@ -260,20 +273,25 @@ class RolloutLoop:
         """With `stops_early` there are more groups than the step may need."""
         client = self.client
         stop = EarlyStop(prompt_groups) if self.stops_early else None
+
         tasks: dict[GroupTask, PromptGroup] = {}
         for prompt_group in prompt_groups:
             task = asyncio.create_task(self._run_group(prompt_group, queue, stop))
             tasks[task] = prompt_group
+
         try:
             if stop is not None:
                 stop.expect(tasks)
+
             if client is not None:
                 self._batch = client.begin_batch(tasks, stop, self.asks_in_rounds)
             elif stop is not None:
                 stop.begin()
+
             if stop is None:
                 await asyncio.gather(*tasks)
                 return
+
             await stop.run()
             if aborted := await stop.abort(self.plain_calls):
                 attempts = {group.group_id: group.attempt for group in aborted}
@@ -289,6 +307,7 @@ class RolloutLoop:
         is not needed."""
         group_task.set(asyncio.current_task())
         self.group_recorder.begin(prompt_group)
+
         started = time.time()
         try:
             ended, outcome, batch = await self._ended(prompt_group)
@@ -297,6 +316,7 @@ class RolloutLoop:
             if stop is not None and stop.over:
                 self._end(prompt_group, "aborted: the step was complete", started)
             raise
+
         self._end(prompt_group, outcome, started)
         if isinstance(ended, FinishedGroup):
             self.group_recorder.keep(batch)
@@ -304,6 +324,7 @@ class RolloutLoop:
             self.events.dropped(prompt_group.version, outcome, batch)
         elif ended.failure is not None:
             self.events.failed(prompt_group.group_id, ended.failure)
+
         queue.end_groups(ended)
 
     async def _ended(
@@ -316,6 +337,7 @@ class RolloutLoop:
                 group = self.make_group(prompt_group)
         except UnusableRow as err:
             return DroppedGroup(prompt_group, err.reason), f"{err.reason}: {err}", None
+
         running_group.set((self.events.waits, prompt_group.group_id))
         try:
             drop = await self.run(group, self.steps, self.context)
@@ -323,12 +345,14 @@ class RolloutLoop:
             failure = Failure(str(err), users=isinstance(err, UserError))
             dropped = DroppedGroup(prompt_group, "error", failure, lost=not failure.users)
             return dropped, f"error: {err}", None
+
         batch = group.batch()
         if drop is None:
             return finished_group(prompt_group, batch, group.measured), "complete", batch
         if drop.reason == TOO_FEW_SCORES:
             dropped = DroppedGroup(prompt_group, drop.reason, Failure(drop.detail, users=True))
             return dropped, f"{drop.reason}: {drop.detail}", batch
+
         dropped = DroppedGroup(prompt_group, drop.reason)
         return dropped, drop.reason, batch
 
@@ -365,4 +389,5 @@ def _episode_results(samples: Sequence[Sample]) -> list[RewardResult] | None:
     ]
     if results or any(sample.rejected for sample in samples):
         return results
+
     return None

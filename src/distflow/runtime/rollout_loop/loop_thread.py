@@ -48,6 +48,7 @@ class LoopThread:
         self._blocked_after_s = blocked_after_s
         self._lock = threading.Lock()
         self._ended: LoopEnded | None = None
+
         # Maps each result's future to what computes it: asyncio references tasks weakly, and a
         # waiting task without other references would be collected. Any thread may change it: each
         # change of a dict is atomic.
@@ -81,6 +82,7 @@ class LoopThread:
             done = asyncio.run_coroutine_threadsafe(work, self._loop)
             result: concurrent.futures.Future[T] = concurrent.futures.Future()
             self._owed[result] = done
+
         result.add_done_callback(self._owed.pop)
         done.add_done_callback(partial(_settle, result))
         return result
@@ -92,10 +94,12 @@ class LoopThread:
 
     def _run(self) -> None:
         asyncio.set_event_loop(self._loop)
+
         # Inherited by threads and processes that the user's code starts here: Ctrl-C is for the
         # run, which ends them.
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         _keep_to_one_core()
+
         cause = "it was stopped"
         try:
             self._loop.run_forever()
@@ -127,13 +131,16 @@ class LoopThread:
             blocked_s = 0.0
             with suppress(RuntimeError):  # closed
                 self._loop.call_soon_threadsafe(ticked.set)
+
             while not ticked.wait(_POLL_S) and self._ended is None:
                 place = users_place_of(self._thread.ident)
+
                 # our own code runs, and will end
                 if place is not None:
                     blocked_s = blocked_s + _POLL_S
                 else:
                     blocked_s = 0.0
+
                 if place is not None and blocked_s > self._blocked_after_s:
                     error = LoopBlocked(
                         "an async function has blocked everything else for "
@@ -142,6 +149,7 @@ class LoopThread:
                         "(reward.timeout_s for each sample)"
                     )
                     self.end(error)
+
             time.sleep(_POLL_S)
 
     async def _cancel_all(self) -> None:
@@ -155,6 +163,7 @@ class LoopThread:
 def on_a_thread(blocking: Callable[[], T], name: str = "waits") -> "concurrent.futures.Future[T]":
     """Call a function on a new daemon thread, which does not keep the process alive if it hangs."""
     future: concurrent.futures.Future[T] = concurrent.futures.Future()
+
     # from now on only the call settles it, and it cannot be cancelled
     future.set_running_or_notify_cancel()
 

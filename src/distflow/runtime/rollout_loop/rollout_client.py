@@ -57,6 +57,7 @@ class RolloutClient:
             with self._watch.asking("to start"):
                 await self._engine.__aenter__()
             if_it_fails.pop_all()
+
         return self
 
     async def __aexit__(self, *exception: Any) -> None:
@@ -113,12 +114,15 @@ class RolloutClient:
         own = asyncio.current_task()
         task = group_task.get() or own
         assert task is not None and own is not None
+
         batch = self._batch
         if batch is None:
             with group_waits("responses", on=ENGINE):
                 return await self._answered(request, [task])
+
         with group_waits("a round of requests", on=OTHER_GROUPS):
             is_held = await batch.turn(task, request.samples[0])
+
         try:
             with group_waits("responses", on=ENGINE):
                 responses = await self._answered(
@@ -128,6 +132,7 @@ class RolloutClient:
             if not batch.failed.done() or own.cancelling():
                 raise
             raise batch.failed.result() from None
+
         batch.responded(task)
         return responses
 
@@ -147,6 +152,7 @@ class RolloutClient:
 
         for cause in causes:
             cause.add_done_callback(end)
+
         try:
             try:
                 # `pending` runs to its first await, which queues its request
@@ -154,6 +160,7 @@ class RolloutClient:
             finally:  # a request cancelled meanwhile must not be waited for
                 if submitted is not None:
                     submitted()
+
             return await pending
         finally:
             for cause in causes:

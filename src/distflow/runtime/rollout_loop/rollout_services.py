@@ -57,6 +57,7 @@ class HostThread:
 
     def __init__(self) -> None:
         self._ident = threading.get_ident()
+
         # guards the two below
         self._lock = threading.Lock()
         self.waits = False
@@ -69,6 +70,7 @@ class HostThread:
         only waits."""
         if threading.get_ident() != self._ident:
             return begin().result()
+
         try:  # an interrupt may come at any moment
             with self._lock:
                 self.waits = True
@@ -81,10 +83,12 @@ class HostThread:
                 self.waits = False
                 asked = self._asked
                 self._asked = set[_Loan]()
+
             while not self._loans.empty():
                 self._loans.get()
             for loan in asked:  # an interrupt may have lost a loan that had left the queue
                 loan.ended.set()
+
         return future.result()
 
     def compute(self, stretch: Stretch) -> bool:
@@ -95,6 +99,7 @@ class HostThread:
                 return False
             self._asked.add(loan)
             self._loans.put(loan)
+
         loan.ended.wait()
         with self._lock:
             self._asked.discard(loan)
@@ -108,6 +113,7 @@ class HostThread:
         loan = self._loans.get()
         if loan is None:
             return
+
         try:
             self._loan = loan
             loan.taken = True
@@ -144,12 +150,15 @@ class RolloutServices:
         self._shared_cores = SharedCores()
         engine = resources.rollout
         self._host: HostThread | None = None
+
         if takes_turns and isinstance(engine, Hosted):
             self._host = HostThread()
             engine.host = self._host
+
         if engine is not None:
             client = RolloutClient(engine, engine_deadline, self._give_up)
             resources = replace(resources, rollout=client)
+
         self.resources = resources
         self._check_rewards = check_rewards
         self._stack = AsyncExitStack()
@@ -165,32 +174,40 @@ class RolloutServices:
             check_rewards = partial(_check_rewards, spec)
         else:
             check_rewards = None
+
         timeout_s = spec.config.actor_rollout_ref.rollout.timeout_s
         stacks = spec.run_dir / STACKS if writes_stacks else None
+
         if timeout_s is not None:
             deadline = Deadline(timeout_s, stacks)
         else:
             deadline = None
+
         blocked_after_s = spec.config.reward.timeout_s * max(
             each.group_size or spec.data.group_size for each in spec.data.sources
         )
+
         # From the config: the selftest has the engine of a run with staleness, and a sample queue
         # without.
         takes_turns = spec.config.async_.max_staleness == 0
+
         # the user's code runs on the thread
         if ":" in (spec.config.actor_rollout_ref.rollout.workflow or ""):
             # if that code started it, SIGINT would be unblocked on the thread
             resource_tracker.ensure_running()
+
         return RolloutServices(resources, check_rewards, blocked_after_s, deadline, takes_turns)
 
     def __enter__(self) -> "RolloutServices":
         self._thread.__enter__()
+
         # Python does not call `__exit__` then, and services may already run
         with ExitStack() as if_it_fails:
             if_it_fails.push(self.__exit__)
             self._shared_cores.__enter__()
             self.call(self._enter())
             if_it_fails.pop_all()
+
         return self
 
     def __exit__(
@@ -250,10 +267,12 @@ class RolloutServices:
     async def _enter(self) -> None:
         reward_fn = self.resources.reward_fn
         rollout = self.resources.rollout
+
         if reward_fn is not None:
             self._stack.enter_context(reward_fn)
             if self._check_rewards is not None:
                 await self._check_rewards(reward_fn)
+
         if rollout is not None:
             await self._stack.enter_async_context(rollout)
 
@@ -287,8 +306,10 @@ def _first_rows(spec: Spec, number: int) -> list[PromptRow]:
     """The first rows of each source, about `number` in total."""
     rows = list[PromptRow]()
     first = 0
+
     sources = spec.data.sources
     for source in sources:
         rows += spec.rows[first : first + min(source.num_rows, max(1, number // len(sources)))]
         first += source.num_rows
+
     return rows

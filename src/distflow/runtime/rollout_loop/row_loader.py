@@ -49,6 +49,7 @@ class RowLoader:
             samples_of_row = getattr(nodes[0].fn, SAMPLES_OF_ROW, None)
         else:
             samples_of_row = None
+
         if samples_of_row is None:
             return None
         return RowLoader(rows, samples_of_row, tokenizer)
@@ -57,8 +58,10 @@ class RowLoader:
         """The samples of these groups."""
         if found := self._found_ahead(prompt_groups):
             return found
+
         if isinstance(self.rows, PromptRows):
             self.rows.prepare([group.row for group in prompt_groups])
+
         usable = list[PromptGroup]()
         samples = list[Sample]()
         unusable = list[tuple[PromptGroup, UnusableRow]]()
@@ -68,8 +71,10 @@ class RowLoader:
             except UnusableRow as error:
                 unusable.append((group, error))
                 continue
+
             usable.append(group)
             samples += self.samples_of_row(group, row, self.tokenizer)
+
         return _Loaded(LoadedGroups.of(usable, Batch.from_samples(samples)), unusable)
 
     def load_ahead(self, prompt_groups: Sequence[PromptGroup]) -> None:
@@ -91,12 +96,15 @@ class RowLoader:
         """These groups as they were loaded ahead; None if one of them was not."""
         if self._ahead is None:
             return None
+
         loaded = self._ahead.groups
         if loaded.prompt_groups == prompt_groups:
             return self._ahead
+
         places = {group: place for place, group in enumerate(loaded.prompt_groups)}
         if any(group not in places for group in prompt_groups):
             return None
+
         size = loaded.group_size
         rows = [places[group] * size + index for group in prompt_groups for index in range(size)]
         return _Loaded(LoadedGroups.of(prompt_groups, loaded.data.select(rows)))

@@ -107,6 +107,7 @@ class _Clock:
     def stopped(self) -> Iterator[None]:
         self._spent_s = self.spent_s()
         self._num_stops = self._num_stops + 1
+
         try:
             yield
         finally:
@@ -168,26 +169,31 @@ async def run_async(
     context.run(_strand.set, _Strand(turn, identity, clock, tasks))
     task = loop.create_task(_awaited(function), context=context)
     task.add_done_callback(_retrieve_error)  # this call may be cancelled when it has just failed
+
     try:
         while not task.done() and (left_s := deadline_s - clock.spent_s()) > 0:
             await asyncio.wait((task,), timeout=max(left_s, _MIN_POLL_S))
+
         if not task.done():
             task.cancel()
             await _until_ended((task,))
             raise DeadlinePassed(
                 "" if task.done() else ", suppresses its cancellation and was abandoned"
             )
+
         returned = task.result()
     except asyncio.CancelledError:
         left = [each for each in tasks if not each.done()]
         for each in left:
             each.cancel()
             each.add_done_callback(_retrieve_error)
+
         if left:
             await _until_ended(left)
         raise
     finally:
         task.cancel()  # no effect if it is done
+
     if isinstance(returned, _Exit):
         raise returned.error
     return returned
@@ -210,6 +216,7 @@ def deadline_paused(on: str = "") -> Iterator[None]:
         with group_waits(on, on):
             yield
         return
+
     _strand.set(None)
     with strand.clock.stopped(), group_waits(on, on):
         try:
@@ -251,6 +258,7 @@ def _task(loop: asyncio.AbstractEventLoop, work: Any, **options: Any) -> "asynci
         own = parent.child()
         context.run(_strand.set, own)
         work = _with_its_draws(work, own)
+
     task = asyncio.Task(work, loop=loop, context=context, **options)
     if parent is not None:
         parent.tasks.add(task)
@@ -272,6 +280,7 @@ def _steps(work: Work[T], strand: _Strand) -> Generator[Any, Any, T]:
     set."""
     resume = partial(work.send, None)
     process = os.getpid()
+
     while True:
         try:
             with strand.clock.stopped():
@@ -279,6 +288,7 @@ def _steps(work: Work[T], strand: _Strand) -> Generator[Any, Any, T]:
         except asyncio.CancelledError as err:  # passed to the work when it has its turn
             resume = partial(work.throw, err)
             continue
+
         try:
             with global_random_states.lent(strand.set_generators):
                 try:
@@ -291,6 +301,7 @@ def _steps(work: Work[T], strand: _Strand) -> Generator[Any, Any, T]:
             return end.value
         finally:
             strand.turn.release()
+
         try:
             resume = partial(work.send, (yield waits_for))
         except BaseException as err:  # any error of the awaited future, for the work to handle

@@ -38,6 +38,7 @@ class LocalSampleQueue(SharedSampleQueue[Batch]):
         self._event = asyncio.Event()
         self._loop_thread = threading.get_ident()
         self._loop = asyncio.get_running_loop()
+
         while True:
             self._event.clear()  # before reading, so that later wakes are not lost
             prompt_groups = self.groups_for(0, engine_version())
@@ -46,6 +47,7 @@ class LocalSampleQueue(SharedSampleQueue[Batch]):
             if prompt_groups:
                 yield prompt_groups
                 continue
+
             with self._waits("rollout", "capacity", on="training"):
                 await self._event.wait()
 
@@ -67,6 +69,7 @@ class LocalSampleQueue(SharedSampleQueue[Batch]):
         if taken is None:
             return None
         first, *others = taken.batch
+
         return joined(taken, Batch.concat([first, *others]) if others else first.copy())
 
     def store_ahead(self, batch: Batch) -> None:
@@ -86,9 +89,11 @@ class LocalSampleQueue(SharedSampleQueue[Batch]):
             if own[0].rows is None:
                 found += [group.data for group in own]
                 continue
+
             rows = list(chain.from_iterable(group.rows or () for group in own))
             batch = own[0].data
             found.append(batch if rows == list(range(len(batch))) else batch.select(rows))
+
         return found
 
     def _wake_loop(self) -> None:

@@ -67,6 +67,7 @@ class LoadedGroups(Generic[T]):
     def finished(self) -> list[FinishedGroup[T]]:
         size = self.group_size
         num_bytes = self.num_bytes // max(1, len(self.prompt_groups))
+
         found = []
         for place, prompt_group in enumerate(self.prompt_groups):
             rows = range(place * size, (place + 1) * size)
@@ -81,6 +82,7 @@ class LoadedGroups(Generic[T]):
                     rows=rows,
                 )
             )
+
         return found
 
 

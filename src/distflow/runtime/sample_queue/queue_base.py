@@ -99,10 +99,13 @@ class SharedSampleQueue(Generic[T]):
             for number, group in (queued or {}).items()
             if coordinator.queue.holds(number)
         }
+
         for number in coordinator.queue.untaken:
             if number not in self._groups:
                 coordinator.lose(number)
+
         self._num_releases = self._num_ranks  # of a step
+
         # One lock guards the coordinator, the groups, and everything below. Trainers and rollout
         # workers wait on separate conditions: each rollout worker asks the coordinator when woken,
         # which does not concern trainers.
@@ -126,6 +129,7 @@ class SharedSampleQueue(Generic[T]):
         self._parts: dict[int, protocol.TrainingStep[Sequence[T]]] = {}  # by rank
         self._reading = _Reading[T]() if may_be_lost else None
         self._released_by: set[int] = set()
+
         # of the last step that all ranks have released
         self._released: protocol.Released | None = None
         self._resume_point: protocol.ResumePoint[T] | None = protocol.ResumePoint(
@@ -150,6 +154,7 @@ class SharedSampleQueue(Generic[T]):
                 if prompt_groups or self._num_wakes != num_wakes:
                     return prompt_groups
                 self._askers.wait()
+
             self._askers.notify()  # the next one: what woke this worker may concern it
             return None
 
@@ -164,14 +169,17 @@ class SharedSampleQueue(Generic[T]):
                 self._drop(ended)
             else:
                 self._abort(ended)
+
             self._lock.notify_all()
             self._wake_asker()
+
         self._wake_loop()
 
     def _complete(self, finished: protocol.FinishedGroup[T]) -> None:
         group_id = finished.prompt_group.group_id
         if self._workers.is_passed_over(group_id, finished.prompt_group.attempt):
             return
+
         self._groups[group_id] = finished
         self._coordinator.complete(group_id, finished.num_tokens, finished.version)
         self._coordinator.weigh(group_id, finished.num_bytes)
@@ -185,21 +193,25 @@ class SharedSampleQueue(Generic[T]):
             if not self._workers.is_passed_over(group_id, group.prompt_group.attempt):
                 self._groups[group_id] = group
                 num_tokens[group_id] = group.num_tokens
+
         self._coordinator.complete_all(num_tokens)
         for group_id in num_tokens:
             if loaded.num_bytes:
                 self._coordinator.weigh(group_id, self._groups[group_id].num_bytes)
             self._workers.end(group_id, complete=True)
+
         self._count(None)
 
     def _drop(self, dropped: protocol.DroppedGroup) -> None:
         group_id = dropped.prompt_group.group_id
         if self._workers.is_passed_over(group_id, dropped.prompt_group.attempt):
             return
+
         if not (dropped.lost and self._coordinator.retry(group_id)):
             if not dropped.lost:
                 self._coordinator.drop(group_id, dropped.reason)
             self._count(dropped.failure)
+
         self._workers.end(group_id, complete=False)
 
     def _abort(self, aborted: protocol.AbortedGroups) -> None:
@@ -207,6 +219,7 @@ class SharedSampleQueue(Generic[T]):
         for group_id, attempt in aborted.attempts.items():
             if not self._workers.is_passed_over(group_id, attempt):
                 group_ids.append(group_id)
+
         self._coordinator.abort(group_ids)
         for group_id in group_ids:
             self._workers.end(group_id, complete=False)
@@ -223,10 +236,13 @@ class SharedSampleQueue(Generic[T]):
             for group_id in running:
                 if not self._coordinator.retry(group_id):
                     self._count(Failure(f"worker {name} died while it worked on it", users=False))
+
             for group_id in stored:
                 self._coordinator.lose(group_id)
                 del self._groups[group_id]
+
             self._lock.notify_all()
+
         self._wake()
         return len(running) + len(stored)
 
@@ -258,14 +274,17 @@ class SharedSampleQueue(Generic[T]):
                 if self._coordinator.finished:
                     self._failures.refuse(of_steps=1)
                     return None
+
                 if self._uninformed_ranks:
                     numbers = None
                 else:
                     numbers = self._ready(step, wanted)
+
                 if numbers is not None:
                     self._parts = self._divided(step, numbers)
                     self._divided_step = step
                     continue
+
                 if wanted is not None and self._stalled():
                     self._failures.refuse(of_steps=1)
                     raise NothingToWaitFor(self._why_stalled(wanted))
@@ -281,16 +300,20 @@ class SharedSampleQueue(Generic[T]):
             assert reading is not None, "groups of this queue may be lost"
             if step != self._divided_step:  # no rank waited for the others' reports
                 return True
+
             reading.missing |= {number for number in lost if number in reading.groups}
             reading.ranks.discard(rank)
+
             if not reading.ranks and reading.whole is None:
                 reading.whole = not reading.missing
                 self._take_back(reading, step)
+
             while reading.whole is None:
                 if self._failure is not None:
                     raise self._failure
                 with self._waits("training", f"step {step + 1}", on=RANKS):
                     self._lock.wait()
+
             return reading.whole
 
     def release(self, step: int, rank: int, sent_weights: bool) -> protocol.Released:
@@ -311,11 +334,13 @@ class SharedSampleQueue(Generic[T]):
                 self._released_by.clear()
                 self._lock.notify_all()
                 self._wake()
+
             while self._released is None or self._released.version.step <= step:
                 if self._failure is not None:
                     raise self._failure
                 with self._waits("training", f"release of step {step + 1}", on=RANKS):
                     self._lock.wait()
+
             return self._released
 
     def end_run(self, why: str) -> None:
@@ -375,6 +400,7 @@ class SharedSampleQueue(Generic[T]):
         which it releases."""
         self._num_waiting += 1
         self._wake()
+
         try:
             with self._waits("training", f"step {step + 1}", on="rollout"):
                 yield
@@ -394,6 +420,7 @@ class SharedSampleQueue(Generic[T]):
         if self._new_workers_wait and may_begin:
             self._new_workers_wait = False
             self._uninformed_ranks = set(range(self._num_ranks))
+
         uninformed = rank in self._uninformed_ranks
         self._uninformed_ranks.discard(rank)
         return uninformed
@@ -410,6 +437,7 @@ class SharedSampleQueue(Generic[T]):
                     worker_of[prompt_group.group_id] = name
             self._coordinator.assign(worker_of)
             self._askers.notify_all()
+
         fetched = self._workers.fetch(worker)
         prompt_groups = [self._coordinator.queue.prompt_group(group_id) for group_id in fetched]
         self._lock.notify_all()
@@ -417,6 +445,7 @@ class SharedSampleQueue(Generic[T]):
         if prompt_groups or not loads_rows or self._taken_step != self._coordinator.step:
             return prompt_groups
         foreseen = self._coordinator.foresee()
+
         return protocol.ForeseenGroups(self._workers.foresee(worker, self._taken_step, foreseen))
 
     def _wake_asker(self) -> None:
@@ -446,6 +475,7 @@ class SharedSampleQueue(Generic[T]):
         self._reward_counts = RewardCounts()
         if self._reading is not None:
             self._reading = _Reading(groups, stored_by, reward_counts, set(range(self._num_ranks)))
+
         parts = {}
         for rank, indices in enumerate(divided):
             own = tuple(numbers[index] for index in indices)
@@ -455,6 +485,7 @@ class SharedSampleQueue(Generic[T]):
             parts[rank] = protocol.TrainingStep[Sequence[T]](
                 numbers, own, data, metrics, counts, loads=own_loads
             )
+
         return parts
 
     def _data_of(self, groups: Sequence[protocol.FinishedGroup[T]]) -> Sequence[T]:
@@ -468,6 +499,7 @@ class SharedSampleQueue(Generic[T]):
             self._coordinator.queue.untake(reading.groups)
             self._divided_step = step - 1
             self._reward_counts = RewardCounts.joined([reading.reward_counts, self._reward_counts])
+
             for number, group in reading.groups.items():
                 if number in reading.missing:
                     self._coordinator.lose(number)
@@ -475,6 +507,7 @@ class SharedSampleQueue(Generic[T]):
                 self._groups[number] = group
                 if number in reading.stored_by:
                     reading.stored_by[number].stored.add(number)
+
         reading.groups = {}
         reading.stored_by = {}
         self._lock.notify_all()
@@ -501,6 +534,7 @@ class SharedSampleQueue(Generic[T]):
         num_offered = self._coordinator.prompt_groups.num_waiting + num_again
         dropped = ", ".join(f"{count} {reason}" for reason, count in group_counts.dropped.items())
         awaited = wanted or self._coordinator.plan.consumer_batch
+
         return (
             f"{self._coordinator.queue.num_untaken} of {awaited} awaited prompt groups are "
             f"finished; {group_counts.running - num_again} are running, {num_offered} submitted "
@@ -519,6 +553,7 @@ class SharedSampleQueue(Generic[T]):
                 f"started with weight version {self._coordinator.step}, and further groups start "
                 "after publish()"
             )
+
         last = self._failures.last
         failed = f". The last that failed said: {last}" if last else ""
         return f"this would wait forever: {self._so_far(wanted)}: {why}{failed}"

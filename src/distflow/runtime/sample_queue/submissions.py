@@ -80,10 +80,12 @@ class WithSubmitted(Sequence[PromptRow]):
     def __getitem__(self, index: int | slice) -> PromptRow | Sequence[PromptRow]:
         if isinstance(index, slice):
             return self._rows[index]
+
         if index >= len(self._rows):
             row = self._submissions.row(index)
         else:
             row = self._rows[index]
+
         workflow = self._submissions.of_group(index).workflow
         if workflow is None:
             return row

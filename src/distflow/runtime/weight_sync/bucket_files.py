@@ -94,12 +94,15 @@ def _sum_of(values: Tensor) -> Tensor:
     """A checksum of bytes, computed on their device: the sum of 64-bit words, each times an odd
     number of its place, modulo 2**64. A change of one word always changes it."""
     num_whole = len(values) // 8 * 8
+
     # a copy: bytes may begin where a word may not
     words = values[:num_whole].clone().view(torch.int64)
+
     total = torch.zeros(1, dtype=torch.int64, device=values.device)
     for first, part in enumerate(words.split(_WORDS)):
         places = torch.arange(len(part), device=values.device) + first * _WORDS
         total += (part * (places * _ODD | 1)).sum()
+
     tail = values[num_whole:].long()
     return total + (tail * (torch.arange(len(tail), device=values.device) * _ODD * 2 + _ODD)).sum()
 
@@ -129,6 +132,7 @@ class InFile:
                 return list(load(self.path.read_bytes()).items())
         except (OSError, SafetensorError, KeyError, RuntimeError) as err:
             raise Spoiled(f"{self.path} differs from what was written there: {err}") from err
+
         raise Spoiled(f"{self.path} has {num_bytes} bytes, but {self.num_bytes} were written")
 
     def drop(self) -> None:
@@ -148,6 +152,7 @@ class InFile:
                     "the run's folder (trainer.default_local_dir) must be on a file system that "
                     "all machines of the run see at the same path; else leave it at store"
                 )
+
             time.sleep(0.05)
 
 
@@ -157,6 +162,7 @@ def write_bucket(
     """See `Carry`. Raises UserError if the disk is full or not writable."""
     folder = run_dir / WEIGHTS / f"{version.restart}-{version.step:06d}"
     path = folder / f"bucket-{number:05d}.safetensors"
+
     with writing_to(run_dir):
         for each in (folder.parent, folder):
             each.mkdir(mode=0o700, exist_ok=True)

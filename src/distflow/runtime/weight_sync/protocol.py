@@ -80,15 +80,18 @@ def check_receipt(
         raise TrustError(
             f"weights of {version} were sent, but the engine's receipt{of} is for {receipt.version}"
         )
+
     different = [name for name, own in hashes.items() if receipt.hashes.get(name) != own]
     if not different:
         return
+
     names = ", ".join(different[:5])
     if receipt.version_only:
         raise TrustError(
             f"the engine{of} was to use the weights that it has as version {version.step}, but "
             f"they are not the trainer's; tensors that differ: {names}"
         )
+
     where = f" at the engine{of}" if of else ""
     raise TrustError(
         f"weights of version {version.step} arrived incompletely{where}; different tensors: {names}"

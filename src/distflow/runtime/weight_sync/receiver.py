@@ -57,11 +57,13 @@ class WeightReceiver:
         with self._waits("engine", f"weights of step {version.step}", on="training"):
             receipt = await engine.load_weights(version, weights)
             hashes = await engine.hashes()
+
         if engine.version != receipt.version:
             raise TrustError(
                 f"the rollout engine's receipt is for {receipt.version}, but it serves "
                 f"{engine.version}: weights that were not loaded"
             )
+
         return replace(receipt, hashes=hashes)
 
 
@@ -91,11 +93,13 @@ class IncomingWeights:
         if number == 0:
             self._version = version
             self._buckets = []
+
         if (version, number) != (self._version, len(self._buckets)):
             raise ValueError(
                 f"bucket {number} of {version} came after {len(self._buckets)} buckets of "
                 f"{self._version}"
             )
+
         buckets = self._buckets  # whatever version begins meanwhile
         weights = bucket.get()
         arrived = pack(weights, device=None)
@@ -112,16 +116,20 @@ class IncomingWeights:
         fault_injection.reach("weights.serve")
         buckets = self._buckets
         self._buckets = []
+
         if num_buckets and (version, num_buckets) != (self._version, len(buckets)):
             raise ValueError(
                 f"{len(buckets)} buckets of {self._version} came, not {num_buckets} of {version}"
             )
+
         self._attached.wait()
         assert self._receive is not None, "it is attached"
+
         if num_buckets is None:
             weights = None
         else:
             weights = [each for bucket in buckets for each in bucket]
+
         receipt = self._receive(version, weights)
         if not self.ready.done():
             self.ready.set_result(None)

@@ -55,6 +55,7 @@ class LocalWeights:
                 except ValueError as err:
                     raise refused(version, err) from err
                 check_receipt(receipt, version, hashes)
+
         self._version = None
         self._tensors = []
 
@@ -119,11 +120,14 @@ class StreamedWeights(LocalWeights):
         load = self._load
         if load is None:
             return
+
         loaded: Future[None] = Future()
         load.items.put((bucket, loaded))
+
         with self._waits("training", f"weights of step {version.step}", on=ENGINE):
             either: list[Future[Any]] = [loaded, load.receipt]
             wait(either, return_when=FIRST_COMPLETED)
+
         if load.receipt.done():  # finished before the end: it failed
             load.result(version)
 
@@ -134,6 +138,7 @@ class StreamedWeights(LocalWeights):
             load.items.put(None)
             with self._waits("training", f"weights of step {version.step}", on=ENGINE):
                 check_receipt(load.result(version), version, hashes)
+
         self._version = self._load = None
 
     def _detach(self) -> None:

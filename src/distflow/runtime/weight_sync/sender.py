@@ -71,6 +71,7 @@ class WeightSender:
                 self._advance_to(version)
                 self.port.renumber(version, now)
                 return False, {}
+
         return True, self.sync(version)
 
     def sync(self, version: Version, at_start: bool = False) -> dict[str, float]:
@@ -96,6 +97,7 @@ class WeightSender:
         self.port.begin(version)
         self.hashes = {}
         model = getattr(self.actor, "model", None)
+
         for bucket in buckets(self._weights(), BUCKET_BYTES):
             check_sound(bucket, version)
             if isinstance(model, nn.Module):
@@ -104,6 +106,7 @@ class WeightSender:
             self.port.put(bucket)
             del bucket  # before the next one is gathered
             fault_injection.reach("weights.put")
+
         self.port.commit(self.hashes)
         fault_injection.reach("weights.sent")
 
@@ -140,6 +143,7 @@ class WeightSync:
         actor = self.services.resources.actor
         self.step = self.inputs.version.step
         self._sender: WeightSender | None = None
+
         if actor is not None and spec.plan.generates:
             assert weights is not None, "a worker that trains sends weights"
             self._sender = WeightSender(
@@ -165,11 +169,14 @@ class WeightSync:
         sender = self._sender
         if sender is None:
             return updated, {}
+
         self.offload.only(("actor",))
+
         # released weights must be sent again
         outcome = sender.sync_changed(version, updated or self.inputs.spec.frees_engine)
         self._check_all_synced(version, sender.port.confirmed)
         check_replicas(sender.hashes, version.step, self.inputs.ports.collective)
+
         return outcome
 
     def send_to_new_workers(self, step: int) -> None:
@@ -177,6 +184,7 @@ class WeightSync:
         newer than those sent last, all engines get them."""
         if self._sender is None:
             return
+
         self.offload.only(("actor",))
         version = Version(self.inputs.version.restart, step)
         is_newer = self.step < step and self.send(version)[0]
@@ -209,7 +217,9 @@ def buckets(weights: Iterable[tuple[str, Tensor]], max_bytes: int) -> Iterator[B
             num_bytes = 0
             yield full
             del full
+
         bucket.append((name, tensor))
         num_bytes += tensor.nbytes
+
     if bucket:
         yield bucket

@@ -30,9 +30,11 @@ def check_replicas(hashes: Mapping[str, str], step: int, ranks: Collective) -> N
     names, on every rank."""
     if ranks.size == 1:
         return
+
     fingerprint = hashlib.sha256(json.dumps(sorted(hashes.items())).encode()).hexdigest()
     if len(set(ranks.gather(fingerprint))) == 1:
         return
+
     everyone = ranks.gather(dict(hashes))
     odd = [name for name in hashes if len({own.get(name) for own in everyone}) > 1]
     raise TrustError(
@@ -76,21 +78,25 @@ def check_sent(bucket: Bucket, model: nn.Module, step: int, merged: bool = True)
     """
     causal = unwrapped(model)
     parameters = dict(causal.named_parameters(remove_duplicate=False))
+
     different = list[str]()
     stripes = list[_Stripe]()
     for name, tensor in bucket:
         own = _own(name, parameters)
         if own is None or _is_storage_of(own, tensor):
             continue
+
         if own.shape != tensor.shape:
             different.append(name)
         else:
             stripes.append(_held_stripe(name, tensor, own))
+
     on_host = iter(to_host([values for each in stripes for values in (each.sent, each.expected)]))
     for stripe in stripes:
         both = stripe._replace(sent=next(on_host), expected=next(on_host))
         if _count_flipped(both, causal, merged) > FLIPPED * stripe.size:
             different.append(stripe.name)
+
     if different:
         raise TrustError(
             f"the weights of version {step} are not the trainer's: {', '.join(different[:5])} "
@@ -126,11 +132,13 @@ def _count_flipped(stripe: _Stripe, causal: nn.Module, merged: bool) -> float:
     sent = stripe.sent
     expected = stripe.expected
     owner, _, leaf = stripe.name.rpartition(".")
+
     layer = causal.get_submodule(owner)
     if leaf != "weight" or not merged or not hasattr(layer, "base_layer"):
         if torch.equal(sent, expected.to(sent.dtype)):
             return 0.0
         return math.inf
+
     delta = _delta(layer, stripe.places)
     sum_of_both = (expected + delta.to(expected.dtype)).to(sent.dtype).double()
     rounding = 16 * torch.finfo(torch.float32).eps * (expected.double().abs() + delta.abs())
@@ -141,6 +149,7 @@ def _delta(layer: nn.Module, places: Tensor) -> Tensor:
     """What the layer's adapters add to its weight `(out, in)` at flat positions: the sum of scale ·
     B A."""
     total = torch.zeros(len(places), dtype=torch.float64)
+
     # of peft's layers, as what follows
     for name in layer.active_adapters:  # type: ignore[union-attr]
         down, up = (
@@ -150,4 +159,5 @@ def _delta(layer: nn.Module, places: Tensor) -> Tensor:
         rows = places // down.shape[1]
         columns = places % down.shape[1]
         total += layer.scaling[name] * (up[rows] * down[:, columns].T).sum(-1)  # type: ignore[index]
+
     return total

@@ -84,6 +84,7 @@ def main(control_at: int) -> None:
     """control_at: the descriptor of a socket for requests."""
     if os.getpid() == 1:  # in a namespace, where bubblewrap is the parent
         die_with(0)
+
     # signals that the owner ignores or blocks are inherited
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_SETMASK, [])
@@ -91,11 +92,13 @@ def main(control_at: int) -> None:
     sys.path[:] = [path for path in sys.path[1:] if path.startswith(sys.base_prefix)]
     for name in _IMPORTED:
         import_module(name)
+
     try:
         isolation = prepare_isolation()
     except OSError as error:
         control.send(str(error).encode())
         return
+
     prepare()
     control.send(READY)
     gc.collect()
@@ -138,6 +141,7 @@ class _Server:
         )
         if not message:
             self._end()
+
         report, *descriptors = DESCRIPTORS.unpack(sent[0][2])
         try:
             pid = fork()
@@ -145,13 +149,16 @@ class _Server:
             _send(report, FAILED + f"no process could be started: {error}".encode())
             _close([report, *descriptors])
             return None
+
         if pid == 0:
             return Request(*REQUEST.unpack(message)), descriptors
+
         _close(descriptors)
         child = _Child(pid, os.pidfd_open(pid), report)
         self.by_handle[child.handle] = self.by_report[report] = child
         self.poll.register(child.handle, select.POLLIN)
         self.poll.register(report, select.POLLIN)
+
         return None
 
     def _end(self) -> NoReturn:
@@ -172,6 +179,7 @@ class _Server:
         if child.report in self.by_report:
             del self.by_report[child.report]
             self.poll.unregister(child.report)
+
         del self.by_handle[child.handle]
         self.poll.unregister(child.handle)
         os.close(child.handle)

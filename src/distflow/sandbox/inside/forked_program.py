@@ -54,10 +54,12 @@ def prepare() -> None:
     )
     os.environ.clear()  # it contains variables of the shell and the interpreter
     site.setquit()
+
     for ours in [
         name for name in sys.modules if name.partition(".")[0] in ("__main__", "distflow")
     ]:
         del sys.modules[ours]
+
     sys.argv = [FILE]
     sys.orig_argv = [FILE]
 
@@ -89,9 +91,11 @@ def run_program(
     except BaseException as error:  # whatever it is, the child must not continue without isolation
         write_frame(descriptors[-1], token, json.dumps(f"{type(error).__name__}: {error}").encode())
         os._exit(1)
+
     if request.is_main:
         os.close(ANSWERS)
         _leave(_run_main(code))
+
     _leave(serve_calls(code, token, ANSWERS))
 
 
@@ -109,6 +113,7 @@ def _isolate(request: Request, descriptors: list[int], isolation: Isolation, ser
     close_from(ANSWERS + 1)
     descriptors[-1] = ANSWERS
     restrict_use(isolation, request.cpu_s, request.memory_bytes, request.open_files)
+
     return code
 
 
@@ -132,6 +137,7 @@ def _run_main(code: bytes) -> int:
         del error
     except SystemExit as end:
         status = _status_of(end)
+
     atexit._run_exitfuncs()
     module.__dict__.clear()  # flushes a file that it opened on descriptor 1
     return status
@@ -145,6 +151,7 @@ def serve_calls(code: bytes, token: bytes, answers: int) -> int:
         write_frame(
             answers, token, _outcome(*_attempt(lambda: exec(_compiled(code), module.__dict__)))
         )
+
         while (frame := read_frame(answers)) is not None:
             token, body = frame
             name, args, kwargs = from_text(body)
@@ -152,6 +159,7 @@ def serve_calls(code: bytes, token: bytes, answers: int) -> int:
             write_frame(answers, token, found)
     except SystemExit as end:
         return _status_of(end)
+
     return 0
 
 
@@ -166,6 +174,7 @@ def _outcome(result: object, error: BaseException | None) -> bytes:
     """The body of an answer: {"value": ...}, {"raised": [type, text]} or {"refused": reason}."""
     if error is None:
         text, error = _attempt(lambda: _encoded(result))
+
     if isinstance(error, NotPlain):
         text = json.dumps({"refused": str(error)})
     elif error is not None:
@@ -174,6 +183,7 @@ def _outcome(result: object, error: BaseException | None) -> bytes:
         # that a test can handle
         known = next(kind for kind in type(error).__mro__ if kind.__module__ == "builtins")
         text = json.dumps({"raised": [known.__name__, shown or ""]})
+
     sys.stdout.flush()
     return text.encode()
 
@@ -214,10 +224,12 @@ def _print_traceback(error: BaseException) -> int:
         traceback.clear_frames(error.__traceback__)
         print("MemoryError", file=sys.stderr)
         return EXIT_OUT_OF_MEMORY
+
     frames = error.__traceback__
     while frames and frames.tb_frame.f_code.co_filename == __file__:
         frames = frames.tb_next
     traceback.print_exception(error.with_traceback(frames))
+
     return 1
 
 
@@ -230,4 +242,5 @@ def _leave(status: int) -> NoReturn:
                 stream.flush()
     except (AttributeError, OSError, ValueError):  # the program replaced or closed a stream
         status = status or 120
+
     os._exit(status)

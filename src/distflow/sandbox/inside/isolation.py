@@ -84,6 +84,7 @@ def make_filter(machine: str) -> bytes:
     for number in sorted({*ALLOWED[machine].values()} - special.keys()):
         code += [(_JUMP_EQUAL, 0, 1, number), _return(_ALLOW)]
     code.append(_return(_FAIL | errno.EPERM))
+
     return b"".join(struct.pack("=HBBI", *instruction) for instruction in code)
 
 
@@ -223,6 +224,7 @@ def prepare_isolation() -> Isolation:
         raise OSError(
             f"no filter of system calls for {machine}: there is one for {', '.join(ARCHITECTURES)}"
         )
+
     _drop_privileges(machine)
     return Isolation(machine, make_filter(machine), _make_ruleset())
 
@@ -238,6 +240,7 @@ def restrict_use(isolation: Isolation, cpu_s: int, memory_bytes: int, open_files
     # Not readable for other processes of the same user, and never dumped, whatever the machine's
     # core settings.
     _prctl(_PR_SET_DUMPABLE, 0)
+
     # Soft and hard limits are equal, so that the first signal for CPU time is the one that cannot
     # be caught.
     for limit, value in zip(_LIMITS, (cpu_s, memory_bytes, open_files, 0), strict=True):
@@ -266,15 +269,18 @@ def _make_ruleset() -> int:
         _NET_RIGHTS if version >= 4 else 0,
         _SCOPES if version >= 6 else 0,
     )
+
     if version < 4:
         size = 8
     elif version < 6:
         size = 16
     else:
         size = 24
+
     ruleset = _syscall(_CREATE_RULESET, ctypes.addressof(rights), size, 0)
     library = standard_library()
     modules = [os.path.join(library, name) for name in os.listdir(library) if name not in PACKAGES]
+
     # such as libpython
     shared_libraries = glob.glob(os.path.join(glob.escape(sys.base_prefix), "lib", "*.so*"))
     for path in (*modules, *shared_libraries, *SYSTEM, *DEVICES_READ):
@@ -290,6 +296,7 @@ def _allow(ruleset: int, path: str, rights: int) -> None:
         descriptor = os.open(path, os.O_PATH | os.O_CLOEXEC)
     except FileNotFoundError:
         return
+
     try:
         if stat.S_ISDIR(os.fstat(descriptor).st_mode):
             rights |= _READ_DIR

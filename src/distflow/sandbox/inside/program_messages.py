@@ -44,6 +44,7 @@ def _read_exactly(descriptor: int, size: int) -> bytes | None:
         if not part:
             return None
         read += part
+
     return bytes(read)
 
 
@@ -139,6 +140,7 @@ class _Writer:
             raise NotPlain(
                 f"a value nested deeper than {MAX_DEPTH} or of more than {MAX_ITEMS:,} items"
             )
+
         kind = type(value)  # an object's `__class__` may be forged
         if value is None or kind is bool or kind is str:
             return value
@@ -152,12 +154,15 @@ class _Writer:
             return {kind.__name__: self._each(_PARTS[kind](value), depth)}
         if isinstance(value, Iterator):
             return self.tagged(Values(list(islice(value, MAX_YIELDED + 1))), depth)
+
         for base, plain in _PLAIN_OF.items():
             if base in kind.__mro__:
                 return self.tagged(plain(value), depth)
+
         for base, parts in _PARTS.items():
             if base in kind.__mro__:
                 return {base.__name__: self._each(parts(value), depth)}
+
         raise NotPlain(f"a value of type {kind.__name__}")
 
     def _each(self, values: Iterable[Any], depth: int) -> list[JSON]:
@@ -171,6 +176,7 @@ def _untagged(value: JSON, depth: int) -> Any:
         return [_untagged(item, depth + 1) for item in value]
     if not isinstance(value, dict):
         return value
+
     ((name, parts),) = value.items()
     if name not in _MADE or not isinstance(parts, list):
         raise ValueError("an unknown type, or one without its parts")
