@@ -16,7 +16,7 @@ UV := .lock/bin/uv
 export UV_SYSTEM_CERTS := 1
 PIP_COMPILE := $(UV) pip compile --quiet --extra dev --no-emit-package torch --no-emit-index-url --no-annotate --no-header
 
-.PHONY: install lock quickstart test types tests test-slow test-faults test-processors test-agents test-verifiers test-gpu bench-gpu test-device test-lowest \
+.PHONY: install lock quickstart test types tests test-slow test-faults mutants test-processors test-agents test-verifiers test-gpu bench-gpu test-device test-lowest \
 	test-newest vllm test-vllm bench-peers docs clean
 
 install: $(INSTALLED)
@@ -90,6 +90,13 @@ test-verifiers: $(INSTALLED)
 # Those of the slow tests that strike real processes.
 test-faults: $(INSTALLED)
 	$(BIN)/python -m pytest -m "slow and faults"
+
+# Small faults in the source, one at a time: what survives the default tests of these rooms. About ten minutes.
+ROOMS ?= algorithms training
+NUMBER ?= 60
+SEED ?= 0
+mutants: $(INSTALLED)
+	$(BIN)/python scripts/mutants.py $(ROOMS) --number $(NUMBER) --seed $(SEED)
 
 # The tests as other processors and machines run them, one after another: half an hour on two cores.
 test-processors: $(INSTALLED)
