@@ -2,9 +2,9 @@
 normal path."""
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from distflow.algorithms.mismatch_check import Tolerance, mismatch
 from distflow.data.batch import Batch
@@ -87,38 +87,42 @@ class Canary:
 
     async def generate_responses(self) -> Batch:
         """The engine's greedy responses to the fixed prompts."""
+        agents = self.agents or {"": ""}
+        responses = list[Coroutine[Any, Any, Sample]]()
+        for policy, agent in agents.items():
+            for row in range(len(self.prompts)):
+                responses.append(self._response(row, agent, policy))
+
+        return Batch.from_samples(await asyncio.gather(*responses))
+
+    async def _response(self, row: int, agent: str, policy: str) -> Sample:
+        prompt = self.prompts[row]
+        images = self.images[row] if self.images else ()
         params = replace(
-            self.sampling, max_tokens=min(self.NUM_TOKENS, self.sampling.max_tokens), greedy=True
+            self.sampling,
+            max_tokens=min(self.NUM_TOKENS, self.sampling.max_tokens),
+            greedy=True,
+            temperature=self.temperature_of(agent),
         )
 
-        async def sample(row: int, prompt: tuple[int, ...], agent: str, policy: str) -> Sample:
-            # The next canary would detect keys and values of this one if they outlived their
-            # weights.
-            stream = Stream(0, "canary", 0, row)
-            own = replace(params, temperature=self.temperature_of(agent))
-            images = self.images[row] if self.images else ()
-            request = GenerateRequest(
-                prompt, (0,), own, stream, may_continue=True, policy=policy, images=images
-            )
-            (response,) = await self.rollout.generate(request)
-            log_probs = tuple(response.rollout_log_probs), tuple(response.sampling_log_probs)
-            drawn = Segment(
-                "policy", tuple(response.token_ids), *log_probs, tuple(response.versions)
-            )
-            given = Segment("prompt", prompt, images=images)
-            if not agent:
-                return Sample(f"{row}-0", row, [given, drawn])
+        # The next canary would detect keys and values of this one if they outlived their weights.
+        stream = Stream(0, "canary", 0, row)
+        request = GenerateRequest(
+            prompt, (0,), params, stream, may_continue=True, policy=policy, images=images
+        )
+        (response,) = await self.rollout.generate(request)
 
-            return Sample(f"{row}-0", row, [given, given, drawn], forks=((agent, 0),))
-
-        agents = self.agents or {"": ""}
-        wanted = [
-            (*each, agent, policy)
-            for policy, agent in agents.items()
-            for each in enumerate(self.prompts)
-        ]
-
-        return Batch.from_samples(await asyncio.gather(*(sample(*each) for each in wanted)))
+        given = Segment("prompt", prompt, images=images)
+        drawn = Segment(
+            "policy",
+            tuple(response.token_ids),
+            tuple(response.rollout_log_probs),
+            tuple(response.sampling_log_probs),
+            tuple(response.versions),
+        )
+        if not agent:
+            return Sample(f"{row}-0", row, [given, drawn])
+        return Sample(f"{row}-0", row, [given, given, drawn], forks=((agent, 0),))
 
 
 def make_canary(spec: Spec, resources: Resources) -> Canary:

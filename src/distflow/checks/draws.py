@@ -78,7 +78,7 @@ def check_draws(recorded: RecordedStep) -> str | None:
             "log-prob are compared"
         )
 
-    found = list[_Draw]()
+    draws = list[_Draw]()
     unlike = ""
     for sample in recorded.samples:
         if sample["uid"] not in recorded.drawn or recorded.prompt_group(sample) is None:
@@ -86,25 +86,28 @@ def check_draws(recorded: RecordedStep) -> str | None:
         if any(turn.request.params.greedy for turn in recorded.turns(sample)):
             return "greedy draws are not repeated"
 
-        own = _draws_of(recorded, sample)
-        found += own
-        unlike = unlike or _unlike(recorded, sample, own)
+        of_sample = _draws_of(recorded, sample)
+        draws += of_sample
+        unlike = unlike or _unlike(recorded, sample, of_sample)
 
-    if not found:
+    if not draws:
         return "no sample whose row is known was scored again"
 
-    limit = EXACT if recorded.run.is_exact else ROUNDED
-    allowed = 0.0 if recorded.run.is_exact else 2 + 0.1 * len(found)
-    if not recorded.run.is_exact and len(_missed(found, limit)) > allowed:
-        limit = max(limit, ROUNDINGS * moved_draws(recorded))
+    limit = EXACT
+    allowed = 0.0
+    if not recorded.run.is_exact:
+        limit = ROUNDED
+        allowed = 2 + 0.1 * len(draws)
+        if len(_missed(draws, limit)) > allowed:
+            limit = max(limit, ROUNDINGS * moved_draws(recorded))
         if limit > WIDEST:
             return "rounding moves this model's draws too far to distinguish streams"
 
-    missed = _missed(found, limit)
+    missed = _missed(draws, limit)
     if len(missed) > allowed:
         first = missed[0]
         raise Wrong(
-            f"{len(missed)} of {len(found)} tokens are not what the samples' random streams draw "
+            f"{len(missed)} of {len(draws)} tokens are not what the samples' random streams draw "
             f"from the policy; token {first.position} of sample {first.uid} needs a draw in "
             f"[{first.low - limit:.4f}, {first.high + limit:.4f}], but its stream gives "
             f"{first.uniform:.4f}. Samples share a stream, or tokens are drawn from a distribution "
@@ -136,7 +139,7 @@ def _draws_of(recorded: RecordedStep, sample: Sample) -> list[_Draw]:
         whole = conversations_of(sample)[0]
         turns = [(by_the_config, 0, len(sample["response_ids"]), whole)]
 
-    found = list[_Draw]()
+    draws = list[_Draw]()
     for request, start, end, talk in turns:
         own = stream.fork(talk.name)
         if request.stream != own:
@@ -158,9 +161,9 @@ def _draws_of(recorded: RecordedStep, sample: Sample) -> list[_Draw]:
             low = float(scores.below[position])
             high = low + float(scores.mass[position])
             uniform = _uniform(key, request.num_drawn + position - start)
-            found.append(_Draw(sample["uid"], position, low, high, uniform))
+            draws.append(_Draw(sample["uid"], position, low, high, uniform))
 
-    return found
+    return draws
 
 
 def _unlike(recorded: RecordedStep, sample: Sample, draws: list[_Draw]) -> str:
@@ -201,9 +204,11 @@ def _follows_the_policy(recorded: RecordedStep) -> None:
     for sample, scores, known in scored:
         if any(_is_cut(params) for _, params, _ in recorded.sampling_of_tokens(sample)):
             continue
+
         surprise = (scores.log_probs + scores.entropy)[known]
         now = (known.sum(), surprise.sum(), scores.variance[known].sum())
-        sums[:] = (KEPT * before + float(more) for before, more in zip(sums, now, strict=True))
+        for i, more in enumerate(now):
+            sums[i] = KEPT * sums[i] + float(more)
 
     number, signed, variance = sums
     moved = abs(signed)

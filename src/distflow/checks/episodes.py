@@ -1,7 +1,6 @@
 """Check: an episode was trained on as it happened, according to events at the boundaries of our
 code: what was said, which rewards were paid, and which text was scored."""
 
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -82,21 +81,26 @@ def _of_trained(recorded: RecordedStep, events: Sequence[tuple[Any, ...]]) -> li
 def _turns_of(recorded: RecordedStep, sample: Sample) -> list[Said] | None:
     """The turns of the sample in chronological order, as far as they had an effect; None if its
     events are not known."""
-    drawn = [event[1:] for event in _events(recorded, sample) if event[0] == "turn" and event[-1]]
     kept = recorded.num_used(sample)
-
     places: dict[str, list[RecordedTurn]] = {}
     for turn in recorded.turns(sample):
         name = turn.conversation.name
-        end = turn.start + kept[name] if name in kept else turn.end
-        places.setdefault(name, []).append(turn._replace(end=end))
+        if name in kept:
+            turn = turn._replace(end=turn.start + kept[name])
+        places.setdefault(name, []).append(turn)
 
-    counts = Counter({name: len(own) for name, own in places.items()})
-    if not drawn or Counter(name for name, *_ in drawn) != counts:
+    found = list[Said]()
+    for kind, *values in _events(recorded, sample):
+        if kind != "turn" or not values[-1]:
+            continue
+        name, said, drawn = values
+        if not places.get(name):
+            return None
+        found.append(Said(name, said, drawn, places[name].pop(0)))
+
+    if any(places.values()):
         return None
-    left = {name: iter(own) for name, own in places.items()}
-
-    return [Said(name, said, ids, next(left[name])) for name, said, ids in drawn]
+    return found or None
 
 
 def _check_numbers(sample: Sample, turns: Sequence[Said]) -> None:

@@ -3,7 +3,7 @@ clipped once."""
 
 from distflow.checks.check import Wrong, check
 from distflow.checks.recorded_step import RecordedStep
-from distflow.checks.update_records import OpenEngine, UpdateRecord, leftover
+from distflow.checks.update_records import OpenEngine, Stripe, UpdateRecord, leftover
 from distflow.config.derived_settings import config_of_policy, trained_policies
 from distflow.config.keys.actor import ActorConfig
 from distflow.config.keys.critic import CriticConfig
@@ -32,7 +32,9 @@ def check_gradients(recorded: RecordedStep) -> str | None:
     if not all(isinstance(update.engine, OpenEngine) for update in recorded.updates):
         return "an engine that was updated does not expose its model"
 
-    stripes = [stripe for update in recorded.updates for stripe in update.stripes.values()]
+    stripes = list[Stripe]()
+    for update in recorded.updates:
+        stripes += update.stripes.values()
     if stripes and all(stripe.contributions is None for stripe in stripes):
         return "gradients of sharded weights are summed over the ranks before they are seen"
     return None

@@ -1,6 +1,7 @@
 """Check: a step holds its groups, each complete and of a row of its own."""
 
 from collections import Counter
+from itertools import chain
 
 from distflow.checks.check import Wrong, check
 from distflow.checks.recorded_step import RecordedStep
@@ -15,11 +16,12 @@ from distflow.checks.recorded_step import RecordedStep
 )
 def check_groups(recorded: RecordedStep) -> str | None:
     data = recorded.run.spec.data
-    names = ("group_index", "domain", "uid")
-    own = [tuple(sample[name] for name in names) for sample in recorded.samples]
-    samples = [each for rank in recorded.run.ranks.gather(own) for each in rank]
+    own = list[tuple[int, str, str]]()
+    for sample in recorded.samples:
+        own.append((int(sample["group_index"]), str(sample["domain"]), sample["uid"]))
+    samples = list(chain.from_iterable(recorded.run.ranks.gather(own)))
 
-    sizes = Counter(int(group) for group, _, _ in samples)
+    sizes = Counter(group for group, _, _ in samples)
     if sorted(sizes) != sorted(recorded.group_ids):
         differing = sorted(set(recorded.group_ids) ^ set(sizes))[:4]
         raise Wrong(
@@ -31,11 +33,9 @@ def check_groups(recorded: RecordedStep) -> str | None:
     size_of = {domain.name: domain.group_size for domain in data.domains}
 
     for group, domain, _ in samples:
-        size = size_of.get(str(domain)) or data.group_size
-        if is_ours and sizes[int(group)] != size:
-            raise Wrong(
-                f"group {int(group)} has {sizes[int(group)]} samples, and should have {size}"
-            )
+        size = size_of.get(domain) or data.group_size
+        if is_ours and sizes[group] != size:
+            raise Wrong(f"group {group} has {sizes[group]} samples, and should have {size}")
 
     for uid, times in Counter(uid for _, _, uid in samples).most_common(1):
         if times > 1:
@@ -60,5 +60,6 @@ def _check_rows(recorded: RecordedStep) -> None:
                 f"{first} of the same epoch"
             )
 
-        for epoch in [epoch for epoch in epochs if epoch < group.epoch - 1]:
-            del epochs[epoch]
+        for epoch in list(epochs):
+            if epoch < group.epoch - 1:
+                del epochs[epoch]

@@ -6,6 +6,7 @@ through the engine's packed pass. The loss function is called once more for the 
 and for the few sequences alone. So packing, shared prefixes, micro-batches and the scaling over
 ranks are compared with plain computations, without a second formula of the loss."""
 
+import math
 import random
 from collections.abc import Mapping, Sequence
 
@@ -68,31 +69,30 @@ def run_plainly(recorded: RecordedStep, update: UpdateRecord) -> str | None:
         return "no sequence is short enough"
 
     names, weights = zip(*striped(trained(engine.model), recorded.step), strict=True)
-    found = PlainPass()
-    apart = [_plain_gradients(recorded, update, engine, row, weights, found) for row in rows]
+    plain = PlainPass()
+    apart = [_plain_gradients(recorded, update, engine, row, weights, plain) for row in rows]
 
-    def packed_loss() -> Tensor:
-        flat = compute(update.batch.select(found.rows), update.loss.outputs)
-        total = torch.zeros((), device=next(iter(flat.values())).device)
-        for name, values in flat.items():
-            cotangent = torch.cat([own[name] for own in found.gradients])
-            total = total + (values * cotangent.to(values)).sum()
-        return total
+    outputs = compute(update.batch.select(plain.rows), update.loss.outputs)
+    packed_loss = torch.zeros((), device=next(iter(outputs.values())).device)
+    for name, values in outputs.items():
+        cotangent = torch.cat([own[name] for own in plain.gradients])
+        packed_loss = packed_loss + (values * cotangent.to(values)).sum()
+    packed = _gradients(packed_loss, weights)
 
-    packed = _gradients(packed_loss(), weights)
-    update.plain = found
-    sums = [torch.stack(others).sum(0).double() for others in zip(*apart, strict=True)]
-    if not all(bool(torch.isfinite(other).all()) for other in sums):
+    update.plain = plain
+    padded = [torch.stack(of_rows).sum(0).double() for of_rows in zip(*apart, strict=True)]
+    norms = [float(gradient.norm()) for gradient in padded]
+    if not all(map(math.isfinite, norms)):
         return "a gradient is not finite"
 
     # The gradient of a bias of keys without positions is rounding alone.
-    least = max(1e-9, NOISE * max(float(other.norm()) for other in sums))
+    least = max(1e-9, NOISE * max(norms))
     limit = recorded.limit(WEIGHT_EXACT, WEIGHT_ROUNDED)
 
-    for name, one, other in zip(names, packed, sums, strict=True):
-        error = float((one.double() - other).norm()) / max(float(other.norm()), least)
+    for name, gradient, expected, norm in zip(names, packed, padded, norms, strict=True):
+        error = float((gradient.double() - expected).norm()) / max(norm, least)
         if error > limit:
-            uids = ", ".join(update.uids[row] for row in found.rows)
+            uids = ", ".join(update.uids[row] for row in plain.rows)
             raise Wrong(
                 f"the gradient of {name} by the {update.role}'s loss of samples {uids} differs by "
                 f"{error:.3g} (relative; limit {limit:g}) between the packed pass and a padded "
@@ -135,13 +135,13 @@ def check_losses(recorded: RecordedStep) -> str | None:
 
 def _check_update(recorded: RecordedStep, update: UpdateRecord) -> str | None:
     outputs, gradients = _recorded(update)
+    compared = [list(range(len(update.batch)))]
     if update.plain is not None:
-        for place, row in enumerate(update.plain.rows):
-            _same_outputs(recorded, update, row, update.plain.outputs[place], outputs)
+        for row, plain in zip(update.plain.rows, update.plain.outputs, strict=True):
+            _same_outputs(recorded, update, row, plain, outputs)
+            compared.append([row])
 
-    every = list(range(len(update.batch)))
-    alone = update.plain.rows if update.plain is not None else []
-    for rows in [every, *([row] for row in alone)]:
+    for rows in compared:
         wrong = _wrong_gradients(update, rows, outputs, gradients)
         if not wrong:
             continue
@@ -173,13 +173,13 @@ def _wrong_gradients(
         return ""
 
     batch = update.batch.select(rows)
-    inputs = {name: torch.cat([outputs[row][name] for row in rows]) for name in outputs[rows[0]]}
+    inputs = {name: _column(outputs, rows, name) for name in outputs[rows[0]]}
     loss, expected = call_loss(update.loss, batch, inputs, update.counts)
     share = update.share[0]
     is_whole = len(rows) == len(update.batch)
 
     for name, wanted in expected.items():
-        own = torch.cat([found[row][name] for row in rows])
+        own = _column(found, rows, name)
         if not len(own):
             continue
 
@@ -197,6 +197,10 @@ def _wrong_gradients(
         )
 
     return ""
+
+
+def _column(outputs: Sequence[Outputs], rows: Sequence[int], name: str) -> Tensor:
+    return torch.cat([outputs[row][name] for row in rows])
 
 
 def _jump(update: UpdateRecord, batch: Batch, inputs: Outputs, name: str) -> Tensor:
@@ -219,16 +223,12 @@ def call_loss(
     padded = {name: batch.pad(leaf, "response") for name, leaf in leaves.items()}
 
     value, _ = loss(padded, batch, dict(counts))
-    if not value.requires_grad:
-        return float(value), {
-            name: torch.zeros_like(leaf).double() for name, leaf in leaves.items()
-        }
+    if value.requires_grad:
+        gradients = _gradients(value, list(leaves.values()))
+    else:
+        gradients = [torch.zeros_like(leaf) for leaf in leaves.values()]
 
-    gradients = torch.autograd.grad(
-        value, list(leaves.values()), allow_unused=True, materialize_grads=True
-    )
     named = zip(leaves, gradients, strict=True)
-
     return float(value.detach()), {name: doubles(gradient) for name, gradient in named}
 
 
@@ -293,7 +293,7 @@ def _plain_gradients(
         return _gradients(total, weights)
 
 
-def _gradients(scalar: Tensor, weights: Sequence[nn.Parameter]) -> list[Tensor]:
+def _gradients(scalar: Tensor, weights: Sequence[Tensor]) -> list[Tensor]:
     return list(torch.autograd.grad(scalar, weights, allow_unused=True, materialize_grads=True))
 
 

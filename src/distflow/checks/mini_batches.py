@@ -8,7 +8,7 @@ from torch import Tensor
 
 from distflow.checks.check import Wrong, check, is_builtin
 from distflow.checks.recorded_step import RecordedStep
-from distflow.checks.samples import own_tokens, samples_of
+from distflow.checks.samples import own_tokens
 from distflow.checks.update_records import UpdateRecord
 from distflow.config import Config
 from distflow.config.derived_settings import is_rl, trained_policies
@@ -97,7 +97,7 @@ def _check_micro_batches(update: UpdateRecord) -> None:
 
 def _each_once(recorded: RecordedStep, role: str, updates: list[UpdateRecord]) -> None:
     passes, num_prompts = plan_of(recorded.config, role)
-    wanted = passes * math.ceil(len(recorded.group_ids) / num_prompts)
+    wanted = planned_updates(recorded, role)
     if len(updates) != wanted:
         raise Wrong(
             f"the {role} took {len(updates)} optimizer steps, but {passes} passes over "
@@ -111,44 +111,47 @@ def _each_once(recorded: RecordedStep, role: str, updates: list[UpdateRecord]) -
         return
 
     times = Counter(uid for update in updates for uid in update.uids)
-    wrong = [(uid, times[uid]) for uid in recorded.batch["uid"] if times[uid] != passes]
+    wrong = [uid for uid in recorded.batch["uid"] if times[uid] != passes]
     if wrong:
-        uid, count = wrong[0]
         raise Wrong(
-            f"sample {uid} (and {len(wrong) - 1} more) was in {count} mini-batches of the {role}, "
-            f"but should be in one of each of {passes} passes"
+            f"sample {wrong[0]} (and {len(wrong) - 1} more) was in {times[wrong[0]]} mini-batches "
+            f"of the {role}, but should be in one of each of {passes} passes"
         )
 
 
 def _same_columns(recorded: RecordedStep) -> None:
+    for role in sorted({update.role for update in recorded.updates}):
+        for number, update in enumerate(recorded.updates_of(role), start=1):
+            if not update.metrics.get("skipped") and "decision" not in update.batch:
+                _same_as_before(recorded, update, number)
+
+
+def _same_as_before(recorded: RecordedStep, update: UpdateRecord, number: int) -> None:
     """An update may write old log-probs, which later updates then use: only columns that were there
     before the first are compared."""
     before = recorded.batch
-    for role in sorted({update.role for update in recorded.updates}):
-        for number, update in enumerate(recorded.updates_of(role), start=1):
-            if update.metrics.get("skipped") or "decision" in update.batch:
-                continue
+    places = _places(before, update.batch)
+    for name in COLUMNS:
+        if name not in update.batch or name not in before:
+            continue
 
-            places = _places(before, update.batch)
-            for name in COLUMNS:
-                if name not in update.batch or name not in before:
-                    continue
+        now = update.batch.flat(name).cpu()
+        then = before.flat(name).cpu()
+        if name == "loss_mask" and trained_policies(recorded.config):
+            masks = [
+                own_tokens(recorded.config, sample, update.role) for sample in recorded.samples
+            ]
+            then = then * torch.cat([then.new_zeros(0).bool(), *masks])
 
-                now = update.batch.flat(name).cpu()
-                then = before.flat(name).cpu()
-                if name == "loss_mask" and trained_policies(recorded.config):
-                    masks = [own_tokens(recorded.config, each, role) for each in samples_of(before)]
-                    then = then * torch.cat([then.new_zeros(0).bool(), *masks])
-
-                then = then[places]
-                wrong = (now != then) & ~(now.isnan() & then.isnan())
-                if bool(wrong.any()):
-                    row = int(update.batch.rows()[int(wrong.nonzero()[0])])
-                    raise Wrong(
-                        f"{name} of sample {update.uids[row]} in mini-batch {number} of the {role} "
-                        "differs from its value before the step's first update: it was recomputed "
-                        "or rewritten between mini-batches"
-                    )
+        then = then[places]
+        wrong = (now != then) & ~(now.isnan() & then.isnan())
+        if bool(wrong.any()):
+            row = int(update.batch.rows()[int(wrong.nonzero()[0])])
+            raise Wrong(
+                f"{name} of sample {update.uids[row]} in mini-batch {number} of the {update.role} "
+                "differs from its value before the step's first update: it was recomputed or "
+                "rewritten between mini-batches"
+            )
 
 
 def _places(before: Batch, taken: Batch) -> Tensor:

@@ -106,15 +106,15 @@ class NonFinite:
 
         is_there = (bundle / WEIGHTS).exists()
 
-        # All ranks take part in making sharded weights whole, whichever of them have a file.
-        wholes = (
-            (name, whole(tensor)) for name, tensor in engine.state().trained_weights().items()
-        )
-        weights = {
-            name: tensor.cpu().contiguous().clone() for name, tensor in wholes if not is_there
-        }
+        weights = dict[str, Tensor]()
+        for name, tensor in engine.state().trained_weights().items():
+            # All ranks take part in making sharded weights whole, whichever of them have a file.
+            tensor = whole(tensor)
+            if not is_there:
+                weights[name] = tensor.cpu().contiguous().clone()
         if not is_there:
             save_file(weights, bundle / WEIGHTS)
+
         (bundle / CONFIG).write_text(self.config_yaml, encoding="utf-8")
         facts = {"role": role, "step": step, "metrics": {k: repr(v) for k, v in metrics.items()}}
         (bundle / FACTS).write_text(json.dumps(facts, indent=2))
@@ -136,15 +136,13 @@ class NonFinite:
 
     def _remove_old(self) -> None:
         """Remove old bundles, but only files that distflow writes; other files in a bundle stay."""
-        ours = (
-            path
-            for path in self.folder.iterdir()
-            if re.fullmatch(r"step-\d{6,}-\w+-\d+", path.name) and not path.is_symlink()
-        )
+        bundles = list[Path]()
+        for path in self.folder.iterdir():
+            is_named = re.fullmatch(r"step-\d{6,}-\w+-\d+", path.name) and not path.is_symlink()
+            if is_named and "role" in read_object(path / FACTS):
+                bundles.append(path)
 
-        bundles = sorted(
-            (path for path in ours if "role" in read_object(path / FACTS)), key=_written
-        )
+        bundles.sort(key=_written)
         for old in bundles[: -self.limit]:
             for name in (BATCH, WEIGHTS, CONFIG, FACTS):
                 (old / name).unlink(missing_ok=True)

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
 
 from distflow.models.image_inputs import own_pass, text_decoder
 from distflow.models.lora import adapter_off, unwrapped
@@ -86,30 +87,25 @@ def logits_of(run: Run, model: nn.Module, sequences: Sequence[Ids]) -> Iterator[
     """For each sequence, float32 logits `(response tokens, vocabulary)` that predict its response;
     a critic's are `(response tokens, 1)`. Sequences are padded on the right, as many together as
     `MAX_LOGITS` allows."""
-    longest = max(len(each.prompt) + len(each.response) for each in sequences)
-    together = max(1, MAX_LOGITS // (longest * vocabulary_of(model)))
-    if any(each.images for each in sequences):
+    device = next(model.parameters()).device
+    rows = [torch.tensor([*ids.prompt, *ids.response], device=device) for ids in sequences]
+    together = max(1, MAX_LOGITS // (max(map(len, rows)) * vocabulary_of(model)))
+    if any(ids.images for ids in sequences):
         together = 1
 
     for start in range(0, len(sequences), together):
         part = sequences[start : start + together]
-        lengths = torch.tensor([len(each.prompt) + len(each.response) for each in part])
-        mask = torch.arange(int(lengths.max())) < lengths[:, None]
-        ids = torch.zeros(mask.shape, dtype=torch.int64)
-        ids[mask] = torch.tensor(
-            [token for each in part for token in (*each.prompt, *each.response)]
-        )
+        whole = rows[start : start + together]
+        tokens = pad_sequence(whole, batch_first=True)
+        mask = pad_sequence([torch.ones_like(row) for row in whole], batch_first=True)
 
-        device = next(model.parameters()).device
-        with own_pass(
-            model, ids.to(device), part[0].given or len(part[0].prompt), (part[0].images,)
-        ) as inputs:
-            logits = run(
-                model, **inputs, attention_mask=mask.long().to(device), use_cache=False
-            ).logits
+        given = part[0].given or len(part[0].prompt)
+        with own_pass(model, tokens, given, (part[0].images,)) as inputs:
+            logits = run(model, **inputs, attention_mask=mask, use_cache=False).logits
 
-        for row, each in zip(logits, part, strict=True):
-            yield row[len(each.prompt) - 1 : len(each.prompt) + len(each.response) - 1].float()
+        for row, ids in zip(logits, part, strict=True):
+            first = len(ids.prompt) - 1
+            yield row[first : first + len(ids.response)].float()
 
 
 def model_of(engine: object) -> nn.Module | None:
@@ -158,8 +154,10 @@ def _scores_of(
     surprise = (masses * policy).nan_to_num()
     entropy = -surprise.sum(-1)
     variance = (surprise * policy).nan_to_num().sum(-1) - entropy.square()
+
     if params.repetition_penalty != 1.0:
         masses = (_penalised(logits, token_ids, params, before) / params.temperature).softmax(-1)
+
     drawn_from = _truncated(masses, params)
     drawn_from = drawn_from / drawn_from.sum(-1, keepdim=True)
     own = token_ids[:, None]

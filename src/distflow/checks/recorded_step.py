@@ -5,7 +5,7 @@ import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
-from itertools import takewhile
+from itertools import chain, takewhile, zip_longest
 from operator import eq
 from typing import Any, NamedTuple, TypeVar
 
@@ -212,8 +212,8 @@ class RecordedStep:
         turn = random.Random(self.step)
         by_group = list(by_group_of(self.samples).values())
         drawn = [turn.sample(group, len(group)) for group in turn.sample(by_group, len(by_group))]
-        longest = max((len(group) for group in drawn), default=0)
-        return [group[i] for i in range(longest) for group in drawn if i < len(group)]
+        in_turns = chain.from_iterable(zip_longest(*drawn))
+        return [sample for sample in in_turns if sample is not None]
 
     def record_of(self, sample: Sample) -> GroupRecord | None:
         """The record of the sample's group; None if this worker did not generate it."""
@@ -270,7 +270,10 @@ class RecordedStep:
                     continue
 
                 end = start + sum(takewhile(bool, map(eq, talk.ids[before:], made.token_ids)))
-                if end > (found[start].end if start in found else start):
+                longest = start
+                if start in found:
+                    longest = found[start].end
+                if end > longest:
                     found[start] = RecordedTurn(request, made, start, end, talk)
 
         return [found[start] for start in sorted(found)]

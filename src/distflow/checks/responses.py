@@ -1,5 +1,7 @@
 """Check: a sample is the engine's response to the row's prompt, with its text, versions and end."""
 
+from itertools import chain
+
 import torch
 
 from distflow.checks.check import NOT_APPLICABLE, Wrong, check, check_same, shortened
@@ -69,7 +71,7 @@ def check_responses(recorded: RecordedStep) -> str | None:
 
 
 def _images(sample: Sample) -> list[str]:
-    return [path for own in sample.get("images", ()) for path in own]
+    return list(chain.from_iterable(sample.get("images", ())))
 
 
 def _check_prompt(sample: Sample, row: PromptRow) -> None:
@@ -118,11 +120,11 @@ def _check_response_of_row(recorded: RecordedStep, sample: Sample, row: PromptRo
     if not is_full and wanted[-1] not in recorded.run.resources.stop_token_ids:
         raise Wrong(f"the response of sample {sample['uid']} does not end with a stop token")
 
-    turns = [False] * len(wanted)
+    turns = torch.zeros(len(wanted), dtype=torch.bool)
     for start, end in row.turns or ((0, len(wanted)),):
-        turns[start:end] = [True] * (min(end, len(wanted)) - start)
+        turns[start:end] = True
     mask = (sample["response_mask"] > 0).tolist()
-    check_same(sample, "response_mask", mask, turns, "the turns of its row")
+    check_same(sample, "response_mask", mask, turns.tolist(), "the turns of its row")
 
 
 def _check_end(recorded: RecordedStep, sample: Sample) -> None:
@@ -133,7 +135,7 @@ def _check_end(recorded: RecordedStep, sample: Sample) -> None:
     stop_ids = recorded.run.resources.stop_token_ids
     decode = recorded.run.resources.tokenizer.decode
     text = decode(ids, skip_special_tokens=False)
-    before = decode(ids[:-1], skip_special_tokens=False) if stops else ""
+    before = decode(ids[:-1], skip_special_tokens=False)
     if any(token in stop_ids for token in ids[:-1]) or any(stop in before for stop in stops):
         raise Wrong(f"sample {uid} continues after a stop token or text: {shortened(text)}")
 
@@ -158,7 +160,9 @@ def _check_pixels(recorded: RecordedStep) -> None:
     """What the model gets of some samples' images is what its family's processor makes of each
     file, read again."""
     processor = images_of(recorded.run.resources.tokenizer)
-    paths = [path for sample in recorded.some_samples(MOST_IMAGES) for path in _images(sample)]
+    paths = list[str]()
+    for sample in recorded.some_samples(MOST_IMAGES):
+        paths += _images(sample)
     if processor is None or not paths:
         return
 

@@ -99,9 +99,9 @@ class Memory:
             # this rank's own shards last
             for part in sorted(parts, key=lambda part: part == f"rank_{self._rank}"):
                 for kind, hashes in checkpoint.load(part).get("checks", {}).items():
-                    self._saved.setdefault(kind, {}).update(
-                        {name: (entry[0], entry[1]) for name, entry in hashes.items()}
-                    )
+                    saved = self._saved.setdefault(kind, {})
+                    for name, (place, digest) in hashes.items():
+                        saved[name] = (place, digest)
 
             before = config_from_dict(checkpoint.load("run")["config"], judge=False)
 

@@ -264,40 +264,48 @@ def _shown(results: Sequence[RewardResult]) -> str:
     )
 
 
-def _check_total(recorded: RecordedStep, sample: Sample) -> None:
-    """The score on the sample's tokens is the one that its parts make, or that the built-in nodes
-    have given it."""
+def _expected_score(recorded: RecordedStep, sample: Sample) -> float:
+    """The score that the sample's parts make, or that the built-in nodes have given it."""
     config = recorded.config
-    parts = sample["reward_parts"]
-    workflow = config.actor_rollout_ref.rollout.workflow
-    returned = _returned(recorded, sample)
-
-    wanted = float(sample["scores"])
+    domain = sample["domain"]
     if sample["reward_errors"] is not None:
-        fallback = on_error_of(config.reward, sample["domain"])
-        if not isinstance(fallback, float):
-            raise Wrong(
-                f"sample {sample['uid']} has a score in spite of reward errors: "
-                f"{sample['reward_errors']}"
-            )
+        fallback = on_error_of(config.reward, domain)
+        if isinstance(fallback, float):
+            return fallback
+        raise Wrong(
+            f"sample {sample['uid']} has a score in spite of reward errors: "
+            f"{sample['reward_errors']}"
+        )
 
-        wanted = fallback
-    elif workflow is None and recorded.is_ours("reward_parts"):
+    parts = sample["reward_parts"]
+    models = scoring_models(config.reward_model, domain)
+    workflow = config.actor_rollout_ref.rollout.workflow
+    if workflow is None and recorded.is_ours("reward_parts"):
         weights = functions_of(recorded, sample)
-        for name, model in scoring_models(config.reward_model, sample["domain"]).items():
+        for name, model in models.items():
             weights[name] = model.weight
         zone = config.reward.overlong
-        limit = response_limit(config, sample["domain"])
-        penalty = Overlong(zone.buffer_tokens, zone.factor)
-        wanted = math.fsum(weight * parts.get(name, 0.0) for name, weight in weights.items())
-        wanted += penalty.penalty(len(sample["response_ids"]), limit)
-    elif workflow not in SCORES_LAST_REPLY and returned is not None:
-        wanted = returned - getattr(config.reward.limit_penalty, sample["finish_reason"], 0.0)
-        if any("scores" in step.node.contract.writes for step in recorded.run.training_steps):
-            for name, model in scoring_models(config.reward_model, sample["domain"]).items():
-                wanted += parts.get(name, math.nan) * model.weight
+        overlong = Overlong(zone.buffer_tokens, zone.factor)
+        length = len(sample["response_ids"])
+        score = math.fsum(weight * parts.get(name, 0.0) for name, weight in weights.items())
+        return score + overlong.penalty(length, response_limit(config, domain))
 
+    returned = _returned(recorded, sample)
+    if workflow in SCORES_LAST_REPLY or returned is None:
+        return float(sample["scores"])
+
+    score = returned - getattr(config.reward.limit_penalty, sample["finish_reason"], 0.0)
+    if any("scores" in step.node.contract.writes for step in recorded.run.training_steps):
+        for name, model in models.items():
+            score += parts.get(name, math.nan) * model.weight
+    return score
+
+
+def _check_total(recorded: RecordedStep, sample: Sample) -> None:
+    """The score on the sample's tokens is the expected one."""
+    wanted = _expected_score(recorded, sample)
     found = float(sample["token_level_scores"].double().sum())
+    parts = sample["reward_parts"]
     sizes = [abs(part) for part in parts.values()]
     if abs(found - wanted) > SUM_LIMIT * max([1.0, abs(wanted), *sizes]):
         raise Wrong(

@@ -71,8 +71,9 @@ def sample_facts(run: CheckedRun, records: Sequence[GroupRecord], rows: Facts) -
 
 def _is_right(row: Mapping[str, Any]) -> bool | None:
     """None without a score."""
-    has_score = row.get("score") is not None and not row.get("errors")
-    return (row["acc"] or 0.0) >= RIGHT if has_score else None
+    if row.get("score") is None or row.get("errors"):
+        return None
+    return bool((row["acc"] or 0.0) >= RIGHT)
 
 
 def _wrong_score(record: GroupRecord, asked: PromptRow, row: Mapping[str, Any]) -> str:
@@ -101,11 +102,14 @@ def _wrong_request(run: CheckedRun, record: GroupRecord, asked: PromptRow) -> st
     config = run.spec.config
     rollout = config.actor_rollout_ref.rollout
     _, name, kind = group.stream.split("/")
-    own = config.data.domains.get(name)
+    domain = config.data.domains.get(name)
+    stop = rollout.stop
+    if domain is not None and domain.stop is not None:
+        stop = domain.stop
 
     wanted = SamplingParams(
-        response_limit(config, name if own else ""),
-        stop=tuple(rollout.stop if own is None or own.stop is None else own.stop),
+        response_limit(config, name),
+        stop=tuple(stop),
         stop_token_ids=run.resources.stop_token_ids,
         greedy=kind == "greedy",
     )
@@ -151,23 +155,30 @@ def _wrong_request(run: CheckedRun, record: GroupRecord, asked: PromptRow) -> st
     limit=f"{LIMIT:g}",
 )
 def check_validation(seen: Validated) -> str | None:
-    is_loss = "sft/val_loss" in seen.metrics
-    is_pairs = "rm/val_loss" in seen.metrics
-    _check_places(seen, "loss" if is_loss else "pair" if is_pairs else "")
+    only = ""
+    if "sft/val_loss" in seen.metrics:
+        only = "loss"
+    elif "rm/val_loss" in seen.metrics:
+        only = "pair"
+    _check_places(seen, only)
 
     for row in seen.rows:
+        wrong = row["wrong"]
+        if only == "loss" and not wrong:
+            wrong = _wrong_tokens(seen, row)
+
         who = f"sample {row['sample']} of row {row['row']} of '{row['set']}' ({row['kind']})"
-        if wrong := row["wrong"] or (_wrong_tokens(seen, row) if is_loss else ""):
+        if wrong:
             raise Wrong(f"{who} {wrong}")
         if set(row["versions"]) - {seen.version}:
             raise Wrong(
                 f"{who} is of weight version {row['versions']}, and {seen.version} is the newest"
             )
 
-    if is_loss:
+    if only == "loss":
         total = math.fsum(row["loss"] for row in seen.rows)
         _check_metric(seen, "sft/val_loss", total / sum(row["tokens"] for row in seen.rows))
-    elif not is_pairs:
+    elif not only:
         _check_right(seen)
 
     return None

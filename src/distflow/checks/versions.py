@@ -21,9 +21,10 @@ from distflow.checks.log_probs import (
 )
 from distflow.checks.plain_forward import PlainScores, plain_scores, plainly, vocabulary_of
 from distflow.checks.recorded_step import RecordedStep
-from distflow.checks.samples import Sample, conversations_of, doubles, policies_of_conversations
+from distflow.checks.samples import Conversation, Sample, conversations_of, doubles
 from distflow.checks.sharded_passes import ShardedPasses
 from distflow.checks.update_records import OpenEngine
+from distflow.config.derived_settings import policy_of_conversation
 from distflow.models.image_inputs import own_pass
 from distflow.models.lora import unwrapped
 from distflow.training.multi_policy_engine import models_of
@@ -92,37 +93,27 @@ def _scores(recorded: RecordedStep, actor: OpenEngine, sample: Sample, recompute
         return recorded.plain[sample["uid"]], policy
 
     models = models_of(actor.model)
-    talks = conversations_of(sample)
-    names = [talk.name for talk in talks]
-    policies = policies_of_conversations(recorded.config, sample)
-    owners = dict(zip(names, policies, strict=True))
     by_policy = {name: _of_policy(weights, name) for name in models}
     prompts = dict[str, Prompt]()
-    for name, own in zip(names, sequences_of(sample), strict=True):
-        prompts[name] = Prompt(own.given or len(own.prompt), own.images)
+    for talk, ids in zip(conversations_of(sample), sequences_of(sample), strict=True):
+        prompts[talk.name] = Prompt(ids.given or len(ids.prompt), ids.images)
 
-    # Each continuation begins with keys and values from its first token's weights, then uses those
-    # of earlier tokens.
-    whole = talks[0]
-    turns = [(turn.start, turn.end, turn.conversation) for turn in recorded.turns(sample)]
-    pieces = turns or [(0, len(whole.ids) + whole.first, whole)]
-    if recomputes:
-        pieces = [(max(talk.first + 1, 0), talk.first + len(talk.ids), talk) for talk in talks]
     score = _over_own_keys if recomputes else _over_older_keys
-
     logits = torch.zeros(len(weights), vocabulary_of(actor.model))
     with torch.no_grad(), ExitStack() as plain:
         for model in models.values():
             plain.enter_context(plainly(model, compute_dtype=dtype_of(actor)))
 
-        for start, end, talk in pieces:
+        for start, end, talk in _pieces(recorded, sample, recomputes):
             if not recomputes:
                 known[start:end] = known[start:end].cummin(0).values
-            owner = owners[talk.name]
-            ids = talk.ids[: end - talk.first]
-            own_weights = by_policy[owner][start:end]
+            owner = policy_of_conversation(recorded.config, talk.name)
             logits[start:end] = score(
-                recorded.run.passes, models[owner], ids, own_weights, prompts[talk.name]
+                recorded.run.passes,
+                models[owner],
+                talk.ids[: end - talk.first],
+                by_policy[owner][start:end],
+                prompts[talk.name],
             )
 
     sampling = recorded.sampling_of_tokens(sample)
@@ -130,18 +121,32 @@ def _scores(recorded: RecordedStep, actor: OpenEngine, sample: Sample, recompute
     return plain_scores(logits, response, sampling), known & policy
 
 
+def _pieces(
+    recorded: RecordedStep, sample: Sample, recomputes: bool
+) -> list[tuple[int, int, Conversation]]:
+    """The parts of the response that are scored in one go: start, end and conversation. Without
+    recomputed keys each turn is one, since it begins with keys and values from its first token's
+    weights, then uses those of earlier tokens."""
+    talks = conversations_of(sample)
+    if recomputes:
+        return [(max(talk.first + 1, 0), talk.first + len(talk.ids), talk) for talk in talks]
+
+    turns = [(turn.start, turn.end, turn.conversation) for turn in recorded.turns(sample)]
+    whole = talks[0]
+    return turns or [(0, len(whole.ids) + whole.first, whole)]
+
+
 def _weights_of_tokens(recorded: RecordedStep, sample: Sample) -> list[Weights | None]:
     """The weights of each token's version; None if they were not kept."""
-    # else it has moved
-    if recorded.synced_version == recorded.step:
-        present = recorded.synced_version
-    else:
-        present = None
+    has_moved = recorded.synced_version != recorded.step
 
-    found = list[Weights | None]()
+    weights = list[Weights | None]()
     for version in sample["versions"].tolist():
-        found.append(PRESENT if version == present else recorded.run.older_weights.of(version))
-    return found
+        if version == recorded.step and not has_moved:
+            weights.append(PRESENT)
+        else:
+            weights.append(recorded.run.older_weights.of(version))
+    return weights
 
 
 def _of_policy(weights: Sequence[Weights | None], policy: str) -> list[Weights | None]:
@@ -149,16 +154,19 @@ def _of_policy(weights: Sequence[Weights | None], policy: str) -> list[Weights |
     if not policy:
         return [*weights]
 
-    own = dict[int, Weights]()
-    for each in weights:
-        if not each or id(each) in own:
+    prefix = f"{policy}."
+    of_policy = dict[int, Weights]()
+    for version in weights:
+        if not version or id(version) in of_policy:
             continue
-        named = {
-            n.removeprefix(f"{policy}."): w for n, w in each.items() if n.startswith(f"{policy}.")
-        }
-        own[id(each)] = named
 
-    return [own[id(each)] if each else each for each in weights]
+        own = dict[str, Tensor]()
+        for name, weight in version.items():
+            if name.startswith(prefix):
+                own[name.removeprefix(prefix)] = weight
+        of_policy[id(version)] = own
+
+    return [of_policy.get(id(version), version) for version in weights]
 
 
 def _over_older_keys(
@@ -172,26 +180,29 @@ def _over_older_keys(
     values over weight syncs: a position's keys and values come from the weights that drew the next
     token, the prompt's from those of the first token. Zeros from the first token with unknown
     weights on."""
-    found = torch.zeros(len(weights), vocabulary_of(model))
+    drawn_from = torch.zeros(len(weights), vocabulary_of(model))
     cache = DynamicCache(config=unwrapped(model).config)
     first = len(ids) - len(weights) - 1
 
     fed = 0
     done = 0
     for _, run in groupby(weights, key=id):
-        own, *more = run
-        if own is None:
+        version, *more = run
+        if version is None:
             break
 
         until = done + 1 + len(more)
         new = ids[fed : first + until]
-        seen = Prompt(0, ()) if fed else prompt
-        logits = _forward(passes, model, own, new, seen, past_key_values=cache, use_cache=True)
-        found[done:until] = logits[done - until :]
+        logits = _forward(
+            passes, model, version, new, prompt, past_key_values=cache, use_cache=True
+        )
+        drawn_from[done:until] = logits[done - until :]
+
         fed = first + until
         done = until
+        prompt = Prompt(0, ())  # it is in the cache
 
-    return found
+    return drawn_from
 
 
 def _over_own_keys(
@@ -202,15 +213,17 @@ def _over_own_keys(
     prompt: Prompt,
 ) -> Tensor:
     """The same if all keys and values are recomputed after a weight sync."""
-    found = torch.zeros(len(weights), vocabulary_of(model))
+    drawn_from = torch.zeros(len(weights), vocabulary_of(model))
     start = len(ids) - len(weights) - 1
 
-    for own in {id(one): one for one in weights if one is not None}.values():
-        mine = torch.tensor([one is own for one in weights])
-        logits = _forward(passes, model, own, ids[:-1], prompt, use_cache=False)
-        found[mine] = logits[start:][mine]
+    for version in {id(one): one for one in weights}.values():
+        if version is None:
+            continue
+        is_drawn_by_it = torch.tensor([one is version for one in weights])
+        logits = _forward(passes, model, version, ids[:-1], prompt, use_cache=False)
+        drawn_from[is_drawn_by_it] = logits[start:][is_drawn_by_it]
 
-    return found
+    return drawn_from
 
 
 def _forward(
