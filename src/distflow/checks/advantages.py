@@ -81,12 +81,12 @@ def _tensors(output: object, batch: Batch) -> list[Tensor]:
         output = [output[name] for name in ("advantages", "returns") if name in output]
     values = output if isinstance(output, tuple | list) else (output,)
 
-    found = list[Tensor]()
-    for each in values:
-        if isinstance(each, Tensor):
-            found.append(batch.pad(each, "response") if each.dim() == 1 else each)
+    tensors = []
+    for tensor in values:
+        if isinstance(tensor, Tensor):
+            tensors.append(batch.pad(tensor, "response") if tensor.dim() == 1 else tensor)
 
-    return found
+    return tensors
 
 
 def _users_fault(node: BoundNode) -> str:

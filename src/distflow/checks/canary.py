@@ -2,9 +2,9 @@
 normal path."""
 
 import asyncio
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from distflow.algorithms.mismatch_check import Tolerance, mismatch
 from distflow.data.batch import Batch
@@ -88,7 +88,7 @@ class Canary:
     async def generate_responses(self) -> Batch:
         """The engine's greedy responses to the fixed prompts."""
         agents = self.agents or {"": ""}
-        responses = list[Coroutine[Any, Any, Sample]]()
+        responses = []
         for policy, agent in agents.items():
             for row in range(len(self.prompts)):
                 responses.append(self._response(row, agent, policy))

@@ -78,7 +78,7 @@ def check_draws(recorded: RecordedStep) -> str | None:
             "log-prob are compared"
         )
 
-    draws = list[_Draw]()
+    draws = []
     unlike = ""
     for sample in recorded.samples:
         if sample["uid"] not in recorded.drawn or recorded.prompt_group(sample) is None:
@@ -139,7 +139,7 @@ def _draws_of(recorded: RecordedStep, sample: Sample) -> list[_Draw]:
         whole = conversations_of(sample)[0]
         turns = [(by_the_config, 0, len(sample["response_ids"]), whole)]
 
-    draws = list[_Draw]()
+    draws = []
     for request, start, end, talk in turns:
         own = stream.fork(talk.name)
         if request.stream != own:

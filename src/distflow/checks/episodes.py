@@ -89,7 +89,7 @@ def _turns_of(recorded: RecordedStep, sample: Sample) -> list[Said] | None:
             turn = turn._replace(end=turn.start + kept[name])
         places.setdefault(name, []).append(turn)
 
-    found = list[Said]()
+    found = []
     for kind, *values in _events(recorded, sample):
         if kind != "turn" or not values[-1]:
             continue
@@ -140,20 +140,21 @@ def _texts(recorded: RecordedStep, said: Any) -> list[str]:
     if isinstance(said, str | Mapping):
         said = [said]
 
-    found = list[str]()
-    for message in said if isinstance(said, list | tuple) else ():
-        text = message
-        if isinstance(message, Mapping):
-            if message.get("role") == "user":
-                text = message.get("content")
-            else:
-                text = None
+    if not isinstance(said, list | tuple):
+        return []
+
+    texts = []
+    for text in said:
+        if isinstance(text, Mapping):
+            if text.get("role") != "user":
+                continue
+            text = text.get("content")
 
         if isinstance(text, str):
             ids = recorded.run.resources.tokenizer.encode(text, add_special_tokens=False)
-            found.append(recorded.run.text(tuple(ids)))
+            texts.append(recorded.run.text(tuple(ids)))
 
-    return found
+    return texts
 
 
 def _check_paid(recorded: RecordedStep, sample: Sample, turns: Sequence[Said]) -> None:

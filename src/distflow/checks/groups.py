@@ -16,7 +16,7 @@ from distflow.checks.recorded_step import RecordedStep
 )
 def check_groups(recorded: RecordedStep) -> str | None:
     data = recorded.run.spec.data
-    own = list[tuple[int, str, str]]()
+    own = []
     for sample in recorded.samples:
         own.append((int(sample["group_index"]), str(sample["domain"]), sample["uid"]))
     samples = list(chain.from_iterable(recorded.run.ranks.gather(own)))

@@ -47,33 +47,34 @@ def check_log_probs(recorded: RecordedStep) -> str | None:
 
     resources = recorded.run.resources
     if recorded.is_written("prox_log_probs"):
-        own = "prox_log_probs"
+        policy = "prox_log_probs"
     else:
-        own = "old_log_probs"
+        policy = "old_log_probs"
 
     chosen = scored_samples(recorded)
     if not chosen and plain_forward.model_of(resources.actor) is None:
-        return f"the model that computes {own} is not exposed"
+        return f"the model that computes {policy} is not exposed"
     if not chosen:
         return "no sample is short enough to hold the logits of all its tokens, or it has numbers"
 
-    takes_engines = own == "old_log_probs" and (
+    takes_engines = policy == "old_log_probs" and (
         recorded.is_written("prox_alpha")
         or recorded.config.algorithm.recompute_old_log_probs == "false"
     )
-    if takes_engines and recorded.is_ours(own):
+    if takes_engines and recorded.is_ours(policy):
         _check_copied(recorded)
 
     if isinstance(resources.actor, OpenEngine):
         recorded.plain |= policy_scores(recorded, resources.actor, chosen)
         # else the check of the loss compares it as the input of the loss
-        if own in recorded.batch and not takes_engines and recorded.is_ours(own):
+        if policy in recorded.batch and not takes_engines and recorded.is_ours(policy):
             for sample in chosen:
-                _same(recorded, sample, own, recorded.plain[sample["uid"]].log_probs)
+                _same(recorded, sample, policy, recorded.plain[sample["uid"]].log_probs)
 
     if plain_forward.model_of(resources.ref) is not None and recorded.is_ours("ref_log_prob"):
-        is_scaled = is_rl(recorded.config)
-        score = _log_probs_at(lambda own: recorded.temperatures(own) if is_scaled else 1.0)
+        score = _log_probs_at(lambda sample: 1.0)
+        if is_rl(recorded.config):
+            score = _log_probs_at(recorded.temperatures)
         scores = forward_samples(recorded.run, resources.ref, chosen, score)
         for sample, expected in zip(chosen, scores, strict=True):
             _same(recorded, sample, "ref_log_prob", expected)
@@ -85,7 +86,7 @@ def check_log_probs(recorded: RecordedStep) -> str | None:
         for sample, expected in zip(chosen, values, strict=True):
             _same(recorded, sample, "values", expected)
 
-    engines = {own: resources.actor, "ref_log_prob": resources.ref, "values": resources.critic}
+    engines = {policy: resources.actor, "ref_log_prob": resources.ref, "values": resources.critic}
     hidden = list[str]()
     for name, engine in engines.items():
         is_hidden = engine is not None and plain_forward.model_of(engine) is None
@@ -185,23 +186,26 @@ def forward_samples(
         for model in models.values():
             plain.enter_context(plain_forward.plainly(model, adapter=adapter, compute_dtype=dtype))
 
-        apart = list[list[tuple[str, plain_forward.Ids]]]()
-        for own in samples:
-            sequences = sequences_of(own)
-            owners = [next(iter(models))] * len(sequences)
+        owners = []
+        sequences: dict[str, list[plain_forward.Ids]] = {name: [] for name in models}
+        for sample in samples:
+            conversations = sequences_of(sample)
+            names = [*models] * len(conversations)
             if len(models) > 1:
-                owners = policies_of_conversations(run.spec.config, own)
-            apart.append([*zip(owners, sequences, strict=True)])
+                names = policies_of_conversations(run.spec.config, sample)
+            owners.append(names)
+            for name, ids in zip(names, conversations, strict=True):
+                sequences[name].append(ids)
 
         logits = {}
         for name, model in models.items():
-            its_own = [ids for each in apart for owner, ids in each if owner == name]
-            logits[name] = plain_forward.logits_of(run.passes.run, model, its_own)
+            logits[name] = plain_forward.logits_of(run.passes.run, model, sequences[name])
 
-        found = list[T]()
-        for each, sample in zip(apart, samples, strict=True):
-            found.append(score(joined_logits([next(logits[name]) for name, _ in each]), sample))
-        return found
+        scores = list[T]()
+        for names, sample in zip(owners, samples, strict=True):
+            of_sample = joined_logits([next(logits[name]) for name in names])
+            scores.append(score(of_sample, sample))
+        return scores
 
 
 def policy_scores(
@@ -237,15 +241,15 @@ def sequences_of(sample: Sample) -> list[plain_forward.Ids]:
     images = sample.get("images") or [()] * (1 + len(others))
     prompt_length = -first.first
 
-    found = [plain_forward.Ids(first.ids[:prompt_length], first.ids[prompt_length:], images[0])]
-    for own, paths in zip(others, images[1:], strict=True):
+    sequences = [plain_forward.Ids(first.ids[:prompt_length], first.ids[prompt_length:], images[0])]
+    for talk, paths in zip(others, images[1:], strict=True):
         given = 0
         if paths:
-            drawn = sample["response_mask"][own.first : own.first + len(own.ids)] > 0
+            drawn = sample["response_mask"][talk.first : talk.first + len(talk.ids)] > 0
             given = int(drawn.long().argmax())
-        found.append(plain_forward.Ids(own.ids[:1], own.ids[1:], paths, given))
+        sequences.append(plain_forward.Ids(talk.ids[:1], talk.ids[1:], paths, given))
 
-    return found
+    return sequences
 
 
 def joined_logits(parts: Sequence[Tensor]) -> Tensor:
@@ -276,8 +280,8 @@ def _fixed(model: torch.nn.Module) -> list[Sample]:
 def _log_probs_at(
     temperature: Callable[[Sample], float | Tensor],
 ) -> Callable[[Tensor, Sample], Tensor]:
-    return lambda logits, own: plain_forward.log_probs_of(
-        logits, ids_of(own).response, temperature(own)
+    return lambda logits, sample: plain_forward.log_probs_of(
+        logits, ids_of(sample).response, temperature(sample)
     )
 
 

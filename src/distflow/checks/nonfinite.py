@@ -106,7 +106,7 @@ class NonFinite:
 
         is_there = (bundle / WEIGHTS).exists()
 
-        weights = dict[str, Tensor]()
+        weights = {}
         for name, tensor in engine.state().trained_weights().items():
             # All ranks take part in making sharded weights whole, whichever of them have a file.
             tensor = whole(tensor)
@@ -136,7 +136,7 @@ class NonFinite:
 
     def _remove_old(self) -> None:
         """Remove old bundles, but only files that distflow writes; other files in a bundle stay."""
-        bundles = list[Path]()
+        bundles = []
         for path in self.folder.iterdir():
             is_named = re.fullmatch(r"step-\d{6,}-\w+-\d+", path.name) and not path.is_symlink()
             if is_named and "role" in read_object(path / FACTS):

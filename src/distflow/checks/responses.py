@@ -160,9 +160,9 @@ def _check_pixels(recorded: RecordedStep) -> None:
     """What the model gets of some samples' images is what its family's processor makes of each
     file, read again."""
     processor = images_of(recorded.run.resources.tokenizer)
-    paths = list[str]()
+    paths = []
     for sample in recorded.some_samples(MOST_IMAGES):
-        paths += _images(sample)
+        paths.extend(_images(sample))
     if processor is None or not paths:
         return
 

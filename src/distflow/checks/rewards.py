@@ -185,13 +185,13 @@ def _check_calls(recorded: RecordedStep, sample: Sample, record: GroupRecord) ->
 
     backwards = (first + last)[::-1].replace(ECHO[::-1], ECHO)
     for said in (first + last, first + "x" + last, backwards):
-        own = (said, row.ground_truth, row.extra_info or {})
-        result = recorded.run.call_reward(FAILS, call_arguments(row.domain, *own))
-        if isinstance(result, Score) and result.value != echo(*own):
+        arguments = (said, row.ground_truth, row.extra_info or {})
+        result = recorded.run.call_reward(FAILS, call_arguments(row.domain, *arguments))
+        if isinstance(result, Score) and result.value != echo(*arguments):
             raise Wrong(
                 f"a number made of the arguments of sample {sample['uid']} came back as "
-                f"{result.value!r}, not {echo(*own)!r}: reward functions get other arguments, or "
-                "give other scores"
+                f"{result.value!r}, not {echo(*arguments)!r}: reward functions get other "
+                "arguments, or give other scores"
             )
 
 
@@ -260,7 +260,8 @@ def _arguments(recorded: RecordedStep, sample: Sample, name: str = "") -> dict[s
 
 def _shown(results: Sequence[RewardResult]) -> str:
     return ", ".join(
-        str(each.value) if isinstance(each, Score) else f"no score ({each})" for each in results
+        str(result.value) if isinstance(result, Score) else f"no score ({result})"
+        for result in results
     )
 
 

@@ -221,8 +221,8 @@ class UpdateWatch:
 
 def _over_ranks(own: Mapping[str, float], group: Collective) -> dict[str, float]:
     """Sums over the ranks, without their own reductions, which are checked."""
-    every = group.gather(dict(own))
-    return {name: math.fsum(each.get(name, 0.0) for each in every) for name in own}
+    ranks = group.gather(dict(own))
+    return {name: math.fsum(rank.get(name, 0.0) for rank in ranks) for name in own}
 
 
 def trained(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
@@ -240,11 +240,15 @@ def striped(
     weights: Iterable[tuple[str, nn.Parameter]], turn: int
 ) -> Iterator[tuple[str, nn.Parameter]]:
     """A few of the weights: the first, the last, and others drawn by `turn`."""
-    found = _small(weights)
-    ends = {0, len(found) - 1}
-    between = [i for i in range(len(found)) if i not in ends]
+    small = _small(weights)
+    if not small:
+        return
+
+    last = len(small) - 1
+    between = range(1, last)
     drawn = random.Random(turn).sample(between, min(NUM_STRIPES, len(between)))
-    yield from (found[i] for i in sorted({*ends, *drawn} if found else ()))
+    for i in sorted({0, *drawn, last}):
+        yield small[i]
 
 
 def _small(found: Iterable[tuple[str, nn.Parameter]]) -> list[tuple[str, nn.Parameter]]:

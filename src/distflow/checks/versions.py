@@ -160,7 +160,7 @@ def _of_policy(weights: Sequence[Weights | None], policy: str) -> list[Weights |
         if not version or id(version) in of_policy:
             continue
 
-        own = dict[str, Tensor]()
+        own = {}
         for name, weight in version.items():
             if name.startswith(prefix):
                 own[name.removeprefix(prefix)] = weight

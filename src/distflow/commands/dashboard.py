@@ -128,15 +128,13 @@ def make_app(dashboard: "Dashboard", token: str) -> Any:
 
     def show_page(page: Page, request: Any) -> Any:
         runs = request.query_params.getlist("run")
-        pages = [each._asdict() for each in PAGES]
         data = {
             "api": "/api/",
             "token": token,
             "page": page.name,
-            "pages": pages,
+            "pages": [known._asdict() for known in PAGES],
             **dashboard.frame(runs, page.of_run),
         }
-
         return respond(served_page(data, ", ".join(data["runs"]) or "Runs"), "text/html")
 
     def show_file(request: Any) -> Any:
@@ -166,17 +164,13 @@ def make_app(dashboard: "Dashboard", token: str) -> Any:
         return respond(f"{escape_control(str(error))}\n".encode(), "text/plain", status)
 
     def fail(request: Any, error: Exception) -> Any:
-        return refuse(
-            request,
-            UserError(f"{type(error).__name__}: {error}; the terminal has the traceback"),
-            500,
-        )
+        text = f"{type(error).__name__}: {error}; the terminal has the traceback"
+        return refuse(request, UserError(text), 500)
 
-    routes = [
-        routing.Route(f"/{page.name if page.of_run else ''}", partial(show_page, page))
-        for page in PAGES
-    ]
-    routes += [routing.Route("/static/{name}", show_file), routing.Route("/api/{part}", give)]
+    routes = [routing.Route("/static/{name}", show_file), routing.Route("/api/{part}", give)]
+    for page in PAGES:
+        path = f"/{page.name}" if page.of_run else "/"
+        routes.append(routing.Route(path, partial(show_page, page)))
     handlers = {404: missing, 405: no_method, UserError: refuse, Exception: fail}
 
     return starlette.Starlette(routes=routes, exception_handlers=handlers)

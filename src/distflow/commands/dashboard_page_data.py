@@ -51,11 +51,14 @@ class Dashboard:
 
     def frame(self, names: Sequence[str], of_run: str) -> dict[str, Any]:
         """What a page starts with. Raises UserError if it needs other runs than these."""
-        runs = [self._path(name) for name in names] if of_run else []
-        if of_run == "one" and len(runs) != 1 or of_run and not runs:
+        if not of_run:
+            return {"runs": []}
+
+        runs = [self._path(name) for name in names]
+        if not runs or (of_run == "one" and len(runs) > 1):
             raise UserError("This page shows a run: choose one on the page Runs, at /.")
-        one = _state(runs[0], {}) if len(runs) == 1 else {}
-        return {**one, "runs": list(names) if of_run else []}
+        state = _state(runs[0], {}) if len(runs) == 1 else {}
+        return {**state, "runs": list(names)}
 
     def answer(self, part: str, names: Sequence[str], query: Query) -> dict[str, Any]:
         """A part of a page. Raises UserError with what the reader can do."""
@@ -141,18 +144,17 @@ def _state(run_dir: Path, query: Query) -> dict[str, Any]:
 
 
 def _step(run: RunPages, query: Query) -> dict[str, Any]:
-    known = [step for step in run.steps if step > 0]
+    steps = [step for step in run.steps if step > 0]
     if query.get("step"):
         step = whole(query["step"])
     else:
-        step = max(known, default=0)
+        step = max(steps, default=0)
 
-    found = why.step_page(run.run_dir, step)
     return {
-        **found,
+        **why.step_page(run.run_dir, step),
         "step": step,
-        "previous": max((each for each in known if each < step), default=None),
-        "next": min((each for each in known if each > step), default=None),
+        "previous": max((other for other in steps if other < step), default=None),
+        "next": min((other for other in steps if other > step), default=None),
     }
 
 

@@ -4,6 +4,7 @@ import argparse
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from functools import partial
+from itertools import chain
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
@@ -54,15 +55,13 @@ def run_data(arguments: argparse.Namespace) -> int:
         loaded = with_models_of_runs(follow_pipeline(loaded), say)
         _, _, data = fitted_to_files(loaded, read_config(loaded))
         sets = {"training": data.looked_at}
+        for name, found in data.validation.items():
+            sets[f"validation {name}".strip()] = found
 
-        sets |= {f"validation {name}".strip(): found for name, found in data.validation.items()}
         for name, found in sets.items():
             say(f"\n{name} data: {', '.join(found.report.lines())}")
-            for line in (
-                *_lengths(found),
-                *_duplicates(found),
-                *_shown(found, arguments.rows, data.tokenizer),
-            ):
+            shown = _shown(found, arguments.rows, data.tokenizer)
+            for line in chain(_lengths(found), _duplicates(found), shown):
                 say(f"  {line}")
 
         overlap = data.overlap()

@@ -7,13 +7,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from distflow.commands.find_run import find_run
-from distflow.commands.printing import aligned, as_json
+from distflow.commands.printing import aligned, as_json, print_escaped
 from distflow.errors import count_of
 from distflow.observe.crash_safe_files import read_object
 from distflow.observe.metrics import headline_names
 from distflow.observe.report.metric_differences import LAST
 from distflow.observe.run_reader import flat_config, sample_steps
-from distflow.observe.sanitized_output import escape_control
 
 if TYPE_CHECKING:
     from distflow.observe.run_records import RunRecords
@@ -44,7 +43,7 @@ def run_diff(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print(as_json(content))
     else:
-        print("\n".join(escape_control(line, one_line=True) for line in _diff_lines(a, b, content)))
+        print_escaped(_diff_lines(a, b, content))
 
     return 0
 
@@ -54,17 +53,19 @@ def differences(a: "RunRecords", b: "RunRecords") -> dict[str, Any]:
     from distflow.observe.findings.doctor import examine
     from distflow.observe.report.metric_differences import compared_metrics
 
-    facts = [read_object(run.run_dir / "run.json", run.run_dir) for run in (a, b)]
-    rules = [{found.rule for found in examine(run).problems()} for run in (a, b)]
-
+    facts_a = read_object(a.run_dir / "run.json", a.run_dir)
+    facts_b = read_object(b.run_dir / "run.json", b.run_dir)
     same = []
     different = []
     for name in _FINGERPRINTS:
-        first, second = (each.get(name) for each in facts)
-        if first != second:
+        fingerprint = facts_a.get(name)
+        if fingerprint != facts_b.get(name):
             different.append(name)
-        elif first is not None:
+        elif fingerprint is not None:
             same.append(name)
+
+    rules_a = {found.rule for found in examine(a).problems()}
+    rules_b = {found.rule for found in examine(b).problems()}
 
     return {
         "config": _config_changes(a.run_dir, b.run_dir),
@@ -72,7 +73,7 @@ def differences(a: "RunRecords", b: "RunRecords") -> dict[str, Any]:
         "different": different,
         "first_difference": _first_difference(a, b),
         "metrics": compared_metrics(a.steps, b.steps),
-        "findings": {"only_a": sorted(rules[0] - rules[1]), "only_b": sorted(rules[1] - rules[0])},
+        "findings": {"only_a": sorted(rules_a - rules_b), "only_b": sorted(rules_b - rules_a)},
     }
 
 

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING
 from distflow import __version__
 from distflow.commands.arguments import add_trust_argument
 from distflow.commands.find_run import find_run
+from distflow.commands.printing import print_escaped
 from distflow.commands.quick_start import importing
 from distflow.errors import count_of
 from distflow.import_target import load_modules
@@ -67,36 +68,28 @@ def run_doctor(arguments: argparse.Namespace) -> int:
         with importing():
             from distflow.launch.startup_messages import template_lines
 
-        print(
-            "\n".join(
-                escape_control(line, one_line=True) for line in template_lines(arguments.template)
-            )
-        )
+        print_escaped(template_lines(arguments.template))
         return 0
 
     if arguments.run_dir is not None:
         return _examine(find_run(arguments.run_dir), arguments.json, arguments.trust_code)
+    return _examine_machine()
 
-    versions = {name: _version(name) for name in NEEDED}
-    packages = [f"{name} {version or 'missing'}" for name, version in versions.items()]
-    missing = [name for name, version in versions.items() if version is None]
-    faults = [f"the package {name} is missing: pip install {name}" for name in missing]
+
+def _examine_machine() -> int:
+    packages = []
+    faults = []
+    for name in NEEDED:
+        version = _version(name)
+        packages.append(f"{name} {version or 'missing'}")
+        if version is None:
+            faults.append(f"the package {name} is missing: pip install {name}")
     faults += _disk_faults()
-    lines = [
-        f"distflow {__version__}",
-        "",
-        "machine",
-        *_indent(_machine()),
-        "",
-        "packages",
-        *_indent(packages),
-    ]
-    lines += [
-        "",
-        "wrong",
-        *_indent(faults or ["nothing found"]),
-    ]
-    print("\n".join(lines))
+
+    print(f"distflow {__version__}")
+    parts = {"machine": _machine(), "packages": packages, "wrong": faults or ["nothing found"]}
+    for title, lines in parts.items():
+        print("\n".join(["", title, *_indent(lines)]))
 
     return 1 if faults else 0
 
@@ -112,27 +105,24 @@ def _examine(run_dir: Path, as_json: bool, trusted: bool) -> int:
     numbers = Counter(found.level for found in problems)
 
     if as_json:
-        listed = [found._asdict() for found in problems]
         content = {
             "run": str(run_dir),
-            "findings": listed,
+            "findings": [found._asdict() for found in problems],
             "lacking": examined.lacking,
         }
         print(json.dumps(to_json(content), indent=1))
     else:
-        counts = []
-        for level in ("error", "warning"):
-            if numbers[level]:
-                counts.append(count_of(numbers[level], level))
-
+        levels = [level for level in ("error", "warning") if numbers[level]]
+        counts = [count_of(numbers[level], level) for level in levels]
         num_steps = sum(step > 0 for step in run.steps)  # step 0 is a validation
         outcome = " and ".join(counts) or "no problem found"
+
         lines = [f"{count_of(num_steps, 'step')} of {run_dir}: {outcome}"]
         for found in problems:
             lines += _described(found)
-        lines += [f"no data: {count_of(len(examined.lacking), 'rule')}"]
+        lines.append(f"no data: {count_of(len(examined.lacking), 'rule')}")
         lines += _indent([f"{name} {why}" for name, why in examined.lacking.items()] + own)
-        print("\n".join(escape_control(line, one_line=True) for line in lines))
+        print_escaped(lines)
 
     if numbers["error"]:
         return 2

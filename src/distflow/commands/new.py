@@ -44,25 +44,19 @@ def run_new(arguments: argparse.Namespace) -> int:
     for name, rows in (("problems", sums[NUM_VALIDATION:]), ("validation", sums[:NUM_VALIDATION])):
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     files = {name: str(folder / file) for name, file in FILES.items()}
-    quoted = {
-        key: json.dumps(text, ensure_ascii=False)
-        for key, text in {"name": folder.resolve().name, **files}.items()
-    }
-    (folder / "config.yaml").write_text(
-        CONFIG.read_text("utf-8").format(folder=folder, **quoted), "utf-8"
-    )
+    texts = {"name": folder.resolve().name, **files}
+    quoted = {key: json.dumps(text, ensure_ascii=False) for key, text in texts.items()}
+    content = CONFIG.read_text("utf-8").format(folder=folder, **quoted)
+    (folder / "config.yaml").write_text(content, "utf-8")
     (folder / "reward.py").write_text(REWARD.format(folder=folder))
-    name = escape_control(str(folder), one_line=True)
-    print(f"{name}: config.yaml, reward.py, problems.jsonl, validation.jsonl")
 
-    config, reward, data = (
-        shlex.quote(f"{name}/{file}") for file in ("config.yaml", "reward.py", "problems.jsonl")
-    )
-    for command in (
-        f"data check {config}",
-        f"reward check {reward} --data {data}",
-        f"train {config}",
-    ):
-        print(f"  distflow {command}")
+    name = escape_control(str(folder), one_line=True)
+    config = shlex.quote(f"{name}/config.yaml")
+    reward = shlex.quote(f"{name}/reward.py")
+    data = shlex.quote(f"{name}/problems.jsonl")
+    print(f"{name}: config.yaml, reward.py, problems.jsonl, validation.jsonl")
+    print(f"  distflow data check {config}")
+    print(f"  distflow reward check {reward} --data {data}")
+    print(f"  distflow train {config}")
 
     return 0

@@ -4,11 +4,17 @@ import json
 from collections.abc import Iterable, Sequence
 
 from distflow.observe.crash_safe_files import to_json
+from distflow.observe.sanitized_output import escape_control
 
 
 def as_json(value: object) -> str:
     """JSON in ASCII, which no terminal obeys. NaN and infinities are texts, as in a run's files."""
     return json.dumps(to_json(value), indent=1)
+
+
+def print_escaped(lines: Iterable[str]) -> None:
+    for line in lines:
+        print(escape_control(line, one_line=True))
 
 
 def aligned(rows: Sequence[Sequence[str]], right: set[int]) -> list[str]:

@@ -30,18 +30,18 @@ def _runs(folder: Path) -> Iterator[tuple[str, str]]:
     if not folder.is_dir():
         raise UserError(f"there is no folder {folder}: name the folder that contains the runs")
 
-    found = {}
+    written_at = {}
     for path in folder.glob("**/events.jsonl"):
         if EARLIER not in path.relative_to(folder).parts:
-            found[path.parent] = path.lstat().st_mtime
+            written_at[path.parent] = path.lstat().st_mtime
 
-    for run, written in sorted(found.items(), key=lambda each: -each[1]):
+    for run, written in sorted(written_at.items(), key=lambda each: -each[1]):
         row = run_row(run)
-        said = f"{row['state']}, step {row['step']}"
+        summary = f"{row['state']}, step {row['step']}"
         for name in ("reward", "accuracy", "loss"):
             if row[name] is not None:
-                said += f", {name} {row[name]:.2f}"
+                summary += f", {name} {row[name]:.2f}"
 
         when = time.strftime("%Y-%m-%d %H:%M", time.localtime(written))
-        said = escape_control(said, one_line=True)
-        yield escape_control(str(run), one_line=True), f"{when}  {said}"
+        summary = escape_control(summary, one_line=True)
+        yield escape_control(str(run), one_line=True), f"{when}  {summary}"

@@ -2,10 +2,10 @@
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from distflow.commands.find_run import LEDGER
-from distflow.commands.printing import as_json
+from distflow.commands.printing import as_json, print_escaped
 from distflow.errors import UserError, count_of
 from distflow.launch.run_folders.groups_of_step import ledger_groups
 from distflow.observe.crash_safe_files import JSON
@@ -13,7 +13,6 @@ from distflow.observe.ledger_groups import GROUP_COLUMNS, Group
 from distflow.observe.reward_remarks import remarks
 from distflow.observe.run_reader import read_samples, read_timeline, sample_splits, sample_steps
 from distflow.observe.sample_files import DROPPED
-from distflow.observe.sanitized_output import escape_control
 
 
 class FoundSample(NamedTuple):
@@ -63,13 +62,16 @@ def print_sample(run_dir: Path, uid: str, known_step: int | None, is_json: bool)
     group = found.group
 
     if is_json:
-        if group is None:
-            known = None
-        else:
-            known = dict(zip(GROUP_COLUMNS, group.values(), strict=True))
-
-        about = {"run": str(run_dir), "step": found.step, "split": found.split}
-        print(as_json({**about, "sample": found.row, "group": known}))
+        content: dict[str, Any] = {
+            "run": str(run_dir),
+            "step": found.step,
+            "split": found.split,
+            "sample": found.row,
+            "group": None,
+        }
+        if group is not None:
+            content["group"] = dict(zip(GROUP_COLUMNS, group.values(), strict=True))
+        print(as_json(content))
         return
 
     lines = [f"sample {uid} of {run_dir}: step {found.step}, {found.split}"]
@@ -84,7 +86,7 @@ def print_sample(run_dir: Path, uid: str, known_step: int | None, is_json: bool)
     lines.append(f"group has {count_of(len(found.rows), 'sample')}: scores {scores}")
     for title, text in _texts(found.row):
         lines += ["", title, *(f"  {line}" for line in text.splitlines())]
-    print("\n".join(escape_control(line, one_line=True) for line in lines))
+    print_escaped(lines)
 
 
 def _facts(row: Mapping[str, JSON]) -> Iterator[str]:

@@ -53,28 +53,31 @@ def split_configs(preset: str, words: Sequence[str]) -> dict[str, list[str]]:
     A name is that of the file, with its position if it occurs twice. Raises UserError for another
     name.
     """
-    more = [
-        word
-        for word in words
-        if word in preset_names() or ("=" not in word and word.endswith((".yaml", ".yml")))
-    ]
-    presets = [preset, *more]
-    stems = [Path(each).stem for each in presets]
-    numbered = len(set(stems)) < len(stems)
-    names = [f"{stem}-{place}" if numbered else stem for place, stem in enumerate(stems, start=1)]
-
-    found = {name: [each] for name, each in zip(names, presets, strict=True)}
+    presets = [preset]
+    overrides = []
     for word in words:
-        name, colon, own = word.partition(":")
+        is_file = "=" not in word and word.endswith((".yaml", ".yml"))
+        if is_file or word in preset_names():
+            presets.append(word)
+        else:
+            overrides.append(word)
+
+    names = [Path(path).stem for path in presets]
+    if len(set(names)) < len(names):
+        names = [f"{name}-{place}" for place, name in enumerate(names, start=1)]
+
+    commands = {name: [path] for name, path in zip(names, presets, strict=True)}
+    for word in overrides:
+        name, colon, of_one = word.partition(":")
         if not colon or "=" in name or len(names) == 1:
-            for each in () if word in more else names:
-                found[each].append(word)
-        elif name in found:
-            found[name].append(own)
+            for command in commands.values():
+                command.append(word)
+        elif name in commands:
+            commands[name].append(of_one)
         else:
             raise UserError(f"'{word}' is for a config '{name}'{hint(name, names)}")
 
-    return found
+    return commands
 
 
 @survivors_ended()  # before code of the user runs
@@ -127,11 +130,11 @@ def run_train(arguments: argparse.Namespace, base: str = "grpo") -> int:
                 say(f"training policy {spec.config.dag.policy}")
 
             outcome = launch(spec, LaunchOptions(tuple(arguments.allow_change), say))
-            if outcome is not None:
-                for line in outcome.lines():
-                    say(line)
-
-            if outcome is not None and outcome.signal is not None:
+            if outcome is None:
+                continue
+            for line in outcome.lines():
+                say(line)
+            if outcome.signal is not None:
                 return exit_status(outcome.signal)
 
     return 0

@@ -258,8 +258,10 @@ def _group_row(group: Group, lineage: StepLineage, own: "Responses") -> dict[str
 
 def _json_row(group: Group, responses: Mapping[int, "Responses"]) -> dict[str, object]:
     fields = ("group_id", "state", "domain", "epoch", "row", "version", "tokens", "reason")
-    scores = [to_number(response.get("score")) for response in responses.get(group.group_id, ())]
-    return {**{name: getattr(group, name) for name in fields}, "scores": scores}
+    row: dict[str, object] = {name: getattr(group, name) for name in fields}
+    responses_of_group = responses.get(group.group_id, ())
+    row["scores"] = [to_number(response.get("score")) for response in responses_of_group]
+    return row
 
 
 def _mean(values: Iterable[object]) -> str:
@@ -287,5 +289,9 @@ def _table(title: str, rows: Sequence[Mapping[str, str]]) -> list[str]:
     if not rows:
         return ["", title]
     names = [name for name in rows[0] if any(row[name] for row in rows)]
-    cells = [names, *([row[name] for name in names] for row in rows)]
-    return ["", title, *(f"  {line}" for line in aligned(cells, set(range(len(names) - 1))))]
+    cells = [names]
+    for row in rows:
+        cells.append([row[name] for name in names])
+
+    lines = aligned(cells, set(range(len(names) - 1)))
+    return ["", title, *(f"  {line}" for line in lines)]

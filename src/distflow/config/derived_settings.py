@@ -3,6 +3,7 @@ sizes, step counts."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from math import ceil
 from typing import Any, Literal
 
@@ -57,19 +58,16 @@ def named_algorithms(config: Config) -> list[tuple[str, str]]:
         return []
 
     run = config.algorithm.adv_estimator
-    named = [(POLICY_LOSS, config.actor_rollout_ref.actor.policy_loss)]
-    domains = [
-        (domain, own.adv_estimator)
-        for domain, own in algorithms(config)
-        if own.adv_estimator != run
-    ]
+    named = [(POLICY_LOSS, config.actor_rollout_ref.actor.policy_loss), (ADV_ESTIMATOR, run)]
 
-    others = [(f"algorithm.domains.{domain}.adv_estimator", name) for domain, name in domains]
+    for domain, own in algorithms(config):
+        if own.adv_estimator != run:
+            named.append((f"algorithm.domains.{domain}.adv_estimator", own.adv_estimator))
     for domain in own_losses(config):
         loss = config_of(config, domain).actor_rollout_ref.actor.policy_loss
-        others.append((f"algorithm.domains.{domain}.policy_loss", loss))
+        named.append((f"algorithm.domains.{domain}.policy_loss", loss))
 
-    return [*named, (ADV_ESTIMATOR, run), *others]
+    return named
 
 
 def own_losses(config: Config) -> list[str]:
@@ -143,20 +141,16 @@ def code_of_workflow(config: Config) -> list[tuple[str, str]]:
 
 def _code_of_options(key: str, options: Mapping[str, object]) -> list[tuple[str, object]]:
     """(key, value) of options of a workflow that may name code."""
+    named = list[tuple[str, object]]()
     tools = options.get("tools")
-    entries = tools if isinstance(tools, list | tuple) else []
-    named = [
-        (f"{key}.tools", entry.get("name") if isinstance(entry, dict) else entry)
-        for entry in entries
-    ]
+    if isinstance(tools, list | tuple):
+        for tool in tools:
+            name = tool.get("name") if isinstance(tool, dict) else tool
+            named.append((f"{key}.tools", name))
 
-    return [
-        *named,
-        *(
-            (f"{key}.{name}", options.get(name))
-            for name in ("workflow", "env", "function", "reward")
-        ),
-    ]
+    for option in ("workflow", "env", "function", "reward"):
+        named.append((f"{key}.{option}", options.get(option)))
+    return named
 
 
 def pipeline_name(config: Config) -> str:
@@ -205,10 +199,12 @@ def find_pipeline(config: Config) -> BuiltinPipeline | None:
 def functions_of_pipeline(config: Config) -> list[str]:
     """The functions that `dag.pipeline` names: the one that builds a custom pipeline, or those of
     its nodes."""
-    own = config.dag.pipeline if pipeline_name(config) == CUSTOM else None
-    if own is None or isinstance(own, str):
-        return [own] if own else []
-    return [str(node["func"]) for node in own if "func" in node]
+    pipeline = config.dag.pipeline
+    if not pipeline or pipeline_name(config) != CUSTOM:
+        return []
+    if isinstance(pipeline, str):
+        return [pipeline]
+    return [str(node["func"]) for node in pipeline if "func" in node]
 
 
 def is_one_process(config: Config) -> bool:
@@ -252,12 +248,12 @@ def offload_keys(config: Config) -> list[str]:
         "critic": critic,
         "actor_rollout_ref.ref": settings.ref,
     }
-    keys = (
-        key
-        for name, owner in owners.items()
-        for key in walk(owner.fsdp_config, f"{name}.fsdp_config")
-    )
-    found = [name for name, _, value, _ in keys if value is True]
+    found = []
+    for name, owner in owners.items():
+        for key, _, value, _ in walk(owner.fsdp_config, f"{name}.fsdp_config"):
+            if value is True:
+                found.append(key)
+
     models = scoring_models(config.reward_model)
 
     return found + [
@@ -408,16 +404,16 @@ def with_own_policies(config: Config) -> dict[str, list[str]]:
         return {}
 
     key = "default_local_dir"
-    own = str(trainer.run_dir)
+    value = str(trainer.run_dir)
     if trainer.default_local_dir is None:
         key = "experiment_name"
-        own = trainer.experiment_name
+        value = trainer.experiment_name
 
-    own = own.replace("'", r"\'")
-    return {
-        name: [f"dag.policy={name}", f"trainer.{key}='{own}-{name}'"]
-        for name in policies_of(config)
-    }
+    value = value.replace("'", r"\'")
+    overrides = {}
+    for name in policies_of(config):
+        overrides[name] = [f"dag.policy={name}", f"trainer.{key}='{value}-{name}'"]
+    return overrides
 
 
 def check_keys(allow_change: Sequence[str]) -> None:
@@ -483,6 +479,11 @@ def reward_functions(config: Config) -> Mapping[str, tuple[RewardPart, ...]]:
     return {name: parts for name, parts in chosen.items() if parts}
 
 
+def reward_parts(config: Config) -> list[RewardPart]:
+    """The reward functions of all domains."""
+    return list(chain.from_iterable(reward_functions(config).values()))
+
+
 def named_rewards(config: Config) -> Iterator[tuple[str, str, tuple[RewardPart, ...]]]:
     """(key, domain, reward functions) for each key that names some."""
     for name, parts in config.reward.functions.items():
@@ -492,9 +493,7 @@ def named_rewards(config: Config) -> Iterator[tuple[str, str, tuple[RewardPart, 
 
 
 def uses_custom_reward(config: Config) -> bool:
-    return any(
-        part.name == CUSTOM_REWARD for parts in reward_functions(config).values() for part in parts
-    )
+    return any(part.name == CUSTOM_REWARD for part in reward_parts(config))
 
 
 def response_limit(config: Config, domain: str) -> int:
@@ -509,14 +508,11 @@ def response_limit(config: Config, domain: str) -> int:
 def temperatures(config: Config) -> dict[str, float]:
     """Temperatures of the domains that override the run's."""
     common = config.actor_rollout_ref.rollout.temperature
-    domains = config.data.domains
-    own = {
-        name: domain.temperature
-        for name, domain in domains.items()
-        if domain.temperature is not None
-    }
-
-    return {name: temperature for name, temperature in own.items() if temperature != common}
+    own = {}
+    for name, domain in config.data.domains.items():
+        if domain.temperature is not None and domain.temperature != common:
+            own[name] = domain.temperature
+    return own
 
 
 def unfiltered_domains(config: Config) -> frozenset[str]:

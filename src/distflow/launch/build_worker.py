@@ -35,14 +35,17 @@ def build_worker(inputs: WorkerInputs) -> Worker:
     plan = spec.plan.ranks[rank]
     pipeline = spec.pipeline()
     warn = partial(recorder.note, "warning")
-    generating = [each.rank for each in spec.plan.ranks if each.rollout_nodes]
+    generating = [worker.rank for worker in spec.plan.ranks if worker.rollout_nodes]
+
     services = RolloutServices.of(spec, inputs.resources, writes_stacks=True)
     resources = services.resources
     if resources.reward_fn is not None:
         resources.reward_fn.has_scored = inputs.version.step > 0
+
     offload = Offload({**resources.trained(), **resources.scoring_models}, spec.offloads)
     named = {**resources.by_name(), "reduce": ports.data, "dp_group": ports.collective}
     training_nodes = compile_steps([pipeline.node(name) for name in plan.training_nodes], named)
+
     checks = Checker(inputs, pipeline, training_nodes, services, offload.all)
     updates = Updates(checks, recorder.phases, resources.critic)
     keeps_state = bool(plan.training_nodes) and generating == [rank]
@@ -77,9 +80,11 @@ def build_worker(inputs: WorkerInputs) -> Worker:
         spec.config.trainer.seed,
         warn,
     )
+
     canary = None
     if resources.rollout is not None and resources.actor is not None:
         canary = make_canary(spec, resources)
+
     saver = Saver(
         inputs.store,
         ports.everyone,

@@ -79,8 +79,8 @@ def _free_bytes(run_dir: Path) -> int:
         path for path in (run_dir.absolute(), *run_dir.absolute().parents) if path.is_dir()
     )
     disk = os.statvfs(folder)
-    there = sum(
+    existing = sum(
         file.stat().st_size for file in (run_dir / CHECKPOINTS).glob("*/*") if file.is_file()
     )
 
-    return disk.f_bavail * disk.f_frsize + there
+    return disk.f_bavail * disk.f_frsize + existing

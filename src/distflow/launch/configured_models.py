@@ -110,19 +110,19 @@ def model_sizes(config: Config, engines: Collection[str]) -> dict[str, int]:
 
     Raises UserError naming the key.
     """
-    said = config.dag.model_sizes
+    given_sizes = config.dag.model_sizes
     models = sorted({*engines} - {"rollout"})  # which has the actor's weights
 
-    for role in said:
+    for role in given_sizes:
         if role not in models:
             near = hint(role, models)
             raise UserError(f"dag.model_sizes: the pipeline has no model '{role}'{near}")
 
     sizes = {}
     for role in models:
-        if role in said:
+        if role in given_sizes:
             with blaming("dag.model_sizes"):
-                sizes[role] = parse_size(said[role])
+                sizes[role] = parse_size(given_sizes[role])
             continue
 
         key, source = source_of(config, role)

@@ -222,19 +222,19 @@ def _source(
 def _columns(config: Config, domain: str, parts: Sequence[RewardPart]) -> Columns:
     """Where the values of rows are. parts: of the rewards of the domain, or of all."""
     data = config.data
-    own = partial(own_setting, config, domain, data)
+    setting = partial(own_setting, config, domain, data)
     is_sft = not is_rl(config) and not reads_pairs(config)
     builtin = [REWARDS[part.name] for part in parts if part.name in REWARDS]
 
     return Columns(
-        prompt=own("prompt_key"),
-        answer=own("answer_key"),
+        prompt=setting("prompt_key"),
+        answer=setting("answer_key"),
         domain=data.domain_key,
-        response=own("response_key") if is_sft else None,
+        response=setting("response_key") if is_sft else None,
         answer_required=any(reward.needs_answer for reward in builtin),
-        messages=own("messages_key") if is_sft else None,
-        tools=own("tools_key"),
-        is_chat=own("prompt_format") == "chat",
+        messages=setting("messages_key") if is_sft else None,
+        tools=setting("tools_key"),
+        is_chat=setting("prompt_format") == "chat",
         images=data.image_key,
         store=config.trainer.run_dir / "data" / "images",
     )
@@ -245,7 +245,7 @@ def _options(
 ) -> PromptOptions:
     """How rows become prompts. parts: as for `_columns`."""
     data = config.data
-    own = partial(own_setting, config, domain, data)
+    setting = partial(own_setting, config, domain, data)
     is_rm = reads_pairs(config)
 
     keeps_messages = is_rm or (scored and bool(scoring_models(config.reward_model)))
@@ -258,11 +258,11 @@ def _options(
 
     return PromptOptions(
         max_prompt_length=data.max_prompt_length,
-        max_response_length=own("max_response_length"),
-        prompt_format=own("prompt_format"),
-        prompt_template=own("prompt_template"),
-        system_prompt=own("system_prompt"),
-        enable_thinking=own("enable_thinking"),
+        max_response_length=setting("max_response_length"),
+        prompt_format=setting("prompt_format"),
+        prompt_template=setting("prompt_template"),
+        system_prompt=setting("system_prompt"),
+        enable_thinking=setting("enable_thinking"),
         template_kwargs=data.apply_chat_template_kwargs,
         filter_overlong=data.filter_overlong_prompts,
         truncation=data.truncation,

@@ -67,11 +67,11 @@ def try_users_code(spec: Spec, say: Callable[[str], None]) -> Spec:
     say: called with notes and warnings; the spec that is returned has the warnings, for the run's
     records. Raises UserError for what a run could not use."""
     with tried_workflow(spec, tokenizer_loader(spec.config)) as trial:
-        said = [*try_rewards(spec), *trial.notes()]
-    for line in said:
+        lines = [*try_rewards(spec), *trial.notes()]
+    for line in lines:
         say(line)
-    found = [line.removeprefix(WARNING) for line in said if line.startswith(WARNING)]
-    return replace(spec, warnings=(*spec.warnings, *found))
+    warnings = [line.removeprefix(WARNING) for line in lines if line.startswith(WARNING)]
+    return replace(spec, warnings=(*spec.warnings, *warnings))
 
 
 def _try_loss(objective: PolicyObjective, key: str) -> str:

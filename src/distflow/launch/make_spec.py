@@ -89,13 +89,13 @@ def check_run(loaded: Loaded) -> Loaded:
 
 def _check_config(loaded: Loaded, say: Say) -> tuple[Loaded, Reading]:
     """What the config alone shows, and the user's code that it names."""
-    said = named_code(loaded.config)
-    for code in said:
+    named = named_code(loaded.config)
+    for code in named:
         say(f"your code: {code}")
 
     loaded = follow_pipeline(loaded)
     for code in named_code(loaded.config):
-        if code not in said:  # which a node names
+        if code not in named:  # which a node names
             say(f"your code: {code}")
 
     reading = read_config(loaded)

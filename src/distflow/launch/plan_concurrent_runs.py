@@ -4,6 +4,7 @@ devices among all."""
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
@@ -101,12 +102,14 @@ def plan_runs(
 
     devices = share_devices(parts, runs[name].config)
     planned = []
-    for name, own_parts, own in zip(runs, parts, devices, strict=True):
+    for name, parts_of_run, devices_of_run in zip(runs, parts, devices, strict=True):
         with blaming(name):
-            run = _planned(name, words[name], runs[name], own)
+            run = _planned(name, words[name], runs[name], devices_of_run)
         planned.append(run)
-        machines = ", ".join(str(node) for node in sorted({rank.node for rank in run.plan.ranks}))
-        size = sum(part.size for part in own_parts)
+
+        nodes = sorted({rank.node for rank in run.plan.ranks})
+        machines = ", ".join(map(str, nodes))
+        size = sum(part.size for part in parts_of_run)
         say(
             f"{name}: {run.words[-1]} (machine {machines}), models of {size:,} parameters, in "
             f"{run.run_dir}"
@@ -135,7 +138,7 @@ def _planned(
     name: str, words: Sequence[str], loaded: Loaded, devices: tuple[tuple[int, ...], ...]
 ) -> PlannedRun:
     """Raises UserError if the run cannot be on its devices, or a key has no effect."""
-    own = tuple(sorted(device for of_part in devices for device in of_part))
+    own = tuple(sorted(chain.from_iterable(devices)))
     change: tuple[str, Any] = ("trainer.devices", devices)
     if loaded.config.trainer.launcher == "local":  # each run sees only its own devices
         change = ("trainer.n_gpus_per_node", len(own))

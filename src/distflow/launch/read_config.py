@@ -1,6 +1,7 @@
 """Reads a config and its files, and fits the config to them."""
 
 from dataclasses import dataclass, replace
+from itertools import chain
 
 from transformers import PreTrainedTokenizerBase
 
@@ -75,7 +76,7 @@ class Data:
 
     def overlap(self) -> str:
         """A warning if validation prompts are also trained on; else empty."""
-        held_out = [row for prompts in self.validation.values() for row in prompts]
+        held_out = list(chain.from_iterable(self.validation.values()))
         if not held_out:
             return ""
 

@@ -23,11 +23,8 @@ def changes(loaded: Loaded) -> tuple[str, list[dict[str, str]]]:
     A change is `{"key", "before", "now", "where"}`, with values as written in YAML and `where` as
     in `Loaded.origin`. Without a preset, `before` is the schema's default.
     """
-    named = [
-        name
-        for name in preset_names()
-        if any(origin.startswith(f"presets/{name}.yaml:") for origin in loaded.origins.values())
-    ]
+    files = {origin.partition(":")[0] for origin in loaded.origins.values()}
+    named = [name for name in preset_names() if f"presets/{name}.yaml" in files]
     preset = max(named, key=_num_bases, default="")  # it builds on all others
     before = preset_config(preset) if preset else Config()
     keys = schema_keys()

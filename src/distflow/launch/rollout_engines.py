@@ -85,7 +85,7 @@ def engine_parameters(engine: str) -> list[str]:
     """The keyword-only parameters of an engine's constructor. engine: its name."""
     make = cast(Callable[..., object], load(ROLLOUT_ENGINES[engine].target))
     parameters = signature(make).parameters.values()
-    return [each.name for each in parameters if each.kind is each.KEYWORD_ONLY]
+    return [parameter.name for parameter in parameters if parameter.kind is parameter.KEYWORD_ONLY]
 
 
 def engine_options(config: Config) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from distflow.config.derived_settings import (
     named_algorithms,
     policies_of_agents,
     reward_functions,
+    reward_parts,
     trained_policies,
 )
 from distflow.config.keys.reward import scoring_models
@@ -84,7 +85,7 @@ def _users_facts(config: Config) -> dict[str, object]:
     in no checkpoint. All may change on resume, which is then reported. Raises UserError if a model
     is missing."""
     functions = reward_functions(config)
-    parts = [part for named in functions.values() for part in named]
+    parts = reward_parts(config)
     facts: dict[str, object] = {}
     custom = RewardSettings.of(config).custom
 

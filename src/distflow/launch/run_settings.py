@@ -176,20 +176,22 @@ def _offloads(config: Config, pipeline: BoundPipeline, plan: Plan) -> dict[str, 
         "critic": config.critic.fsdp_config,
     }
 
-    found = dict[str, Offloads]()
+    offloads = {}
     for role in sorted(pipeline.engines & settings.keys()):
-        own = settings[role]
-        if own.param_offload or own.optimizer_offload:
-            found[role] = Offloads(weights=own.param_offload, moments=own.optimizer_offload)
+        offload = settings[role]
+        if offload.param_offload or offload.optimizer_offload:
+            offloads[role] = Offloads(
+                weights=offload.param_offload, moments=offload.optimizer_offload
+            )
 
     for role, model in scoring_models(config.reward_model).items():
         is_whole = model.judge or not is_sharded(config)
         if role in pipeline.engines and model.param_offload and is_whole:
-            found[role] = Offloads(weights=True, moments=False)
+            offloads[role] = Offloads(weights=True, moments=False)
 
-    if "actor" in found and found["actor"].weights:
+    if "actor" in offloads and offloads["actor"].weights:
         _check_offloaded_actor(config, plan)
-    return found
+    return offloads
 
 
 def _check_offloaded_actor(config: Config, plan: Plan) -> None:

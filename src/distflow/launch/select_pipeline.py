@@ -79,17 +79,17 @@ def select_pipeline(config: Config) -> TaskGraph:
 
 def _whole_graph(config: Config) -> TaskGraph:
     name = pipeline_name(config)
-    own = config.dag.pipeline
+    pipeline = config.dag.pipeline
 
     if name != CUSTOM:
         return cast(
             TaskGraph, _call_pipeline_function(load_function(PIPELINES[name].target), config)
         )
 
-    assert own is not None, "a pipeline of the user's is named by dag.pipeline"
-    if isinstance(own, str):
-        return _custom(own, config)
-    return pipeline_from_config("yaml_pipeline", own)
+    assert pipeline is not None, "a pipeline of the user's is named by dag.pipeline"
+    if isinstance(pipeline, str):
+        return _custom(pipeline, config)
+    return pipeline_from_config("yaml_pipeline", pipeline)
 
 
 def bind_graph(graph: TaskGraph, config: Config) -> BoundPipeline:

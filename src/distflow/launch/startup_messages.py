@@ -82,8 +82,8 @@ def _lines_on_advantages(config: Config, reading: Reading) -> Iterator[str]:
     nodes = [node for node in reading.pipeline.nodes if node.node_role is NodeRole.ADVANTAGE]
     for domain, algorithm in algorithms(config):
         options = options_of(nodes[0], domain) if nodes else {}
-        of = f" of '{domain}'" if domain else ""
-        yield f"advantages{of}: {describe_estimator(algorithm.adv_estimator, options)}"
+        of_domain = f" of '{domain}'" if domain else ""
+        yield f"advantages{of_domain}: {describe_estimator(algorithm.adv_estimator, options)}"
 
 
 def _check_accuracies(config: Config, data: Data) -> None:

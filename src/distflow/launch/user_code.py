@@ -51,13 +51,14 @@ def code_of_run(config: Config, generates_only: bool) -> list[str]:
         code = named_code(config)
         for reward_key, _, parts in named_rewards(config):
             for part in parts:
-                urls = [url for url in part.options.values() if "://" in str(url)]
-                code += [f"{reward_key}: {part.name} at {url}" for url in urls]
+                for url in part.options.values():
+                    if "://" in str(url):
+                        code.append(f"{reward_key}: {part.name} at {url}")
 
     code += [f"{key}.url: {url}" for url in rollout.url]
     if rollout.python:
         code.append(f"{key}.python: {rollout.python}")
-    return code + [f"{key}.engine_kwargs: {each}" for each in rollout.engine_kwargs.items()]
+    return code + [f"{key}.engine_kwargs: {option}" for option in rollout.engine_kwargs.items()]
 
 
 def data_code(config: Config) -> list[str]:

@@ -152,31 +152,31 @@ def fold_groups(groups: dict[int, Group], record: Mapping[str, Any]) -> None:
         numbers = listed if isinstance(listed, list | tuple) else ()
         found = [(number, record) for number in numbers]
     else:
-        found = [(each.get("group_id"), each) for each in by_group(record)]
+        found = [(entry.get("group_id"), entry) for entry in by_group(record)]
 
-    for group_id, own in found:
+    for group_id, facts in found:
         number = whole(group_id)
         if number is None:
             continue
         if number not in groups:
             groups[number] = Group(number)
-        groups[number].apply(own)
+        groups[number].apply(facts)
 
 
 def _inherit(groups: dict[int, Group], live: object) -> None:
-    if isinstance(live, list):
-        for each in live:
-            if not isinstance(each, dict):
-                continue
+    if not isinstance(live, list):
+        return
 
-            number = whole(each.get("group_id"))
-            if number is None:
-                continue
+    for entry in live:
+        if not isinstance(entry, dict):
+            continue
+        number = whole(entry.get("group_id"))
+        if number is None:
+            continue
 
-            domain = each.get("domain")
-            group = Group(number, "waiting", domain=domain and str(domain))
-            if each.get("complete"):
-                group.state = "queued"
-                group.version = whole(each.get("version"))
-
-            groups[number] = group
+        domain = entry.get("domain")
+        group = Group(number, "waiting", domain=domain and str(domain))
+        if entry.get("complete"):
+            group.state = "queued"
+            group.version = whole(entry.get("version"))
+        groups[number] = group

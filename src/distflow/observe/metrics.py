@@ -65,29 +65,34 @@ def headline_names() -> set[str]:
 @lru_cache(maxsize=4096)
 def find_metric(name: str) -> Metric | None:
     """The first entry of the table that matches a name."""
-    return next(
-        (metric for metric, fits in _patterns() if (fits(name) if fits else metric.name == name)),
-        None,
-    )
+    for metric, fits in _patterns():
+        if metric.name == name or (fits and fits(name)):
+            return metric
+    return None
 
 
 @cache
 def _patterns() -> list[tuple[Metric, Callable[[str], object] | None]]:
     """The entries, with what tells whether a name is of their family."""
-    parts = [(metric, map(re.escape, metric.name.split("*"))) for metric in metric_table()]
-    return [
-        (metric, re.compile(".+".join(each)).fullmatch if "*" in metric.name else None)
-        for metric, each in parts
-    ]
+    patterns = list[tuple[Metric, Callable[[str], object] | None]]()
+    for metric in metric_table():
+        fits = None
+        if "*" in metric.name:
+            parts = map(re.escape, metric.name.split("*"))
+            fits = re.compile(".+".join(parts)).fullmatch
+        patterns.append((metric, fits))
+    return patterns
 
 
 def headlines(values: Mapping[str, float]) -> dict[Headline, float]:
     """Those of the metrics that a line of text shows."""
-    present = {
-        line: next((name for name in line.names if name in values), None)
-        for line in headline_table()
-    }
-    return {line: values[name] for line, name in present.items() if name is not None}
+    present = {}
+    for line in headline_table():
+        for name in line.names:
+            if name in values:
+                present[line] = values[name]
+                break
+    return present
 
 
 Measured = tuple[Mapping[str, float], float]

@@ -101,8 +101,12 @@ def comparable_validations(
             rows[event.restart] = event.fields.get(VALIDATION_ROWS)
 
     last = rows[max(rows)] if rows else None
-    kept = [each for each in records if each.kind != "val" or rows.get(each.restart, last) == last]
-    first = min((each.step for each in kept if each.kind == "val"), default=None)
+    kept = []
+    for record in records:
+        if record.kind != "val" or rows.get(record.restart, last) == last:
+            kept.append(record)
+
+    first = min((record.step for record in kept if record.kind == "val"), default=None)
     return kept, None if len(kept) == len(records) else first
 
 
@@ -143,11 +147,12 @@ def span_files(run_dir: Path, max_bytes: int) -> tuple[list[Path], int]:
 def read_spans(run_dir: Path, max_bytes: int = 3_000_000) -> dict[str, list[Span]]:
     """The last spans of each actor, as many as its file's end holds; see `span_files`."""
     paths, each = span_files(run_dir, max_bytes)
-    spans = {
-        path.stem: list(filter(None, map(_span, iter_records(path, each, run_dir))))
-        for path in paths
-    }
-    return {actor: found for actor, found in spans.items() if found}
+    spans = {}
+    for path in paths:
+        of_actor = list(filter(None, map(_span, iter_records(path, each, run_dir))))
+        if of_actor:
+            spans[path.stem] = of_actor
+    return spans
 
 
 def read_timeline(run_dir: Path, max_bytes: int | None = MAX_BYTES) -> Timeline:
@@ -243,11 +248,12 @@ def read_events(
 
 def sample_files(run_dir: Path) -> list[tuple[Path, str, int]]:
     """All files of samples with their splits and steps, by name."""
-    found = (
-        (file, _SAMPLE_FILE.fullmatch(file.name))
-        for file in sorted((run_dir / SAMPLES).glob("*.parquet"))
-    )
-    return [(file, match[1] or "train", int(match[2])) for file, match in found if match]
+    files = []
+    for file in sorted((run_dir / SAMPLES).glob("*.parquet")):
+        match = _SAMPLE_FILE.fullmatch(file.name)
+        if match:
+            files.append((file, match[1] or "train", int(match[2])))
+    return files
 
 
 def sample_steps(run_dir: Path, split: str = "train") -> list[int]:
@@ -276,20 +282,20 @@ def read_samples(
     damage: gets a sentence for each file of it that is damaged or too long.
     """
     first = run_dir / SAMPLES / sample_file_name(step, split)
-    parts = sorted(
-        first.parent.glob(f"{first.stem}.*.parquet"), key=lambda path: (len(path.name), path.name)
-    )
-    read = [read_sample_file(path, run_dir, max_bytes) for path in (first, *parts)]
+    parts = first.parent.glob(f"{first.stem}.*.parquet")
+    in_order = sorted(parts, key=lambda path: (len(path.name), path.name))
+    files = [read_sample_file(path, run_dir, max_bytes) for path in (first, *in_order)]
     timeline = timeline or read_timeline(run_dir)
-    valid = [
-        row
-        for rows, _ in read
-        for row in rows
-        if timeline.survives(whole(row["restart"]) or 0, step)
-    ]
-    if damage is not None:
-        damage += [said for _, said in read if said]
-    return list(map(_sample, valid))
+
+    samples = []
+    for rows, fault in files:
+        if fault and damage is not None:
+            damage.append(fault)
+        for row in rows:
+            if timeline.survives(whole(row["restart"]) or 0, step):
+                samples.append(_sample(row))
+
+    return samples
 
 
 def _metrics_record(record: dict[str, JSON]) -> MetricsRecord | None:
@@ -360,7 +366,8 @@ def _sample(row: dict[str, JSON]) -> dict[str, JSON]:
     """Turn "NaN" among the scores of parts back into a number."""
     parts = row.get("reward_parts")
     if isinstance(parts, dict):
-        row["reward_parts"] = {
-            name: value if (n := to_number(value)) is None else n for name, value in parts.items()
-        }
+        for name, value in parts.items():
+            number = to_number(value)
+            if number is not None:
+                parts[name] = number
     return row

@@ -86,11 +86,13 @@ def write_sample_file(
     import pyarrow
     import pyarrow.parquet
 
-    values = [_stored(row, step, split) for row in rows]
+    stored = [_stored(row, step, split) for row in rows]
     schema = pyarrow.schema([(name, _arrow_type(column.kind)) for name, column in COLUMNS.items()])
-    arrays = [
-        _array(column.kind, [row.get(name) for row in values]) for name, column in COLUMNS.items()
-    ]
+    arrays = []
+    for name, column in COLUMNS.items():
+        values = [row.get(name) for row in stored]
+        arrays.append(_array(column.kind, values))
+
     rows_of_group = max(_GROUP_CHARACTERS * len(rows) // max(_size(rows), 1), 1)
     options = {
         "compression": "zstd",
@@ -380,13 +382,12 @@ def _has_footer(file: BinaryIO) -> bool:
 def _read(opened: BinaryIO, path: Path, max_bytes: int | None) -> tuple[list[Row], int]:
     """Rows, and how many there are in all."""
     file = _checked(opened, path)
-    types = {
-        name: str(kind)
-        for name, kind in zip(file.schema_arrow.names, file.schema_arrow.types, strict=True)
-    }
-    names = [
-        name for name, (kind, _) in COLUMNS.items() if types.get(name) == str(_arrow_type(kind))
-    ]
+    schema = file.schema_arrow
+    types = dict(zip(schema.names, map(str, schema.types), strict=True))
+    names = []
+    for name, (kind, _) in COLUMNS.items():
+        if types.get(name) == str(_arrow_type(kind)):
+            names.append(name)
 
     rows: list[Row] = []
     left = max_bytes or _MOST_ZIPPED * (2**20 + opened.seek(0, 2))

@@ -39,9 +39,7 @@ def escape_control(text: str, limit: int | None = None, one_line: bool = False) 
     "…".
     """
     cut = limit is not None and len(text) > limit
-    shown = "".join(
-        _escape_character(character, one_line) for character in (text[:limit] if cut else text)
-    )
+    shown = "".join(_escape_character(character, one_line) for character in text[:limit])
     return shown + "…" if cut else shown
 
 

@@ -226,16 +226,16 @@ def _convert_setting(
         _convert_unread(key, value, name, is_given, draft)
         return
 
-    said = f"{key}={tables.as_override(value)}"
+    setting = f"{key}={tables.as_override(value)}"
     if name is None:
-        draft.missing.append(f"{said}: {theirs.system}'s table does not have it")
+        draft.missing.append(f"{setting}: {theirs.system}'s table does not have it")
         return
     if name.accepts(value):
         if is_given:
-            draft.without_effect.append(f"{said}: {name.note or 'it is so here anyway'}")
+            draft.without_effect.append(f"{setting}: {name.note or 'it is so here anyway'}")
         return
     if isinstance(value, str) and "://" in value and "path={}" in name.ours:  # no file
-        draft.missing.append(f"{said}: {name.note}")
+        draft.missing.append(f"{setting}: {name.note}")
         return
 
     renamed = None
@@ -246,23 +246,23 @@ def _convert_setting(
     if text:
         draft.write(tables.split_overrides(text), is_given)
     else:
-        draft.missing.append(f"{said}: {name.answer(value)}")
+        draft.missing.append(f"{setting}: {name.answer(value)}")
 
 
 def _convert_unread(
     key: str, value: Unread, name: tables.Name | None, is_given: bool, draft: Conversion
 ) -> None:
     """A key whose value the file does not say."""
-    said = f"{key}: {value.why}"
+    line = f"{key}: {value.why}"
     if name is None:
-        draft.missing.append(said)
+        draft.missing.append(line)
     elif "=" in name.ours and "{}" not in name.ours:  # a switch
         draft.write(tables.split_overrides(name.ours), is_given)
     elif name.harmless == tables.ANY and not name.overrides(None):
-        draft.without_effect.append(said)
+        draft.without_effect.append(line)
     else:
         advice = name.answer(tables.NOT_GIVEN)
-        draft.missing.append(f"{said}; {advice}" if advice else said)
+        draft.missing.append(f"{line}; {advice}" if advice else line)
 
 
 def compose(draft: Conversion) -> Loaded:
@@ -283,13 +283,13 @@ def _drop_rejected(draft: Conversion, problem: Problem) -> None:
     for subject, where in problem.places:
         key = subject.partition(" ")[0]
         below = []
-        for own in draft.overrides:
-            if f"{own}.".startswith(f"{key}.") or key.startswith(f"{own}."):
-                below.append(own)
+        for name in draft.overrides:
+            if f"{name}.".startswith(f"{key}.") or key.startswith(f"{name}."):
+                below.append(name)
 
         if where == COMMAND_LINE and below:
-            for own in below:
-                draft.drop(own, "; ".join(filter(None, (problem.what, problem.advice))))
+            for name in below:
+                draft.drop(name, "; ".join(filter(None, (problem.what, problem.advice))))
             return
 
 
@@ -384,9 +384,9 @@ def _without_unread_keys(draft: Conversion, loaded: Loaded) -> Loaded:
         ("trainer.device", "cpu", why),
         ("trainer.launcher", "ray", why),
     ]
-    elsewhere += [
-        (key, False, why) for key in schema_keys() if key.endswith(("_offload", "offload_policy"))
-    ]
+    for key in schema_keys():
+        if key.endswith(("_offload", "offload_policy")):
+            elsewhere.append((key, False, why))
 
     while model and any(files.values()):
         try:

@@ -126,9 +126,9 @@ def try_check(name: str, subject: Subject) -> Finding:
 
 def _log_probs(subject: Subject, dtype: torch.dtype) -> Result:
     """The error against float32 on the CPU: the maximum in float32, the mean in bfloat16."""
-    one = torch.ones(2, 2, device=subject.device)
-    with torch.autocast(one.device.type, dtype=dtype, enabled=dtype != torch.float32):
-        computed = (one @ one).dtype
+    ones = torch.ones(2, 2, device=subject.device)
+    with torch.autocast(ones.device.type, dtype=dtype, enabled=dtype != torch.float32):
+        computed = (ones @ ones).dtype
     if computed != dtype:
         return FAILED, f"products under autocast are in {computed}"
 
@@ -175,12 +175,12 @@ def _reduce(rank: int, device: str, size: int, store: str) -> None:
     meeting = dist.FileStore(store, size)
     timeout = timedelta(seconds=_DEADLINE_S)
     dist.init_process_group(backend, timeout=timeout, world_size=size, rank=rank, store=meeting)
-    own = torch.full((size * _NUMBERS,), float(rank + 1), device=torch.device(device, rank))
-    part = own.new_empty(_NUMBERS)
-    dist.reduce_scatter_tensor(part, own)
-    dist.all_reduce(own)
+    whole = torch.full((size * _NUMBERS,), float(rank + 1), device=torch.device(device, rank))
+    part = whole.new_empty(_NUMBERS)
+    dist.reduce_scatter_tensor(part, whole)
+    dist.all_reduce(whole)
     expected = float(size * (size + 1) // 2)
-    if not (own == expected).all() or not (part == expected).all():
+    if not (whole == expected).all() or not (part == expected).all():
         raise RuntimeError(f"sums over {backend} are wrong")
     dist.destroy_process_group()
 

@@ -84,41 +84,53 @@ Fault = Callable[[str], tuple[str, str] | None]
 
 def _named(config: Config) -> Iterator[tuple[str, str, Fault]]:
     """Every path with its key and its check."""
+    for key, path in _models(config):
+        if path:
+            yield key, path, model_fault
     model = config.actor_rollout_ref.model
-    models = [(f"{MODEL}.path", model.path), (f"{MODEL}.tokenizer_path", model.tokenizer_path)]
-    if derived_settings.may_have_critic(config):
-        models.append(("critic.model.path", config.critic.model.path))
-    models.append(("reward_model.model.path", config.reward_model.model.path))
-    models += [("reward_model.models", model.path) for model in config.reward_model.models.values()]
-    yield from ((key, path, model_fault) for key, path in models if path)
     if model.path and model.init != "random":
         yield f"{MODEL}.path", model.path, _weights_fault
-    files = derived_settings.data_files(config, "val_files") | derived_settings.data_files(
-        config, "train_files"
-    )
-    yield from (
-        (key, file, data_fault) for key, named in files.items() for file in named if file.strip()
-    )
+
+    files = derived_settings.data_files(config, "val_files")
+    files |= derived_settings.data_files(config, "train_files")
+    for key, paths in files.items():
+        for path in paths:
+            if path.strip():
+                yield key, path, data_fault
+
     custom = config.custom_reward_function
     if custom.path and derived_settings.is_rl(config):
         yield "custom_reward_function.path", custom.path, partial(_reward_fault, custom.name)
-    judged = [("reward.functions", parts) for parts in config.reward.functions.values()]
-    judged += [
-        (f"data.domains.{name}.reward", domain.reward)
-        for name, domain in config.data.domains.items()
-    ]
-    yield from ((key, part.name, _function_fault) for key, parts in judged for part in parts)
+    for key, function in _functions(config):
+        yield key, function, _function_fault
+
+
+def _models(config: Config) -> Iterator[tuple[str, str | None]]:
+    model = config.actor_rollout_ref.model
+    yield f"{MODEL}.path", model.path
+    yield f"{MODEL}.tokenizer_path", model.tokenizer_path
+    if derived_settings.may_have_critic(config):
+        yield "critic.model.path", config.critic.model.path
+    yield "reward_model.model.path", config.reward_model.model.path
+    for scoring in config.reward_model.models.values():
+        yield "reward_model.models", scoring.path
+
+
+def _functions(config: Config) -> Iterator[tuple[str, str]]:
+    for parts in config.reward.functions.values():
+        for part in parts:
+            yield "reward.functions", part.name
+    for name, domain in config.data.domains.items():
+        for part in domain.reward:
+            yield f"data.domains.{name}.reward", part.name
+
     if should_accept := config.algorithm.filter_groups.should_accept:
-        yield _SHOULD_ACCEPT, should_accept, _function_fault
-    yield from (
-        (key, name, _function_fault) for key, name in derived_settings.named_algorithms(config)
-    )
+        yield _SHOULD_ACCEPT, should_accept
+    yield from derived_settings.named_algorithms(config)
     if workflow := config.actor_rollout_ref.rollout.workflow:
-        yield derived_settings.WORKFLOW, workflow, _function_fault
-    yield from (
-        ("dag.pipeline", name, _function_fault)
-        for name in derived_settings.functions_of_pipeline(config)
-    )
+        yield derived_settings.WORKFLOW, workflow
+    for name in derived_settings.functions_of_pipeline(config):
+        yield "dag.pipeline", name
 
 
 def data_fault(source: str) -> tuple[str, str] | None:
@@ -163,7 +175,9 @@ def _weights_fault(text: str) -> tuple[str, str] | None:
     prefix, _, name = text.rpartition(":")
     if prefix != "builtin":
         folder = Path(text).expanduser()
-        files = [file for pattern in WEIGHT_PATTERNS for file in sorted(folder.glob(pattern))]
+        files = []
+        for pattern in WEIGHT_PATTERNS:
+            files.extend(sorted(folder.glob(pattern)))
         if not files and (folder / "config.json").is_file() and not [*folder.glob("*.gguf")]:
             return (
                 f"it has no weights ({', '.join(WEIGHT_PATTERNS)})",
@@ -228,11 +242,11 @@ def _content_fault(file: Path, function: str, advice: str) -> tuple[str, str] | 
     if source.defines(function.partition(".")[0]):
         return None
 
-    there = list(source.functions)
-    meant = nearest(function, there) or (there[0] if len(there) == 1 else "")
+    functions = list(source.functions)
+    meant = nearest(function, functions) or (functions[0] if len(functions) == 1 else "")
 
-    if there:
-        listed = f"it has {', '.join(there)}"
+    if functions:
+        listed = f"it has {', '.join(functions)}"
     else:
         listed = "it has no function"
 

@@ -189,9 +189,10 @@ def _files(source: Path) -> Iterator[_File]:
                 continue
 
             within = f"{folder}/{name}" if folder else name
-            places = [parent / f"{within}.yaml" for parent in (source.parent, PRESETS)]
-            file = next((place for place in places if place.is_file()), None)
-            if file is None:
+            file = source.parent / f"{within}.yaml"
+            if not file.is_file():
+                file = PRESETS / f"{within}.yaml"
+            if not file.is_file():
                 raise wrong(f"name '{name}', which is no preset and no file")
             below = within.rpartition("/")[0].replace("/", ".")
             yield from follow(file, below, (*above, path))

@@ -3,6 +3,7 @@ context. Values that were set are kept, and the rules check them."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import chain
 
 from distflow.builtin_names import CUSTOM_REWARD
 from distflow.config.compose.setting_origins import COMMAND_LINE, IN_PYTHON, is_preset
@@ -37,9 +38,8 @@ def fit(config: Config, origins: Mapping[str, str], room: RunLimits) -> tuple[Co
     config, made = apply_changes(config, _reward(config, origins))
     changes += made
     for rule in SIZE_RULES:
-        config, made = apply_changes(
-            config, [change for each in rule(config, room) for change in _way(each, origins)]
-        )
+        ways = [_way(misfit, origins) for misfit in rule(config, room)]
+        config, made = apply_changes(config, chain.from_iterable(ways))
         changes += made
 
     return config, changes

@@ -162,8 +162,6 @@ def load_config(
         what = "its keys, or those of an override, are nested too deeply"
         if isinstance(error, OSError):
             what = f"cannot be read: {error.strerror}"
-        else:
-            what = what
         raise ConfigError([Problem(((f"'{preset_or_file}'", COMMAND_LINE),), what)]) from error
 
 
@@ -206,11 +204,11 @@ def with_named(loaded: Loaded, named: Iterable[NamedKey]) -> Loaded:
     keys = schema_keys()
     values = flatten(loaded.config)
 
-    leaves = (
-        (key, given, by)
-        for group, below, by in named
-        for key, given in flat({group: below}, "", keys).items()
-    )
+    leaves = list[tuple[str, object, str]]()
+    for group, below, by in named:
+        for key, given in flat({group: below}, "", keys).items():
+            leaves.append((key, given, by))
+
     for key, given, by in leaves:
         if key not in keys:
             raise UserError(f"{by} names {key}, but there is no such key{hint(key, keys)}")
@@ -220,21 +218,25 @@ def with_named(loaded: Loaded, named: Iterable[NamedKey]) -> Loaded:
         except Mismatch as err:
             raise UserError(f"{by} names {key}, which {err.what}: {err.advice}") from err
 
-        there, origin = changes[key][1:] if key in changes else (values[key], loaded.origin(key))
-        is_set = key in changes or not (there in ((), {}, None) or is_free(loaded.origins, key))
-        if is_set and there != value:
-            shown, other = (show_value(keys[key], each) for each in (value, there))
+        if key in changes:
+            _, before, origin = changes[key]
+            is_set = True
+        else:
+            before = values[key]
+            origin = loaded.origin(key)
+            is_set = before not in ((), {}, None) and not is_free(loaded.origins, key)
+
+        if is_set and before != value:
+            shown = show_value(keys[key], value)
+            other = show_value(keys[key], before)
             raise UserError(
                 f"{by} names {key}={shown}, but it is {other} ({origin}): remove one of them"
             )
 
         changes[key] = (key, value, f"{by} names it")
 
-    return with_changes(
-        loaded,
-        [change for key, change in changes.items() if change[1] != values[key]],
-        complete=True,
-    )
+    changed = [change for key, change in changes.items() if change[1] != values[key]]
+    return with_changes(loaded, changed, complete=True)
 
 
 def differing(loaded: Loaded, theirs: Loaded) -> list[tuple[str, str, str]]:
@@ -300,7 +302,7 @@ _RENAMED = {"dag.custom_pipeline_fn": "dag.pipeline"}
 def _rename(composed: "Composition") -> list[str]:
     """Give keys that have only another name theirs, if that one is not set as well. Returns a line
     for each."""
-    said = []
+    lines = []
     settings = composed.settings
     for place, setting in enumerate(settings):
         ours = _RENAMED.get(setting.key)
@@ -317,9 +319,9 @@ def _rename(composed: "Composition") -> list[str]:
         # a group of plain values
         look_up(composed.values, group)[name] = value  # type: ignore[index]
         settings[place] = replace(setting, key=ours)
-        said.append(f"{setting.key}={as_override(value)} (siiRL): here it is {ours}")
+        lines.append(f"{setting.key}={as_override(value)} (siiRL): here it is {ours}")
 
-    return said
+    return lines
 
 
 def build(
@@ -354,13 +356,13 @@ def _finish(
     needed: Collection[str] = (),
 ) -> Loaded:
     config, unreadable, faulty = build(values, origins)
-    if (policy := config.dag.policy) and (own := config.dag.policies.get(policy)):
-        own = {f"actor_rollout_ref.{name}": value for name, value in own.items()}
+    if (policy := config.dag.policy) and (settings := config.dag.policies.get(policy)):
+        changed = {f"actor_rollout_ref.{name}": value for name, value in settings.items()}
         origin = f"dag.policies.{policy}, {where('dag.policies', origins)}"
         # reading it again changes nothing
         used = {"dag.policies": {**config.dag.policies, policy: {}}}
-        config = with_values(config, own | used)
-        origins = origins | dict.fromkeys(own, origin)
+        config = with_values(config, changed | used)
+        origins = origins | dict.fromkeys(changed, origin)
 
     faulty |= set(refused)
     problems = [*problems, *unreadable]
@@ -389,12 +391,12 @@ def _differences_from_verl(loaded: Loaded, accepted: Iterable[str]) -> list[str]
         return []
 
     preset = "verl_ppo" if may_have_critic(loaded.config) else "verl_grpo"
-    found = differing(loaded, load_config(preset, complete=False))
-    listed = ", ".join(f"{key}={here} (verl {there})" for key, here, there in found)
-    if found:
-        return [f"verl has other defaults, which the preset {preset} has; here {listed}"]
+    keys = differing(loaded, load_config(preset, complete=False))
+    if not keys:
+        return []
 
-    return []
+    listed = ", ".join(f"{key}={here} (verl {theirs})" for key, here, theirs in keys)
+    return [f"verl has other defaults, which the preset {preset} has; here {listed}"]
 
 
 def _register_user_groups(

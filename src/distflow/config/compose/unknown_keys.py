@@ -185,30 +185,11 @@ def _judge(
     accepted: dict[str, str],
 ) -> Problem | None:
     key = setting.key
+    if not is_known(key):
+        return _judge_unknown(setting, translated, values, accepted)
+
     keys = schema_keys()
     places = ((key, setting.where),)
-
-    if not is_known(key):
-        found = find_names(key)
-        by_name = {system for system, table in all_tables().items() if key in table.names}
-        if setting.is_group and translated.get(key, set()) - by_name:
-            return None  # its entries are reported
-        if line := _acceptance(setting, found, values):
-            accepted[key] = line
-            return None
-
-        if found:
-            theirs = f"; {joined(list(found))} {_has_it(found)} it"
-        else:
-            theirs = ""
-
-        refers = isinstance(setting.value, str) and "${" in setting.value
-        value = look_up(values, key) if refers else setting.value
-        advice = what_replaces(key) or suggest(
-            key, [*_groups()] if setting.is_group else keys, value
-        )
-        return Problem(places, f"there is no such key{theirs}", advice)
-
     if setting.has_dots and (key in keys or key in _groups()):
         advice = (
             "write one level a line: " + ": {".join(key.split(".")) + ": ..." + "}" * key.count(".")
@@ -223,6 +204,33 @@ def _judge(
         )
 
     return None
+
+
+def _judge_unknown(
+    setting: Setting,
+    translated: Mapping[str, set[str]],
+    values: Mapping[str, object],
+    accepted: dict[str, str],
+) -> Problem | None:
+    key = setting.key
+    names = find_names(key)
+    by_name = {system for system, table in all_tables().items() if key in table.names}
+    if setting.is_group and translated.get(key, set()) - by_name:
+        return None  # its entries are reported
+    if line := _acceptance(setting, names, values):
+        accepted[key] = line
+        return None
+
+    what = "there is no such key"
+    if names:
+        what += f"; {joined(list(names))} {_has_it(names)} it"
+
+    value = setting.value
+    if isinstance(value, str) and "${" in value:
+        value = look_up(values, key)
+    similar = list(_groups() if setting.is_group else schema_keys())
+    advice = what_replaces(key) or suggest(key, similar, value)
+    return Problem(((key, setting.where),), what, advice)
 
 
 def _acceptance(setting: Setting, found: dict[str, Name], values: Mapping[str, object]) -> str:

@@ -196,14 +196,14 @@ def collect(instance: "DataclassInstance", prefix: str = "") -> dict[str, KeyInf
 
 def plain_settings(named: Mapping[str, "DataclassInstance"]) -> dict[str, dict[str, object]]:
     """Groups of flat keys by name as plain data; defaults are omitted."""
-    return {
-        name: {
-            key: spec.plain(value)
-            for key, _, value, spec in walk(own)
-            if value != getattr(type(own)(), key)
-        }
-        for name, own in named.items()
-    }
+    plain: dict[str, dict[str, object]] = {}
+    for name, own in named.items():
+        defaults = type(own)()
+        plain[name] = {}
+        for key, _, value, spec in walk(own):
+            if value != getattr(defaults, key):
+                plain[name][key] = spec.plain(value)
+    return plain
 
 
 def changed(group: Group, values: Mapping[str, Any], prefix: str = "") -> Group:

@@ -367,20 +367,16 @@ def scoring_models(
     config: RewardModelConfig, domain: str | None = None
 ) -> dict[str, ScoringModelConfig]:
     """The scoring models by engine name: all, or those of a domain."""
+    models = {}
     path = config.model.path
-    offloads = config.fsdp_config.param_offload
+    if path is not None:
+        offloads = config.fsdp_config.param_offload
+        models[REWARD_MODEL] = ScoringModelConfig(path, config.weight, param_offload=offloads)
+    models |= config.models
 
-    if path is None:
-        own = {}
-    else:
-        own = {REWARD_MODEL: ScoringModelConfig(path, config.weight, param_offload=offloads)}
-
-    models = own | config.models
-    return {
-        name: each
-        for name, each in models.items()
-        if domain is None or domain in (each.domains or (domain,))
-    }
+    if domain is None:
+        return models
+    return {name: model for name, model in models.items() if domain in (model.domains or (domain,))}
 
 
 def patience_of(reward: RewardConfig, domain: str) -> dict[str, Any]:

@@ -184,16 +184,15 @@ def diff(before: Config, after: Config) -> list[tuple[str, object, object]]:
 def changed_keys(before: Config, after: Config) -> list[tuple[str, object, object]]:
     """(key, before, after) of each difference, except keys that may change on resume and the files
     of domains."""
-    old, new = (
-        {
-            name: replace(own, train_files=(), val_files=())
-            for name, own in config.data.domains.items()
-        }
-        for config in (before, after)
-    )
-    resumable = RESUMABLE | {"data.domains"} if old == new else RESUMABLE
-
+    resumable = RESUMABLE
+    if _domains_without_files(before) == _domains_without_files(after):
+        resumable |= {"data.domains"}
     return [change for change in diff(before, after) if change[0] not in resumable]
+
+
+def _domains_without_files(config: Config) -> dict[str, object]:
+    domains = config.data.domains
+    return {name: replace(own, train_files=(), val_files=()) for name, own in domains.items()}
 
 
 def show_value(info: KeyInfo, value: object) -> str:

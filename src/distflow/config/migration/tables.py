@@ -150,20 +150,21 @@ def find_value(key: str, value: object) -> str | None:
 def find_synonyms(key: str, value: object, known: Collection[str] = ()) -> list[str]:
     """What other systems' value of a key is here, the most common first: a value of `known`, or
     whole overrides."""
-    word = str(value).lower()
-    found = Counter(_synonyms().get((key, word), ()))
+    text = str(value).lower()
+    found = Counter(_synonyms().get((key, text), ()))
     for table in all_tables().values():
         pairs = [*table.values.get(key, {}).items()]
         for name in table.names.values():
             for theirs, ours in name.values.items():
-                if name.ours == key if "=" not in ours else f"{key}=" in ours:
+                is_override = "=" in ours
+                if f"{key}=" in ours or (name.ours == key and not is_override):
                     pairs.append((theirs, ours))
 
         for theirs, ours in pairs:
-            if isinstance(theirs, str) and theirs.lower() == word:
+            if isinstance(theirs, str) and theirs.lower() == text:
                 found[ours if " " in ours else ours.removeprefix(f"{key}=")] += 1
 
-    likely = [each for each, _ in found.most_common() if "=" in each or each in known]
+    likely = [word for word, _ in found.most_common() if "=" in word or word in known]
     return likely[:_MOST_SYNONYMS]
 
 

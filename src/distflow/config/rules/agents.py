@@ -95,22 +95,24 @@ def used_policies(config: Config) -> Findings:
 
 def settings_of_policies(config: Config) -> Findings:
     """Policies of agents set what may differ."""
-    trained = trained_policies(config)
-    if has_several_policies(config):
-        for name, settings in config.dag.policies.items():
-            for own in sorted({*settings} - _DIFFERING):
-                is_optimizers = own.startswith("actor.optim.") or own == "actor.max_grad_norm"
-                if is_optimizers and name in trained:
-                    continue
+    if not has_several_policies(config):
+        return
 
-                what = (
-                    f"sets {own} of the policy '{name}', but policies of agents differ in their "
-                    "models and optimizers alone"
-                )
-                if is_optimizers:
-                    what = f"sets {own} of the policy '{name}', which no agent trains"
-                advice = f"remove it, or set actor_rollout_ref.{own} for all of them"
-                yield Finding(("dag.policies", _AGENTS), what, advice)
+    trained = trained_policies(config)
+    for name, settings in config.dag.policies.items():
+        for key in sorted({*settings} - _DIFFERING):
+            is_optimizers = key.startswith("actor.optim.") or key == "actor.max_grad_norm"
+            if is_optimizers and name in trained:
+                continue
+
+            what = (
+                f"sets {key} of the policy '{name}', but policies of agents differ in their "
+                "models and optimizers alone"
+            )
+            if is_optimizers:
+                what = f"sets {key} of the policy '{name}', which no agent trains"
+            advice = f"remove it, or set actor_rollout_ref.{key} for all of them"
+            yield Finding(("dag.policies", _AGENTS), what, advice)
 
 
 def several_policies(config: Config) -> Findings:

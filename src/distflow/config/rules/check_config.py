@@ -2,10 +2,12 @@
 at once."""
 
 from collections.abc import Callable, Iterator, Mapping
+from itertools import chain
 from typing import cast
 
 from distflow.builtin_names import WORKFLOWS
 from distflow.config.compose.typed_values import check_bounds, show
+from distflow.config.compose.unknown_keys import parents
 from distflow.config.derived_settings import RunLimits
 from distflow.config.keys.schema import Config, flatten, schema_keys, with_values
 from distflow.config.rules import (
@@ -108,9 +110,8 @@ def find_problems(
     for finding in findings:
         if finding.missing and not complete:
             continue
-        if not any(
-            key == name or key.startswith(f"{name}.") for key in finding.keys for name in faulty
-        ):
+        names = chain.from_iterable((key, *parents(key)) for key in finding.keys)
+        if faulty.isdisjoint(names):
             problems.append(_problem(finding, values, origins))
 
     return problems

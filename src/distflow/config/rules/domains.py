@@ -123,12 +123,12 @@ def lengths(config: Config) -> Findings:
 
     for name, domain in config.data.domains.items():
         key = f"data.domains.{name}.max_response_length"
-        own = domain.max_response_length
-        if own is not None and own > longest:
+        limit = domain.max_response_length
+        if limit is not None and limit > longest:
             what = f"a response may have at most {longest} tokens"
             yield Finding((key, "data.max_response_length"), what, "raise the latter")
 
-        if own is not None and 0 < own <= zone:
+        if limit is not None and 0 < limit <= zone:
             what = f"the penalty's buffer of {zone} tokens covers the whole response of this domain"
             keys = (key, "reward.overlong.buffer_tokens")
             yield Finding(keys, what, f"raise {key}, or shorten the buffer")
@@ -147,13 +147,12 @@ _RULES_OF_DOMAINS = (
 def of_each(config: Config) -> Findings:
     """The rules of the run's algorithm apply to each domain's settings; findings name the domain's
     keys."""
-    sized = [name for name, each in config.data.domains.items() if each.n]
+    sized = [name for name, domain in config.data.domains.items() if domain.n]
     for domain in dict.fromkeys((*config.algorithm.domains, *sized)):
-        own = config.algorithm.domains.get(domain, {})
-        groups = {key: ACTOR if key in DIFFERING_LOSS else "algorithm" for key in own}
-        named = {
-            f"{group}.{key}": f"algorithm.domains.{domain}.{key}" for key, group in groups.items()
-        }
+        named = {}
+        for key in config.algorithm.domains.get(domain, ()):
+            group = ACTOR if key in DIFFERING_LOSS else "algorithm"
+            named[f"{group}.{key}"] = f"algorithm.domains.{domain}.{key}"
         if domain in sized:
             named[f"{ROLLOUT}.n"] = f"data.domains.{domain}.n"
         judged = config_of(config, domain)

@@ -5,7 +5,7 @@ from distflow.config.derived_settings import (
     algorithms,
     filters_groups,
     is_rl,
-    reward_functions,
+    reward_parts,
     unfiltered_domains,
 )
 from distflow.config.keys.schema import Config
@@ -63,7 +63,7 @@ def several_rewards(config: Config) -> Findings:
 def known_metric(config: Config) -> Findings:
     """The filter compares a score that exists."""
     metric = config.algorithm.filter_groups.metric
-    names = {part.name for parts in reward_functions(config).values() for part in parts}
+    names = {part.name for part in reward_parts(config)}
     if filters(config) and metric not in {*FILTER_METRICS, *names}:
         yield Finding(
             ("algorithm.filter_groups.metric", "reward.functions"),

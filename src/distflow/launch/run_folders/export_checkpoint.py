@@ -82,8 +82,8 @@ def export_checkpoint(
     if target.is_file():
         raise UserError(f"'{target}' is a file: name a folder to export to")
 
-    there = read_object(target / NOTE)
-    if all(there.get(key) == note.get(key) for key in ("checkpoint", "adapter")):
+    exported = read_object(target / NOTE)
+    if all(exported.get(key) == note.get(key) for key in ("checkpoint", "adapter")):
         say(f"{target} holds it already")
         return target
 

@@ -4,7 +4,7 @@ import statistics
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import islice
+from itertools import chain, islice
 
 from distflow.observe.findings.finding import MANY_STEPS, Finding, known_values, readable_s
 from distflow.observe.findings.learning_rules import LEARNING_RULES, accuracy_counts_nothing
@@ -107,29 +107,23 @@ def _unfinished(run: RunRecords, is_running: bool) -> Finding | None:
     if quiet <= limit:
         return None
 
-    last = max(
-        (s for part in run.activity.spans.values() for s in part), key=lambda s: s.end, default=None
-    )
-    if last:
-        where = f" Its last span is {last.what}{f', on {last.on}' if last.on else ''}."
-    else:
-        where = ""
-
     text = (
         f"No step ended for {readable_s(quiet)}; a step takes "
-        f"{readable_s(statistics.median(seconds))}.{where}"
+        f"{readable_s(statistics.median(seconds))}."
     )
-    numbers = {"seconds without a step": quiet, "limit": limit}
-    advice = "Look at stacks.txt and events.jsonl."
+    spans = chain.from_iterable(run.activity.spans.values())
+    last = max(spans, key=lambda span: span.end, default=None)
+    if last:
+        text += f" Its last span is {last.what}{f', on {last.on}' if last.on else ''}."
 
     return Finding(
         "bad",
         text,
-        advice,
+        "Look at stacks.txt and events.jsonl.",
         rule="stuck",
         level="error",
         first=run.records[-1].step,
-        numbers=numbers,
+        numbers={"seconds without a step": quiet, "limit": limit},
     )
 
 

@@ -64,25 +64,18 @@ def reward_errors(run: RunRecords) -> Finding | None:
 
     num_calls = sum(known_values(run.steps, "reward/calls"))
     num_failed = sum(errors.values())
+    share = float(bool(errors))
+    of = ""
+    if num_calls:
+        share = num_failed / num_calls
+        of = f" of {num_calls:,.0f}"
 
-    parts = []
+    where = []
     if errors:
-        of = f" of {num_calls:,.0f}" if num_calls else ""
-        parts.append(f"on {num_failed:,.0f}{of} responses in training, which are left out")
-
+        where.append(f"on {num_failed:,.0f}{of} responses in training, which are left out")
     if validation:
         number = sum(validation.values())
-        parts.append(f"on {number:,.0f} validation responses, which count as wrong")
-
-    messages = Counter(_messages(run, "train", errors))
-    for split in sample_splits(run.run_dir):
-        if split != "train":
-            messages.update(_messages(run, split, validation))
-
-    said = ""
-    for message, number in messages.most_common(1):
-        said = f" It said “{message}” ({number:,} times in the samples)."
-    share = num_failed / num_calls if num_calls else float(bool(errors))
+        where.append(f"on {number:,.0f} validation responses, which count as wrong")
 
     level = ""
     if share > _MANY_ERRORS:
@@ -91,17 +84,31 @@ def reward_errors(run: RunRecords) -> Finding | None:
         level = "warning"
 
     first = min(errors, default=None)
-    rows = [] if first is None else run.samples(first)
-    failed = [str(row.get("uid")) for row in rows if row.get("errors")]
+    failed = list[str]()
+    if first is not None:
+        failed = [str(row.get("uid")) for row in run.samples(first) if row.get("errors")]
+
     return Finding(
         "bad" if share > _BAD_ERRORS or validation else "flat",
-        f"The reward function failed {joined(parts)}.{said}",
+        f"The reward function failed {joined(where)}.{_most_frequent(run, errors, validation)}",
         rule="reward-errors",
         level=level,
         first=first,
         numbers={"reward/error_rate": share},
         uids=tuple(failed[:MAX_UIDS]),
     )
+
+
+def _most_frequent(run: RunRecords, errors: Iterable[int], validation: Iterable[int]) -> str:
+    """A sentence on the most frequent message, of the steps with errors; empty without one."""
+    messages = Counter(_messages(run, "train", errors))
+    for split in sample_splits(run.run_dir):
+        if split != "train":
+            messages.update(_messages(run, split, validation))
+
+    for message, number in messages.most_common(1):
+        return f" It said “{message}” ({number:,} times in the samples)."
+    return ""
 
 
 def _messages(run: RunRecords, split: str, steps: Iterable[int]) -> Iterator[str]:

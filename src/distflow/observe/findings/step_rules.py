@@ -147,19 +147,18 @@ class StepRules:
         self._unseen.discard(rule.name)
         try:
             with users_code(f"the doctor rule '{rule.name}' failed:"):
-                said = rule.check(self.history)
+                reason = rule.check(self.history)
         except UserError as error:
             self.failed[rule.name] = str(error)
             return None
 
+        case = None
         if cases and not cases[-1].finding.is_over:
             case = cases[-1]
-        else:
-            case = None
 
-        if said:
+        if reason:
             if case is None:
-                case = _Case(self._finding(rule, said, numbers))
+                case = _Case(self._finding(rule, reason, numbers))
                 cases.append(case)
 
             case.hits += 1

@@ -215,12 +215,12 @@ def _failure(error: Event) -> dict[str, str]:
 
 def _facts(run: Mapping[str, JSON], keys: Sequence[str]) -> list[list[str]]:
     """The plain values of run.json, as readable text."""
-    shown = {
-        key: value
-        for key in keys
-        if isinstance(value := run.get(key), str | int | float) and value != ""
-    }
-    return [[key.replace("_", " "), str(value)[:500]] for key, value in shown.items()]
+    facts = []
+    for key in keys:
+        value = run.get(key)
+        if isinstance(value, str | int | float) and value != "":
+            facts.append([key.replace("_", " "), str(value)[:500]])
+    return facts
 
 
 def _changed(run: Mapping[str, JSON]) -> list[dict[str, str]] | None:

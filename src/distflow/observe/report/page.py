@@ -103,22 +103,17 @@ def served_page(data: Mapping[str, object], title: str) -> bytes:
 
 def _paragraphs(data: Mapping[str, Any]) -> list[str]:
     """The sentences at the top; the full error follows the first, which says how the run ended."""
-    found = [
-        f'<p class="{sentence["tone"]}">{_text(sentence["text"])}'
-        + (
-            f' <span class="advice">{_text(sentence["advice"])}</span>'
-            if sentence["advice"]
-            else ""
-        )
-        + "</p>"
-        for sentence in data["sentences"]
-    ]
-    if data["failure"]:
-        found.insert(
-            1, f'<div id="failure">{html.escape(escape_control(data["failure"]["message"]))}</div>'
-        )
+    paragraphs = []
+    for sentence in data["sentences"]:
+        text = _text(sentence["text"])
+        if sentence["advice"]:
+            text += f' <span class="advice">{_text(sentence["advice"])}</span>'
+        paragraphs.append(f'<p class="{sentence["tone"]}">{text}</p>')
 
-    return found
+    if data["failure"]:
+        message = html.escape(escape_control(data["failure"]["message"]))
+        paragraphs.insert(1, f'<div id="failure">{message}</div>')
+    return paragraphs
 
 
 def embed(data: object) -> str:

@@ -3,6 +3,7 @@
 import math
 from base64 import b64encode
 from collections.abc import Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -115,7 +116,7 @@ def thin_samples(
     files = _places(run_dir) if place is None else [place]
     chosen = []
     for split in dict.fromkeys(split for split, _ in files):
-        chosen += evenly([each for each in files if each[0] == split], MAX_STEPS)
+        chosen += evenly([file for file in files if file[0] == split], MAX_STEPS)
     read_bytes = min(run_reader.MAX_SAMPLE_BYTES, _MAX_BYTES // max(len(chosen), 1))
 
     if (run_dir / "data" / "images").is_dir():
@@ -167,7 +168,7 @@ def prompt_images(run_dir: Path, groups: Sequence[SampleGroup], max_bytes: int) 
     most = max(_MAX_IMAGE_BYTES, max_bytes // _MAX_IMAGES)
     found: dict[str, str] = {}
 
-    names = [name for group in groups for name in group["images"]]
+    names = chain.from_iterable(group["images"] for group in groups)
     for name in dict.fromkeys(names):
         try:
             content = read_file(folder / name, folder, most)

@@ -8,6 +8,7 @@ from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from math import inf
 from typing import Any, NamedTuple
 
@@ -99,21 +100,20 @@ def step_times(activity: RunActivity, records: Sequence[MetricsRecord]) -> StepT
             workers.add(worker)
 
     times = StepTimes(windows, [], len(workers), {}, {})
-    logs_decoding = False
-    for own in activity.spans.values():
-        logs_decoding = logs_decoding or any(span.kind == "decode" for span in own)
+    all_spans = chain.from_iterable(activity.spans.values())
+    logs_decoding = any(span.kind == "decode" for span in all_spans)
 
     for step, spans in _by_step(activity.spans, windows).items():
         busy: dict[str, list[Interval]] = {worker: [] for worker in workers}
         waits = defaultdict[str, list[Interval]](list)
-        for actor, own in spans.items():
+        for actor, of_actor in spans.items():
             kind, _, worker = actor.partition("-")
             if kind == "training":
-                found = _loop_parts(own)
+                parts = _loop_parts(of_actor)
             else:
-                found = _waits_by_cause(own)
+                parts = _waits_by_cause(of_actor)
 
-            for (phase, waits_for), intervals in found.items():
+            for (phase, waits_for), intervals in parts.items():
                 times.parts.append(Part(step, actor, phase, waits_for, covered(intervals)))
                 if not waits_for:
                     busy[worker] += intervals
@@ -121,7 +121,7 @@ def step_times(activity: RunActivity, records: Sequence[MetricsRecord]) -> StepT
                     waits[waits_for] += intervals
 
             if kind in ("engine", "rollout"):
-                busy[worker] += _engine_work(own, logs_decoding)
+                busy[worker] += _engine_work(of_actor, logs_decoding)
 
         for work in busy.values():
             times.add_idle(step, work, waits)
@@ -156,10 +156,9 @@ def _step_windows(activity: RunActivity, records: Sequence[MetricsRecord]) -> di
 def _loop_parts(spans: Iterable[Span]) -> dict[tuple[str, str], list[Interval]]:
     """The time of a training loop by phase, and by whom it waits for in it. Of spans within one
     another the innermost counts."""
-    own = [span for span in spans if span.kind in ("phase", "wait")]
-
+    in_order = [span for span in spans if span.kind in ("phase", "wait")]
     # A wait that is as long as its phase is within it.
-    in_order = sorted(own, key=lambda span: (span.start, -span.end, span.kind == "wait"))
+    in_order.sort(key=lambda span: (span.start, -span.end, span.kind == "wait"))
 
     found = defaultdict[tuple[str, str], list[Interval]](list)
     running: list[Span] = []
@@ -169,11 +168,10 @@ def _loop_parts(spans: Iterable[Span]) -> dict[tuple[str, str], list[Interval]]:
             inner = running[-1]
             until = min(inner.end, span.start)
             if until > now:
-                phases = [each.what for each in running if each.kind == "phase"]
+                phases = [outer.what for outer in running if outer.kind == "phase"]
+                waits_for = ""
                 if inner.kind == "wait":
                     waits_for = inner.on or inner.what
-                else:
-                    waits_for = ""
 
                 found[phases[-1] if phases else "", waits_for].append((now, until))
                 now = until

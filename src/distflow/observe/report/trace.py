@@ -34,8 +34,11 @@ def trace(run_dir: Path, steps: str | None) -> tuple[dict[str, list[_Json]], _Wi
     happened = reader.read_events(run_dir, timeline)
     metrics = reader.read_metrics(run_dir, timeline)
     spans = {}
-    for actor, own in reader.read_spans(run_dir, reader.MAX_BYTES).items():
-        spans[actor] = [s for s in own if timeline.survives(s.restart, s.step or 0)]
+    for actor, recorded in reader.read_spans(run_dir, reader.MAX_BYTES).items():
+        spans[actor] = [
+            span for span in recorded if timeline.survives(span.restart, span.step or 0)
+        ]
+
     last_step = None
     if happened and happened[-1].fields.get("status") in ("finished", "stopped"):
         last_step = max((record.step for record in metrics), default=0)
@@ -45,13 +48,12 @@ def trace(run_dir: Path, steps: str | None) -> tuple[dict[str, list[_Json]], _Wi
 
     events = [_event("X", f"step {step}", *window) for step, window in windows.items()]
     events += _titles(begin, {"pid": 0, "tid": 0}, "steps")
-    for track, (actor, found) in enumerate(spans.items(), 1):
-        part = _PART.search(actor)
-        worker = int(part[1]) if part else 0
-        place = {"pid": worker, "tid": track}
+    for track, (actor, of_actor) in enumerate(spans.items(), 1):
+        worker = _PART.search(actor)
+        place = {"pid": int(worker[1]) if worker else 0, "tid": track}
 
         events += _titles(begin, place, actor)
-        for span in found:
+        for span in of_actor:
             if span.start <= end and span.end >= begin:
                 events += _events_of(span, place, len(events))
 

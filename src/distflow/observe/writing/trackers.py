@@ -242,14 +242,10 @@ def open_trackers(
     """
     check_trackers(names)
     chosen_names = list(dict.fromkeys(names))
-    targets = {
-        name: TRACKERS[name].target
-        for name in chosen_names
-        if name not in local and TRACKERS[name].target
-    }
-    remote: dict[str, Callable[[], Tracker]] = {
-        name: partial(_build, target, run) for name, target in targets.items()
-    }
+    remote = dict[str, Callable[[], Tracker]]()
+    for name in chosen_names:
+        if name not in local and TRACKERS[name].target:
+            remote[name] = partial(_build, TRACKERS[name].target, run)
 
     return Trackers([local[name] for name in chosen_names if name in local], remote, on_failure)
 
