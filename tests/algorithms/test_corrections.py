@@ -9,7 +9,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from distflow.algorithms.mismatch_check import causes
 from distflow.algorithms.rollout_correction import (
     Correction,
     compute_rejection_mask,
@@ -174,24 +173,3 @@ def test_the_proximal_policy_between_two_versions(batch: Drawn, step: int, data:
             ends = float(batch["log_probs"][row, token]), float(batch["old_log_probs"][row, token])
             wanted = reference.proximal(*ends, int(versions[row, token]), step)
             assert float(found[row, token]) == pytest.approx(wanted, rel=1e-5, abs=1e-5)
-
-
-@given(batch=batches(), keeps_kv=st.booleans(), data=st.data())
-def test_each_token_has_one_cause(batch: Drawn, keeps_kv: bool, data: Any) -> None:
-    step = 3
-    drawn = data.draw(st.lists(st.integers(1, 3), min_size=batch.mask.numel(), max_size=200))
-    versions = torch.tensor(drawn[: batch.mask.numel()]).view(batch.mask.shape)
-    found = causes(versions, batch.mask, step, keeps_kv)
-
-    for row, own in enumerate(batch.mask.tolist()):
-        first = -1
-        for token, counts in enumerate(own):
-            names = {name for name, tokens in found.items() if tokens[row, token]}
-            if not counts:
-                assert not names
-                first = -1
-                continue
-
-            version = int(versions[row, token])
-            first = version if first < 0 else first
-            assert names == {reference.cause(version, first, step, keeps_kv)}

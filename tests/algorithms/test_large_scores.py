@@ -10,7 +10,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from distflow.algorithms.group_filter import drop_reason
 from distflow.algorithms.masked_reductions import masked_whiten
 from distflow.algorithms.normalization import Moments, Normalization
 from distflow.algorithms.registry import find_adv_est
@@ -185,11 +184,3 @@ def test_whitening_and_normalisation(offset: str) -> None:
     )
     check(left_out, others, mask, 1e-6)
     assert Moments().with_values(values, mask).std() == pytest.approx(float(scale), rel=1e-5)
-
-
-def test_a_group_whose_scores_differ_by_little_is_kept() -> None:
-    valid = torch.ones(4, dtype=torch.bool)
-    assert (
-        drop_reason(torch.tensor([1e6, 1e6 + 0.01, 1e6, 1e6], dtype=torch.float64), valid) is None
-    )
-    assert drop_reason(torch.full((4,), 1e6 + 0.01, dtype=torch.float64), valid) == "all_equal"

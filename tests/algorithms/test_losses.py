@@ -108,10 +108,12 @@ def check_loss(
     options: dict[str, Any],
     found: tuple[Tensor, Tensor, dict[str, Tensor]],
 ) -> None:
-    """The loss, its gradient and its statistics are the reference's, and the gradient is 0 outside
-    the mask."""
+    """The loss, its gradient and its statistics are the reference's. Outside the mask the gradient
+    is 0, and the loss finite, so that it may be multiplied by the mask."""
     reference = find_reference(REFERENCES, name, "policy loss", "tests/references/policy_losses.py")
     loss, log_probs, stats = found
+    assert loss.isfinite().all()
+    assert not any(value.requires_grad for value in stats.values())
     weights = batch["is_weights"].where(batch.mask > 0, 0.0)
     weighted_sum(loss, weights).backward()
     assert log_probs.grad is not None

@@ -1,33 +1,102 @@
 """Engine and trainer: figures against plain sums, limits, and the cause that is named."""
 
 import math
+from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
 
-from distflow.algorithms.mismatch_check import Tolerance, causes, check_mismatch, mismatch
+import distflow.pipelines.nodes.updates  # noqa: F401  # declares `trainer_log_probs`
+from distflow.algorithms.mismatch_check import Tolerance, check_mismatch
 from distflow.data.batch import Batch
 from distflow.errors import TrustError
+from tests.algorithms.batches import Drawn, batches, parts_of
+from tests.algorithms.two_ranks import Ranks, run_on_ranks
 from tests.checks.batches import sampled_batch
+from tests.references import rollout_correction as reference
 
 EXACT, ROUNDED = Tolerance.of(exact=True), Tolerance.of(exact=False)
 
 
-def test_figures_against_plain_sums() -> None:
-    rollout = [-1.0, -2.0, -0.5, -9.0]
-    trainer = [-1.5, -1.0, -0.5, 0.0]
-    counted = [1.0, 1.0, 1.0, 0.0]
-    found = mismatch(*(torch.tensor(column) for column in (rollout, trainer, counted)))
-    gaps = [b - a for a, b in zip(rollout[:3], trainer[:3], strict=True)]
-    weights = [math.exp(gap) for gap in gaps]
-    assert found == pytest.approx(
-        {
-            "mismatch/mean_abs": sum(map(abs, gaps)) / 3,
-            "mismatch/max_abs": 1.0,
-            "mismatch/k3": sum(w - 1 - g for w, g in zip(weights, gaps, strict=True)) / 3,
-            "mismatch/ess": sum(weights) ** 2 / sum(w * w for w in weights) / 3,
-        }
-    )
+STEP = 3
+COLUMNS = ("trainer_log_probs", "prox_log_probs", "old_log_probs")
+"""Of the trainer, the first that there is."""
+
+
+def batch_of(drawn: Drawn, rows: list[int], versions: list[int], trainer: str) -> Batch:
+    """versions: of the tokens by their place in a response. Samples without a score are not
+    scored by a trainer with a column of its own."""
+    bs = len(rows)
+    length = drawn.mask.shape[1] if rows else 0
+
+    def of_rows(column: Tensor) -> Tensor:
+        return column[rows][:, :length]
+
+    batch = Batch(torch.ones(bs, dtype=torch.int64), torch.full((bs,), length))
+    batch["response_mask"] = of_rows(drawn.mask)
+    batch["versions"] = torch.tensor(versions[:length]).expand(bs, length)
+    batch["rollout_log_probs"] = of_rows(drawn["rollout_log_probs"])
+    for name in COLUMNS[COLUMNS.index(trainer) :]:
+        batch[name] = of_rows(drawn["log_probs" if name == trainer else "ref_log_prob"])
+    if trainer == "trainer_log_probs":
+        is_scored = drawn.valid[rows][:, None]
+        batch[trainer] = batch[trainer].where(is_scored, math.nan)
+
+    return batch
+
+
+def figures(prefix: str, gaps: list[float]) -> dict[str, float]:
+    return {f"{prefix}/{name}": value for name, value in reference.mismatch(gaps).items()}
+
+
+@settings(max_examples=100)
+@given(
+    drawn=batches(),
+    versions=st.lists(st.sampled_from((STEP, STEP, 2, 1)), min_size=6, max_size=6),
+    keeps_kv=st.booleans(),
+    trainer=st.sampled_from(COLUMNS),
+    first=st.lists(st.booleans(), min_size=1, max_size=4),
+)
+def test_figures_by_cause_over_two_ranks(
+    drawn: Drawn, versions: list[int], keeps_kv: bool, trainer: str, first: list[bool]
+) -> None:
+    gaps: dict[str, list[float]] = {}
+    for row, own in enumerate(drawn.mask.tolist()):
+        if trainer == "trainer_log_probs" and not drawn.valid[row]:
+            continue
+
+        begin = -1
+        for token, counts in enumerate(own):
+            if not counts:
+                begin = -1
+                continue
+
+            begin = token if begin < 0 else begin
+            cause = reference.cause(versions[token], versions[begin], STEP, keeps_kv)
+            gap = drawn["log_probs"][row, token] - drawn["rollout_log_probs"][row, token]
+            gaps.setdefault(cause, []).append(float(gap))
+
+    every = [gap for own_gaps in gaps.values() for gap in own_gaps]
+    wanted = dict[str, float]()
+    if every:
+        wanted = figures("mismatch", every)
+    for cause, own_gaps in gaps.items():
+        wanted |= figures(f"mismatch/{cause}", own_gaps)
+        wanted[f"mismatch/{cause}/share"] = len(own_gaps) / len(every)
+
+    def of_rank(rows: list[int]) -> Any:
+        def call(ranks: Ranks) -> Any:
+            batch = batch_of(drawn, rows, versions, trainer)
+            return check_mismatch(batch, STEP, Tolerance(1e9, 1e9), keeps_kv=keeps_kv, reduce=ranks)
+
+        return call
+
+    for found, warning in run_on_ranks([of_rank(rows) for rows in parts_of(drawn, first)]):
+        assert warning is None
+        assert found == pytest.approx(wanted, rel=1e-6, abs=1e-9)
 
 
 def moved(batch: Batch, by: float) -> Batch:
@@ -79,15 +148,6 @@ def spans_an_update(by: float, of_now: float = 0.0) -> Batch:
     return batch
 
 
-def test_keys_and_values_that_were_made_anew_are_no_cause() -> None:
-    metrics, _ = check_mismatch(spans_an_update(0.0), 4, EXACT, keeps_kv=False)
-    shares = {
-        name: metrics.get(f"mismatch/{name}/share")
-        for name in ("same_version", "older_version", "older_kv")
-    }
-    assert shares == {"same_version": 0.5, "older_version": 0.5, "older_kv": None}
-
-
 def test_keys_and_values_that_should_be_made_anew_and_were_not() -> None:
     """Tokens of the trainer's weights behind a weight sync, against others of the same weights."""
     batch = sampled_batch(version=3)
@@ -115,23 +175,10 @@ def test_the_limits_are_those_of_the_trainers_own_version() -> None:
         check_mismatch(spans_an_update(0.0, of_now=2e-3), 4, EXACT)
 
 
-def test_what_was_read_anew_between_two_turns_is_over_no_older_kv() -> None:
-    made = torch.tensor([[1, 1, 0, 1, 1, 1]])
-    versions = torch.tensor([[3, 3, -1, 4, 4, 5]])
-    found = causes(versions, made, 5)
-    assert found["older_version"].tolist() == [[True, True, False, True, True, False]]
-    assert found["older_kv"].tolist() == [[False, False, False, False, False, True]]
-    assert not found["same_version"].any()
-
-
-def test_samples_that_were_not_scored_are_in_no_figure() -> None:
-    batch = moved(sampled_batch(), 5e-5)
+def test_a_token_that_is_not_finite_in_a_scored_sample_is_told() -> None:
+    batch = sampled_batch()
     scored = batch["old_log_probs"].clone()
     scored[1:] = math.nan
-    batch["trainer_log_probs"] = scored
-    batch["old_log_probs"] = batch.flat("rollout_log_probs")
-    metrics, warning = check_mismatch(batch, 0, EXACT)
-    assert warning is None and metrics["mismatch/mean_abs"] == pytest.approx(5e-5, rel=0.01)
     scored[0, 1] = math.nan
     batch["trainer_log_probs"] = scored
     assert (
@@ -150,13 +197,6 @@ def test_a_shift_is_named_even_where_staleness_would_excuse_it(
     batch["old_log_probs"] = batch["rollout_log_probs"].roll(shift, dims=-1)
     with pytest.raises(TrustError, match="agree when one is moved by a token"):
         check_mismatch(batch, 4, tolerance)
-
-
-def test_the_trainers_own_are_the_proximal_ones_where_there_are_two() -> None:
-    batch = sampled_batch()
-    batch["prox_log_probs"] = moved(sampled_batch(), 2e-3).flat("old_log_probs")
-    with pytest.raises(TrustError, match="disagree by 0.002"):
-        check_mismatch(batch, 0, EXACT)
 
 
 def test_a_log_prob_that_is_not_finite_is_told_and_left_to_the_skipped_update() -> None:

@@ -53,6 +53,8 @@ def seed_mean(
     old_log_prob: Tensor, log_prob: Tensor, advantages: Tensor, response_mask: Tensor, **kwargs: Any
 ) -> Any:
     """A scalar made without `agg_loss`; it would be NaN on a micro-batch without tokens."""
+    if kwargs["rollout_is_weights"] is not None:
+        advantages = advantages * kwargs["rollout_is_weights"]
     loss = -(log_prob * advantages * response_mask).sum() / response_mask.sum()
     zero = torch.tensor(0.0)
     return loss, zero, zero, zero
@@ -93,11 +95,13 @@ def test_with_agg_loss_it_equals_the_built_in_one_for_every_split(
         assert metrics == pytest.approx({name: wanted_metrics[name] for name in metrics}, rel=1e-6)
 
 
-def test_a_scalar_made_in_another_way_counts_by_its_tokens() -> None:
+@pytest.mark.parametrize("weights", [None, "rollout_is_weights"])
+def test_a_scalar_made_in_another_way_counts_by_its_tokens(weights: str | None) -> None:
     batch = toy_batch(seed=21, bs=ROWS)
-    seed = PolicyObjective("test_seed_mean")
-    counts = PolicyObjective("gpg").counts(batch)
-    wanted, _ = gradient(PolicyObjective("gpg"), [batch], counts)
+    seed = PolicyObjective("test_seed_mean", weights_field=weights)
+    plain = PolicyObjective("gpg", weights_field=weights)
+    counts = plain.counts(batch)
+    wanted, _ = gradient(plain, [batch], counts)
     actual, _ = gradient(seed, random_split(batch, 2), counts)
     torch.testing.assert_close(actual, wanted, rtol=1e-10, atol=1e-12)
 

@@ -57,15 +57,18 @@ def test_covariance(batch: Drawn) -> None:
 
 
 @settings(max_examples=40)
-@given(batch=batches(), first=RANKS, share=SHARES)
-def test_kl_cov_selects_the_largest(batch: Drawn, first: list[bool], share: float) -> None:
+@given(batch=batches(), first=RANKS, share=SHARES, unit=st.sampled_from((1.0, 2.0**-60)))
+def test_kl_cov_selects_the_largest(
+    batch: Drawn, first: list[bool], share: float, unit: float
+) -> None:
+    batch.columns["advantages"] = batch["advantages"] * unit
     found = select("kl_cov", batch, first, {"kl_cov_ratio": share})
     covariances = covariances_of(batch)
     tokens = tokens_of(batch)
     count = reference.num_selected(share, len(tokens)) if tokens else 0
     assert len(found) == count
     values = sorted(covariances, reverse=True)
-    if len(values) > count and values[count - 1] - values[count] < 1e-9:
+    if len(values) > count and values[count - 1] - values[count] < 1e-9 * unit:
         return  # ties are drawn
     assert found == {tokens[place] for place in reference.kl_cov(covariances, share)}
 
@@ -101,8 +104,7 @@ def test_a_draw_depends_on_the_sample_and_the_position_alone() -> None:
     one = token_draws(["3-1", "0-0"], torch.ones(2, 5))
     two = token_draws(["0-0"], torch.ones(1, 3))
     assert torch.equal(one[1, :3], two[0])
-    assert not torch.equal(one[0], one[1])
-    assert bool(((one >= 0) & (one < 1)).all())
+    assert len(one.unique()) == 10
 
 
 @pytest.mark.parametrize(

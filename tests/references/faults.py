@@ -114,7 +114,7 @@ FORMULA_FAULTS = {
         GROUPS, "(near - baseline) / scale", "(near + middle) / scale"
     ),
     "a standard deviation over n": FormulaFault(
-        GROUPS, "(self.size - 1).clamp(min=1)", "self.size.clamp(min=1)"
+        GROUPS, "self.sum(near**2) / (self.size - 1)", "self.sum(near**2) / self.size"
     ),
     "returns of another scale": FormulaFault(
         GAE,
@@ -382,8 +382,8 @@ FORMULA_FAULTS = {
     ),
     "k3 of the reverse direction": FormulaFault(
         KL,
-        "log_ratio = (-difference).clamp(-20.0, 20.0)",
-        "log_ratio = difference.clamp(-20.0, 20.0)",
+        "log_ratio = (-difference).clamp(max=20.0)",
+        "log_ratio = difference.clamp(max=20.0)",
     ),
     "k2 without the half": FormulaFault(KL, "0.5 * difference.square()", "difference.square()"),
     "a plus without k2's gradient": FormulaFault(
@@ -411,7 +411,7 @@ FORMULA_FAULTS = {
     ),
     "a mean of a sequence that is a sum": FormulaFault(
         CORRECTION,
-        "total = total / inside.sum(dim=-1, keepdim=True).clamp(min=1)",
+        "total = total / inside.sum(dim=-1, keepdim=True)",
         "total = total * 1.0",
     ),
     "a proximal position of the version before": FormulaFault(
@@ -550,7 +550,7 @@ TESTS = {
     WEIGHTS: [f"{ALGORITHMS}/test_filters.py"],
     KL: [f"{ALGORITHMS}/test_kl.py"],
     CORRECTION: [f"{ALGORITHMS}/test_corrections.py"],
-    MISMATCH: [f"{ALGORITHMS}/test_corrections.py", f"{ALGORITHMS}/test_mismatch_check.py"],
+    MISMATCH: [f"{ALGORITHMS}/test_mismatch_check.py"],
     SRPO: ["tests/acting/test_srpo.py"],
     NODES: [SHAPED],
     ROUTER: [f"{ALGORITHMS}/test_filters.py", "tests/rewards/test_router.py"],

@@ -73,6 +73,12 @@ def objective(
     metrics["pg_loss"] = float(loss.detach())
     metrics["loss_term/pg"] = size_of_terms
 
+    gaps = 0.0
+    for each in responses:
+        anchor = each.tokens.prox if settings.loss == "decoupled" else each.tokens.old
+        gaps += float((each.tokens.now.detach() - anchor).abs().sum())
+    metrics["log_ratio_abs"] = gaps / num_tokens
+
     entropies = [each.entropy for each in responses]
     metrics["entropy"] = sum(float(row.detach().sum()) for row in entropies) / num_tokens
 

@@ -24,6 +24,7 @@ def test_runs_shorter_than_their_warm_up_stay_finite() -> None:
     )
 
 
+@pytest.mark.parametrize("least", [0.0, 0.1])
 @pytest.mark.parametrize(
     ("name", "theirs"),
     [
@@ -31,10 +32,11 @@ def test_runs_shorter_than_their_warm_up_stay_finite() -> None:
         ("cosine_with_warmup", "get_cosine_schedule_with_warmup"),
     ],
 )
-def test_the_numbers_are_those_of_transformers(name: str, theirs: str) -> None:
+def test_the_numbers_are_those_of_transformers(name: str, theirs: str, least: float) -> None:
+    """Between the least factor and 1; behind the last step the factor stays."""
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
     factor = getattr(transformers, theirs)(optimizer, 3, 20).lr_lambdas[0]
-    schedule = make_schedule(name, total_steps=20, warmup_steps=3)
-    assert [schedule(step) for step in range(21)] == pytest.approx(
-        [factor(step) for step in range(21)]
-    )
+    schedule = make_schedule(name, total_steps=20, warmup_steps=3, min_lr_ratio=least)
+    wanted = [factor(step) for step in range(3)]
+    wanted += [least + (1.0 - least) * factor(step) for step in range(3, 21)]
+    assert [schedule(step) for step in range(22)] == pytest.approx([*wanted, least])

@@ -78,8 +78,12 @@ def test_nothing_to_score_gives_empty_columns(
 
 def test_a_sample_without_a_prompt_is_refused_by_name(tmp_path: Path) -> None:
     model = load_model(write_tiny_model(tmp_path / "m"))
+    batch = ragged_batch([(3, 2), (0, 2)])
     with pytest.raises(ValueError, match="sample 1-0"):
-        TorchScorer(model).forward(ragged_batch([(3, 2), (0, 2)]), ("log_probs",))
+        TorchScorer(model).forward(batch, ("log_probs",))
+    nameless = batch.only(name for name in batch.names if name != "uid")
+    with pytest.raises(ValueError, match="number 1"):
+        TorchScorer(model).compute(nameless, ("log_probs",))
 
 
 def test_a_policy_without_its_adapter_is_the_reference(tmp_path: Path) -> None:

@@ -21,8 +21,8 @@ def kl_estimate(log_probs: Tensor, ref_log_prob: Tensor, kind: str) -> Tensor:
     """KL(policy ‖ reference) per token, estimated on tokens of the policy; same shape as its
     inputs.
 
-    kind: `kl` (k1, d), `abs` (|d|), `mse` (k2, d²/2), `low_var_kl` (k3, e^−d + d − 1 with d clamped
-    to ±20 and the result to ±10), where d = log_probs − ref_log_prob. With a trailing `+` the value
+    kind: `kl` (k1, d), `abs` (|d|), `mse` (k2, d²/2), `low_var_kl` (k3, e^−d + d − 1, at most 10,
+    with d at least −20), where d = log_probs − ref_log_prob. With a trailing `+` the value
     is the estimator's, and the gradient k2's, which is unbiased for the gradient of the KL. Raises
     ValueError for an unknown kind.
     """
@@ -56,9 +56,9 @@ def _estimate(log_probs: Tensor, ref_log_prob: Tensor, name: str) -> Tensor:
         return difference.abs()
     if name == "mse":
         return 0.5 * difference.square()
-    log_ratio = (-difference).clamp(-20.0, 20.0)
+    log_ratio = (-difference).clamp(max=20.0)
 
-    return (log_ratio.exp() - log_ratio - 1.0).clamp(-10.0, 10.0)
+    return (log_ratio.exp() - log_ratio - 1.0).clamp(max=10.0)
 
 
 def adapted_coefficient(

@@ -119,7 +119,7 @@ class Normalization:
         elif self.std_level is not None:
             pool = _Pool(self.std_level, groups, counted, reduce)
             freedom = pool.count - 1 if self.std_unbiased else pool.count
-            std = (pool.sum(centred.square()) / freedom.clamp(min=1)).sqrt()
+            std = (pool.sum(centred.square()) / freedom).sqrt()
             undefined = (freedom < 1) | (pool.is_one_sample & self.std_unbiased)
             centred = centred / (torch.where(undefined, 1.0, std) + self.eps)
 
@@ -127,15 +127,15 @@ class Normalization:
 
     def _centred(self, values: Tensor, pool: "_Pool") -> Tensor:
         count = pool.count
-        middle = pool.sum(values) / count.clamp(min=1)
+        middle = pool.sum(values) / count
 
         # differences of large values are exact, their mean is not
         near = under_mask(values - middle, pool.counted)
         total = pool.sum(near)
 
-        mean = total / count.clamp(min=1)
+        mean = total / count
         if self.mean_leave1out:
-            mean = torch.where(count > 1, (total - near) / (count - 1).clamp(min=1), -middle)
+            mean = torch.where(count > 1, (total - near) / (count - 1), -middle)
             # no other sample: AReaL takes the value itself
             mean = torch.where(pool.is_one_sample, near, mean)
 

@@ -67,7 +67,7 @@ class Correction:
         if self.rollout_is != "token":
             total = log_ratio.sum(dim=-1, keepdim=True)
             if self.rollout_is == "geometric":
-                total = total / (loss_mask > 0).sum(dim=-1, keepdim=True).clamp(min=1)
+                total = total / (loss_mask > 0).sum(dim=-1, keepdim=True)
             log_ratio = total.expand_as(log_ratio)
 
         raw = log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
@@ -172,7 +172,7 @@ def _draws(weights: Tensor, mask: Tensor, level: str) -> tuple[Tensor, Tensor]:
     single draw."""
     if level == "token":
         return weights, mask
-    per_row = weights.sum(dim=-1) / (mask > 0).sum(dim=-1).clamp(min=1)
+    per_row = weights.sum(dim=-1) / (mask > 0).sum(dim=-1)
     return per_row, (mask > 0).any(dim=-1)
 
 
@@ -239,7 +239,7 @@ def _measure(name: str, log_ratio: Tensor, inside: Tensor) -> Tensor:
 
     total = divergence.sum(dim=-1, keepdim=True)
     if level == "seq_mean":
-        total = total / inside.sum(dim=-1, keepdim=True).clamp(min=1)
+        total = total / inside.sum(dim=-1, keepdim=True)
     return total.expand_as(divergence)
 
 
@@ -259,7 +259,7 @@ def off_policy_sequence_mask(
     """
     current = under_mask(log_probs.detach(), loss_mask)
     gap = (under_mask(rollout_log_probs, loss_mask) - current).double()
-    mean = gap.sum(dim=-1, keepdim=True) / (loss_mask > 0).sum(dim=-1, keepdim=True).clamp(min=1)
+    mean = gap.sum(dim=-1, keepdim=True) / (loss_mask > 0).sum(dim=-1, keepdim=True)
     kept = (under_mask(advantages, loss_mask) >= 0) | (mean <= threshold)
     return kept.to(log_probs.dtype)
 

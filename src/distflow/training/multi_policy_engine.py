@@ -50,8 +50,6 @@ class PolicyScorer(TorchScorer):
         heat = self.temperature_of(micro) if heat is None else heat
         if isinstance(heat, Tensor):
             heat = heat[places.to(heat.device)]
-        else:
-            heat = heat
 
         places = places.to(self.device)
         size = int(micro.lengths("response").sum())

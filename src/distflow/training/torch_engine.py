@@ -249,9 +249,6 @@ def micro_batches(
 def _families(batch: Batch, max_tokens: int) -> list[list[int]]:
     """Runs of samples with the same prompt, in order; one of more than `max_tokens` is cut."""
     families: list[list[int]] = []
-    if len(batch) == 0:
-        return families
-
     lengths = batch.lengths("sequence").tolist()
     prompts = batch.flat("prompt_ids").split(batch.lengths("prompt").tolist())
 

@@ -64,14 +64,14 @@ class Groups:
     def near_mean(self, values: Tensor) -> tuple[Tensor, Tensor]:
         """(values − m, m), m being their mean up to its rounding; 0 for invalid samples.
         Differences of large values are exact, the mean of which is not."""
-        mean = self.sum(values) / self.size.clamp(min=1)
+        mean = self.sum(values) / self.size
         return under_mask(values.double() - mean, self.valid), mean
 
     def std(self, values: Tensor) -> Tensor:
         """The unbiased standard deviation; 0 in a group of one, and exactly 0 if all values are
         equal."""
         near, _ = self.near_mean(self.near_mean(values)[0])
-        variance = self.sum(near**2) / (self.size - 1).clamp(min=1)
+        variance = self.sum(near**2) / (self.size - 1)
         return torch.where(self.all_equal(values), torch.zeros_like(variance), variance.sqrt())
 
 
@@ -105,9 +105,7 @@ def group_advantage(
         total = total - weights * near
         weight = weight - weights
 
-    baseline = torch.where(
-        weight > 0, total / weight.clamp(min=torch.finfo(torch.float64).tiny), -middle
-    )
+    baseline = torch.where(weight > 0, total / weight, -middle)
 
     scale = torch.ones_like(scores)
     if rule.scale == "std":

@@ -57,8 +57,8 @@ def num_selected(share: float, loss_mask: Tensor, reduce: Reduce | None = None) 
 
 
 def token_draws(uid: Sequence[str], loss_mask: Tensor) -> Tensor:
-    """A random number in 0..1 for each token, float64 `(bs, response_length)`, from its sample's
-    uid and position."""
+    """A random number for each token, float64 `(bs, response_length)`, from its sample's uid and
+    position; only their order matters."""
     length = loss_mask.shape[-1]
     keys = [
         int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little")
@@ -71,9 +71,7 @@ def token_draws(uid: Sequence[str], loss_mask: Tensor) -> Tensor:
     else:
         bits = np.zeros((0, length), dtype=np.uint64)
 
-    return torch.from_numpy((bits >> np.uint64(11)).astype(np.float64) * 2.0**-53).to(
-        loss_mask.device
-    )
+    return torch.from_numpy(bits.astype(np.float64)).to(loss_mask.device)
 
 
 def largest(
