@@ -175,7 +175,8 @@ class DecoderView:
             keys[:, row, :, : begins[row]] = old_keys
             values[:, row, :, : begins[row]] = old_values
 
-        first, last = send(torch.tensor([begins, [len(rest) - 1 for rest in rests]]), self.device)
+        ends = [len(rest) - 1 for rest in rests]
+        first, last = send(torch.tensor([begins, ends]), self.device)
         positions = first[:, None] + torch.arange(width, device=self.device)
         rows = torch.arange(len(prompts), device=self.device)
 

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -51,10 +52,9 @@ class ImageProcessor:
                 f"image, and {len(paths)} images"
             )
 
-        ids = self._processor(text=[text], images=[load_image(path) for path in paths], **special)[
-            "input_ids"
-        ][0]
-        return [int(token) for token in ids]
+        images = [load_image(path) for path in paths]
+        encoded = self._processor(text=[text], images=images, **special)
+        return [int(token) for token in encoded["input_ids"][0]]
 
     def save(self, folder: Path) -> None:
         """Write the processor beside a model's weights."""
@@ -63,8 +63,11 @@ class ImageProcessor:
     def inputs(self, paths: Sequence[str]) -> dict[str, Tensor]:
         """The model's inputs for these images, in their order, joined along the first dimension.
         Raises UserError for a file that is missing or has changed."""
-        each = [self._processed(path) for path in paths]
-        return {name: _joined([inputs[name] for inputs in each]) for name in each[0]}
+        processed = [self._processed(path) for path in paths]
+        joined = {}
+        for name in processed[0]:
+            joined[name] = _joined([inputs[name] for inputs in processed])
+        return joined
 
     def _processed(self, path: str) -> dict[str, Tensor]:
         inputs = self._kept.pop(path, None)
@@ -84,9 +87,11 @@ def _joined(values: Sequence[Tensor]) -> Tensor:
     does (Pixtral)."""
     shapes = torch.tensor([value.shape[1:] for value in values])
     largest = shapes.amax(0).tolist() if shapes.numel() else []
-    padded = [values[0].new_zeros(len(value), *largest) for value in values]
-    for whole, value in zip(padded, values, strict=True):
+    padded = []
+    for value in values:
+        whole = value.new_zeros(len(value), *largest)
         whole[tuple(slice(size) for size in value.shape)] = value
+        padded.append(whole)
     return torch.cat(padded)
 
 
@@ -133,6 +138,11 @@ class ImageInputs:
     paths: tuple[tuple[str, ...], ...]
     places: Tensor
 
+    def placeholders_in(self, input_ids: Tensor) -> Tensor:
+        """bool `(tokens,)`: which of the packed tokens are placeholders."""
+        is_image = torch.zeros_like(input_ids, dtype=torch.bool)
+        return is_image.index_fill_(0, self.places, True)
+
 
 def text_decoder(model: nn.Module) -> Any:
     """The layers that read token embeddings, without what computes those of images."""
@@ -158,11 +168,11 @@ def embeddings(model: nn.Module, input_ids: Tensor, images: ImageInputs) -> dict
     tensors = _inputs_of(causal, images, input_ids.device)
     output = causal.model.get_image_features(**_accepted(causal.model.get_image_features, tensors))
 
-    found = getattr(output, "pooler_output", output)
-    if isinstance(found, list | tuple):
-        vectors = torch.cat([*found])
+    vectors = getattr(output, "pooler_output", output)
+    if isinstance(vectors, list | tuple):
+        vectors = torch.cat([*vectors])
     else:
-        vectors = found.flatten(0, -2)
+        vectors = vectors.flatten(0, -2)
 
     if len(vectors) != len(images.places):
         raise ValueError(
@@ -170,21 +180,19 @@ def embeddings(model: nn.Module, input_ids: Tensor, images: ImageInputs) -> dict
         )
 
     embedded = causal.get_input_embeddings()(input_ids)
-    given = {
-        "inputs_embeds": embedded.index_copy(0, images.places, vectors.to(embedded.dtype))[None]
-    }
+    embedded = embedded.index_copy(0, images.places, vectors.to(embedded.dtype))
+    inputs = {"inputs_embeds": embedded[None]}
     if deeper := getattr(output, "deepstack_features", None):
-        is_image = torch.zeros_like(input_ids, dtype=torch.bool).index_fill_(0, images.places, True)
-        given["visual_pos_masks"] = is_image[None]
-        given["deepstack_visual_embeds"] = [torch.cat([*each]) for each in deeper]
+        inputs["visual_pos_masks"] = images.placeholders_in(input_ids)[None]
+        inputs["deepstack_visual_embeds"] = [torch.cat([*features]) for features in deeper]
 
-    return given
+    return inputs
 
 
 def _inputs_of(causal: nn.Module, images: ImageInputs, device: torch.device) -> dict[str, Tensor]:
     processor = images_of(causal)
     assert processor is not None, "only prompts for models of images have images"
-    tensors = processor.inputs([path for paths in images.paths for path in paths])
+    tensors = processor.inputs([*chain.from_iterable(images.paths)])
     return {name: send(tensor, device) for name, tensor in tensors.items()}
 
 
@@ -198,21 +206,21 @@ def image_positions(
     if find is None:
         return None
 
-    kinds = torch.zeros_like(input_ids, dtype=torch.int32).index_fill_(0, images.places, 1)
+    sizes = lengths.tolist()
+    kinds = images.placeholders_in(input_ids).int()
     grids = _inputs_of(causal, images, input_ids.device)["image_grid_thw"]
+    sequences = zip(input_ids.split(sizes), kinds.split(sizes), images.paths, strict=True)
 
     first = 0
-    found = []
-    for ids, own, paths in zip(
-        input_ids.split(lengths.tolist()), kinds.split(lengths.tolist()), images.paths, strict=True
-    ):
-        inputs = {"input_ids": ids[None], "mm_token_type_ids": own[None]}
+    positions = []
+    for ids, kinds_of_ids, paths in sequences:
+        inputs = {"input_ids": ids[None], "mm_token_type_ids": kinds_of_ids[None]}
         if paths:
             inputs["image_grid_thw"] = grids[first : first + len(paths)]
-        found.append(find(**inputs)[0][:, 0])
+        positions.append(find(**inputs)[0][:, 0])
         first += len(paths)
 
-    return torch.cat(found, dim=1)
+    return torch.cat(positions, dim=1)
 
 
 def own_inputs(
@@ -226,17 +234,17 @@ def own_inputs(
 
     num_prompt: the tokens of the prompts, if responses follow.
     """
-    processor = images_of(unwrapped(model))
-    device = input_ids.device
+    causal = unwrapped(model)
+    processor = images_of(causal)
     assert processor is not None, "only prompts for models of images have images"
     kinds = (input_ids == processor.token_id).int()
-    kinds[:, kinds.shape[1] if num_prompt is None else num_prompt :] = 0
-    inputs = processor.inputs([path for paths in images for path in paths])
-    accepted = _accepted(
-        unwrapped(model).forward, {**inputs, "mm_token_type_ids": kinds, "token_type_ids": kinds}
-    )
+    if num_prompt is not None:
+        kinds[:, num_prompt:] = 0
 
-    return {name: send(value, device) for name, value in accepted.items()}
+    inputs = processor.inputs([*chain.from_iterable(images)])
+    inputs |= {"mm_token_type_ids": kinds, "token_type_ids": kinds}
+    accepted = _accepted(causal.forward, inputs)
+    return {name: send(value, input_ids.device) for name, value in accepted.items()}
 
 
 @contextmanager
@@ -250,7 +258,7 @@ def own_pass(
     stands for it, which is embedded as the placeholder within this context.
     """
     causal = unwrapped(model)
-    processor = images_of(unwrapped(model))
+    processor = images_of(causal)
     if processor is None or not any(images):
         yield {"input_ids": input_ids}
         return
@@ -289,22 +297,18 @@ def states_in_own_passes(
     """Last hidden states `(tokens, hidden)` of packed sequences, each by the model's own
     forward."""
     inner = causal.model
-    found = list[Tensor]()
-    is_image = torch.zeros_like(input_ids, dtype=torch.bool).index_fill_(0, images.places, True)
+    sizes = lengths.tolist()
+    is_image = images.placeholders_in(input_ids)
+    sequences = zip(input_ids.split(sizes), is_image.split(sizes), images.paths, strict=True)
 
-    parts = zip(
-        input_ids.split(lengths.tolist()),
-        is_image.split(lengths.tolist()),
-        images.paths,
-        strict=True,
-    )
-    for ids, own, paths in parts:
-        num_prompt = int(own.nonzero()[-1]) + 1 if paths else 0
+    states = list[Tensor]()
+    for ids, is_image_of_ids, paths in sequences:
+        num_prompt = int(is_image_of_ids.nonzero()[-1]) + 1 if paths else 0
         with own_pass(causal, ids[None], num_prompt, (paths,)) as inputs:
             accepted = _accepted(inner.forward, inputs)
-            found.append(inner(**accepted, use_cache=False).last_hidden_state[0])
+            states.append(inner(**accepted, use_cache=False).last_hidden_state[0])
 
-    return torch.cat(found)
+    return torch.cat(states)
 
 
 UNUSED = "weights_that_no_image_uses"
@@ -316,20 +320,23 @@ def image_error(model: nn.Module) -> tuple[float, list[str]]:
     model's own forward of each alone, or of its beginning (a response must not change what comes
     before it), relative to the largest logit; and the names of weights that no image uses. Raises
     what a model of another form raises."""
-    processor = images_of(unwrapped(model))
     causal = unwrapped(model)
+    processor = images_of(causal)
     assert processor is not None
     words = [token for token in range(4) if token != processor.token_id]
     device = next(model.parameters()).device
 
     with tempfile.TemporaryDirectory() as folder:
-        paths = _noise(Path(folder), ((56, 84), (84, 56)))
-        texts = [[*processor.encode(processor.mark, (path,)), *words] for path in paths]
-        ids = [torch.tensor(text, device=device) for text in (texts[0], words, texts[1])]
-        held = (paths[:1], (), paths[1:])
-        packed = torch.cat(ids)
-        lengths = torch.tensor([len(each) for each in ids])
-        images = ImageInputs(held, (packed == processor.token_id).nonzero()[:, 0])
+        first, second = _noise(Path(folder), ((56, 84), (84, 56)))
+        paths: tuple[tuple[str, ...], ...] = ((first,), (), (second,))
+        sequences = []
+        for own_paths in paths:
+            prompt = processor.encode(processor.mark, own_paths) if own_paths else []
+            sequences.append(torch.tensor([*prompt, *words], device=device))
+
+        packed = torch.cat(sequences)
+        lengths = torch.tensor([len(ids) for ids in sequences])
+        images = ImageInputs(paths, (packed == processor.token_id).nonzero()[:, 0])
 
         with torch.enable_grad():
             # attached
@@ -337,30 +344,31 @@ def image_error(model: nn.Module) -> tuple[float, list[str]]:
 
         differences = list[Tensor]()
         largest = list[Tensor]()
-        for own, each, own_paths in zip(
-            ours.detach().split(lengths.tolist()), ids, held, strict=True
-        ):
-            for cut in (len(each), len(each) - 2):
-                if own_paths:
-                    extra = own_inputs(model, each[None, :cut], (own_paths,))
-                else:
-                    extra = {}
-
+        packed_logits = ours.detach().split(lengths.tolist())
+        for logits, ids, own_paths in zip(packed_logits, sequences, paths, strict=True):
+            for num_tokens in (len(ids), len(ids) - 2):
+                begun = ids[None, :num_tokens]
+                inputs = own_inputs(model, begun, (own_paths,)) if own_paths else {}
                 with torch.no_grad():
-                    theirs = model(input_ids=each[None, :cut], use_cache=False, **extra).logits[0]
-                differences.append((own[:cut] - theirs).abs().max())
+                    theirs = model(input_ids=begun, use_cache=False, **inputs).logits[0]
+
+                differences.append((logits[:num_tokens] - theirs).abs().max())
                 largest.append(theirs.abs().max())
 
-    named = [(name, weight) for name, weight in causal.named_parameters() if weight.requires_grad]
-    seeing = {
-        name: weight
-        for name, weight in named
-        if not name.startswith(("model.language_model.", "lm_head."))
-    }
-    gradients = torch.autograd.grad(ours.sum(), list(seeing.values()), allow_unused=True)
-    unused = [name for name, own in zip(seeing, gradients, strict=True) if own is None]
+    error = torch.stack(differences).max() / torch.stack(largest).max()
+    return float(error), _unused_by_images(causal, ours)
 
-    return float(torch.stack(differences).max() / torch.stack(largest).max()), unused
+
+def _unused_by_images(causal: nn.Module, logits: Tensor) -> list[str]:
+    """Names of weights below the text decoder on which no logit depends."""
+    weights = {}
+    for name, weight in causal.named_parameters():
+        if weight.requires_grad and not name.startswith(("model.language_model.", "lm_head.")):
+            weights[name] = weight
+
+    gradients = torch.autograd.grad(logits.sum(), list(weights.values()), allow_unused=True)
+    by_name = zip(weights, gradients, strict=True)
+    return [name for name, gradient in by_name if gradient is None]
 
 
 def _noise(folder: Path, sizes: tuple[tuple[int, int], ...]) -> tuple[str, ...]:

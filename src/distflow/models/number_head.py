@@ -83,4 +83,5 @@ def normal_of(logits: Tensor, normals: Normals) -> tuple[Tensor, Tensor]:
 
 def normal_log_probs(values: Tensor, mean: Tensor, log_std: Tensor) -> Tensor:
     """The log-density of values, all `(n,)`."""
-    return -((values - mean) * (-log_std).exp()).square() / 2 - log_std - math.log(2 * math.pi) / 2
+    deviations = (values - mean) * (-log_std).exp()
+    return -deviations.square() / 2 - log_std - math.log(2 * math.pi) / 2

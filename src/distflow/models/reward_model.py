@@ -119,14 +119,15 @@ def _score(model: PreTrainedModel, ids: Sequence[Sequence[int]], pad_id: int) ->
     """`(n,)`. Padded on the right, so that no position moves; a decoder's head is read at each
     text's last token by its length: `transformers` looks for the last non-padding token, and finds
     another one if texts end with it."""
-    lengths = torch.tensor([len(each) for each in ids], device=model.device)
-    rows = [torch.tensor(each, device=model.device) for each in ids]
+    device = model.device
+    lengths = torch.tensor([len(text) for text in ids], device=device)
+    rows = [torch.tensor(text, device=device) for text in ids]
     padded = pad_sequence(rows, batch_first=True, padding_value=pad_id)
-    mask = (torch.arange(padded.shape[1], device=model.device) < lengths[:, None]).long()
+    mask = (torch.arange(padded.shape[1], device=device) < lengths[:, None]).long()
     head = getattr(model, HEAD, None)
     if not isinstance(head, nn.Linear):  # an encoder, which reads the whole text
         return model(input_ids=padded, attention_mask=mask).logits[:, 0].float()
 
     hidden = model.base_model(input_ids=padded, attention_mask=mask).last_hidden_state
-    last = hidden[torch.arange(len(ids), device=model.device), lengths - 1]
+    last = hidden[torch.arange(len(ids), device=device), lengths - 1]
     return head(last.float())[:, 0]

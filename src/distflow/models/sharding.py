@@ -6,6 +6,7 @@ in part and in whole; for a plain tensor both are the tensor itself.
 import json
 import re
 import warnings
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -275,16 +276,17 @@ def at_places(tensor: Tensor, places: Tensor) -> tuple[Tensor, Tensor]:
 def on_any_rank(found: Mapping[str, bool], tensors: Mapping[str, Tensor]) -> dict[str, bool]:
     """By tensor name, whether `found` holds for a part on any rank; all ranks of its mesh call
     this."""
+    names_of_mesh = defaultdict[DeviceMesh, list[str]](list)
+    for name, tensor in tensors.items():
+        if isinstance(tensor, DTensor):
+            names_of_mesh[tensor.device_mesh].append(name)
+
     agreed = dict(found)
-    for mesh in dict.fromkeys(t.device_mesh for t in tensors.values() if isinstance(t, DTensor)):
-        names = [
-            name for name, t in tensors.items() if isinstance(t, DTensor) and t.device_mesh == mesh
-        ]
-        own = torch.tensor(
-            [found[name] for name in names], dtype=torch.float32, device=mesh.device_type
-        )
+    for mesh, names in names_of_mesh.items():
+        own = torch.tensor([float(found[name]) for name in names], device=mesh.device_type)
         largest = DTensor.from_local(own, mesh, [Partial("max")] * mesh.ndim).full_tensor()
-        agreed |= {name: value > 0 for name, value in zip(names, largest.tolist(), strict=True)}
+        for name, value in zip(names, largest.tolist(), strict=True):
+            agreed[name] = value > 0
 
     return agreed
 

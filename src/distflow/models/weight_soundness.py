@@ -21,16 +21,20 @@ does, which moves an element by about the learning rate per step."""
 def magnitudes(tensors: Iterable[tuple[str, Tensor]]) -> dict[str, float]:
     """The largest absolute value of each tensor (this rank's part of a sharded one); NaN if it
     contains one."""
-    found = dict[str, tuple[Tensor, Tensor]]()
+    names = []
+    ends = list[Tensor]()
     for name, tensor in tensors:
-        if (part := own_part(tensor.detach())).numel():
-            found[name] = torch.aminmax(part)
+        part = own_part(tensor.detach())
+        if part.numel():
+            names.append(name)
+            ends += torch.aminmax(part)
 
-    ends = read_numbers([end for both in found.values() for end in both])
-    pairs = zip(found, ends[::2], ends[1::2], strict=True)
+    numbers = read_numbers(ends)
+    largest = {}
+    for name, low, high in zip(names, numbers[::2], numbers[1::2], strict=True):
+        largest[name] = max(-low, high)  # both are NaN if one is
 
-    # both are NaN if one is
-    return {name: high if high >= -low else -low for name, low, high in pairs}
+    return largest
 
 
 def unsound(found: Mapping[str, float], start: Mapping[str, float] | None = None) -> list[str]:

@@ -35,7 +35,7 @@ _MOST_ROWS = 512
 
 
 @dataclass(frozen=True, eq=False)
-class _Asked:
+class _PendingRequest:
     """A request, whether it was cancelled, and where its result goes."""
 
     request: GenerateRequest
@@ -74,7 +74,7 @@ class HFEngine(AbstractAsyncContextManager["HFEngine"]):
             thread_name_prefix="hf-rollout",
             initializer=partial(torch.set_num_threads, num_threads) if num_threads else None,
         )
-        self._asked: list[_Asked] = []
+        self._pending: list[_PendingRequest] = []
         self._open = asyncio.Event()
         self._open.set()
         self.between_tokens = _BetweenTokens()
@@ -93,8 +93,8 @@ class HFEngine(AbstractAsyncContextManager["HFEngine"]):
         check_request(request.prompt_ids, request.samples, request.params, *sizes)
         await self._open.wait()
         loop = asyncio.get_running_loop()
-        asked = _Asked(request, threading.Event(), loop.create_future())
-        self._asked.append(asked)
+        pending = _PendingRequest(request, threading.Event(), loop.create_future())
+        self._pending.append(pending)
 
         if request.images or request.params.head:
             loop.call_soon(self._start)  # after others that wait for the same event
@@ -102,9 +102,9 @@ class HFEngine(AbstractAsyncContextManager["HFEngine"]):
             self._start()
 
         try:
-            return await asked.result
+            return await pending.result
         except asyncio.CancelledError:
-            asked.cancelled.set()
+            pending.cancelled.set()
             raise
 
     async def pause(self, release: bool = False) -> None:
@@ -138,52 +138,62 @@ class HFEngine(AbstractAsyncContextManager["HFEngine"]):
 
     def _start(self) -> None:
         """Queue the waiting requests, those that can share a call together."""
-        asked = sorted(
-            self._asked, key=lambda each: (str(each.request.stream), each.request.samples)
+        self._pending.sort(
+            key=lambda pending: (str(pending.request.stream), pending.request.samples)
         )
-        self._asked = []
-
-        calls = dict[object, list[_Asked]]()
+        calls = dict[object, list[_PendingRequest]]()
         num_rows = Counter[object]()
-        for each in asked:
-            own = each.request
-            alike: object = each
-            if own.images or own.params.head:
-                alike = (len(own.prompt_ids), len(own.images), own.params)
-            num_rows[alike] += len(own.samples)
-            calls.setdefault((alike, num_rows[alike] // _MOST_ROWS), []).append(each)
+        for pending in self._pending:
+            request = pending.request
+            alike: object = pending
+            if request.images or request.params.head:
+                alike = (len(request.prompt_ids), len(request.images), request.params)
+            num_rows[alike] += len(request.samples)
+            calls.setdefault((alike, num_rows[alike] // _MOST_ROWS), []).append(pending)
+
+        self._pending = []
 
         for call in calls.values():
             made = asyncio.get_running_loop().run_in_executor(self._worker, self._generate, call)
             made.add_done_callback(partial(_answer, call))
 
     @torch.no_grad()
-    def _generate(self, asked: Sequence[_Asked]) -> list[tuple[Segment, ...]]:
+    def _generate(self, call: Sequence[_PendingRequest]) -> list[tuple[Segment, ...]]:
         """The results of requests with prompts of one length, the same parameters, and as many
         images."""
-        cancelled = [each.cancelled for each in asked for _ in each.request.samples]
+        requests = []
+        samples = []
+        keys = []
+        cancelled = []
+        for pending in call:
+            for sample in pending.request.samples:
+                requests.append(pending.request)
+                samples.append(sample)
+                keys.append(sample_key(pending.request.stream, sample))
+                cancelled.append(pending.cancelled)
+
         self.between_tokens.wait(cancelled)
-        if all(each.is_set() for each in cancelled):
+        if all(event.is_set() for event in cancelled):
             return []
 
         self._weights.check_whole()
         self._model.eval()
-        rows = [(each.request, sample) for each in asked for sample in each.request.samples]
-        params = rows[0][0].params
-        prompt = torch.tensor([own.prompt_ids for own, _ in rows], device=self._model.device)
-        keys = [sample_key(own.stream, sample) for own, sample in rows]
-        draw = _Draw(self, keys, [own.num_drawn for own, _ in rows], params)
+        prompts = [request.prompt_ids for request in requests]
+        prompt = torch.tensor(prompts, device=self._model.device)
+        params = requests[0].params
+        num_drawn = [request.num_drawn for request in requests]
+        draw = _Draw(self, keys, num_drawn, params)
         stop = _Stop(self, prompt.shape[1], params, cancelled)
-        ids = self._run(prompt, [own.images for own, _ in rows], draw, stop)
-        segments = iter(_segments([sample for _, sample in rows], ids, draw, stop))
+        ids = self._run(prompt, [request.images for request in requests], draw, stop)
+        segments = _segments(samples, ids, draw, stop)
 
-        return [tuple(islice(segments, len(each.request.samples))) for each in asked]
+        return [tuple(islice(segments, len(pending.request.samples))) for pending in call]
 
     def _run(
         self, prompt: Tensor, images: list[tuple[str, ...]], draw: "_Draw", stop: "_Stop"
     ) -> Tensor:
         """transformers' `generate`; prompts with responses, `(rows, tokens)`."""
-        own = own_inputs(self._model, prompt, images) if images[0] else {}
+        inputs = own_inputs(self._model, prompt, images) if images[0] else {}
         causal = unwrapped(self._model)
         defaults = causal.generation_config
         causal.generation_config = transformers.GenerationConfig()
@@ -199,7 +209,7 @@ class HFEngine(AbstractAsyncContextManager["HFEngine"]):
                     [draw.see, *_warpers(draw.params), draw]
                 ),
                 stopping_criteria=transformers.StoppingCriteriaList([stop]),
-                **own,
+                **inputs,
             )
         # the defaults that come with a model may forbid tokens; they are saved with it again
         finally:
@@ -233,25 +243,27 @@ class _BetweenTokens:
     def wait(self, cancelled: Sequence[threading.Event]) -> None:
         """Do what was asked, and more while paused, unless all rows are cancelled."""
         self.do_asked()
-        while self.is_paused and not all(each.is_set() for each in cancelled):
+        while self.is_paused and not all(event.is_set() for event in cancelled):
             try:
                 self.asked.get(timeout=0.05)()
             except queue.Empty:
                 continue
 
 
-def _answer(asked: Sequence[_Asked], made: "asyncio.Future[list[tuple[Segment, ...]]]") -> None:
+def _answer(
+    call: Sequence[_PendingRequest], made: "asyncio.Future[list[tuple[Segment, ...]]]"
+) -> None:
     """Give each request its result, or what the call raised."""
-    for number, each in enumerate(asked):
-        if each.result.done():  # cancelled
+    for number, pending in enumerate(call):
+        if pending.result.done():  # cancelled
             continue
 
         if made.cancelled():  # the engine has ended
-            each.result.cancel()
+            pending.result.cancel()
         elif (error := made.exception()) is not None:
-            each.result.set_exception(error)
+            pending.result.set_exception(error)
         else:
-            each.result.set_result(made.result()[number])
+            pending.result.set_result(made.result()[number])
 
 
 def _segments(
@@ -310,17 +322,15 @@ class _Draw(transformers.LogitsProcessor):
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         position = np.array(self.num_drawn, dtype=np.int64) + len(self.versions)
-        uniform = torch.from_numpy(uniforms(np.array(self.keys, dtype=np.uint64), position)).to(
-            scores.device
-        )
+        keys = np.array(self.keys, dtype=np.uint64)
+        uniform = torch.from_numpy(uniforms(keys, position)).to(scores.device)
         if self.params.head is not None:
             return self._draw_numbers(scores, uniform, self.params.head)
 
         probs = scores.double().softmax(dim=-1)
         cumulative = probs.cumsum(dim=-1)
-        target = torch.minimum(
-            uniform * cumulative[:, -1], cumulative[:, -1].nextafter(torch.zeros_like(uniform))
-        )
+        total = cumulative[:, -1]
+        target = torch.minimum(uniform * total, total.nextafter(torch.zeros_like(total)))
         drawn = torch.searchsorted(cumulative, target[:, None], right=True).squeeze(-1)
         chosen = scores.argmax(dim=-1) if self.params.greedy else drawn
         log_probs = self._policy.gather(-1, chosen[:, None])
@@ -335,14 +345,15 @@ class _Draw(transformers.LogitsProcessor):
         """Draw the next number, float32, by the inverse of the normal distribution; greedy takes
         the mean."""
         place = len(self.values)
-        nothing = [0.0] * len(scores)
-        before = torch.tensor(
-            self.values[-head.dim] if place >= head.dim else nothing, device=scores.device
-        )
-        tokens = torch.full((len(scores),), head.first + head.bins * place, device=scores.device)
-        mean, log_std = (
-            each.double() for each in normal_of(scores.float(), head.normals(tokens, before))
-        )
+        earlier = [0.0] * len(scores)
+        if place >= head.dim:
+            earlier = self.values[-head.dim]
+
+        before = torch.tensor(earlier, device=scores.device)
+        tokens = torch.full_like(before, head.first + head.bins * place, dtype=torch.int64)
+        mean, log_std = normal_of(scores.float(), head.normals(tokens, before))
+        mean = mean.double()
+        log_std = log_std.double()
         noise = torch.special.ndtri(uniform + 2.0**-54)
         values = (mean if self.params.greedy else mean + log_std.exp() * noise).float()
         self.values.append(values.tolist())

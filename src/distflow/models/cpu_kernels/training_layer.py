@@ -79,17 +79,16 @@ def _run_attention(
     name: str, sequences: Sequences, scale: float, queries: Tensor, keys: Tensor, *others: Tensor
 ) -> None:
     """others: values, and the C function's further arguments."""
-    of = (sequences.place, sequences.starts, sequences.shared)
     packing = _Packing(
-        *(tensor.data_ptr() for tensor in of),
-        *(
-            len(sequences.shared),
-            sequences.longest,
-            queries.shape[1],
-            keys.shape[1],
-            queries.shape[2],
-            scale,
-        ),
+        sequences.place.data_ptr(),
+        sequences.starts.data_ptr(),
+        sequences.shared.data_ptr(),
+        len(sequences.shared),
+        sequences.longest,
+        queries.shape[1],
+        keys.shape[1],
+        queries.shape[2],
+        scale,
     )
     scratch = torch.empty(torch.get_num_threads() * size("attend_scratch", packing))
     call(name, packing, queries, keys, *others, scratch)
@@ -100,7 +99,8 @@ class _Norm(ctypes.Structure):
 
 
 def _norm(weight: Tensor | None, of_weight: Tensor | None, epsilon: float) -> _Norm:
-    return _Norm(address(weight), address(of_weight), 0 if weight is None else len(weight), epsilon)
+    size = 0 if weight is None else len(weight)
+    return _Norm(address(weight), address(of_weight), size, epsilon)
 
 
 class _Linear(ctypes.Structure):
@@ -276,9 +276,9 @@ class _AfterAttention(Function):
         of_weights = [_like(w) for w in weights]
         job = _after(ctx, ctx.saved_tensors, of_weights)
         of_outputs = of_outputs.contiguous()
-        job.of_outputs, job.of_x, job.of_mixed = (
-            each.data_ptr() for each in (of_outputs, of_x, of_mixed)
-        )
+        job.of_outputs = of_outputs.data_ptr()
+        job.of_x = of_x.data_ptr()
+        job.of_mixed = of_mixed.data_ptr()
         _run("after", job, backward=True)
 
         return of_x, of_mixed, None, None, *of_weights
@@ -288,16 +288,14 @@ def _after(ctx: Any, tensors: Sequence[Any], of_weights: Sequence[Tensor | None]
     mixed, attended, gates, ups, norm, *weights = tensors
     of_norm, *of_others = of_weights
     job = _After(norm=_norm(norm, of_norm, ctx.epsilon), rows=len(attended))
-    job.mixed, job.attended, job.gates, job.ups = (
-        address(each) for each in (mixed, attended, gates, ups)
-    )
+    job.mixed = address(mixed)
+    job.attended = address(attended)
+    job.gates = address(gates)
+    job.ups = address(ups)
 
     for index, name in enumerate(("output", "gate", "up", "down")):
-        setattr(
-            job,
-            name,
-            _linear(weights[2 * index : 2 * index + 2], of_others[2 * index : 2 * index + 2]),
-        )
+        own = slice(2 * index, 2 * index + 2)
+        setattr(job, name, _linear(weights[own], of_others[own]))
 
     return job
 

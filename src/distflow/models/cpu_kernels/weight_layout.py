@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import _has_any_global_hook
 
-from distflow.models.cpu_kernels.build import NotNative, addresses, counts
+from distflow.models.cpu_kernels.build import NotNative, address, addresses, counts
 
 MAKERS = ("torch.nn.", "transformers.")
 PAIRS_UNIT = 32  # `bfloat16_matmul.h`: rows of pairs are padded to a multiple of it
@@ -126,10 +126,11 @@ def is_plain(module: nn.Module, kind: str) -> bool:
 def heads_and_norms(attention: Any) -> tuple[int, float, Tensor | None, Tensor | None]:
     """The number of key-value heads; epsilon and weights of the norms of queries and keys, or
     None."""
-    norms = [getattr(attention, f"{name}_norm", None) for name in ("q", "k")]
-    query_norm, key_norm = (None if norm is None else norm.weight for norm in norms)
-    epsilon = 0.0 if norms[0] is None else norms[0].variance_epsilon
-    return len(attention.k_proj.weight) // attention.head_dim, epsilon, query_norm, key_norm
+    num_kv_heads = len(attention.k_proj.weight) // attention.head_dim
+    query_norm = getattr(attention, "q_norm", None)
+    if query_norm is None:
+        return num_kv_heads, 0.0, None, None
+    return num_kv_heads, query_norm.variance_epsilon, query_norm.weight, attention.k_norm.weight
 
 
 def side_by_side(modules: Sequence[nn.Linear], dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
@@ -139,10 +140,14 @@ def side_by_side(modules: Sequence[nn.Linear], dtype: torch.dtype) -> tuple[Tens
     if all(module.bias is None for module in modules):
         return weight, None
 
-    biases = (
-        weight.new_zeros(len(m.weight)) if m.bias is None else m.bias.to(dtype) for m in modules
-    )
-    return weight, torch.cat(list(biases))
+    biases = []
+    for module in modules:
+        if module.bias is None:
+            biases.append(weight.new_zeros(len(module.weight)))
+        else:
+            biases.append(module.bias.to(dtype))
+
+    return weight, torch.cat(biases)
 
 
 @torch.no_grad()
@@ -160,17 +165,15 @@ def pack_weights(causal: Any, panel: int, halves: bool) -> PackedWeights:
         padded = nn.functional.pad(weight, (0, -depth % unit, 0, -columns % panel))
         words = padded.view(torch.int32)  # numbers, or pairs of them
         panels = words.unflatten(0, (-1, panel)).transpose(1, 2).contiguous()
-        bias = None if bias is None else bias.float()
+        if bias is not None:
+            bias = bias.float()
         memory.append((panels, bias))
-
-        return Linear(
-            panels.data_ptr(), None if bias is None else bias.data_ptr(), depth, columns, halves
-        )
+        return Linear(address(panels), address(bias), depth, columns, halves)
 
     def weight(module: Any) -> int | None:
         if module is None:
             return None
-        return module.weight.data_ptr()
+        return address(module.weight)
 
     c_layers = (Layer * len(layers))()
     for place, layer in zip(c_layers, layers, strict=True):
@@ -190,14 +193,16 @@ def pack_weights(causal: Any, panel: int, halves: bool) -> PackedWeights:
         weight(causal.model.embed_tokens),
         weight(causal.model.norm),
         ctypes.addressof(c_layers),
-        *(
-            causal.model.embed_tokens.num_embeddings,
-            len(layers),
-            config.hidden_size,
-            mlp.down_proj.in_features,
-        ),
-        *(config.num_attention_heads, config.num_key_value_heads, attention.head_dim, halves),
-        *(config.rms_norm_eps, attention.scaling),
+        causal.model.embed_tokens.num_embeddings,
+        len(layers),
+        config.hidden_size,
+        mlp.down_proj.in_features,
+        config.num_attention_heads,
+        config.num_key_value_heads,
+        attention.head_dim,
+        halves,
+        config.rms_norm_eps,
+        attention.scaling,
     )
 
     return PackedWeights(model, linear(causal.lm_head), memory)
