@@ -36,7 +36,7 @@ def test_chat_completions_of_several_turns_are_one_conversation_token_by_token(b
     episode = begin("two", "four\n", "six")
     create = episode.openai.chat.completions.create
     messages = [ASKED]
-    first = create(model="gpt-4o", messages=messages, temperature=0.3, user="ignored")
+    first = create(model="gpt-4o", messages=messages, temperature=0, top_p=0, user="ignored")
     choice = first.choices[0]
     assert (choice.message.content, choice.finish_reason, first.model) == ("two", "stop", "gpt-4o")
     assert first.usage.completion_tokens == len(episode.engine.replies[0])
@@ -219,7 +219,7 @@ def test_completions_continue_a_text(begin: Any) -> None:
 def test_a_reply_is_cut_by_its_length_and_a_call_that_cannot_be_read_is_text(begin: Any) -> None:
     episode = begin("two and more", CALLS.replace("}}", "}"))
     create = episode.openai.chat.completions.create
-    cut = create(model="x", messages=[ASKED], tools=[TOOL], max_completion_tokens=2).choices[0]
+    cut = create(model="x", messages=[ASKED], tools=[TOOL], max_completion_tokens=1).choices[0]
     assert cut.finish_reason == "length" and len(cut.message.content) < 5
     messages = [ASKED, cut.message.model_dump(), {"role": "user", "content": "more"}]
     wrong = create(model="x", messages=messages, tools=[TOOL]).choices[0]

@@ -86,6 +86,7 @@ BROKEN = [
     ),
     ("hermes", '<tool_call>\n{"name": "add", "argum', "cut off"),
     ("hermes", "<tool_call></tool_call>", "cut off"),
+    ("hermes", '<tool_call>{"name": "f"} and </tool_call>', "'and </tool_call>' follows"),
     ("hermes", '<tool_call>{"name": "f", "arguments": {"a": NaN}}</tool_call>', "NaN is not JSON"),
     ("hermes", '<tool_call>{"name": "f", "arguments": [1]}</tool_call>', "must be a JSON object"),
     ("hermes", '<tool_call>["f"]</tool_call>', "must be"),
@@ -124,20 +125,11 @@ CALL = {
 
 
 @pytest.mark.parametrize("form", FORMATS)
-def test_marks_in_an_argument_are_text(form: str) -> None:
-    for text in (*MARKS.values(), f"a {MARKS[form]} b"):
-        assert [
-            (each.name, each.arguments) for each in find_tool_calls(CALL[form](text), form)
-        ] == [("f", {"a": text})]
-
-
-@pytest.mark.parametrize("form", FORMATS)
-@pytest.mark.parametrize("prefix", ["", "see: ", "\n"])
-def test_a_call_that_an_argument_quotes_is_no_call(form: str, prefix: str) -> None:
-    text = f"{prefix}{CALL[form]('x')} and more"
-    assert [(each.name, each.arguments) for each in find_tool_calls(CALL[form](text), form)] == [
-        ("f", {"a": text})
-    ]
+def test_marks_and_quoted_calls_in_an_argument_are_text(form: str) -> None:
+    quoted = [f"{prefix}{CALL[form]('x')} and more" for prefix in ("", "see: ", "\n")]
+    for text in (*MARKS.values(), f"a {MARKS[form]} b", *quoted):
+        (call,) = find_tool_calls(CALL[form](text), form)
+        assert (call.name, call.arguments) == ("f", {"a": text})
 
 
 @pytest.mark.parametrize("form", FORMATS)

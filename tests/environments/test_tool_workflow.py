@@ -2,6 +2,8 @@
 so."""
 
 import asyncio
+import math
+import random
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -13,6 +15,7 @@ from typing import Any
 import pytest
 
 from distflow.environments.answer_calls import answer_call
+from distflow.environments.builtin_tools import Search
 from distflow.environments.parse_tool_calls import ToolCall
 from distflow.environments.tool_workflow import EpisodeTools
 from distflow.environments.tools import Tools
@@ -159,12 +162,36 @@ def test_calculator(tools: Tools, expression: str, value: str) -> None:
     assert value in text and ("error" in text) == (not value[0].isdigit())
 
 
-def test_search_ranks_by_bm25(tools: Tools) -> None:
+def test_search_ranks_by_bm25(tools: Tools, tmp_path: Path) -> None:
     found, nothing = answers(
         tools, ToolCall("search", {"query": "PARIS capital"}), ToolCall("search", {"query": "x"})
     )[0]
     assert found == "The capital of France is Paris.\n\nA tower in Paris is tall."
     assert nothing == "no text has any of these words"
+
+    rng = random.Random(1)
+    for _ in range(50):
+        texts = [rng.choices("abcdef", (1, 1, 2, 3, 5, 8), k=rng.randint(1, 12)) for _ in range(9)]
+        file = tmp_path / "texts.txt"
+        file.write_text("\n".join(map(" ".join, texts)))
+        assert Search(str(file), 9)("a b f").split("\n\n") == bm25(texts, ["a", "b", "f"])
+
+
+def bm25(texts: list[list[str]], query: list[str]) -> list[str]:
+    """The texts that have a word of the query, the best first."""
+    mean = sum(map(len, texts)) / len(texts)
+
+    def score(text: list[str]) -> float:
+        total = 0.0
+        for word in query:
+            number = sum(word in other for other in texts)
+            rarity = math.log1p((len(texts) - number + 0.5) / (number + 0.5))
+            weight = 1.2 * (0.25 + 0.75 * len(text) / mean)
+            total += rarity * 2.2 * text.count(word) / (text.count(word) + weight)
+        return total
+
+    ranked = sorted(texts, key=score, reverse=True)
+    return [" ".join(text) for text in ranked if score(text) > 0]
 
 
 def test_python_keeps_names_over_the_calls_of_an_episode(tools: Tools) -> None:

@@ -25,6 +25,7 @@ GOOD = ["assert f(1) == 2"]
         (["code"], {"inputs": ["1"], "outputs": ["{"], "fn_name": "f"}, {}, "is not JSON"),
         (["code"], "print(1)", {"test_list": GOOD}, ""),
         (["code"], "print(1)", {}, "needs tests"),
+        (["code"], [{"input": "1", "output": "2"}, "output(input)"], {}, "'test_list' is"),
         (["ifeval"], None, {"instruction_id_list": ["punctuation:no_comma"], "kwargs": [{}]}, ""),
         (
             ["ifeval_loose"],

@@ -271,7 +271,8 @@ def test_a_program_does_not_change_what_the_tests_mean():
             "__import__('collections').deque([1])",
             "__import__('collections').deque([True])",
         ),
-        ("assert next(f(1)) == 0", "iter(range(3))", "iter([False])"),
+        # an assertion reruns from its start for the second call
+        ("assert next(f(1)) + next(f(2)) == 0", "iter(range(3))", "iter([False])"),
         ("assert abs(f(1) - 3) < 1e-6", "3.0", "complex(3, 0)"),
         ("assert not abs(f(1) - 3) > 1e-6", "3", "float('nan')"),
         ("assert max(abs(x - 3) for x in f(1)) < 1e-6", "[3, 3]", "[3, float('nan')]"),

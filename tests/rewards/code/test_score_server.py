@@ -148,9 +148,11 @@ GOOD = {"response": "", "row": {}, "ground_truth": TESTS, "seconds": 9}
         ("score", {**GOOD, "response": 1}, 400),
         ("score", {**GOOD, "row": []}, 400),
         ("score", {**GOOD, "seconds": "1"}, 400),
+        ("score", {**GOOD, "seconds": True}, 400),
+        ("score", {**GOOD, "seconds": 0}, 400),
         ("score", {**GOOD, "seconds": float("nan")}, 400),
         ("score", {}, 400),
-        ("score", GOOD, 200),
+        ("score", {**GOOD, "seconds": 0.9}, 200),
         ("run", GOOD, 404),
     ],
 )

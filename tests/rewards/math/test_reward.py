@@ -47,7 +47,7 @@ RIGHT = [
     ("2", r"\fbox{2}"),
     ("2", r"\boxed{\boxed{2}}"),
     ("2", r"\boxed{$2$}"),
-    ("2", r"\[ \boxed{2} \]"),
+    ("1/2", r"\boxed{{1/2}}"),
     ("2", r"\boxed{\(2\)}"),
     ("2", "\\boxed{\n  2\n}"),
     ("\\frac{1}{2}", r"\boxed{\frac{1}{2}}"),
@@ -115,7 +115,7 @@ RIGHT = [
     ("8", "The answer to the question is 8. I hope it is correct."),
     ("8", "It is 8. I have checked that the answer is correct."),
     ("1 2 3", r"\boxed{1 2 3}"),
-    ("12", "12"),
+    ("8", "The answer is 7. No, wait: we add 3 and 8."),
     ("3,5", "The answers are 3 and 5."),
 ]
 
