@@ -379,20 +379,5 @@ class TestRowsOfAFunction:
         assert "run's folder" in message(function_of(tmp_path, "return []"))
 
 
-OBJECT = '{"prompt": "a", "answer": 1}\n'
-
-
-@pytest.mark.parametrize(
-    ("path", "said"),
-    [
-        ("$HOME/x.jsonl", "write the path, or ${oc.env:NAME}/..."),
-    ],
-)
-def test_a_name_that_another_program_would_have_changed_is_told(path, said):
-    assert said in message(path)
-
-
-def test_a_broken_first_line_is_skipped_where_it_is_to_be(tmp_path):
-    (tmp_path / "x.jsonl").write_text(f"a, b\n{OBJECT}")
-    rows, bad = load_rows(tmp_path / "x.jsonl", Columns(), bad_rows="skip")
-    assert [row.prompt for row in rows] == ["a"] and "x.jsonl:1: not JSON" in bad.reasons[0]
+def test_a_name_that_another_program_would_have_changed_is_told():
+    assert "${oc.env:NAME}/..." in message("$HOME/x.jsonl")

@@ -146,6 +146,8 @@ class Run(RuleBasedStateMachine):
     def begin(self, snapshot, model):
         """A process starts: what ran at the cut waits, with the attempt that was lost."""
         self.coordinator = Coordinator(self.plan, self.ledger, snapshot)
+        if snapshot:
+            assert all(group in snapshot["live"] for group in self.coordinator.snapshot()["live"])
         self.consumed = [tuple(step) for step in model["consumed"]]
         self.dropped = list(model["dropped"])
         self.failures = Counter(dict(model["failures"]))
@@ -223,6 +225,8 @@ class Run(RuleBasedStateMachine):
             self.running[prompt_group.group_id] = prompt_group
             self.attempts[prompt_group.group_id] = prompt_group.attempt
 
+        assert not self.coordinator.issue_groups(self.engine_version), "all that may start did"
+        assert self.coordinator.stalled == (not self.running)
         bound = plan.max_concurrent or (plan.max_staleness + 1) * plan.consumer_batch
         assert len(self.running) <= bound
 

@@ -16,8 +16,6 @@ from distflow.scheduling.admission import rollout_capacity
         (500, 10, 4, 3, 32, 100, 146),  # (4 + 3 + 1) · 32 − 110
         (8, 20, 4, 3, 32, 0, 0),  # more run than may
         (64, 0, 0, 0, 32, 64, 0),  # a resume with a smaller bound
-        (64, 3, 1, 0, 8, 5, 8),
-        (64, 8, 1, 0, 8, 9, 0),
     ],
 )
 def test_capacity(max_concurrent, running, staleness, version, batch, accepted, expected):

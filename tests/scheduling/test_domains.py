@@ -312,6 +312,21 @@ def test_a_short_step_takes_what_there_is_and_no_other_domain_fills_it(tmp_path)
     verify(tmp_path / "ledger.jsonl")
 
 
+def test_a_step_waits_for_a_lost_group_also_where_another_domain_is_exhausted():
+    plan = plan_of(
+        ("a", 9, 1), ("b", 9, 1), batch=2, max_num_gen_batches=1, when_exhausted="continue"
+    )
+    coordinator = Coordinator(plan)
+    coordinator.issue_groups()
+    coordinator.retry(0)
+    coordinator.drop(1, "all_equal")
+    assert coordinator.ready(0) is None
+    (again,) = coordinator.issue_groups()
+    coordinator.complete(again.group_id, 1)
+    coordinator.issue_groups()
+    assert coordinator.ready(0) == (0,)
+
+
 def test_memory_that_is_full_holds_what_the_next_step_needs_of_each_domain():
     plan = plan_of(("a", 9, 1), ("b", 9, 1), batch=2, steps=5, max_staleness=3, max_held_bytes=1)
     coordinator = Coordinator(plan)

@@ -23,13 +23,6 @@ def test_each_prompt_is_whole_in_one_mini_batch(group_sizes, prompts, step):
     assert 1 <= len(found[-1]) <= prompts
 
 
-def test_uneven_groups_count_as_one_prompt_each():
-    """The group of a prompt whose samples were partly dropped must not pull others into its
-    mini-batch."""
-    batches = minibatches(5, [0, 0, 0, 1, 2], 1, seed=0, step=0, epoch=0)
-    assert sorted(batches) == [[0, 1, 2], [3], [4]]
-
-
 def test_another_step_or_epoch_draws_another_split():
     splits = {
         str(minibatches(32, None, 8, seed, step, epoch))

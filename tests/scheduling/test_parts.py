@@ -112,7 +112,8 @@ def test_offered_rows_go_first_and_no_row_of_the_data_is_passed_over(tmp_path: P
         coordinator.complete(number, 1)
     coordinator.ready(0)
     coordinator.release(0)
-    assert [t.row for t in coordinator.issue_groups()] == [1, 2, 3]
+    assert coordinator.offer() == 7
+    assert [t.row for t in coordinator.issue_groups()] == [7, 1, 2]
     verify(tmp_path / "ledger.jsonl")
 
 

@@ -74,12 +74,13 @@ def register_field(
     """Add a custom column. Raises ValueError if the name already means another column."""
     wanted = Field(name, dtype, Axis(axis), doc)
     known = find_field(name)
-    if known is not None and known != wanted:
-        raise ValueError(f"field '{name}' is already {known}; choose another name")
-
     if known is None:
         _registered[name] = wanted
-    return known or wanted
+        return wanted
+
+    if known != wanted:
+        raise ValueError(f"field '{name}' is already {known}; choose another name")
+    return known
 
 
 def find_field(name: str) -> Field | None:

@@ -127,12 +127,11 @@ class Wiring:
         for other in self.before[node_id]:
             known.update(self.vertices[other].writes)
 
-        before = -1
-        while before < len(known):  # a derived field may be the source of another
-            before = len(known)
-            known.update(name for name, sources in DERIVED.items() if known.issuperset(sources))
-
-        return known
+        while True:  # a derived field may be the source of another
+            derived = {name for name, sources in DERIVED.items() if known.issuperset(sources)}
+            if derived <= known:
+                return known
+            known |= derived
 
     def _plane(self, node_id: str) -> Plane:
         vertex = self.vertices[node_id]

@@ -165,13 +165,7 @@ class Coordinator:
             for number in self._admission.waiting(engine_version, num_capacity)
         ]
 
-        # Lost groups form their own wave; with oversampling, where every step begins with some,
-        # they are part of one.
-        if self.plan.oversampling:
-            num_open = num_capacity - len(prompt_groups)
-        else:
-            num_open = self._admission.rollout_capacity(engine_version)
-
+        num_open = num_capacity - len(prompt_groups)
         sources = self._admission.new(engine_version, num_open, self.prompt_groups.num_left)
         prompt_groups += self._issue(sources, engine_version)
         self._close_at_end()

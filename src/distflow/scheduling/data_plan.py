@@ -221,12 +221,8 @@ class DataPlan:
     ledger."""
 
     def __post_init__(self) -> None:
-        if self.domains:
-            assert (
-                self.total_groups is None
-                and sum(domain.num_rows for domain in self.domains) == self.num_rows
-            )
-
+        assert not self.domains or self.total_groups is None
+        assert sum(source.num_rows for source in self.sources) == self.num_rows
         assert min(self.num_rows, self.consumer_batch, self.group_size) > 0
         assert self.max_num_gen_batches is None or self.max_num_gen_batches > 0
         assert self.oversampling >= 0 and not (self.oversampling and self.max_staleness)

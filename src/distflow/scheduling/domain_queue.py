@@ -172,8 +172,6 @@ class DomainQueue:
         num_left = num_running = 0
         for due in sorted(self._due):
             members = self._due[due]
-            if due < step:
-                self._check(step, members.complete)
             taken = min(len(members.complete), wanted - len(chosen))
             num_left += members.num_live - taken
             num_running += len(members.running)

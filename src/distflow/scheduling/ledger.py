@@ -174,7 +174,7 @@ class Ledger(AbstractContextManager["Ledger"]):
         later = (record["restart"] + 1 for line in self._file if (record := _parse(line)))
         self.restart = max([self.restart, *later])
         self._file.seek(-1, os.SEEK_END)
-        if self._file.read(1) != b"\n":
+        if self._file.read() != b"\n":
             self._file.write(b"\n")
         self.append("rolled_back", to=to)
         self.sync()
