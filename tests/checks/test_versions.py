@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from torch import nn
 
 from distflow.checks import draws, losses
 from distflow.errors import TrustError
@@ -60,12 +61,12 @@ def test_too_large_moves_by_rounding_are_not_checked(
 def test_gradients_that_rounding_does_not_explain_are_an_alarm(
     rough: Playground, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    original, calls = losses._gradients, list[int]()
+    original, calls = losses._gradients, list[bool]()
 
-    def gradients(*asked: Any) -> list[Any]:
-        calls.append(0)
-        is_packed = len(calls) == 1 + losses.NUM_SEQUENCES  # after those of each sequence
-        return [each * (1.05 if is_packed else 1.0) for each in original(*asked)]
+    def gradients(loss: Any, inputs: Any) -> list[Any]:
+        calls.append(isinstance(inputs[0], nn.Parameter))
+        is_packed = calls[-1] and sum(calls) == 1 + losses.NUM_SEQUENCES  # after those of each sequence
+        return [each * (1.05 if is_packed else 1.0) for each in original(loss, inputs)]
 
     monkeypatch.setattr(losses, "_gradients", gradients)
     with pytest.raises(TrustError, match=r"\(loss\): .* differs by 0\.05"):

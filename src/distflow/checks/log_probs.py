@@ -87,7 +87,7 @@ def check_log_probs(recorded: RecordedStep) -> str | None:
             _same(recorded, sample, "values", expected)
 
     engines = {policy: resources.actor, "ref_log_prob": resources.ref, "values": resources.critic}
-    hidden = list[str]()
+    hidden = []
     for name, engine in engines.items():
         is_hidden = engine is not None and plain_forward.model_of(engine) is None
         if is_hidden and recorded.is_ours(name):

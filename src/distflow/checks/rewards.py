@@ -203,14 +203,14 @@ def _own_score(
     wanted = _arguments(recorded, sample, name)
     del wanted[PROMPT]  # a user's rollout may use a prompt other than the row's
 
-    own = list[RewardResult]()
+    results = []
     for called, given, result in record.scored:
         arguments = {key: given.get(key) for key in wanted}
         arguments["extra_info"] = given.get("extra_info") or {}
         if called == name and arguments == wanted:
-            own.append(result)
+            results.append(result)
 
-    if not own:
+    if not results:
         raise Wrong(
             f"reward function '{name}' was never called with the response of sample "
             f"{sample['uid']} ({wanted['solution_str'][:80]!r}) and the ground truth "
@@ -222,16 +222,16 @@ def _own_score(
     score = sample["reward_parts"].get(name)
     valid = bool(sample["valid"]) and sample.get("reward_errors") is None
 
-    gave = list[float | None]()
-    for result in own:
+    scores = list[float | None]()
+    for result in results:
         if isinstance(result, Score):
-            gave.append(None if DOES_NOT_APPLY in result.extra else result.value)
+            scores.append(None if DOES_NOT_APPLY in result.extra else result.value)
 
-    if valid and score not in gave:
+    if valid and score not in scores:
         raise Wrong(
             f"sample {sample['uid']} has the score {score} of reward function '{name}', which gave "
-            f"{_shown(own)} for its response: scores are assigned to other samples, or a failed "
-            "one was counted, as a 0 say"
+            f"{_shown(results)} for its response: scores are assigned to other samples, or a "
+            "failed one was counted, as a 0 say"
         )
     if not valid and sample.get("reward_errors") is None:
         raise Wrong(f"sample {sample['uid']} is marked as having no score, without a reward error")

@@ -80,9 +80,8 @@ class Dashboard:
     def _path(self, name: str) -> Path:
         """Raises UserError for anything but a run's folder below the dashboard's."""
         path = self.folder / name
-        is_inside = "\0" not in name and ".." not in Path(name).parts
-
-        is_inside = is_inside and path.resolve().is_relative_to(self.folder)
+        is_plain = "\0" not in name and ".." not in Path(name).parts
+        is_inside = is_plain and path.resolve().is_relative_to(self.folder)
         if not is_inside or not any((path / mark).exists() for mark in _MARKS):
             raise UserError(
                 f"There is no run {name!r} below {self.folder}: the page Runs, at /, lists them."
@@ -213,8 +212,8 @@ def _sample(run: RunPages, query: Query) -> dict[str, Any]:
     shown = samples.sample_groups([found.row], found.step, found.split, _MAX_TEXT)
     shown[0]["pictures"] = samples.prompt_images(run.run_dir, shown, MAX_PICTURE_BYTES)
     others = []
-    for each in found.rows:
-        others.append({"uid": each.get("uid"), "score": to_number(each.get("score"))})
+    for response in found.rows:
+        others.append({"uid": response.get("uid"), "score": to_number(response.get("score"))})
     return {
         "uid": uid,
         "step": found.step,
@@ -252,12 +251,12 @@ def _compare(runs: Mapping[str, RunPages], query: Query) -> dict[str, Any]:
     other = query.get("against", "")
     if other not in names[1:]:
         other = names[1]
-    found = differences(runs[names[0]], runs[other])
+    compared = differences(runs[names[0]], runs[other])
     shown = headline_names()
-    metrics = [each for each in found["metrics"] if each["metric"] in shown]
+    metrics = [metric for metric in compared["metrics"] if metric["metric"] in shown]
     pair = [names[0], other]
 
-    return {**found, "metrics": metrics, "runs": names, "pair": pair, "curves": _overlaid(runs)}
+    return {**compared, "metrics": metrics, "runs": names, "pair": pair, "curves": _overlaid(runs)}
 
 
 def _overlaid(runs: Mapping[str, RunPages]) -> dict[str, Any]:

@@ -110,22 +110,22 @@ def compute(
     sources: dict[str, set[str]] = {}
     """Their keys that a result comes from."""
     read = set[str]()
-    found = Computed()
+    computed = Computed()
     for ours, formula in formulas.items():
-        own = {key: known.get(key) for key in _keys_in(formula)}
-        result = _whole(ours, _evaluate(formula, own, values.get("max_steps")), missing)
+        inputs = {key: known.get(key) for key in _keys_in(formula)}
+        result = _whole(ours, _evaluate(formula, inputs, values.get("max_steps")), missing)
         known[ours] = result
 
         if isinstance(result, Unread):
-            same = {key for key in own if _is_same(key, ours, theirs, table)}
-            found.used |= same  # in another unit
+            same = {key for key in inputs if _is_same(key, ours, theirs, table)}
+            computed.used |= same  # in another unit
             # what the file does not say is reported where its own key is converted
             if same or (is_known(ours) and isinstance(result, Uncomputed)):
                 missing.append(_why_unread(ours, result, same))
             continue
 
         sources[ours] = set()
-        for key in own:
+        for key in inputs:
             sources[ours] |= {key} if key == ours else sources.get(key, {key})
         if result is None:  # it says nothing of a key that is theirs too
             read |= sources[ours] - {ours}
@@ -133,18 +133,18 @@ def compute(
 
         read |= sources[ours]
         if is_known(ours):
-            found.write(ours, result, sources[ours])
+            computed.write(ours, result, sources[ours])
             if not sources[ours].isdisjoint(theirs.values):
-                found.given.add(ours)
+                computed.given.add(ours)
 
     apart = set()
-    for key in read | found.used:
+    for key in read | computed.used:
         if _is_apart(key, values.get(key), table, theirs.method, formulas):
             apart.add(key)
 
-    found.used -= apart
-    found.idle = read - found.used - apart
-    return found
+    computed.used -= apart
+    computed.idle = read - computed.used - apart
+    return computed
 
 
 def _evaluate(formula: str, own: Mapping[str, object], max_steps: object) -> object:

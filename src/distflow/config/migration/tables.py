@@ -77,7 +77,7 @@ class Name:
 
     def in_words(self) -> str:
         return ", ".join(
-            f"`{as_override(there)}` is `{here}`" for there, here in self.values.items()
+            f"`{as_override(theirs)}` is `{ours}`" for theirs, ours in self.values.items()
         )
 
 
@@ -212,6 +212,10 @@ def read_table(path: Path) -> Table:
     `tests/config/migration`."""
     raw = read_toml(path)
     answers = raw.get("answers", {})
+    newer_names = dict[str, str]()
+    for keys, name in raw.get("newer_names", {}).items():
+        newer_names |= dict.fromkeys(expand(keys), name)
+
     return Table(
         names=_read_names(raw.get("keys", {}), answers),
         tuning=_read_names(raw.get("fine_tuning", {}), answers),
@@ -219,9 +223,7 @@ def read_table(path: Path) -> Table:
         defaults=raw.get("defaults", {}),
         computed=raw.get("computed", {}),
         beside_keys=raw.get("beside_keys", {}),
-        newer_names={
-            key: name for keys, name in raw.get("newer_names", {}).items() for key in expand(keys)
-        },
+        newer_names=newer_names,
         example=raw.get("example", {}),
     )
 

@@ -276,19 +276,22 @@ def group_events(events: Sequence[Event]) -> list[EventGroup]:
         if event.kind in PROBLEM_KINDS:
             equal.setdefault((event.kind, event.message), []).append(event)
 
-    order = sorted(equal.items(), key=lambda item: (PROBLEM_KINDS.index(item[0][0]), -len(item[1])))
-    return [
-        {
-            "kind": kind,
-            "message": message,
-            "count": len(found),
-            "first": found[0].step,
-            "last": found[-1].step,
-            "fields": dict(found[-1].fields),
-            "rolled_back": all(event.rolled_back for event in found),
-        }
-        for (kind, message), found in order[:_MAX_GROUPS]
-    ]
+    groups: list[EventGroup] = []
+    for (kind, message), found in equal.items():
+        groups.append(
+            {
+                "kind": kind,
+                "message": message,
+                "count": len(found),
+                "first": found[0].step,
+                "last": found[-1].step,
+                "fields": dict(found[-1].fields),
+                "rolled_back": all(event.rolled_back for event in found),
+            }
+        )
+
+    groups.sort(key=lambda group: (PROBLEM_KINDS.index(group["kind"]), -group["count"]))
+    return groups[:_MAX_GROUPS]
 
 
 NO_END = {"word": "no end yet", "detail": "the run is still in progress, or it was killed"}

@@ -62,8 +62,8 @@ class StepTimes:
         worked = covered(work)
         self.idle[step] = self.idle.get(step, 0.0) + end - begin - worked
 
-        for cause, own in waits.items():
-            idle = covered([*work, *own]) - worked
+        for cause, intervals in waits.items():
+            idle = covered([*work, *intervals]) - worked
             if idle > 0:
                 self.idle_causes[step, cause] = self.idle_causes.get((step, cause), 0.0) + idle
 
@@ -87,7 +87,7 @@ class StepTimes:
         for part in self.parts:
             if part.waits_for and part.step in chosen:
                 found[part.actor, part.waits_for] += part.seconds
-        return dict(sorted(found.items(), key=lambda each: -each[1]))
+        return dict(sorted(found.items(), key=lambda wait: -wait[1]))
 
 
 def step_times(activity: RunActivity, records: Sequence[MetricsRecord]) -> StepTimes:
@@ -214,8 +214,8 @@ def _by_step(
     ends = [end for _, end in windows.values()]
 
     found: dict[int, dict[str, list[Span]]] = {step: {} for step in steps}
-    for actor, own in spans.items():
-        for span in own:
+    for actor, of_actor in spans.items():
+        for span in of_actor:
             for place in range(bisect_right(ends, span.start), len(steps)):
                 begin, end = windows[steps[place]]
                 if begin >= span.end:
@@ -264,9 +264,10 @@ def times_lines(times: StepTimes, step: int) -> list[str]:
         if part.step == step and part.actor == "training" and not part.waits_for:
             phases[part.phase] += part.seconds
 
-    longest = sorted(phases.items(), key=lambda each: -each[1])
+    longest = sorted(phases.items(), key=lambda phase: -phase[1])
     worked = [f"{name} {seconds:.2f}" for name, seconds in longest]
-    waits = [f"{who} for {on} {s:.2f}" for (who, on), s in times.waits([step]).items()]
+    waits_of_step = times.waits([step]).items()
+    waits = [f"{who} for {on} {seconds:.2f}" for (who, on), seconds in waits_of_step]
     return [
         f"time      {end - start:.2f} s: {', '.join(worked)}",
         f"waits     {', '.join(waits) or 'none'}",
