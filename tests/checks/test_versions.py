@@ -65,7 +65,8 @@ def test_gradients_that_rounding_does_not_explain_are_an_alarm(
 
     def gradients(loss: Any, inputs: Any) -> list[Any]:
         calls.append(isinstance(inputs[0], nn.Parameter))
-        is_packed = calls[-1] and sum(calls) == 1 + losses.NUM_SEQUENCES  # after those of each sequence
+        # after those of each sequence
+        is_packed = calls[-1] and sum(calls) == 1 + losses.NUM_SEQUENCES
         return [each * (1.05 if is_packed else 1.0) for each in original(loss, inputs)]
 
     monkeypatch.setattr(losses, "_gradients", gradients)
