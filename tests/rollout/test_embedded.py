@@ -90,16 +90,6 @@ def test_tokens_do_not_depend_on_slots_order_or_company() -> None:
     assert [tokens_of([result]) for result in shuffled] == [alone[row] for row in order]
 
 
-def test_a_group_equals_its_samples_asked_for_one_by_one() -> None:
-    model = make_model()
-    request = request_of(prompt_of(6), (4, 0, 9), max_tokens=20)
-    group = run_all(make_engine(model), [request])[0]
-    assert [generation.sample for generation in group] == [4, 0, 9]
-    assert len({tuple(generation.token_ids) for generation in group}) == 3
-    singles = [request_of(request.prompt_ids, (sample,), max_tokens=20) for sample in (4, 0, 9)]
-    assert tokens_of(run_all(make_engine(model, max_num_seqs=2), singles)) == tokens_of([group])
-
-
 def test_equal_prompts_are_prefilled_once() -> None:
     model = make_model()
     seen = []
@@ -139,24 +129,23 @@ def test_adapters_are_applied_unmerged() -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "message"),
+    ("name", "value", "message"),
     [
-        (
-            {"max_tokens": 510},
-            "prompt of 4 tokens with up to 510 new ones exceeds the 512 positions",
-        ),
-        ({"temperature": 0.0}, "rollout.temperature must be above 0"),
-        ({"top_p": 0.0}, "rollout.top_p must be in"),
-        ({"top_k": 0}, "rollout.top_k must be -1"),
-        ({"min_p": 1.5}, "rollout.min_p must be in"),
-        ({"repetition_penalty": 0.0}, "rollout.repetition_penalty must be above 0"),
-        ({"max_tokens": 0}, "rollout.max_tokens must be at least 1"),
-        ({"stop": ("",)}, "rollout.stop must be strings that are not empty"),
+        ("max_tokens", 509, "512 positions"),
+        ("temperature", 0.0, "rollout.temperature"),
+        ("top_p", 0.0, "rollout.top_p"),
+        ("top_p", 1.1, "rollout.top_p"),
+        ("top_k", 0, "rollout.top_k"),
+        ("min_p", 1.1, "rollout.min_p"),
+        ("min_p", -0.1, "rollout.min_p"),
+        ("repetition_penalty", 0.0, "rollout.repetition_penalty"),
+        ("max_tokens", 0, "rollout.max_tokens"),
+        ("stop", ("",), "rollout.stop"),
     ],
 )
-def test_requests_that_cannot_run_are_refused(changes: dict[str, Any], message: str) -> None:
+def test_requests_that_cannot_run_are_refused(name: str, value: Any, message: str) -> None:
     with pytest.raises(UserError, match=message):
-        run_all(make_engine(make_model()), [request_of(prompt_of(4), **changes)])
+        run_all(make_engine(make_model()), [request_of(prompt_of(4), **{name: value})])
 
 
 @pytest.mark.parametrize("prompt", [(), (5, 10_000), (-1,)])

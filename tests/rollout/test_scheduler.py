@@ -12,9 +12,11 @@ def sequences(prompt: tuple[int, ...], count: int, number: int = 0) -> list[Sequ
 
 
 def test_samples_of_a_prompt_share_one_prefill() -> None:
-    scheduler = Scheduler(max_num_seqs=16, max_prefill_tokens=100)
+    """Its tokens count once against those of a step."""
+    scheduler = Scheduler(max_num_seqs=16, max_prefill_tokens=5)
     scheduler.add(sequences((1, 2, 3), 4))
     scheduler.add(sequences((4, 5), 2, number=1))
+    scheduler.add(sequences((6,), 1, number=2))
     work = scheduler.schedule()
     assert [list(prefill) for prefill in work.prefills] == [[(1, 2, 3), (4, 5)]]
     assert [len(starts) for starts in work.prefills[0].values()] == [4, 2]

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from distflow.rewards.reward_results import CallCounts, RewardCounts, read_score, texts_of
-from distflow.runtime.error_limits import ErrorShare, TooManyErrors
+from distflow.runtime.error_limits import ErrorShare, TooManyErrors, warn_of_errors
 
 
 def test_what_was_counted_is_taken_once_with_the_first_failure() -> None:
@@ -36,7 +36,32 @@ def test_more_than_the_limit_stops(failed: int, limit: float, stops: bool) -> No
 
 
 def test_no_verdict_is_no_share() -> None:
-    assert ErrorShare(0.0, lambda message: None).step(RewardCounts(), 1) == {}
+    shown = list[str]()
+    share = ErrorShare(0.0, lambda message: None, shown.append)
+    assert share.step(RewardCounts(), 1) == {} and not shown
+
+
+@pytest.mark.parametrize(
+    ("failed", "warned"),
+    [
+        ([5, 6, 11, 12, 23], [False, True, False, True, False]),
+        ([6, 5, 6, 0, 9], [True, False, True, False, True]),
+    ],
+)
+def test_a_share_is_warned_of_once_and_when_it_has_doubled(
+    failed: list[int], warned: list[bool]
+) -> None:
+    """A validation, which has no share before it, warns of each above the same limit."""
+    said = list[str]()
+    share = ErrorShare(1.0, said.append)
+    for number, is_warned in zip(failed, warned, strict=True):
+        share.step(RewardCounts(100, number), 1)
+        assert len(said) == is_warned
+        said.clear()
+
+        warn_of_errors(RewardCounts(100, number), said.append)
+        assert len(said) == (number > 5)
+        said.clear()
 
 
 def test_values_that_cannot_be_stored_are_named_once() -> None:

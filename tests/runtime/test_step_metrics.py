@@ -9,7 +9,6 @@ from distflow.runtime.step_metrics import (
     group_metrics,
     over_ranks,
     part_means,
-    staleness_shares,
 )
 from distflow.scheduling.group_states import DomainCounts, GroupCounts
 from distflow.training.engine import OneRank
@@ -34,7 +33,7 @@ def test_an_episode_with_branches_is_as_long_as_its_longest_conversation() -> No
 
 
 def test_what_became_of_a_domains_groups() -> None:
-    domains = {"math": DomainCounts(6, 3, {"all_equal": 2}), "code": DomainCounts(3, 0)}
+    domains = {"math": DomainCounts(6, 3, {"all_equal": 2}), "code": DomainCounts(3, aborted=2)}
     group_counts = GroupCounts(
         issued=9, running=2, complete=2, consumed=3, dropped={"all_equal": 2}, domains=domains
     )
@@ -49,26 +48,32 @@ def test_what_became_of_a_domains_groups() -> None:
         "domains/math/dropped/all_equal": 2,
         "domains/code/issued": 3,
         "domains/code/consumed": 0,
+        "domains/code/aborted": 2,
     }
 
 
 def test_counters_and_ages() -> None:
     group_counts = GroupCounts(
-        issued=9, running=1, complete=2, consumed=3, dropped={"all_equal": 2, "stale": 1}
+        issued=9, running=1, complete=2, consumed=3, dropped={"all_equal": 2, "stale": 1}, aborted=4
     )
-    metrics = group_metrics(group_counts, Figures.of(group()).versions, step=2)
-    assert (
-        metrics["async/enqueued"] == 9
-        and metrics["async/accepted"] == 5
-        and metrics["async/rejected"] == 3
-    )
-    assert metrics["async/stale_data_count"] == 1 and metrics["async/dropped/all_equal"] == 2
-    assert metrics["async/version_diff/max"] == 2 and metrics["async/version_diff/mean"] == 2
-
-
-def test_shares_of_tokens_by_staleness() -> None:
-    shares = staleness_shares({0: 2, 2: 3})
-    assert shares == {"async/staleness/0": 0.4, "async/staleness/1": 0.0, "async/staleness/2": 0.6}
+    assert group_metrics(group_counts, {5: 3, 4: 1}, step=6) == {
+        "async/enqueued": 9,
+        "async/submitted": 9,
+        "async/accepted": 5,
+        "async/running": 1,
+        "async/rejected": 3,
+        "async/stale_data_count": 1,
+        "async/dropped/all_equal": 2,
+        "async/dropped/stale": 1,
+        "async/aborted": 4,
+        "async/version_start": 4,
+        "async/version_end": 5,
+        "async/version_diff/mean": 1.25,
+        "async/version_diff/max": 2,
+        "async/staleness/0": 0,
+        "async/staleness/1": 0.75,
+        "async/staleness/2": 0.25,
+    }
 
 
 class OtherRank(OneRank):
@@ -84,10 +89,15 @@ class OtherRank(OneRank):
 
 
 def test_what_nodes_measured_are_means_over_ranks_by_their_weights() -> None:
-    measured = [({"a": 1.0, "b": 8.0}, 3.0), ({"b": 2.0, "c": float("nan")}, 0.0)]
-    assert over_ranks(measured[:1], OneRank()) == {"a": 1.0, "b": 8.0}
-    other = OtherRank({"a": (5.0, 1.0), "b": (4.0, 2.0), "c": (7.0, 0.0), "d": (3.0, 1.0)})
-    assert over_ranks(measured, other) == {"a": 2.0, "b": 4.0, "c": 0.0, "d": 3.0}
+    """But the largest of a metric that is a maximum, whatever its weight."""
+    measured = [
+        ({"a": 1.0, "b": 8.0, "reward/max": 2.0}, 3.0),
+        ({"b": 2.0, "c": float("nan")}, 0.0),
+    ]
+    assert over_ranks(measured[:1], OneRank()) == {"a": 1.0, "b": 8.0, "reward/max": 2.0}
+    other = {"a": (5.0, 1.0), "b": (4.0, 2.0), "c": (7.0, 0.0), "d": (3.0, 1.0)}
+    found = over_ranks(measured, OtherRank({**other, "reward/max": (6.0, 0.0)}))
+    assert found == {"a": 2.0, "b": 4.0, "c": 0.0, "d": 3.0, "reward/max": 6.0}
 
 
 def test_a_domain_called_like_a_part_has_metrics_of_its_own() -> None:

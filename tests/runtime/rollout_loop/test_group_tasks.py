@@ -14,7 +14,7 @@ from distflow.checks.group_records import GroupRecords
 from distflow.data.sample import Sample, Segment
 from distflow.graph import BoundNode, Drop, NodeOutput, node
 from distflow.observe.writing.timing import Waits
-from distflow.rewards.reward_results import Error, Score
+from distflow.rewards.reward_results import RewardCounts
 from distflow.rollout.engine import GenerateRequest, Stream, WeightReceipt
 from distflow.runtime.compiled_node import compile_steps
 from distflow.runtime.error_limits import GroupFailures
@@ -32,6 +32,7 @@ from tests.runtime.groups import (
     bound,
     context,
     coordinator,
+    prompt_group,
     samples,
     waiting_group,
 )
@@ -260,30 +261,19 @@ def test_a_group_that_fails_by_no_fault_of_the_user_s_is_tried_again(
     assert all("generated again" in said and "MemoryError" in said for said in warnings)
 
 
-def test_a_program_that_always_fails_ends_with_the_reason() -> None:
+@pytest.mark.parametrize("fails", [True, False])
+def test_groups_that_all_fail_or_lack_scores_end_the_run_with_the_reason(fails: bool) -> None:
     @node(writes="scores", role="REWARD", scope="group", reads=("response_mask",))
     def reward_fn(group: Group) -> Any:
-        raise KeyError("every time")
-
-    with pytest.raises(UserNoProgress, match="every time"):
-        asyncio.run(
-            fill(
-                plane_of(OrderedEngine(), bound(reward_fn)),
-                LocalSampleQueue(coordinator(), Waits()),
-                1,
-            )
-        )
-
-
-def test_scores_that_are_always_missing_end_the_run_with_the_reason() -> None:
-    @node(writes="scores", role="REWARD", scope="group", reads=("response_mask",))
-    def reward_fn(group: Group) -> Any:
+        if fails:
+            raise KeyError("the grader is down")
         return Drop(TOO_FEW_SCORES, "the grader is down")
 
     plane = plane_of(OrderedEngine(), bound(reward_fn))
     with pytest.raises(UserNoProgress, match="the grader is down"):
         asyncio.run(fill(plane, LocalSampleQueue(coordinator(), Waits()), 1))
-    assert plane.events.ended[0] == f"{TOO_FEW_SCORES}: the grader is down"  # type: ignore[index]
+    if not fails:
+        assert plane.events.ended[0] == f"{TOO_FEW_SCORES}: the grader is down"  # type: ignore[index]
 
 
 def test_what_nodes_measured_of_a_group_goes_with_it() -> None:
@@ -299,6 +289,24 @@ def test_what_nodes_measured_of_a_group_goes_with_it() -> None:
         return share
 
     assert asyncio.run(run()).metrics == {"number": 0.5}
+
+
+def test_samples_that_get_no_score_are_counted_with_their_node() -> None:
+    @node(writes=("response_ids", "response_mask"), role="ROLLOUT", reads=("prompt_ids",))
+    def respond(group: Group) -> list[Sample]:
+        return samples(0, (1, 2, 1), valid=(True, False, True))
+
+    @node(writes="scores", role="REWARD", scope="group", reads=("response_mask",))
+    def reward_fn(group: Group) -> Any:
+        return [1.0, 0.0, 0.0]
+
+    steps = compile_steps([bound(respond), bound(reward_fn)], {})
+    loop = RolloutLoop(
+        steps, waiting_group, context_of, None, 10.0, GroupEvents(Ends()), GroupRecords()
+    )
+    group = waiting_group(prompt_group(size=3))
+    assert asyncio.run(loop.run(group, steps, context_of)) is None
+    assert loop.call_counts.take() == RewardCounts(3, 1, "no score (node 'x')")
 
 
 def test_cancelling_the_plane_aborts_what_the_engine_does() -> None:
@@ -360,6 +368,3 @@ def test_groups_that_ask_at_once_are_submitted_in_group_order() -> None:
         fill(plane, LocalSampleQueue(coordinator(consumer_batch=4, shuffle=False), Waits()), 1)
     )
     assert [entry[0] for entry in engine.log if not isinstance(entry, str)] == [0, 1, 2, 3]
-
-
-S, E = Score(1.0), Error("it crashed")

@@ -3,6 +3,7 @@ lost to a hang."""
 
 import asyncio
 import contextvars
+import gc
 import os
 import random
 import threading
@@ -48,11 +49,21 @@ async def its_task_never_ends() -> None:
     await asyncio.gather(asyncio.sleep(0), waits_for_ever())
 
 
-@pytest.mark.parametrize("function", [waits_for_ever, spins, its_task_never_ends])
-def test_one_that_never_returns_is_cancelled_at_its_deadline(function: Work) -> None:
+async def fails_at_the_end() -> None:
+    try:
+        await waits_for_ever()
+    finally:
+        raise KeyError
+
+
+@pytest.mark.parametrize("function", [waits_for_ever, spins, its_task_never_ends, fails_at_the_end])
+def test_one_that_never_returns_is_cancelled_at_its_deadline(
+    function: Work, caplog: pytest.LogCaptureFixture
+) -> None:
     with pytest.raises(DeadlinePassed) as passed:
         asyncio.run(call(function, 0.05))
-    assert str(passed.value) == ""
+    gc.collect()
+    assert str(passed.value) == "" and not caplog.records, "asyncio complains of no lost error"
 
 
 def test_one_that_swallows_its_cancellation_is_left_behind() -> None:

@@ -203,8 +203,7 @@ async def _until_ended(cancelled: "Sequence[asyncio.Task[Any]]") -> None:
     """Wait for at most a second, counted in polls, so that a stopped or starved process is not
     taken for a task that swallows its cancellation."""
     for _ in range(_NUM_END_POLLS):
-        if not (await asyncio.wait(cancelled, timeout=_END_POLL_S))[1]:
-            return
+        await asyncio.wait(cancelled, timeout=_END_POLL_S)  # returns at once if all have ended
 
 
 @contextmanager
