@@ -313,6 +313,7 @@ def test_an_unknown_column_that_fits_two_axes_is_refused(
 def test_an_unknown_column_that_fits_one_axis_is_that(value: torch.Tensor, axis: Axis) -> None:
     batch = make([(1, 4), (2, 1)])
     batch["mine"] = value
+    batch["mine"] = value.long()
     assert batch.field("mine") == Field("mine", "float32", axis)
 
 

@@ -84,11 +84,6 @@ def test_ordinary_text_is_not_accused(name: str, text: str | None) -> None:
     assert words is not None and not find_control_word(text, words)
 
 
-@pytest.mark.parametrize("tokenizer", [of.byte_level(of.PLAIN, ("<eos>",), "<eos>")], ids=["plain"])
-def test_a_template_of_plain_text_has_no_words(tokenizer: PreTrainedTokenizerFast) -> None:
-    assert control_words(tokenizer) is None
-
-
 TWICE = "<|im_start|>user\n1+1=<|im_end|>\n"
 ASKED = {"role": "user", "content": "1+1="}
 

@@ -21,6 +21,7 @@ def test_a_text_prompt_is_tokenised_as_it_is(tokenizer):
         tokenizer("1+1=")["input_ids"]
     )
     assert (prompt.ground_truth, prompt.domain, prompt.response_ids) == ("a", "d", None)
+    assert prompt.extra_info == {}
 
 
 def test_a_tokenizer_that_adds_a_start_token_adds_it_to_texts_and_once_to_chats():

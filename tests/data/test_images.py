@@ -36,7 +36,7 @@ def test_every_form_gives_the_same_pixels(tmp_path: Path, form: str) -> None:
         "pillow": square("r"),
         "list": [content],
     }
-    (path,) = read_images(given[form], "images", tmp_path, tmp_path / "store")
+    (path,) = read_images(given[form], "images", tmp_path, tmp_path / "run" / "store")
     assert np.array_equal(load_image(path), square("r"))
 
 

@@ -37,7 +37,8 @@ class TestLengths:
         assert "2 overlong prompts left out" in prompts.report.lines()
 
     def test_the_limit_itself_is_not_too_long(self, tokenizer):
-        assert len(encode(self.rows, tokenizer, max_prompt_length=12)) == 3
+        prompts = encode(self.rows, tokenizer, max_prompt_length=12)
+        assert len(prompts) == 3 and prompts.report.longest_prompt_tokens == 12
         assert len(encode(self.rows, tokenizer, max_prompt_length=11)) == 2
 
     @pytest.mark.parametrize(

@@ -16,6 +16,12 @@ from distflow.data.sources import load_rows
 from distflow.errors import UserError
 
 SETS = Path(__file__).parent / "sets"
+CONFIGURATIONS = """---
+configs:
+- {config_name: first, data_files: train.jsonl}
+- {config_name: second, data_files: other.jsonl}
+---
+"""
 GSM8K = Columns(prompt="question")
 ROWS = [
     {"prompt": "1+1=", "answer": "2", "data_source": "sums", "level": 1},
@@ -60,7 +66,7 @@ def test_jsonl_rows_keep_the_rest_as_extra_info(tmp_path):
 def test_the_same_rows_from_every_format(tmp_path):
     rows = [{key: value for key, value in row.items() if key != "level"} for row in ROWS]
     write_jsonl(tmp_path / "a.jsonl", rows)
-    (tmp_path / "a.json").write_text(json.dumps(rows, indent=2))
+    (tmp_path / "a.json").write_text(json.dumps(rows, indent=2000))
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "a.parquet")
 
     with open(tmp_path / "a.csv", "w", newline="") as file:
@@ -139,6 +145,9 @@ def test_a_folder_of_the_datasets_library(tmp_path, monkeypatch):
     assert [row.prompt for row in load(f"{tmp_path / 'two'}::test")] == ["p"]
     write_jsonl(tmp_path / "plain" / "train.jsonl", ROWS)
     assert len(load(str(tmp_path / "plain"))) == 2
+    write_jsonl(tmp_path / "plain" / "other.jsonl", ROWS[:1])
+    (tmp_path / "plain" / "README.md").write_text(CONFIGURATIONS)
+    assert len(load(f"{tmp_path / 'plain'}:second")) == 1
 
 
 def test_a_hub_id_that_cannot_be_reached_is_the_users_error(monkeypatch):

@@ -38,14 +38,15 @@ def test_a_folder_of_tasks_is_a_row_for_each(tmp_path: Path) -> None:
 
 def test_what_a_task_says_of_itself(tmp_path: Path) -> None:
     config = (
-        'verifier.env = {B = "2"}\n[environment]\nworkdir = "/work"\nmemory_mb = 100\n'
+        'agent.timeout_sec = 0.5\nverifier.env = {B = "2"}\n'
+        '[environment]\nworkdir = "/work"\nmemory_mb = 100\n'
         'env = {A = "1"}\n'
     )
     task = read_task_folder(make(tmp_path / "a", config))
     assert (task.workdir, task.memory_mb, task.agent_s, task.verifier_s) == (
         "/work",
         100,
-        600.0,
+        0.5,
         600.0,
     )
     assert task.env == {"A": "1"} and task.verifier_env == {"A": "1", "B": "2"}
@@ -74,6 +75,7 @@ def test_what_a_task_says_of_itself(tmp_path: Path) -> None:
         ("[environment]\nmemory_mb = 0", "memory_mb=0"),
         ('[[steps]]\nname = "one"', "steps is not supported"),
         ("[verifier]\ntimeout_sec = nan", "timeout_sec=nan"),
+        ("[agent]\ntimeout_sec = 0", "timeout_sec=0"),
         ('environment = "x"', "environment is no table"),
         ("[environment", "Expected ']'"),
     ],
