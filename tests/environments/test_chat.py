@@ -180,6 +180,10 @@ def test_thinking_stays_as_it_was_drawn() -> None:
         "<|im_start|>assistant\n"
     )
 
+    _, closing, rewriting = chat.tokens.describe()
+    assert "<|im_end|>" in closing and "anew" in rewriting
+    assert len(chat_of(FAMILIES["qwen2.5"](), engine).tokens.describe()) == 2
+
 
 @pytest.mark.parametrize(
     ("template", "said"),
@@ -505,7 +509,7 @@ def test_a_message_that_went_through_the_template_is_refused(name: str) -> None:
             [{"role": "user", "content": "3 + 4?"}], tokenize=False
         )
     )
-    chat = chat_of(family, Engine([ids(family, "7")] * 2))
+    chat = chat_of(family, Engine([ids(family, "7")] * 3))
 
     for content in (
         twice,
@@ -521,3 +525,6 @@ def test_a_message_that_went_through_the_template_is_refused(name: str) -> None:
     assert asyncio.run(chat.ask("3 + 4?")).text.strip() == "7"
     with pytest.raises(TemplatedTwice):
         asyncio.run(chat.ask(twice))
+
+    history = [{"role": "user", "content": "3 + 4?"}, {"role": "assistant", "content": twice}]
+    assert asyncio.run(chat.fork(history).ask(twice)).text.strip() == "7", "it was said before"

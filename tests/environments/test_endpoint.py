@@ -241,6 +241,7 @@ def test_a_reply_is_cut_by_its_length_and_a_call_that_cannot_be_read_is_text(beg
             400,
             "'response_format' is not supported",
         ),
+        ("responses", {"input": "hi", "text": {"format": {"type": "json_object"}}}, 400, "'text"),
         ("chat/completions", {"messages": []}, 400, "no messages"),
         ("chat/completions", {"messages": 7}, 400, "the request is invalid"),
         (
@@ -279,7 +280,6 @@ def test_a_reply_is_cut_by_its_length_and_a_call_that_cannot_be_read_is_text(beg
             400,
             "'add'",
         ),
-        ("chat/completions", {"messages": None}, 400, "the request is invalid"),
         ("completions", {"prompt": ["a", "b"]}, 400, "one text"),
         ("completions", {}, 400, "'prompt' is missing"),
         (

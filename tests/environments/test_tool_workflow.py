@@ -232,7 +232,6 @@ def test_python_keeps_names_over_the_calls_of_an_episode(tools: Tools) -> None:
         ),
         ({"name": "search", "options": {"files": "x"}}, "does not take its options"),
         ({"path": "x"}, "neither a name nor {name, options}"),
-        ("nowhere.tools:f", "no module"),
     ],
 )
 def test_a_tool_that_cannot_be_used_is_refused(entry: str | dict[str, object], said: str) -> None:

@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 
 from distflow.data.sample import Sample, Segment
-from distflow.rewards.function_loading import find_fault
 from distflow.rewards.pool.pool import PoolSettings, RewardPool
 from distflow.rewards.reward_results import Error, RewardResult, Score, Timeout
 from tests.patience import at_some_deadline
@@ -163,18 +162,3 @@ def test_the_router_hands_them_the_samples_of_their_domain(file: Path) -> None:
         11,
         0,
     ]
-
-
-@pytest.mark.parametrize(
-    ("function", "is_one"),
-    [
-        (lambda solution_str: 0, True),
-        (lambda solution_strs, ground_truths: 0, True),
-        (lambda solution_strs, **kwargs: 0, True),
-        (lambda completions, **kwargs: 0, True),
-        (lambda solution_strs, solution_str: 0, False),
-        (lambda response: 0, False),
-    ],
-)
-def test_a_reward_is_known_by_its_parameters(function, is_one: bool) -> None:
-    assert (find_fault(function) == "") is is_one

@@ -207,8 +207,6 @@ def test_an_overloaded_endpoint_is_asked_again(runner, server):
     ("options", "message"),
     [
         ({"model": ""}, "no model"),
-        ({"template": "no/such/file"}, "no/such/file"),
-        ({"template": "{prompt}"}, "has no {response}"),
         ({"template": "{response} {colour}"}, "names colour"),
         ({"base_url": "", "key_variable": "NO_SUCH_KEY"}, "NO_SUCH_KEY"),
     ],

@@ -134,10 +134,6 @@ def test_a_part_that_hangs_is_a_timeout_of_the_sample():
     at_some_deadline(check, 0.4, 10.0)
 
 
-def test_a_missing_ground_truth_is_an_error(router):
-    assert isinstance(score(router, sample(r"\boxed{5}", None)).reward_result, Error)
-
-
 def test_remarks_of_a_part_are_kept_under_its_name(router):
     reward_result = score(router, sample("dict", "x", "faulty")).reward_result
     assert (
@@ -175,12 +171,6 @@ def test_domains_are_checked_before_the_run():
         ({"default": []}, None, "is empty"),
         ({"default": [("maths", 1.0)]}, None, "did you mean 'math'"),
         ({"default": [("custom", 1.0)]}, None, "set custom_reward_function.path"),
-        ({"default": [("custom", 1.0)]}, ("no/such/file.py", "compute_score"), "no file"),
-        (
-            {"default": [("custom", 1.0)]},
-            ("no_such_module", "compute_score"),
-            "there is no module 'no_such_module'",
-        ),
         (
             {"default": [("custom", 1.0)]},
             (FAULTY, "compute_scores"),
