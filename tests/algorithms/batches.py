@@ -114,7 +114,7 @@ def drawn_batch(seed: int, longest: int, all_valid: bool) -> Drawn:
         turns,
         orders,
         uniform(bs) < 0.5,
-        normal(bs),
+        normal(bs).float().double(),
         [
             ("maths", "code", "chat")[number]
             for number in torch.randint(3, (bs,), generator=generator)

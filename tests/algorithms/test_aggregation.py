@@ -78,7 +78,7 @@ def test_moments_and_whitening_over_two_ranks(batch: Drawn, first: list[bool]) -
 
     def of_rank(rows: list[int]) -> Any:
         def call(ranks: Ranks) -> Any:
-            arguments = (batch["rewards"][rows], batch.mask[rows], ranks)
+            arguments = (batch["rewards"][rows].float(), batch.mask[rows], ranks)
             return masked_mean(*arguments), masked_var(*arguments), masked_whiten(*arguments)
 
         return call

@@ -53,8 +53,8 @@ OPTIONS: dict[str, dict[str, Sequence[Any]]] = {
 
 
 def columns_of(batch: Drawn) -> dict[str, Any]:
-    """What a node hands to an estimator. Samples without a score hold poison."""
-    rewards = torch.where(batch.valid[:, None], batch["rewards"], math.nan)
+    """What a node hands to an estimator, in float32. Samples without a score hold poison."""
+    rewards = torch.where(batch.valid[:, None], batch["rewards"].float(), math.nan)
     parts = []
     for own, is_valid in zip(batch.parts, batch.valid.tolist(), strict=True):
         parts.append(own if is_valid else {"right": math.nan})
@@ -63,11 +63,11 @@ def columns_of(batch: Drawn) -> dict[str, Any]:
         "response_mask": batch.mask,
         "group_index": batch.group,
         "valid": batch.valid,
-        "values": torch.where(batch.valid[:, None], batch["values"], math.inf),
+        "values": torch.where(batch.valid[:, None], batch["values"].float(), math.inf),
         "truncated": batch.truncated,
         "turn_index": batch.turns,
         "turn_order": batch.orders,
-        "reward_baselines": torch.where(batch.valid, batch.baselines, math.nan),
+        "reward_baselines": torch.where(batch.valid, batch.baselines.float(), math.nan),
         "reward_parts": parts,
         "domain": batch.domains,
     }

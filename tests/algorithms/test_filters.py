@@ -80,7 +80,7 @@ def test_weights_over_two_ranks(
     def of_rank(rows: list[int]) -> Any:
         def call(ranks: Ranks) -> Any:
             valid = batch.valid[rows]
-            share = share_right(batch.acc[rows], batch.group[rows], valid)
+            share = share_right(batch.acc[rows].float(), batch.group[rows], valid)
             weights = torch.ones(len(rows), dtype=torch.float64)
             if difficulty is not None:
                 weights = weights * difficulty_weights(share, difficulty)

@@ -37,7 +37,7 @@ def test_an_estimate_and_its_gradient(kind: str, batch: Drawn) -> None:
 def test_unknown_estimates_are_refused(kind: str) -> None:
     with pytest.raises(ValueError, match="low_var_kl"):
         kl_estimate(torch.zeros(1), torch.zeros(1), kind)
-    with pytest.raises(ValueError, match="'full'.*low_var_kl"):
+    with pytest.raises(ValueError, match="'full' would need"):
         check_kl_type("full")
 
 
@@ -55,7 +55,7 @@ def test_the_penalty_in_the_reward_over_two_ranks(
     names = ("scores", "old_log_probs", "ref_log_prob")
 
     def of_rank(rows: list[int]) -> Any:
-        columns = [batch[name][rows] for name in names]
+        columns = [batch[name][rows].float() for name in names]
         return lambda ranks: apply_kl_penalty(
             *columns,
             batch.mask[rows],

@@ -118,6 +118,7 @@ def test_small_gaps_pass_larger_ones_warn_and_large_ones_hold_the_run(
     assert warning is None and metrics["mismatch/mean_abs"] == pytest.approx(fine, rel=0.01)
     _, warning = check_mismatch(moved(sampled_batch(), warns), 0, tolerance)
     assert warning is not None and "(cause: numerics)" in warning
+    assert "rollout_is=token weighs it out" in warning
     with pytest.raises(TrustError, match="disagree by"):
         check_mismatch(moved(sampled_batch(), holds), 0, tolerance)
 

@@ -63,7 +63,7 @@ def test_over_two_ranks(
 
     def of_rank(rows: list[int]) -> Any:
         def call(ranks: Ranks) -> Any:
-            column = batch["rewards"][rows]
+            column = batch["rewards"][rows].float()
             before = torch.tensor([BEFORE], dtype=torch.float64)
             moments = Moments().with_values(before, torch.ones_like(before))
             moments = moments.with_values(column, counted[rows], ranks)

@@ -97,10 +97,10 @@ def apply_kl_penalty(
         under_mask(each.double(), response_mask) for each in (old_log_probs, ref_log_prob)
     )
     kl = under_mask(kl_estimate(old_log_probs, ref_log_prob, kl_penalty), response_mask)
-    rewards = under_mask(token_level_scores.double(), response_mask) - kl_coef * kl
+    rewards = under_mask(token_level_scores, response_mask) - kl_coef * kl
     kl, counted = kl.detach(), torch.ones(len(kl), device=kl.device) if valid is None else valid
     if mean == "token":
         return rewards, float(masked_mean(kl, response_mask * counted[:, None], reduce))
-    of_sequences = kl.double().sum(dim=-1) / (response_mask > 0).sum(dim=-1).clamp(min=1)
+    of_sequences = kl.sum(dim=-1) / (response_mask > 0).sum(dim=-1).clamp(min=1)
 
     return rewards, float(masked_mean(of_sequences, counted, reduce))

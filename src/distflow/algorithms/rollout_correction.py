@@ -124,9 +124,9 @@ def compute_rollout_weights(
 
 
 def effective_sample_size(weights: Tensor, mask: Tensor, reduce: Reduce | None = None) -> Tensor:
-    """(Σw)² / (n · Σw²) in 0..1 over the entries under the mask, a float64 scalar; 0 where all
-    weights are 0."""
-    inside = under_mask(weights.double(), mask)
+    """(Σw)² / (n · Σw²) in 0..1 over the entries under the mask, a scalar; 0 where all weights are
+    0. weights: float64."""
+    inside = under_mask(weights, mask)
     sums = torch.stack([inside.sum(), inside.square().sum(), (mask > 0).sum().double()])
     total, squares, count = global_sum(sums, reduce).unbind()
     size = total.square() / (squares * count)
