@@ -32,9 +32,8 @@ def launch_several(runs: Sequence[PlannedRun], options: SeveralOptions) -> Ended
         own = {"OMP_NUM_THREADS": str(max(1, cores * len(run.devices) // num_devices))}
         if run.plan.ranks[0].device.startswith("cuda"):
             seen = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(num_devices)))
-            own["CUDA_VISIBLE_DEVICES"] = ",".join(
-                seen.split(",")[device] for device in run.devices
-            )
+            names = seen.split(",")
+            own["CUDA_VISIBLE_DEVICES"] = ",".join(names[device] for device in run.devices)
 
         environments[run.name] = own
 

@@ -56,7 +56,8 @@ class CoordinatorActor(SharedSampleQueue[GroupRef]):
         coordinator, self._ledger = begin_ledger(spec, start)
 
         queued: dict[int, FinishedGroup[GroupRef]] = {}
-        for number, group in (load_queued(start.checkpoint) if start.checkpoint else {}).items():
+        stored = load_queued(start.checkpoint) if start.checkpoint else {}
+        for number, group in stored.items():
             reference, num_bytes = to_group(group.data, spec.config.trainer.launcher != "local")
             queued[number] = group.stored_as(reference)
             if coordinator.queue.holds(number):
@@ -119,9 +120,8 @@ class CoordinatorActor(SharedSampleQueue[GroupRef]):
         self, step: int, rank: int, wanted: int | None = None, timeout_s: float | None = None
     ) -> TrainingStep[Sequence[GroupRef]] | NewWorkers | None:
         """See `take_step`. timeout_s: instead of a deadline."""
-        taken = super().take_step(
-            step, rank, wanted, None if timeout_s is None else time.monotonic() + timeout_s
-        )
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        taken = super().take_step(step, rank, wanted, deadline)
         if isinstance(taken, TrainingStep) and rank == 0:
             self._resume_point = None  # it references groups
         return taken

@@ -26,10 +26,10 @@ def hanging(
     asked = [future_of(worker.write_stacks.remote(stacks)) for worker in workers.values()]
     where = {rank: future_of(workers[rank].where.remote()) for rank in late}
     answered = wait([*asked, *where.values()], remote_calls.ENDS_WITHIN_S).done
-    places = [
-        f"worker {rank} is {each.result() if each in answered else 'silent'}"
-        for rank, each in where.items()
-    ]
+    places = []
+    for rank, call in where.items():
+        place = call.result() if call in answered else "silent"
+        places.append(f"worker {rank} is {place}")
 
     return WorkerHangs(
         f"{' and '.join(places)}, and has not reached a collective call of all ranks within "
@@ -69,13 +69,12 @@ class Heartbeat:
         """The rank of a process that has not responded for too long (`_limit_s`); None if all are
         well."""
         now = time.monotonic()
-        before = self._looked
+        away_s = now - self._looked
         self._looked = now
 
-        if now - before > _AWAY_S:  # this process itself was stopped: answers are on their way
-            self._asked = {
-                rank: (asked, since + now - before) for rank, (asked, since) in self._asked.items()
-            }
+        if away_s > _AWAY_S:  # this process itself was stopped: answers are on their way
+            for rank, (asked, since) in self._asked.items():
+                self._asked[rank] = (asked, since + away_s)
 
         for rank, (asked, since) in list(self._asked.items()):
             if asked.done():

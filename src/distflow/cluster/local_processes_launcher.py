@@ -169,14 +169,16 @@ class LocalRun(AbstractContextManager["LocalRun"]):
     def _check(self, calls: Sequence["Future[Any]"], when: str) -> None:
         """Raises the error of a failed call, or WorkerDied if the cause is a process that died or
         does not respond. when: in the run."""
-        error = next((error for call in calls if call.done() and (error := call.exception())), None)
-        may_follow = error is not None and not isinstance(error, UserError | TrustError)
+        errors = [call.exception() for call in calls if call.done()]
+        error = next(filter(None, errors), None)
+        until = time.monotonic()
+        if error is not None and not isinstance(error, UserError | TrustError):
+            until += STARVED_S  # it may follow from a death that is not known yet
 
-        until = time.monotonic() + (STARVED_S if may_follow else 0.0)
-        while (
-            not (dead := [worker for worker in self._workers if worker.how_it_died()])
-            and time.monotonic() < until
-        ):
+        while True:
+            dead = [worker for worker in self._workers if worker.how_it_died()]
+            if dead or time.monotonic() >= until:
+                break
             time.sleep(_LOOKS_EVERY_S)
 
         for worker in dead:

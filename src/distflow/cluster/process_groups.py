@@ -130,14 +130,16 @@ class TorchCollective:
             return self._all_reduce(self._numbers([value]), op).item()
 
         everyone = self.gather(value)
-        odd = {name for own in everyone for name in own.keys() ^ value.keys()}
+        odd = set[str]()
+        for values in everyone:
+            odd |= values.keys() ^ value.keys()
         if odd:
             raise ValueError(
                 f"ranks reduce values with different names: only some have {sorted(odd)}"
             )
 
         reduce = sum if op is dist.ReduceOp.SUM else max
-        return {name: reduce(own[name] for own in everyone) for name in value}
+        return {name: reduce(values[name] for values in everyone) for name in value}
 
     def _numbers(self, values: list[float]) -> Tensor:
         return torch.tensor(values, dtype=torch.float64, device=self._device)

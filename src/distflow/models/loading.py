@@ -12,7 +12,7 @@ from typing import Any, Literal, TypedDict, TypeVar, Unpack
 
 import torch
 from huggingface_hub import snapshot_download
-from torch import nn
+from torch import Tensor, nn
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -172,10 +172,9 @@ def context_length(path: str | Path, **options: Unpack[SourceOptions]) -> int | 
 
     Loads no weights. Raises UserError as `load_model` does.
     """
-    found = getattr(
-        ModelSource(path, **options).config().get_text_config(), "max_position_embeddings", None
-    )
-    return found if isinstance(found, int) else None
+    config = ModelSource(path, **options).config().get_text_config()
+    limit = getattr(config, "max_position_embeddings", None)
+    return limit if isinstance(limit, int) else None
 
 
 class ModelSource:
@@ -305,22 +304,21 @@ class ModelSource:
         disable_dropout(model)
         attach_packed_forward(model)
         shard_model(model, sharding)
-        place = "cpu" if sharding.on_host else device
-        model._apply(
-            lambda tensor: (
-                torch.empty_like(tensor, device=place) if tensor.is_meta else tensor.to(device)
-            )
-        )
+
+        def allocated(tensor: Tensor) -> Tensor:
+            if tensor.is_meta:
+                return torch.empty_like(tensor, device="cpu" if sharding.on_host else device)
+            return tensor.to(device)
+
+        model._apply(allocated)
 
         with self._readable():
-            wanted = ["*.json", "model*.safetensors"]
-            folder = Path(
-                self.path
-                if is_local(self.path)
-                else snapshot_download(
-                    self.path, revision=self._options["revision"], allow_patterns=wanted
-                )
-            )
+            path = self.path
+            if not is_local(path):
+                wanted = ["*.json", "model*.safetensors"]
+                path = snapshot_download(path, revision=self.revision, allow_patterns=wanted)
+
+            folder = Path(path)
             if (folder / "generation_config.json").is_file():
                 model.generation_config = GenerationConfig.from_pretrained(folder)
             return model, read_own_parts(model, folder)
@@ -399,8 +397,9 @@ def _check_images(model: nn.Module) -> None:
     can_pack = text_decoder(model).config._attn_implementation == PACKED_ATTENTION
     for in_own_passes in (False, True) if can_pack else (True,):
         setattr(unwrapped(model), IN_OWN_PASSES, in_own_passes)
+        why = "a response changes what comes before it"
         try:
-            (error, unused), why = image_error(model), "a response changes what comes before it"
+            error, unused = image_error(model)
         # a family of another form
         except (TypeError, ValueError, RuntimeError, KeyError, AttributeError) as reason:
             error = math.inf

@@ -13,6 +13,7 @@ Keys that are not set follow the allocation; a key that contradicts it is an err
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import chain
 from typing import NoReturn
 
 from distflow.builtin_names import (
@@ -110,8 +111,8 @@ def require_engines(allocation: Allocation) -> None:
     for part in allocation.parts:
         if not _ENGINES[part.engine].target:
             table = ROLLOUT_ENGINES if part.engine in ROLLOUT_ENGINES else TRAIN_ENGINES
-            there = ", ".join(name for name, entry in table.items() if entry.target)
-            part.refuse(f"the engine '{part.engine}' is not implemented yet; choose from {there}")
+            names = ", ".join(name for name, entry in table.items() if entry.target)
+            part.refuse(f"the engine '{part.engine}' is not implemented yet; choose from {names}")
 
 
 def _parse_part(text: str, has_rollout: bool) -> AllocatedPart:
@@ -149,19 +150,21 @@ def _parse_part(text: str, has_rollout: bool) -> AllocatedPart:
 
 
 def _parse_sizes(engine: str, text: str) -> Sizes:
-    has = _ENGINES[engine].sizes
-    found: dict[str, int] = {}
+    letters = _ENGINES[engine].sizes
+    sizes: dict[str, int] = {}
     for letter, number in re.findall(r"([a-zA-Z])(\d+)", text):
         axis = _LETTERS.get(letter) or _NOT_THERE_YET.get(letter)
-        if axis is None or axis in found or int(number) < 1:
+        if axis is None or axis in sizes or int(number) < 1:
             _refuse(text, f"'{letter}{number}': write each of d, t (or m), p, c, e once, from 1")
-        found[axis] = int(number)
+        sizes[axis] = int(number)
 
-        if int(number) > 1 and (letter in _NOT_THERE_YET or (axis == "tensor" and "t" not in has)):
+        if int(number) == 1:
+            continue
+        if letter in _NOT_THERE_YET or (axis == "tensor" and "t" not in letters):
             lacks = f"the engine '{engine}' has no {axis} parallelism"
-            _refuse(text, f"{lacks}; its sizes are {', '.join(has)}")
+            _refuse(text, f"{lacks}; its sizes are {', '.join(letters)}")
 
-    return Sizes(found.get("data", 1), found.get("tensor", 1))
+    return Sizes(sizes.get("data", 1), sizes.get("tensor", 1))
 
 
 def _refuse(part: str, what: str) -> NoReturn:
@@ -184,12 +187,11 @@ def follow_allocation(loaded: Loaded) -> Loaded:
 
     allocation = parse_allocation(loaded.config.trainer.allocation)
     require_engines(allocation)
-    said = [*_devices(allocation, loaded), *_engines(allocation, loaded.config)]
-    changes = [
-        (key, value, f"{KEY} says so")
-        for key, there, value in said
-        if there != value and is_free(loaded.origins, key)
-    ]
+    keys = chain(_devices(allocation, loaded), _engines(allocation, loaded.config))
+    changes = []
+    for key, value, implied in keys:
+        if value != implied and is_free(loaded.origins, key):
+            changes.append((key, implied, f"{KEY} says so"))
 
     return with_changes(loaded, changes)
 
@@ -204,11 +206,11 @@ def check_agreement(allocation: Allocation, config: Config) -> None:
             f"{_NODES}={nodes} × {_DEVICES}={devices} are {nodes * devices}: change one of them"
         )
 
-    for key, there, said in _engines(allocation, config):
-        if there != said:
+    for key, value, implied in _engines(allocation, config):
+        if value != implied:
             raise UserError(
-                f"{key}={there} contradicts {KEY}='{allocation.text}', which says {said}: remove "
-                "one"
+                f"{key}={value} contradicts {KEY}='{allocation.text}', which says {implied}: "
+                "remove one"
             )
 
 

@@ -4,6 +4,7 @@ on machines (`place_parts`)."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 
 from distflow.builtin_names import ROLLOUT_ENGINES
 from distflow.config import Config
@@ -89,25 +90,23 @@ def plan_ray(
         dp_groups = _scheduled(pipeline, config, sizes)
 
     _check_engines_lie_together(pipeline, dp_groups)
-    devices = sorted(number for dp_group in dp_groups for number in dp_group.devices)
-    nodes_of: dict[int, frozenset[str]] = {}
+    devices = sorted(chain.from_iterable(dp_group.devices for dp_group in dp_groups))
     rank_of = {number: rank for rank, number in enumerate(devices)}
 
     layouts = []
+    nodes_of: dict[int, frozenset[str]] = {}
     for dp_group in dp_groups:
-        own = tuple(rank_of[number] for number in dp_group.devices)
-        nodes_of |= dict.fromkeys(own, dp_group.nodes)
+        group_ranks = tuple(rank_of[number] for number in dp_group.devices)
+        nodes_of |= dict.fromkeys(group_ranks, dp_group.nodes)
         for role, (engine, model_sizes) in dp_group.roles.items():
             shard = _shard(role, engine, model_sizes, config)
-            layouts.append(Layout(role, engine, own, model_sizes, shard))
-
-    rollout_nodes = [node.node_id for node in pipeline.rollout_nodes]
-    training_nodes = [node.node_id for node in pipeline.training_nodes]
+            layouts.append(Layout(role, engine, group_ranks, model_sizes, shard))
 
     ranks = []
     for rank, number in enumerate(devices):
-        generating = [node_id for node_id in rollout_nodes if node_id in nodes_of[rank]]
-        training = [node_id for node_id in training_nodes if node_id in nodes_of[rank]]
+        nodes = nodes_of[rank]
+        generating = [node.node_id for node in pipeline.rollout_nodes if node.node_id in nodes]
+        training = [node.node_id for node in pipeline.training_nodes if node.node_id in nodes]
         machine = number // config.trainer.n_gpus_per_node
         ranks.append(rank_plan(pipeline, rank, device, generating, training, machine))
 
@@ -137,9 +136,11 @@ def _allocated(pipeline: BoundPipeline, config: Config) -> list[DpGroup]:
     check_agreement(allocation, config)
     judges = {name for name, model in scoring_models(config.reward_model).items() if model.judge}
     _check_roles(pipeline, allocation, config.actor_rollout_ref.rollout.name, judges)
-    roles_of = [
-        {part.role: (part.engine, part.sizes) for part in group} for group in allocation.groups
-    ]
+    roles_of = []
+    shares = []
+    for group in allocation.groups:
+        roles_of.append({part.role: (part.engine, part.sizes) for part in group})
+        shares.append(group[0].sizes.num_devices)
 
     main = next((roles for roles in roles_of if "actor" in roles), roles_of[0])
     for role in sorted(pipeline.engines):
@@ -156,13 +157,12 @@ def _allocated(pipeline: BoundPipeline, config: Config) -> list[DpGroup]:
             engine = config.actor_rollout_ref.rollout.name
         main[role] = (engine, sizes)
 
-    shares = [group[0].sizes.num_devices for group in allocation.groups]
-    found = []
+    dp_groups = []
     for devices, roles in zip(_placed(shares, config), roles_of, strict=True):
         nodes = _nodes_of(pipeline, roles, is_main=roles is main)
-        found.append(DpGroup(devices, nodes, roles))
+        dp_groups.append(DpGroup(devices, nodes, roles))
 
-    return found
+    return dp_groups
 
 
 def _check_roles(
@@ -237,12 +237,12 @@ def _scheduled(
     num_devices = config.trainer.nnodes * config.trainer.n_gpus_per_node
     parts = pipeline_parts(pipeline, sizes, num_devices)
 
-    found = []
+    dp_groups = []
     for part, devices in zip(parts, _devices_of(parts, config), strict=True):
         roles = {role: _model(role, config, len(devices)) for role in part.engines}
-        found.append(DpGroup(devices, frozenset(part.nodes), roles))
+        dp_groups.append(DpGroup(devices, frozenset(part.nodes), roles))
 
-    return found
+    return dp_groups
 
 
 def _devices_of(parts: Sequence[Part], config: Config) -> Sequence[tuple[int, ...]]:
@@ -255,11 +255,11 @@ def _devices_of(parts: Sequence[Part], config: Config) -> Sequence[tuple[int, ..
     if not chosen:
         return share_devices([parts], config)[0]
 
-    named = [number for own in chosen for number in own]
+    named = [*chain.from_iterable(chosen)]
     are_there = len({*named} & {*range(num_devices)}) == len(named)
     if not all(chosen) or len(chosen) != len(parts) or not are_there:
         raise UserError(
-            f"trainer.devices={[list(own) for own in chosen]}: write one list for each of the "
+            f"trainer.devices={[*map(list, chosen)]}: write one list for each of the "
             f"{len(parts)} independent parts, of different numbers below {num_devices}, or remove "
             "it"
         )
@@ -276,14 +276,17 @@ def share_devices(
     devices than parts.
     """
     num_devices = config.trainer.nnodes * config.trainer.n_gpus_per_node
-    owners = [(number, part) for number, parts in enumerate(pipelines) for part in parts]
-    owners.sort(key=lambda owner: priority(owner[1]))
-    sizes = [part.size for _, part in owners]
+    parts_of_all: list[tuple[int, Part]] = []
+    for number, parts in enumerate(pipelines):
+        parts_of_all += [(number, part) for part in parts]
+    parts_of_all.sort(key=lambda numbered: priority(numbered[1]))
+
+    sizes = [part.size for _, part in parts_of_all]
     shares = apportion(sizes, num_devices, config.dag.apportion_strategy)
-    found: list[list[tuple[int, ...]]] = [[] for _ in pipelines]
-    for (number, _), devices in zip(owners, _placed(shares, config), strict=True):
-        found[number].append(devices)
-    return [tuple(own) for own in found]
+    devices_of: list[tuple[tuple[int, ...], ...]] = [()] * len(pipelines)
+    for (number, _), devices in zip(parts_of_all, _placed(shares, config), strict=True):
+        devices_of[number] += (devices,)
+    return devices_of
 
 
 def _placed(shares: Sequence[int], config: Config) -> list[tuple[int, ...]]:
@@ -358,14 +361,16 @@ def _check_engines_lie_together(pipeline: BoundPipeline, dp_groups: Sequence[DpG
 
     for node in pipeline.nodes:
         for dp_group in dp_groups:
+            if node.node_id not in dp_group.nodes or dp_group.roles.keys() >= {*node.engines}:
+                continue
+
             apart = [engine for engine in node.engines if engine not in dp_group.roles]
-            if apart and node.node_id in dp_group.nodes:
-                here = [f"'{engine}'" for engine in dp_group.roles if engine in node.engines]
-                others = here[0] if here else "the engines of its plane"
-                raise UserError(
-                    f"{KEY}: node '{node.node_id}' uses '{apart[0]}', which is not on the devices "
-                    f"of {others}: join them with '|'"
-                )
+            here = [f"'{engine}'" for engine in dp_group.roles if engine in node.engines]
+            others = here[0] if here else "the engines of its plane"
+            raise UserError(
+                f"{KEY}: node '{node.node_id}' uses '{apart[0]}', which is not on the devices "
+                f"of {others}: join them with '|'"
+            )
 
 
 def _shard(role: str, engine: str, sizes: Sizes, config: Config) -> int | None:

@@ -89,9 +89,9 @@ def pipeline_parts(
 
     parts = []
     for nodes in trained:
-        makes_groups = not generates or "actor" in _contents(nodes, holds)
-        own = rollout_nodes + nodes if makes_groups else nodes
-        parts.append(_part(pipeline, own, sizes))
+        if not generates or "actor" in _contents(nodes, holds):
+            nodes = rollout_nodes + nodes
+        parts.append(_part(pipeline, nodes, sizes))
 
     parts.sort(key=priority)
     first = {*parts[0].nodes, *idle}

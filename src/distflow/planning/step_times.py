@@ -239,17 +239,20 @@ class StepTimes:
         written."""
         shape = self.shapes[role]
         sizes = sizes_of(self.plan, role)
-        settings = self.config.actor_rollout_ref
-        own = trainer_keys(self.config, role)
+        settings = trainer_keys(self.config, role)
+        lora_rank = self.config.actor_rollout_ref.model.lora_rank
+
         trained = float(shape.parameters)
-        if settings.model.lora_rank and role == "actor":
-            trained = adapter_weights(shape, settings.model.lora_rank)
+        if lora_rank and role == "actor":
+            trained = adapter_weights(shape, lora_rank)
+
         parts = shards_of(self.plan, self.config, role)
         seconds = 28 * trained / parts / (self.device.bandwidth * DECODING)
-        if own.fsdp_config.optimizer_offload and not self.device.is_cpu:
+        if settings.fsdp_config.optimizer_offload and not self.device.is_cpu:
             seconds += 16 * trained / parts / HOST_LINK
         if sizes.data > 1 and parts == sizes.tensor:  # whole weights: gradients are summed once
             seconds += 8 * trained / self._link(role)
+
         steps = optimizer_steps_a_step(self.config, "critic" if role == "critic" else "actor")
 
         return seconds * steps
@@ -258,8 +261,11 @@ class StepTimes:
         """Bytes per second between the ranks of a role, or between those that share its matrices;
         over the network if they span machines."""
         layout = self.plan.layout(role)
-        ranks = () if layout is None else layout.ranks
-        if layout is not None and within_tensor:
+        if layout is None:
+            return SENDING * self.device.link
+
+        ranks = layout.ranks
+        if within_tensor:
             ranks = ranks[: layout.sizes.tensor]
         return SENDING * (self.device.network if self._spans(ranks) else self.device.link)
 

@@ -35,13 +35,12 @@ def make_time_line(times: StepTimes, pipeline: BoundPipeline) -> tuple[Bar, ...]
     generated = generation[-1].end if generation else 0.0
     training = _training(times, pipeline, 0.0 if times.overlaps else generated)
     bars = generation + training
-    trained = max((bar.end for bar in training), default=0.0)
-    dp_groups = dp_groups_of(times.plan)
-    synced = max(generated, trained)
-
-    if sync := times.sync():
-        for ranks in dict.fromkeys([*dp_groups[:1], *(bar.ranks for bar in generation)]):
-            bars.append(Bar(ranks, SYNC, synced, synced + sync))
+    sync = times.sync()
+    if sync:
+        begin = max((bar.end for bar in bars), default=0.0)
+        receivers = [bar.ranks for bar in generation]
+        for ranks in dict.fromkeys([*dp_groups_of(times.plan)[:1], *receivers]):
+            bars.append(Bar(ranks, SYNC, begin, begin + sync))
 
     return tuple(sorted(bars, key=lambda bar: (bar.start, bar.ranks)))
 

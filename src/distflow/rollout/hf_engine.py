@@ -331,15 +331,17 @@ class _Draw(transformers.LogitsProcessor):
         cumulative = probs.cumsum(dim=-1)
         total = cumulative[:, -1]
         target = torch.minimum(uniform * total, total.nextafter(torch.zeros_like(total)))
-        drawn = torch.searchsorted(cumulative, target[:, None], right=True).squeeze(-1)
-        chosen = scores.argmax(dim=-1) if self.params.greedy else drawn
-        log_probs = self._policy.gather(-1, chosen[:, None])
-        self.rollout_log_probs.append(log_probs.squeeze(-1).tolist())
-        log_probs = probs.gather(-1, chosen[:, None]).log()
-        self.sampling_log_probs.append(log_probs.squeeze(-1).tolist())
+        chosen = torch.searchsorted(cumulative, target[:, None], right=True)
+        if self.params.greedy:
+            chosen = scores.argmax(dim=-1, keepdim=True)
+
+        rollout = self._policy.gather(-1, chosen)
+        sampling = probs.gather(-1, chosen).log()
+        self.rollout_log_probs.append(rollout[:, 0].tolist())
+        self.sampling_log_probs.append(sampling[:, 0].tolist())
         self.versions.append(self.engine.version.step)
 
-        return torch.full_like(scores, float("-inf")).scatter(-1, chosen[:, None], 0.0)
+        return torch.full_like(scores, float("-inf")).scatter(-1, chosen, 0.0)
 
     def _draw_numbers(self, scores: Tensor, uniform: Tensor, head: NumberHead) -> Tensor:
         """Draw the next number, float32, by the inverse of the normal distribution; greedy takes

@@ -185,16 +185,17 @@ def draw_by_law(
         token_ids = drawn_from.draw(uniform)
 
     log_probs = policy.log_probs(token_ids)
-    return Draws(
-        token_ids, log_probs, log_probs if drawn_from is policy else drawn_from.log_probs(token_ids)
-    )
+    if drawn_from is policy:
+        return Draws(token_ids, log_probs, log_probs)
+    return Draws(token_ids, log_probs, drawn_from.log_probs(token_ids))
 
 
-def _truncated(full: Distribution, law: SamplingLaw, candidates: tuple[int, ...]) -> Distribution:
+def _truncated(
+    current: Distribution, law: SamplingLaw, candidates: tuple[int, ...]
+) -> Distribution:
     """Top-k, then top-p of the rest, then min-p; tokens tied with the last one kept are kept
     too."""
-    current = full
-    if 0 < law.top_k < full.scores.shape[-1]:
+    if 0 < law.top_k < current.scores.shape[-1]:
         least = current.scores.topk(law.top_k, dim=-1).values[:, -1:]
         current = Distribution(current.scores.masked_fill(current.scores < least, float("-inf")))
 

@@ -117,7 +117,8 @@ class Extension:
                 hashes[name] = stripe_hash(tensor)
                 yield from published({name: tensor}).items()
 
-        load_weights, loaded = model.load_weights, set[str]()
+        load_weights = model.load_weights
+        loaded = set[str]()
 
         def load(given: Iterator[tuple[str, Tensor]]) -> set[str]:
             loaded.update(load_weights(given))
@@ -138,19 +139,16 @@ class Extension:
 
         # the head has a packed copy, which keeps old weights if it is tied
         if current_platform.is_cpu():
-            for head in (
-                module for module in model.modules() if isinstance(module, ParallelLMHead)
-            ):
-                head.quant_method.process_weights_after_loading(head)
+            for module in model.modules():
+                if isinstance(module, ParallelLMHead):
+                    module.quant_method.process_weights_after_loading(module)
 
-        modules = model.named_modules()  # others have been derived from them
-        built = {
-            f"{path}.{name}"
-            for path, each in modules
-            for name in get_layerwise_info(each).restore_metadata[0]
-        }
-        expected = (name for name, _ in model.named_parameters() if name in built)
+        built = set[str]()  # other parameters have been derived from these
+        for path, module in model.named_modules():
+            for name in get_layerwise_info(module).restore_metadata[0]:
+                built.add(f"{path}.{name}")
 
+        expected = built.intersection(name for name, _ in model.named_parameters())
         missing = {name.replace(".base_layer.", ".") for name in expected} - loaded
         if missing:
             raise RuntimeError(
@@ -206,10 +204,11 @@ class Extension:
             for owner in [owner for owner in kept if owner[0] in abandoned]:
                 del kept[owner]
 
-        return [
-            [b64encode(kept.pop((name, n), b"")).decode() for n in range(ended[name])]
-            for name in ended
-        ]
+        taken = []
+        for name, num_samples in ended.items():
+            values = [kept.pop((name, sample), b"") for sample in range(num_samples)]
+            taken.append([b64encode(value).decode() for value in values])
+        return taken
 
     def distflow_count(self) -> int:
         """The number of tokens drawn so far."""
@@ -325,14 +324,18 @@ class _Laws:
         def column(name: str, dtype: torch.dtype) -> Tensor:
             return torch.tensor([[law[name]] for law in laws], device=device, dtype=dtype)
 
-        self.owners = [(law["name"], sample) for law, sample in zip(laws, samples, strict=True)]
-        keys = [int(law["keys"][sample]) for law, sample in zip(laws, samples, strict=True)]
+        self.owners = list[tuple[str, int]]()
+        keys = []
+        for law, sample in zip(laws, samples, strict=True):
+            self.owners.append((law["name"], sample))
+            keys.append(int(law["keys"][sample]))
+
         self.keys = np.array(keys, np.uint64)
         self.num_drawn = np.array([law["num_drawn"] for law in laws], np.uint64)
         self.temperature = column("temperature", torch.float32)
-        self.top_k, self.top_p, self.min_p = (
-            column(name, torch.float64) for name in ("top_k", "top_p", "min_p")
-        )
+        self.top_k = column("top_k", torch.float64)
+        self.top_p = column("top_p", torch.float64)
+        self.min_p = column("min_p", torch.float64)
         self.cuts = bool(((self.top_k > 0) | (self.top_p < 1)).any())
         self.cuts_below_share = bool((self.min_p > 0).any())
         self.greedy = column("greedy", torch.bool) if any(law["greedy"] for law in laws) else None
@@ -359,8 +362,9 @@ def _uniforms(laws: _Laws, places: list[int]) -> list[float]:
     bits = laws.keys + (laws.num_drawn + np.array(places, np.uint64) + np.uint64(1)) * _WEYL
     bits = (bits ^ (bits >> np.uint64(30))) * _MIX_1
     bits = (bits ^ (bits >> np.uint64(27))) * _MIX_2
-    found: list[float] = (((bits ^ (bits >> np.uint64(31))) >> np.uint64(11)) * 2.0**-53).tolist()
-    return found
+    bits = bits ^ (bits >> np.uint64(31))
+    numbers: list[float] = ((bits >> np.uint64(11)) * 2.0**-53).tolist()
+    return numbers
 
 
 def _truncated(scores: Tensor, laws: _Laws) -> Tensor:
@@ -392,23 +396,23 @@ def _draw(scores: Tensor, laws: _Laws, uniforms: list[float]) -> tuple[Tensor, T
     rows, size = scores.shape
     top = scores.amax(dim=-1, keepdim=True)
     masses = (scores - top).exp_()
-    blocks = (pad(masses, (0, -size % BLOCK)) if size % BLOCK else masses).unflatten(
-        -1, (-1, BLOCK)
-    )
+    if size % BLOCK:
+        masses = pad(masses, (0, -size % BLOCK))
+
+    blocks = masses.unflatten(-1, (-1, BLOCK))
     ends = blocks.sum(dim=-1, dtype=torch.float64).cumsum(dim=-1)
     total = ends[:, -1:]
-    target = _below(
-        torch.tensor(uniforms, dtype=torch.float64, device=scores.device)[:, None] * total, total
-    )
+    uniform = torch.tensor(uniforms, dtype=torch.float64, device=scores.device)[:, None]
+    target = _below(uniform * total, total)
     block = torch.searchsorted(ends, target, right=True).clamp(max=ends.shape[-1] - 1)
-    inside = (
-        blocks[torch.arange(rows, device=scores.device), block.squeeze(-1)].double().cumsum(dim=-1)
-    )
+    row = torch.arange(rows, device=scores.device)
+    inside = blocks[row, block.squeeze(-1)].double().cumsum(dim=-1)
     rest = _below(target - pad(ends, (1, 0)).gather(-1, block), inside[:, -1:])
     drawn = (block * BLOCK + torch.searchsorted(inside, rest, right=True)).clamp(max=size - 1)
     if laws.greedy is not None:
         drawn = torch.where(laws.greedy, scores.argmax(dim=-1, keepdim=True), drawn)
-    return drawn, (scores.gather(-1, drawn).double() - top - total.log()).float()
+    log_probs = scores.gather(-1, drawn).double() - top - total.log()
+    return drawn, log_probs.float()
 
 
 def _below(target: Tensor, total: Tensor) -> Tensor:
