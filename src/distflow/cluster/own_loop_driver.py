@@ -57,9 +57,9 @@ class RemoteIntake:
 
     def _ask(self, name: str, *arguments: Any) -> Any:
         sent = []
-        for each in arguments:
-            is_code = isinstance(each, OfGroup) and any(each)
-            sent.append((ray.put(each),) if is_code else each)
+        for argument in arguments:
+            is_code = isinstance(argument, OfGroup) and any(argument)
+            sent.append((ray.put(argument),) if is_code else argument)
         return _reply(self._run, getattr(self._run.coordinator, name).remote(*sent))
 
 
@@ -190,9 +190,9 @@ class TrainingRanks:
         holders = with_samples(self._spec.plan, dp_group)
 
         calls = {}
-        for rank, own in self._rows_of_ranks(sizes, dp_group).items():
-            if rank in holders and own:
-                calls[rank] = ([taken.own[i] for i in own], [groups[i] for i in own])
+        for rank, rows in self._rows_of_ranks(sizes, dp_group).items():
+            if rank in holders and rows:
+                calls[rank] = ([taken.own[row] for row in rows], [groups[row] for row in rows])
 
         parts = []
         lost = []
@@ -216,17 +216,19 @@ class TrainingRanks:
         """Call a method of the workers of these dp groups, each with its rows in place of the batch
         among the arguments. Returns the columns that it wrote, which stay with the ranks, and the
         rest of the first one's result."""
-        (batch,) = (each for each in arguments if isinstance(each, Batch))
+        (batch,) = (value for value in arguments if isinstance(value, Batch))
         if name in ("learn", "train_step"):
             self._has_trained = True
         rows = dict[int, list[int]]()
         for dp_group in dp_groups:
             rows |= self._rows_of_ranks(batch, dp_group, by_mini_batches=name == "learn")
-        there = stored(batch)
-        parts = {rank: there.select(own) for rank, own in rows.items()}
+        in_store = stored(batch)
+        parts = {}
         calls = {}
-        for rank, part in parts.items():
-            calls[rank] = [part if each is batch else each for each in arguments]
+        for rank, own_rows in rows.items():
+            parts[rank] = in_store.select(own_rows)
+            calls[rank] = [parts[rank] if value is batch else value for value in arguments]
+
         replies = self._run.call(name, calls)
         columns, rest = replies[dp_groups[0][0]]
         if columns is None:
@@ -235,15 +237,14 @@ class TrainingRanks:
         written = batch.only([])
         for dp_group in dp_groups:
             holders = with_samples(self._spec.plan, dp_group)
-            ranks = [rank for rank in holders if rows[rank]] or holders[:1]
-
             replied = []
-            for rank in ranks:
+            replied_rows = []
+            for rank in [rank for rank in holders if rows[rank]] or holders[:1]:
                 lengths = (parts[rank].lengths("prompt"), parts[rank].lengths("response"))
                 replied.append(Batch.from_columns(*lengths, replies[rank][0]))
+                replied_rows += rows[rank]
 
-            taken = [row for rank in ranks for row in rows[rank]]
-            in_order = sorted(range(len(taken)), key=taken.__getitem__)
+            in_order = sorted(range(len(replied_rows)), key=replied_rows.__getitem__)
             written = written.merge(Batch.concat(replied).select(in_order))
 
         return written, rest
@@ -260,11 +261,15 @@ class TrainingRanks:
         numbers = sorted(rows_of_group)
         lengths = batch.lengths("sequence").tolist()
         loads = [sum(lengths[row] for row in rows_of_group[number]) for number in numbers]
-        found = {}
         divided = divide_among_ranks(shares, loads, numbers, self.step)
+
+        rows: dict[int, list[int]] = {}
         for rank, places in zip(dp_group, divided, strict=True):
-            found[rank] = [row for place in places for row in rows_of_group[numbers[place]]]
-        return found
+            rows[rank] = []
+            for place in places:
+                rows[rank] += rows_of_group[numbers[place]]
+
+        return rows
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ from distflow.errors import RayNotStarted, UserError, count_of
 from distflow.launch.threads import check_cores, usable_cores
 from distflow.observe.writing.timing import lasting
 from distflow.planning.plan import Plan, RankPlan
-from distflow.processes.descendants import descendants, kill_those
+from distflow.processes.descendants import Process, descendants, kill_those
 from distflow.runtime.spec import Spec, WorkerNeeds
 
 PLACED_WITHIN_S = 120.0
@@ -126,15 +126,21 @@ def failed_process() -> str | None:
 def _own_processes() -> list[tuple[str, "Popen[Any]"]]:
     """The processes of this process's own Ray, with Ray's names for them."""
     node = ray._private.worker._global_node
-    found: Mapping[str, Sequence[Any]] = node.all_processes if node is not None else {}
-    return [(kind, info.process) for kind, infos in found.items() for info in infos]
+    if node is None:
+        return []
+
+    processes = []
+    for kind, infos in node.all_processes.items():
+        processes += [(kind, info.process) for info in infos]
+    return processes
 
 
 def _end_own() -> None:
     """End our Ray, which asks its processes to end; stopped ones cannot, and are killed."""
     node = ray._private.worker._global_node
-    processes = [process for _, process in _own_processes()]
-    below = {each for process in processes for each in descendants(process.pid)}
+    below = set[Process]()
+    for _, process in _own_processes():
+        below.update(descendants(process.pid))
 
     def kill() -> None:
         if node is not None:
@@ -173,12 +179,17 @@ def reserve(
     ends: this Ray ends with the run, so they are not released, since Ray itself may have failed.
     """
     nodes = sorted({rank.node for rank in plan.ranks})
-    wanted = [_needs([rank for rank in plan.ranks if rank.node == node], each) for node in nodes]
+    wanted = []
+    for node in nodes:
+        ranks = [rank for rank in plan.ranks if rank.node == node]
+        wanted.append(_needs(ranks, each))
 
-    group = placement_group(wanted, strategy="PACK" if len(nodes) == 1 else "STRICT_SPREAD")
+    strategy = "PACK" if len(nodes) == 1 else "STRICT_SPREAD"
+    group = placement_group(wanted, strategy=strategy)
     try:
-        each_bundle = [Bundle(group, number) for number in range(len(wanted))]
-        wait_for_room(each_bundle, PLACED_WITHIN_S if _fits(wanted) else 0.0, say)
+        bundles = [Bundle(group, number) for number in range(len(wanted))]
+        timeout_s = PLACED_WITHIN_S if _fits(wanted) else 0.0
+        wait_for_room(bundles, timeout_s, say)
         yield group
     finally:
         if not ends:
@@ -245,11 +256,18 @@ def _check_reachable(address: str) -> None:
 
 def _needs(ranks: Sequence[RankPlan], each: WorkerNeeds) -> dict[str, float]:
     """The needs of these workers together. each: of one."""
+    num_cpus = 0.0
+    num_bytes = 0.0
+    for rank in ranks:
+        worker = each.of(rank)
+        num_cpus += worker.cpus
+        num_bytes += _WORKER_BYTES if worker.memory_mb is None else worker.memory_mb * _MB
+
+    needs = {"CPU": num_cpus, "memory": num_bytes}
     num_gpus = sum(rank.device.startswith("cuda") for rank in ranks)
-    needs = [each.of(rank) for rank in ranks]
-    memory = sum(_WORKER_BYTES if own.memory_mb is None else own.memory_mb * _MB for own in needs)
-    gpus = {"GPU": float(num_gpus)} if num_gpus else {}
-    return {"CPU": float(sum(own.cpus for own in needs)), **gpus, "memory": float(memory)}
+    if num_gpus:
+        needs["GPU"] = float(num_gpus)
+    return needs
 
 
 def _fits(wanted: Sequence[Mapping[str, float]]) -> bool:

@@ -96,18 +96,13 @@ class WeightReceivers:
         import ray
         from ray.exceptions import RayActorError
 
-        if timeout_s is None:
-            deadline = None
-        else:
-            deadline = time.monotonic() + timeout_s
-
+        begin = time.monotonic()
         replies = {}
         waiting = {ref: rank for rank, ref in asked.items()}
         while waiting:
-            if deadline is None:
-                left_s = None
-            else:
-                left_s = max(0.0, deadline - time.monotonic())
+            left_s = timeout_s
+            if timeout_s is not None:
+                left_s = max(0.0, begin + timeout_s - time.monotonic())
 
             done, _ = ray.wait(list(waiting), timeout=left_s)
             for ref in done:
@@ -141,17 +136,19 @@ class WeightReceivers:
         num_parts = len(self.with_newest_weights())
         results = dict[int, ValidationResults]()
         while len(results) < num_parts:
-            left = [part for part in range(num_parts) if part not in results]
-            parts = dict(zip(workers := self.with_newest_weights(), left, strict=False))
-            if not parts:
+            workers = self.with_newest_weights()
+            if not workers:
                 break
 
-            asked = {
-                rank: workers[rank].validate.remote(step, part, num_parts)
-                for rank, part in parts.items()
-            }
-            found = self.replies(workers, asked, f"the validation after step {step}", None)
-            results |= {parts[rank]: reply for rank, reply in found.items()}
+            left = [part for part in range(num_parts) if part not in results]
+            parts = dict(zip(workers, left, strict=False))
+            asked = {}
+            for rank, part in parts.items():
+                asked[rank] = workers[rank].validate.remote(step, part, num_parts)
+
+            replies = self.replies(workers, asked, f"the validation after step {step}", None)
+            for rank, validated in replies.items():
+                results[parts[rank]] = validated
 
         if len(results) < max(num_parts, 1):
             self.note(f"no rollout worker is left, so there is no validation after step {step}")
