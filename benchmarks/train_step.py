@@ -121,6 +121,7 @@ def settings_of_trl(name: str, folder: Path, work: Work, vllm: bool = False) -> 
     ran = {str(setting): seconds for setting, seconds in taken.items() if seconds < math.inf}
     if not ran:
         raise SystemExit(f"{name}: TRL runs with none of its settings")
+
     kept = worth_it(f"{name}: TRL", ran)
 
     return [setting for told in kept for setting in taken if str(setting) == told]

@@ -146,6 +146,7 @@ class Finder(ast.NodeVisitor):
         end = self._place(node.func)[1]
         if name in CALLS:
             self._add(node, f"{name} becomes {CALLS[name]}", end - len(name), end, CALLS[name])
+
         if name in DROPPED and isinstance(node.func, ast.Attribute):
             start = self._place(node.func.value)[1]
             self._add(node, f"without {name}", start, self._place(node)[1], "")
@@ -220,6 +221,7 @@ def mutants_of(rooms: list[str]) -> Iterator[Mutant]:
         (each["file"], each["line"], each["kind"])
         for each in tomllib.loads(UNSEEN.read_text("utf-8")).get("unseen", [])
     }
+
     for room in rooms:
         place = ROOT / SOURCE / room
         for path in sorted(place.rglob("*.py")) or [place]:
@@ -254,6 +256,7 @@ def outcome(place: Path, tests: list[str], timeout_s: float) -> str:
         "OMP_NUM_THREADS": "1",
     }
     options = ["-x", "-q", "-n", "0", "-p", "no:cacheprovider", "-p", "no:rerunfailures"]
+
     command = [sys.executable, "-m", "pytest", *options, *tests]
     try:
         ended = subprocess.run(
@@ -272,9 +275,11 @@ def outcome(place: Path, tests: list[str], timeout_s: float) -> str:
         return ""
     if ended.returncode > 2:
         raise RuntimeError((ended.stdout + ended.stderr)[-2000:])
+
     for line in reversed(ended.stdout.splitlines()):
         if line.startswith(("FAILED", "ERROR")):
             return line[:160]
+
     return "the tests could not be collected"
 
 
@@ -305,6 +310,7 @@ def main() -> int:
     else:
         random.Random(options.seed).shuffle(chosen)
         chosen = chosen[: options.number]
+
     tests = options.tests or [f"tests/{room}" for room in options.rooms]
 
     with tempfile.TemporaryDirectory(prefix="mutants-") as folder:
@@ -317,6 +323,7 @@ def main() -> int:
             file = place / mutant.file
             source = file.read_bytes()
             file.write_bytes(mutant.text(source))
+
             began = time.monotonic()
             try:
                 return outcome(place, tests, options.timeout_s), time.monotonic() - began
@@ -328,6 +335,7 @@ def main() -> int:
         if failure := outcome(place, tests, options.timeout_s):
             print(f"the tests fail without a mutant: {failure}", file=sys.stderr)
             return 2
+
         free.put(place)
 
         num_killed = 0

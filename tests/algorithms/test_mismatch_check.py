@@ -41,6 +41,7 @@ def batch_of(drawn: Drawn, rows: list[int], versions: list[int], trainer: str) -
     batch["rollout_log_probs"] = of_rows(drawn["rollout_log_probs"])
     for name in COLUMNS[COLUMNS.index(trainer) :]:
         batch[name] = of_rows(drawn["log_probs" if name == trainer else "ref_log_prob"])
+
     if trainer == "trainer_log_probs":
         is_scored = drawn.valid[rows][:, None]
         batch[trainer] = batch[trainer].where(is_scored, math.nan)
@@ -83,6 +84,7 @@ def test_figures_by_cause_over_two_ranks(
     wanted = dict[str, float]()
     if every:
         wanted = figures("mismatch", every)
+
     for cause, own_gaps in gaps.items():
         wanted |= figures(f"mismatch/{cause}", own_gaps)
         wanted[f"mismatch/{cause}/share"] = len(own_gaps) / len(every)

@@ -188,6 +188,7 @@ def bm25(texts: list[list[str]], query: list[str]) -> list[str]:
             rarity = math.log1p((len(texts) - number + 0.5) / (number + 0.5))
             weight = 1.2 * (0.25 + 0.75 * len(text) / mean)
             total += rarity * 2.2 * text.count(word) / (text.count(word) + weight)
+
         return total
 
     ranked = sorted(texts, key=score, reverse=True)

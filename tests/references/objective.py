@@ -77,6 +77,7 @@ def objective(
     for each in responses:
         anchor = each.tokens.prox if settings.loss == "decoupled" else each.tokens.old
         gaps += float((each.tokens.now.detach() - anchor).abs().sum())
+
     metrics["log_ratio_abs"] = gaps / num_tokens
 
     entropies = [each.entropy for each in responses]

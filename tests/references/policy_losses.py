@@ -191,6 +191,7 @@ def dppo_kl(
     kl = q * bounded(tokens.old - tokens.now.detach()) + (1.0 - q) * others
     rose = (p > q) & (kl > clip_ratio_high)
     fell = (p < q) & (kl > clip_ratio_low)
+
     return dppo(tokens, torch.where(tokens.advantages > 0, rose, fell), clip_ratio_c)
 
 

@@ -244,6 +244,7 @@ def finished(
     bands = keys.get("difficulty_weight"), keys.get("length_weight")
     if bands == (None, None):
         return advantages
+
     weights = sample_weights.weigh(responses, *bands)
 
     return [[w * a for a in own] for w, own in zip(weights, advantages, strict=True)]

@@ -382,6 +382,7 @@ def obedient(content: str) -> float:
     tags = [tag.strip() for tag in re.findall(r"<([^<>\n]*)", read)]
     if tags != own:
         return 1.0
+
     found = parts(read)
 
     return float(found["response"] == found["reference"])

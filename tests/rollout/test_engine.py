@@ -41,6 +41,7 @@ def test_whole_responses_take_the_time_in_which_a_request_is_open(
         with log.busy():
             respond(2, version=4)
         respond(1, version=4)
+
     with log.busy():
         respond(3, version=4)
 

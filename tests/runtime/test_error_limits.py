@@ -54,6 +54,7 @@ def test_a_share_is_warned_of_once_and_when_it_has_doubled(
     """A validation, which has no share before it, warns of each above the same limit."""
     said = list[str]()
     share = ErrorShare(1.0, said.append)
+
     for number, is_warned in zip(failed, warned, strict=True):
         share.step(RewardCounts(100, number), 1)
         assert len(said) == is_warned

@@ -178,9 +178,11 @@ def test_the_state_of_all_policies_is_restored_bit_for_bit(
     folder = tmp_path / "m"
     again = MultiPolicyTrainer({name: trainer(folder, name) for name in ("actor", "second")}, {})
     again.load_state(saved)
+
     for both in (policies, again):
         both.train_step(batch, objective)
         assert both.num_steps == 4
+
     assert {name for name, _ in again.weights()} == {name for name, _ in policies.weights()}
     for (name, ours), (_, theirs) in zip(policies.weights(), again.weights(), strict=True):
         assert name.partition(".")[0] in ("actor", "second") and torch.equal(ours, theirs), name

@@ -56,6 +56,7 @@ def _estimate(log_probs: Tensor, ref_log_prob: Tensor, name: str) -> Tensor:
         return difference.abs()
     if name == "mse":
         return 0.5 * difference.square()
+
     log_ratio = (-difference).clamp(max=20.0)
 
     return (log_ratio.exp() - log_ratio - 1.0).clamp(max=10.0)
@@ -101,6 +102,7 @@ def apply_kl_penalty(
     kl, counted = kl.detach(), torch.ones(len(kl), device=kl.device) if valid is None else valid
     if mean == "token":
         return rewards, float(masked_mean(kl, response_mask * counted[:, None], reduce))
+
     of_sequences = kl.sum(dim=-1) / (response_mask > 0).sum(dim=-1).clamp(min=1)
 
     return rewards, float(masked_mean(of_sequences, counted, reduce))

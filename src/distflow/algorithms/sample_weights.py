@@ -49,6 +49,7 @@ def length_weights(
     span = ends[1] + ends[0]
     if not span > 0:
         return torch.full_like(lengths, band[0])
+
     place = (lengths + ends[0]) / span
 
     return band[0] + (band[1] - band[0]) * place

@@ -122,6 +122,7 @@ class Canary:
         )
         if not agent:
             return Sample(f"{row}-0", row, [given, drawn])
+
         return Sample(f"{row}-0", row, [given, given, drawn], forks=((agent, 0),))
 
 

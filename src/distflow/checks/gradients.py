@@ -37,6 +37,7 @@ def check_gradients(recorded: RecordedStep) -> str | None:
         stripes += update.stripes.values()
     if stripes and all(stripe.contributions is None for stripe in stripes):
         return "gradients of sharded weights are summed over the ranks before they are seen"
+
     return None
 
 

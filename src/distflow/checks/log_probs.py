@@ -205,6 +205,7 @@ def forward_samples(
         for names, sample in zip(owners, samples, strict=True):
             of_sample = joined_logits([next(logits[name]) for name in names])
             scores.append(score(of_sample, sample))
+
         return scores
 
 

@@ -77,6 +77,7 @@ def run_plainly(recorded: RecordedStep, update: UpdateRecord) -> str | None:
     for name, values in outputs.items():
         cotangent = torch.cat([own[name] for own in plain.gradients])
         packed_loss = packed_loss + (values * cotangent.to(values)).sum()
+
     packed = _gradients(packed_loss, weights)
 
     update.plain = plain

@@ -131,6 +131,7 @@ def _same_as_before(recorded: RecordedStep, update: UpdateRecord, number: int) -
     before the first are compared."""
     before = recorded.batch
     places = _places(before, update.batch)
+
     for name in COLUMNS:
         if name not in update.batch or name not in before:
             continue

@@ -69,6 +69,7 @@ class LossTerms:
         self._alive |= {name for name in self.names if metrics.get(name, 0.0) != 0.0}
         if self._seen == self.after:
             return [name for name in self.names if name not in self._alive]
+
         return []
 
 

@@ -112,6 +112,7 @@ class NonFinite:
             tensor = whole(tensor)
             if not is_there:
                 weights[name] = tensor.cpu().contiguous().clone()
+
         if not is_there:
             save_file(weights, bundle / WEIGHTS)
 

@@ -297,6 +297,7 @@ class RecordedStep:
         )
         if column in BY_WORKFLOW and workflow is not None and not is_scored:
             return False
+
         writers = self._writers.get(column, [])
 
         return bool(writers) and all(map(is_builtin, writers))

@@ -269,10 +269,12 @@ def _expected_score(recorded: RecordedStep, sample: Sample) -> float:
     """The score that the sample's parts make, or that the built-in nodes have given it."""
     config = recorded.config
     domain = sample["domain"]
+
     if sample["reward_errors"] is not None:
         fallback = on_error_of(config.reward, domain)
         if isinstance(fallback, float):
             return fallback
+
         raise Wrong(
             f"sample {sample['uid']} has a score in spite of reward errors: "
             f"{sample['reward_errors']}"
@@ -280,6 +282,7 @@ def _expected_score(recorded: RecordedStep, sample: Sample) -> float:
 
     parts = sample["reward_parts"]
     models = scoring_models(config.reward_model, domain)
+
     workflow = config.actor_rollout_ref.rollout.workflow
     if workflow is None and recorded.is_ours("reward_parts"):
         weights = functions_of(recorded, sample)
@@ -299,6 +302,7 @@ def _expected_score(recorded: RecordedStep, sample: Sample) -> float:
     if any("scores" in step.node.contract.writes for step in recorded.run.training_steps):
         for name, model in models.items():
             score += parts.get(name, math.nan) * model.weight
+
     return score
 
 
@@ -307,6 +311,7 @@ def _check_total(recorded: RecordedStep, sample: Sample) -> None:
     wanted = _expected_score(recorded, sample)
     found = float(sample["token_level_scores"].double().sum())
     parts = sample["reward_parts"]
+
     sizes = [abs(part) for part in parts.values()]
     if abs(found - wanted) > SUM_LIMIT * max([1.0, abs(wanted), *sizes]):
         raise Wrong(

@@ -160,6 +160,7 @@ def check_validation(seen: Validated) -> str | None:
         only = "loss"
     elif "rm/val_loss" in seen.metrics:
         only = "pair"
+
     _check_places(seen, only)
 
     for row in seen.rows:

@@ -146,6 +146,7 @@ def _weights_of_tokens(recorded: RecordedStep, sample: Sample) -> list[Weights |
             weights.append(PRESENT)
         else:
             weights.append(recorded.run.older_weights.of(version))
+
     return weights
 
 
@@ -164,6 +165,7 @@ def _of_policy(weights: Sequence[Weights | None], policy: str) -> list[Weights |
         for name, weight in version.items():
             if name.startswith(prefix):
                 own[name.removeprefix(prefix)] = weight
+
         of_policy[id(version)] = own
 
     return [of_policy.get(id(version), version) for version in weights]

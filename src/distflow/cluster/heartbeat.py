@@ -26,6 +26,7 @@ def hanging(
     asked = [future_of(worker.write_stacks.remote(stacks)) for worker in workers.values()]
     where = {rank: future_of(workers[rank].where.remote()) for rank in late}
     answered = wait([*asked, *where.values()], remote_calls.ENDS_WITHIN_S).done
+
     places = []
     for rank, call in where.items():
         place = call.result() if call in answered else "silent"

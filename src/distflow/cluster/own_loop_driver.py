@@ -223,6 +223,7 @@ class TrainingRanks:
         for dp_group in dp_groups:
             rows |= self._rows_of_ranks(batch, dp_group, by_mini_batches=name == "learn")
         in_store = stored(batch)
+
         parts = {}
         calls = {}
         for rank, own_rows in rows.items():

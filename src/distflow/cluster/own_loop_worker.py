@@ -143,6 +143,7 @@ def _carry_out(
         found, rest = found
     if not isinstance(found, Batch):
         return None, found
+
     written = found.only(key for key in found.names if found.flat(key) is not before.get(key))
 
     return [*stored(written).columns()], rest

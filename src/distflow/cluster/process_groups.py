@@ -133,6 +133,7 @@ class TorchCollective:
         odd = set[str]()
         for values in everyone:
             odd |= values.keys() ^ value.keys()
+
         if odd:
             raise ValueError(
                 f"ranks reduce values with different names: only some have {sorted(odd)}"

@@ -135,6 +135,7 @@ def make_app(dashboard: "Dashboard", token: str) -> Any:
             "pages": [known._asdict() for known in PAGES],
             **dashboard.frame(runs, page.of_run),
         }
+
         return respond(served_page(data, ", ".join(data["runs"]) or "Runs"), "text/html")
 
     def show_file(request: Any) -> Any:
@@ -171,6 +172,7 @@ def make_app(dashboard: "Dashboard", token: str) -> Any:
     for page in PAGES:
         path = f"/{page.name}" if page.of_run else "/"
         routes.append(routing.Route(path, partial(show_page, page)))
+
     handlers = {404: missing, 405: no_method, UserError: refuse, Exception: fail}
 
     return starlette.Starlette(routes=routes, exception_handlers=handlers)

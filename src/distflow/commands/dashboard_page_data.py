@@ -58,6 +58,7 @@ class Dashboard:
         if not runs or (of_run == "one" and len(runs) > 1):
             raise UserError("This page shows a run: choose one on the page Runs, at /.")
         state = _state(runs[0], {}) if len(runs) == 1 else {}
+
         return {**state, "runs": list(names)}
 
     def answer(self, part: str, names: Sequence[str], query: Query) -> dict[str, Any]:
@@ -81,6 +82,7 @@ class Dashboard:
         """Raises UserError for anything but a run's folder below the dashboard's."""
         path = self.folder / name
         is_plain = "\0" not in name and ".." not in Path(name).parts
+
         is_inside = is_plain and path.resolve().is_relative_to(self.folder)
         if not is_inside or not any((path / mark).exists() for mark in _MARKS):
             raise UserError(

@@ -55,6 +55,7 @@ def differences(a: "RunRecords", b: "RunRecords") -> dict[str, Any]:
 
     facts_a = read_object(a.run_dir / "run.json", a.run_dir)
     facts_b = read_object(b.run_dir / "run.json", b.run_dir)
+
     same = []
     different = []
     for name in _FINGERPRINTS:

@@ -84,6 +84,7 @@ def _examine_machine() -> int:
         packages.append(f"{name} {version or 'missing'}")
         if version is None:
             faults.append(f"the package {name} is missing: pip install {name}")
+
     faults += _disk_faults()
 
     print(f"distflow {__version__}")
@@ -144,6 +145,7 @@ def _own_rules(config: "Mapping[str, JSON]", trusted: bool) -> list[str]:
         return []
     if not trusted:
         return ["rules of trainer.imports are left out: --trust-code imports these modules"]
+
     load_modules(map(str, modules))
 
     return []

@@ -132,6 +132,7 @@ def run_train(arguments: argparse.Namespace, base: str = "grpo") -> int:
             outcome = launch(spec, LaunchOptions(tuple(arguments.allow_change), say))
             if outcome is None:
                 continue
+
             for line in outcome.lines():
                 say(line)
             if outcome.signal is not None:

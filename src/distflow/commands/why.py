@@ -288,6 +288,7 @@ def _table(title: str, rows: Sequence[Mapping[str, str]]) -> list[str]:
     column, a text, is left-aligned. Only the title if there are no rows."""
     if not rows:
         return ["", title]
+
     names = [name for name in rows[0] if any(row[name] for row in rows)]
     cells = [names]
     for row in rows:

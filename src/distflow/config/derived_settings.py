@@ -63,6 +63,7 @@ def named_algorithms(config: Config) -> list[tuple[str, str]]:
     for domain, own in algorithms(config):
         if own.adv_estimator != run:
             named.append((f"algorithm.domains.{domain}.adv_estimator", own.adv_estimator))
+
     for domain in own_losses(config):
         loss = config_of(config, domain).actor_rollout_ref.actor.policy_loss
         named.append((f"algorithm.domains.{domain}.policy_loss", loss))
@@ -248,6 +249,7 @@ def offload_keys(config: Config) -> list[str]:
         "critic": critic,
         "actor_rollout_ref.ref": settings.ref,
     }
+
     found = []
     for name, owner in owners.items():
         for key, _, value, _ in walk(owner.fsdp_config, f"{name}.fsdp_config"):

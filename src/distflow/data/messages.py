@@ -32,6 +32,7 @@ def read_prompt(found: JSON, name: str) -> str | Messages:
         raise RowError(f"{what} is {kind(found)}, neither a str nor a list of chat messages")
     if not found:
         raise RowError(f"{what} is empty")
+
     check_unicode(found, what)
 
     return found
@@ -110,6 +111,7 @@ def read_template_kwargs(found: JSON, name: str) -> dict[str, JSON]:
         raise RowError(f"{what} are {kind(found)}, not a mapping")
     if reserved := [key for key in found if key in TEMPLATE_PARAMETERS]:
         raise RowError(f"{what} may not hold '{reserved[0]}', which is set already")
+
     check_unicode(found, what)
 
     return found

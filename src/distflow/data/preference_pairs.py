@@ -118,6 +118,7 @@ def encode_pair(
     same = len(list(takewhile(lambda pair: pair[0] == pair[1], both)))
     if not same:
         return "the prompt has no tokens"
+
     prompt = str(tokenizer.decode(chosen[:same]))
 
     return [PromptRow.of(row, prompt, chosen[:same], chosen[same:], rejected_ids=rejected[same:])]

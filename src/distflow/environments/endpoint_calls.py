@@ -181,6 +181,7 @@ def tool_schema(name: object, description: object, parameters: object) -> Json:
     known = parameters["properties"]
     if not isinstance(known, dict) or not all(isinstance(each, dict) for each in known.values()):
         raise RequestError(400, f"the tool '{name:.80}': 'properties' must be an object of schemas")
+
     function = {"name": name, "description": str(description or ""), "parameters": parameters}
 
     return {"type": "function", "function": function}

@@ -215,6 +215,7 @@ def _column(name: str, dtype: str, size: int) -> Tensor | None:
         return torch.zeros(size, dtype=torch.bool)
     if dtype not in ("float32", "float64"):
         return None
+
     numbers = torch.rand(size, dtype=getattr(torch, dtype))
 
     return -numbers if "log_prob" in name else numbers

@@ -77,6 +77,7 @@ def _packed_candidates(config: Any) -> tuple[str, ...]:
     has_window = getattr(config, "sliding_window", None) is not None
     if has_window or set(layer_types) != {"full_attention"}:
         return "sdpa", "eager"
+
     return PACKED_ATTENTION, "sdpa", "eager"
 
 

@@ -87,11 +87,13 @@ def _joined(values: Sequence[Tensor]) -> Tensor:
     does (Pixtral)."""
     shapes = torch.tensor([value.shape[1:] for value in values])
     largest = shapes.amax(0).tolist() if shapes.numel() else []
+
     padded = []
     for value in values:
         whole = value.new_zeros(len(value), *largest)
         whole[tuple(slice(size) for size in value.shape)] = value
         padded.append(whole)
+
     return torch.cat(padded)
 
 
@@ -181,6 +183,7 @@ def embeddings(model: nn.Module, input_ids: Tensor, images: ImageInputs) -> dict
 
     embedded = causal.get_input_embeddings()(input_ids)
     embedded = embedded.index_copy(0, images.places, vectors.to(embedded.dtype))
+
     inputs = {"inputs_embeds": embedded[None]}
     if deeper := getattr(output, "deepstack_features", None):
         inputs["visual_pos_masks"] = images.placeholders_in(input_ids)[None]
@@ -329,6 +332,7 @@ def image_error(model: nn.Module) -> tuple[float, list[str]]:
     with tempfile.TemporaryDirectory() as folder:
         first, second = _noise(Path(folder), ((56, 84), (84, 56)))
         paths: tuple[tuple[str, ...], ...] = ((first,), (), (second,))
+
         sequences = []
         for own_paths in paths:
             prompt = processor.encode(processor.mark, own_paths) if own_paths else []
@@ -344,6 +348,7 @@ def image_error(model: nn.Module) -> tuple[float, list[str]]:
 
         differences = list[Tensor]()
         largest = list[Tensor]()
+
         packed_logits = ours.detach().split(lengths.tolist())
         for logits, ids, own_paths in zip(packed_logits, sequences, paths, strict=True):
             for num_tokens in (len(ids), len(ids) - 2):

@@ -170,6 +170,7 @@ def _inherit(groups: dict[int, Group], live: object) -> None:
     for entry in live:
         if not isinstance(entry, dict):
             continue
+
         number = whole(entry.get("group_id"))
         if number is None:
             continue
@@ -179,4 +180,5 @@ def _inherit(groups: dict[int, Group], live: object) -> None:
         if entry.get("complete"):
             group.state = "queued"
             group.version = whole(entry.get("version"))
+
         groups[number] = group

@@ -81,6 +81,7 @@ def _patterns() -> list[tuple[Metric, Callable[[str], object] | None]]:
             parts = map(re.escape, metric.name.split("*"))
             fits = re.compile(".+".join(parts)).fullmatch
         patterns.append((metric, fits))
+
     return patterns
 
 
@@ -92,6 +93,7 @@ def headlines(values: Mapping[str, float]) -> dict[Headline, float]:
             if name in values:
                 present[line] = values[name]
                 break
+
     return present
 
 

@@ -152,6 +152,7 @@ def read_spans(run_dir: Path, max_bytes: int = 3_000_000) -> dict[str, list[Span
         of_actor = list(filter(None, map(_span, iter_records(path, each, run_dir))))
         if of_actor:
             spans[path.stem] = of_actor
+
     return spans
 
 
@@ -370,4 +371,5 @@ def _sample(row: dict[str, JSON]) -> dict[str, JSON]:
             number = to_number(value)
             if number is not None:
                 parts[name] = number
+
     return row

@@ -88,6 +88,7 @@ def write_sample_file(
 
     stored = [_stored(row, step, split) for row in rows]
     schema = pyarrow.schema([(name, _arrow_type(column.kind)) for name, column in COLUMNS.items()])
+
     arrays = []
     for name, column in COLUMNS.items():
         values = [row.get(name) for row in stored]
@@ -384,6 +385,7 @@ def _read(opened: BinaryIO, path: Path, max_bytes: int | None) -> tuple[list[Row
     file = _checked(opened, path)
     schema = file.schema_arrow
     types = dict(zip(schema.names, map(str, schema.types), strict=True))
+
     names = []
     for name, (kind, _) in COLUMNS.items():
         if types.get(name) == str(_arrow_type(kind)):

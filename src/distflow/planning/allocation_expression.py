@@ -160,6 +160,7 @@ def _parse_sizes(engine: str, text: str) -> Sizes:
 
         if int(number) == 1:
             continue
+
         if letter in _NOT_THERE_YET or (axis == "tensor" and "t" not in letters):
             lacks = f"the engine '{engine}' has no {axis} parallelism"
             _refuse(text, f"{lacks}; its sizes are {', '.join(letters)}")
@@ -188,6 +189,7 @@ def follow_allocation(loaded: Loaded) -> Loaded:
     allocation = parse_allocation(loaded.config.trainer.allocation)
     require_engines(allocation)
     keys = chain(_devices(allocation, loaded), _engines(allocation, loaded.config))
+
     changes = []
     for key, value, implied in keys:
         if value != implied and is_free(loaded.origins, key):

@@ -136,6 +136,7 @@ def _allocated(pipeline: BoundPipeline, config: Config) -> list[DpGroup]:
     check_agreement(allocation, config)
     judges = {name for name, model in scoring_models(config.reward_model).items() if model.judge}
     _check_roles(pipeline, allocation, config.actor_rollout_ref.rollout.name, judges)
+
     roles_of = []
     shares = []
     for group in allocation.groups:

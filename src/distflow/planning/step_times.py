@@ -285,6 +285,7 @@ class StepTimes:
         if here and shares_storage(self.config, self.config.actor_rollout_ref.model.dtype):
             return 0.0
         engines = sizes_of(self.plan, "rollout").data
+
         return self.shapes["rollout"].parameters * self.itemsize * engines
 
     def sync(self) -> float:

@@ -35,6 +35,7 @@ def make_time_line(times: StepTimes, pipeline: BoundPipeline) -> tuple[Bar, ...]
     generated = generation[-1].end if generation else 0.0
     training = _training(times, pipeline, 0.0 if times.overlaps else generated)
     bars = generation + training
+
     sync = times.sync()
     if sync:
         begin = max((bar.end for bar in bars), default=0.0)

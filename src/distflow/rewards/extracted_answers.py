@@ -224,6 +224,7 @@ def final_formula(text: str) -> str | None:
     is_calculation = _EQUALS.search(_NAME_EQUALS.sub("", formula)) is not None
     if is_calculation or _DELIMITER.search(formula) or not is_mathematics(formula):
         return None
+
     is_stated = _EXPRESSION.fullmatch(formula) is None and not is_denied(line, start)
 
     return formula if is_stated else None

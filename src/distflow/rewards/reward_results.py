@@ -123,6 +123,7 @@ def why(reward_result: RewardResult) -> str:
     first = failed[0] if isinstance(failed, list) and failed else None
     if isinstance(first, dict) and "why" in first:
         return f"{own_reward_result(reward_result):g}, {first.get('case', '')}: {first['why']}"
+
     return f"{own_reward_result(reward_result):g}"
 
 

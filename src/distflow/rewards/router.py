@@ -65,6 +65,7 @@ class Overlong(NamedTuple):
             )
         if self.buffer_tokens == 0:
             return 0.0
+
         excess = (length - (limit - self.buffer_tokens)) / self.buffer_tokens
 
         return -min(max(excess, 0.0), 1.0) * self.factor

@@ -40,6 +40,7 @@ async def compute_score(
     await task.score(trace)
     if missing := [name for name, reward in trace.rewards.items() if reward is None]:
         raise ValueError(f"the task's reward '{missing[0]}' returned None")
+
     rewards = {name: reward.score for name, reward in trace.rewards.items()}
 
     return {"score": trace.reward, "rewards": rewards, "metrics": dict(trace.metrics)}

@@ -141,6 +141,7 @@ class HFEngine(AbstractAsyncContextManager["HFEngine"]):
         self._pending.sort(
             key=lambda pending: (str(pending.request.stream), pending.request.samples)
         )
+
         calls = dict[object, list[_PendingRequest]]()
         num_rows = Counter[object]()
         for pending in self._pending:

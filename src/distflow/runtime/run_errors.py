@@ -64,6 +64,7 @@ def node_error(node: BoundNode, error: BaseException) -> NodeError:
     place = users_place(error)
     if place:
         return UserNodeError(f"{said} (at {place})")
+
     return NodeError(said)
 
 

@@ -87,6 +87,7 @@ def _named(config: Config) -> Iterator[tuple[str, str, Fault]]:
     for key, path in _models(config):
         if path:
             yield key, path, model_fault
+
     model = config.actor_rollout_ref.model
     if model.path and model.init != "random":
         yield f"{MODEL}.path", model.path, _weights_fault
@@ -120,6 +121,7 @@ def _functions(config: Config) -> Iterator[tuple[str, str]]:
     for parts in config.reward.functions.values():
         for part in parts:
             yield "reward.functions", part.name
+
     for name, domain in config.data.domains.items():
         for part in domain.reward:
             yield f"data.domains.{name}.reward", part.name
@@ -178,6 +180,7 @@ def _weights_fault(text: str) -> tuple[str, str] | None:
         files = []
         for pattern in WEIGHT_PATTERNS:
             files.extend(sorted(folder.glob(pattern)))
+
         if not files and (folder / "config.json").is_file() and not [*folder.glob("*.gguf")]:
             return (
                 f"it has no weights ({', '.join(WEIGHT_PATTERNS)})",

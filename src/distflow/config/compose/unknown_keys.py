@@ -190,6 +190,7 @@ def _judge(
 
     keys = schema_keys()
     places = ((key, setting.where),)
+
     if setting.has_dots and (key in keys or key in _groups()):
         advice = (
             "write one level a line: " + ": {".join(key.split(".")) + ": ..." + "}" * key.count(".")
@@ -230,6 +231,7 @@ def _judge_unknown(
         value = look_up(values, key)
     similar = list(_groups() if setting.is_group else schema_keys())
     advice = what_replaces(key) or suggest(key, similar, value)
+
     return Problem(((key, setting.where),), what, advice)
 
 

@@ -203,6 +203,7 @@ def plain_settings(named: Mapping[str, "DataclassInstance"]) -> dict[str, dict[s
         for key, _, value, spec in walk(own):
             if value != getattr(defaults, key):
                 plain[name][key] = spec.plain(value)
+
     return plain
 
 

@@ -372,6 +372,7 @@ def scoring_models(
     if path is not None:
         offloads = config.fsdp_config.param_offload
         models[REWARD_MODEL] = ScoringModelConfig(path, config.weight, param_offload=offloads)
+
     models |= config.models
 
     if domain is None:

@@ -153,6 +153,7 @@ def of_each(config: Config) -> Findings:
         for key in config.algorithm.domains.get(domain, ()):
             group = ACTOR if key in DIFFERING_LOSS else "algorithm"
             named[f"{group}.{key}"] = f"algorithm.domains.{domain}.{key}"
+
         if domain in sized:
             named[f"{ROLLOUT}.n"] = f"data.domains.{domain}.n"
         judged = config_of(config, domain)

@@ -168,6 +168,7 @@ def pack_weights(causal: Any, panel: int, halves: bool) -> PackedWeights:
         if bias is not None:
             bias = bias.float()
         memory.append((panels, bias))
+
         return Linear(address(panels), address(bias), depth, columns, halves)
 
     def weight(module: Any) -> int | None:

@@ -64,6 +64,7 @@ def reward_errors(run: RunRecords) -> Finding | None:
 
     num_calls = sum(known_values(run.steps, "reward/calls"))
     num_failed = sum(errors.values())
+
     share = float(bool(errors))
     of = ""
     if num_calls:
@@ -73,6 +74,7 @@ def reward_errors(run: RunRecords) -> Finding | None:
     where = []
     if errors:
         where.append(f"on {num_failed:,.0f}{of} responses in training, which are left out")
+
     if validation:
         number = sum(validation.values())
         where.append(f"on {number:,.0f} validation responses, which count as wrong")

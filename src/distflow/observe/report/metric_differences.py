@@ -46,6 +46,7 @@ def _compare(a: Sequence[float], b: Sequence[float]) -> dict[str, Any]:
     found = {"a": first, "b": second, "difference": moved, "values": number}
     if number < _FEWEST:
         return {**found, "low": None, "high": None, "differs": None}
+
     half = _QUANTILE * math.sqrt((_block_variance(a) + _block_variance(b)) / _BLOCKS)
 
     return {**found, "low": moved - half, "high": moved + half, "differs": abs(moved) > half}

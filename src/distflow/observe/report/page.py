@@ -113,6 +113,7 @@ def _paragraphs(data: Mapping[str, Any]) -> list[str]:
     if data["failure"]:
         message = html.escape(escape_control(data["failure"]["message"]))
         paragraphs.insert(1, f'<div id="failure">{message}</div>')
+
     return paragraphs
 
 

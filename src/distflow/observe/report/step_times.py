@@ -157,6 +157,7 @@ def _loop_parts(spans: Iterable[Span]) -> dict[tuple[str, str], list[Interval]]:
     """The time of a training loop by phase, and by whom it waits for in it. Of spans within one
     another the innermost counts."""
     in_order = [span for span in spans if span.kind in ("phase", "wait")]
+
     # A wait that is as long as its phase is within it.
     in_order.sort(key=lambda span: (span.start, -span.end, span.kind == "wait"))
 
@@ -268,6 +269,7 @@ def times_lines(times: StepTimes, step: int) -> list[str]:
     worked = [f"{name} {seconds:.2f}" for name, seconds in longest]
     waits_of_step = times.waits([step]).items()
     waits = [f"{who} for {on} {seconds:.2f}" for (who, on), seconds in waits_of_step]
+
     return [
         f"time      {end - start:.2f} s: {', '.join(worked)}",
         f"waits     {', '.join(waits) or 'none'}",

@@ -33,6 +33,7 @@ def trace(run_dir: Path, steps: str | None) -> tuple[dict[str, list[_Json]], _Wi
     timeline = reader.read_timeline(run_dir)
     happened = reader.read_events(run_dir, timeline)
     metrics = reader.read_metrics(run_dir, timeline)
+
     spans = {}
     for actor, recorded in reader.read_spans(run_dir, reader.MAX_BYTES).items():
         spans[actor] = [

@@ -242,6 +242,7 @@ def open_trackers(
     """
     check_trackers(names)
     chosen_names = list(dict.fromkeys(names))
+
     remote = dict[str, Callable[[], Tracker]]()
     for name in chosen_names:
         if name not in local and TRACKERS[name].target:

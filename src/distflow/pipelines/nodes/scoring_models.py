@@ -132,6 +132,7 @@ def _on_tokens(batch: Batch, scores: Tensor, failed: Mapping[int, str]) -> Tenso
     placed = placed + batch["token_level_scores"]
     rows = list(failed)  # have the score of `on_error`, or none
     placed[rows] = on_last_token(scores[rows], batch["response_mask"][rows])
+
     return placed
 
 

@@ -166,6 +166,7 @@ class EpisodeRequests:
             return True
         if not all(self._sent.values()):  # aborted, but the engine may still decode
             return False
+
         busy = set[int]().union(*self._sent.values(), +self._scoring)
 
         return busy.isdisjoint(self._running)

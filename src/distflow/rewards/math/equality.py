@@ -165,6 +165,7 @@ def _named_tuples(gold: str, answer: str) -> bool | None:
         return are_equal(gold, match[2])
     if match is None:
         return are_equal(gold_match[2], answer)
+
     have_same_names = gold_match[1].replace(" ", "") == match[1].replace(" ", "")
 
     return have_same_names and are_equal(gold_match[2], match[2])

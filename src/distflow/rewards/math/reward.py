@@ -139,6 +139,7 @@ def _unmarked(text: str, is_text: bool) -> str | None:
         return text if len(text) <= _MAX_PHRASE else None
     if phrased is None and (formula := final_formula(text)):
         return formula
+
     is_answer = len(text) <= _MAX_PHRASE and not _WORD.search(without_comparisons(text))
 
     return _last_value(text, is_answer)

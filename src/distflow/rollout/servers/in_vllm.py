@@ -208,6 +208,7 @@ class Extension:
         for name, num_samples in ended.items():
             values = [kept.pop((name, sample), b"") for sample in range(num_samples)]
             taken.append([b64encode(value).decode() for value in values])
+
         return taken
 
     def distflow_count(self) -> int:
@@ -412,6 +413,7 @@ def _draw(scores: Tensor, laws: _Laws, uniforms: list[float]) -> tuple[Tensor, T
     if laws.greedy is not None:
         drawn = torch.where(laws.greedy, scores.argmax(dim=-1, keepdim=True), drawn)
     log_probs = scores.gather(-1, drawn).double() - top - total.log()
+
     return drawn, log_probs.float()
 
 

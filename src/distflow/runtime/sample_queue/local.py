@@ -68,6 +68,7 @@ class LocalSampleQueue(SharedSampleQueue[Batch]):
         )
         if taken is None:
             return None
+
         first, *others = taken.batch
 
         return joined(taken, Batch.concat([first, *others]) if others else first.copy())

@@ -444,6 +444,7 @@ class SharedSampleQueue(Generic[T]):
         loads_rows = self._coordinator.plan.loads_rows
         if prompt_groups or not loads_rows or self._taken_step != self._coordinator.step:
             return prompt_groups
+
         foreseen = self._coordinator.foresee()
 
         return protocol.ForeseenGroups(self._workers.foresee(worker, self._taken_step, foreseen))
