@@ -273,7 +273,7 @@ def test_submitted_prompts_come_back_in_their_order(tmp_path: Path) -> None:
         )
 
         with pytest.raises(
-            NothingToWaitFor, match="0 of .* are finished; 0 are running, 4 submitted ones wait"
+            NothingToWaitFor, match=r"^[^:]*: 0 of .*; 0 are running, 4 submitted .* publish\(\)"
         ):
             rollouts.wait(1)
 
