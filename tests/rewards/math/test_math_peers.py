@@ -61,12 +61,15 @@ def test_a_full_memory_or_stack_is_no_verdict(monkeypatch, fault, owner, name, g
     assert called
 
 
-@pytest.mark.slow
 def test_an_answer_too_deep_to_be_read_or_evaluated_is_wrong():
     for answer in (
         r"\sum_{k=\pi}^{1 1/2} k",
+        r"\sum_{k=\pi}^{3/2} k",
         r"\begin{pmatrix}0&1e9\end{pmatrix} cm i",
         "-" * 900 + "5",
         "1+" * 400 + "1",
     ):
         assert compute_score("d", rf"\boxed{{{answer}}}", "0.1234567") == 0.0
+
+    with pytest.raises(RecursionError):  # the fault is the row's
+        compute_score("d", r"\boxed{7}", r"\sum_{k=\pi}^{3/2} k")
