@@ -40,6 +40,8 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None):
 """  # noqa: E501
 
 PIPELINE = """
+import subprocess
+import sys
 from pathlib import Path
 
 from distflow import node
@@ -52,6 +54,7 @@ def look(advantages, *, folder: str):
     import ray
     import torch.distributed as dist
 
+    assert subprocess.run([sys.executable, "-c", "raise SystemExit(2)"]).returncode == 2
     Path(folder, f"worker-{dist.get_rank()}").write_text(ray.get_runtime_context().get_node_id())
     return advantages * 1
 
@@ -95,7 +98,6 @@ def start(log: Path, grounds: Mapping[str, Playground], *words: str, address: st
     return CliRun(log, ["train", *files, *keys], {"RAY_ADDRESS": address} if address else {})
 
 
-@pytest.mark.by_hand
 def test_one_that_fails_leaves_the_other_to_its_end_and_the_same_command_ends_both(
     grounds: dict[str, Playground], tmp_path: Path
 ) -> None:

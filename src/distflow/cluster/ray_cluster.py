@@ -22,6 +22,7 @@ from distflow.errors import RayNotStarted, UserError, count_of
 from distflow.launch.threads import check_cores, usable_cores
 from distflow.observe.writing.timing import lasting
 from distflow.planning.plan import Plan, RankPlan
+from distflow.processes.child import keep_exit_statuses
 from distflow.processes.descendants import Process, descendants, kill_those
 from distflow.runtime.spec import Spec, WorkerNeeds
 
@@ -80,6 +81,7 @@ def joined_ray(address: str) -> Iterator[None]:
             token = ""
         raise UserError(f"the Ray at RAY_ADDRESS={address} cannot be used: {err}{token}") from err
 
+    keep_exit_statuses()
     try:
         yield
     finally:
@@ -108,6 +110,7 @@ def start_ray(num_cpus: int) -> Iterator[None]:
     finally:
         services.ConsolePopen = popen  # type: ignore[misc]
 
+    keep_exit_statuses()
     try:
         yield
     finally:

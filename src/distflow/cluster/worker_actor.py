@@ -22,6 +22,7 @@ from distflow.cluster.worker_connections import WorkerPorts
 from distflow.launch.build_worker import build_worker
 from distflow.launch.run_end import note_end
 from distflow.launch.run_start import Start, model_lines, note_resume, open_store, write_facts
+from distflow.processes.child import keep_exit_statuses
 from distflow.runtime import fault_injection
 from distflow.runtime.checkpoint.restore import check_same_facts, restore, set_generators
 from distflow.runtime.dp_groups import kept_share
@@ -82,6 +83,7 @@ class WorkerActor:
     ) -> None:
         """coordinator: the actor's handle. meeting: a file through which training workers find each
         other."""
+        keep_exit_statuses()
         start.join(spec)
         place.home.enter()
         fault_injection.arm(place.rank)

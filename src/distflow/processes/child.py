@@ -1,6 +1,7 @@
 """A child process under a keeper: it ends with `end`, or with this process, and so does everything
 that it started."""
 
+import ctypes
 import os
 import signal
 import subprocess
@@ -83,6 +84,13 @@ class Child:
                 os.killpg(self.pid, signal.SIGKILL)
             self._popen.wait()
         ending_by_themselves.discard(self.pid)
+
+
+def keep_exit_statuses() -> None:
+    """Have the system keep how children of this process end, for drivers and workers of a Ray that
+    ends what workers started: Ray makes them ignore SIGCHLD, and each child, of a user's
+    `subprocess.run` too, would seem to end with status 0."""
+    ctypes.CDLL(None).signal(int(signal.SIGCHLD), 0)  # unlike Python's, from any thread
 
 
 def how_it_ended(status: int | None) -> str:
