@@ -254,8 +254,10 @@ def outcome(place: Path, tests: list[str], timeout_s: float) -> str:
         "PYTHONPATH": str(place / "src"),
         "PYTHONDONTWRITEBYTECODE": "1",
         "OMP_NUM_THREADS": "1",
+        # A test that a mutant fails does not run again, as CI's options ask.
+        "PYTEST_ADDOPTS": "",
     }
-    options = ["-x", "-q", "-n", "0", "-p", "no:cacheprovider", "-p", "no:rerunfailures"]
+    options = ["-x", "-q", "-n", "0", "-p", "no:cacheprovider"]
 
     command = [sys.executable, "-m", "pytest", *options, *tests]
     try:
