@@ -16,6 +16,9 @@ def main() -> int:
     from distflow.processes.ending import end_users_processes_at_exit, exit_soon
 
     end_users_processes_at_exit()
+    # when the command has ended, and Python's own end waits for what the user's code started
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, _leave_nothing)
     from distflow.cli import main as run_command
 
     status = run_command()
@@ -24,8 +27,17 @@ def main() -> int:
 
 
 def _leave(number: int, frame: object) -> None:
-    os.write(2, b"distflow: ended by SIGINT\n")
+    os.write(2, f"distflow: ended by {signal.Signals(number).name}\n".encode())
     os._exit(128 + number)
+
+
+def _leave_nothing(number: int, frame: object) -> None:
+    """The same, and what this process started ends too."""
+    from distflow.processes.descendants import end_descendants
+
+    signal.signal(number, signal.SIG_IGN)  # the next one would start from the beginning
+    end_descendants()
+    _leave(number, frame)
 
 
 if __name__ == "__main__":

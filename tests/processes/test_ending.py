@@ -1,5 +1,6 @@
 """The end of a process in which a user's code has left something."""
 
+import signal
 import subprocess
 import sys
 
@@ -32,6 +33,18 @@ print(left, flush=True)
 exit_soon(5)
 sys.exit(5)
 """
+COMMAND = """
+import subprocess, sys, threading, time
+from distflow import __main__, cli
+
+def command():
+    print(subprocess.Popen(['sleep', '600']).pid, flush=True)
+    threading.Thread(target=time.sleep, args=(600,)).start()
+    return 0
+
+cli.main = command
+sys.exit(__main__.main())
+"""
 
 
 @pytest.mark.parametrize(
@@ -43,3 +56,14 @@ def test_it_ends_with_its_status_and_nothing_is_left(kind: str) -> None:
     assert ended.returncode == 5
     left = int(ended.stdout)
     wait_until(lambda: not left or not is_running(left), "nothing is left")
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_while_python_ends_leaves_nothing(number: signal.Signals) -> None:
+    """As a second Ctrl-C, after the command has returned."""
+    with subprocess.Popen([sys.executable, "-c", COMMAND], stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        left = int(process.stdout.readline())
+        process.send_signal(number)
+    assert process.returncode == 128 + number
+    wait_until(lambda: not is_running(left), "nothing is left")

@@ -14,7 +14,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from types import FrameType
-from typing import Final
+from typing import Final, NoReturn
 
 from distflow.processes.descendants import end_descendants
 
@@ -51,13 +51,13 @@ def interruptible() -> Iterator[None]:
             return
 
         if came:
-            leave_at_once(exit_status(number))
+            _leave_by(number)
         came.append(number)
 
         if _is_importing(frame):
             with suppress(OSError):
                 os.write(2, f"{ended_by(number)}\n".encode())
-            leave_at_once(exit_status(number))
+            _leave_by(number)
 
         raise Interrupted(number)
 
@@ -108,7 +108,7 @@ class StopRequest(Stop):
             if self._insisted and not self._ends_process:
                 raise KeyboardInterrupt
             if self._insisted:
-                leave_at_once(exit_status(number))
+                _leave_by(number)
             self._insisted = True
 
         if self.signal is None:
@@ -121,10 +121,18 @@ class StopRequest(Stop):
             self._on_first(signal.Signals(number).name)
 
 
-def leave_at_once(status: int) -> None:
+def leave_at_once(status: int) -> NoReturn:
     """Exit without locks or waiting; the processes that this one started die with it."""
     end_descendants()
     os._exit(status)
+
+
+def _leave_by(number: int) -> NoReturn:
+    """The same for a signal's handler: the signals that come meanwhile are ignored, since each
+    would start from the beginning."""
+    for other in SIGNALS:
+        signal.signal(other, signal.SIG_IGN)
+    leave_at_once(exit_status(number))
 
 
 @contextmanager
