@@ -7,11 +7,12 @@ run's folder, and docs/metrics.md from the table of metrics.
 Each is written from its template in `pages`, in which a line `$name` stands for a generated part.
 """
 
-import ast
 import re
 import shlex
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from itertools import takewhile
 from pathlib import Path
 
@@ -29,7 +30,6 @@ from distflow.config.migration.tables import (
     Name,
     all_tables,
     as_override,
-    find_names,
 )
 from distflow.errors import ConfigError
 from distflow.launch.run_folders.sql_views import VIEWS
@@ -37,18 +37,19 @@ from distflow.observe.metrics import metric_table
 from distflow.observe.sample_files import COLUMNS, SCHEMA_VERSION
 
 _BUILTIN_NAMES: Mapping[str, Mapping[str, builtin_names.Entry]] = {
-    "Advantage estimators": builtin_names.ESTIMATORS,
-    "Policy losses": builtin_names.POLICY_LOSSES,
-    "Reward functions": builtin_names.REWARDS,
-    "Pipelines": builtin_names.PIPELINES,
-    "Rollout engines": builtin_names.ROLLOUT_ENGINES,
-    "Train engines": builtin_names.TRAIN_ENGINES,
-    "Trackers": builtin_names.TRACKERS,
+    "[advantage estimators](algorithms.md#advantages)": builtin_names.ESTIMATORS,
+    "[policy losses](algorithms.md#policy-losses)": builtin_names.POLICY_LOSSES,
+    "[reward functions](rewards.md)": builtin_names.REWARDS,
+    "[pipelines](pipelines.md)": builtin_names.PIPELINES,
+    "[rollout engines](rollout.md)": builtin_names.ROLLOUT_ENGINES,
+    "[train engines](training.md)": builtin_names.TRAIN_ENGINES,
+    "[trackers](observe.md#terminal-and-trackers)": builtin_names.TRACKERS,
 }
-
+"""What has names of its own, with the page that describes them."""
 
 _METHODS = {
     "all": "all",
+    "rl": "GRPO, RLOO, PPO",
     "grpo": "GRPO",
     "rloo": "RLOO, where it differs from GRPO",
     "ppo": "PPO",
@@ -77,14 +78,25 @@ def render_reference() -> str:
     groups: dict[str, list[KeyInfo]] = {}
     for info in schema_keys().values():
         groups.setdefault(info.name.rpartition(".")[0], []).append(info)
-    tables = {name: _keys(name, keys) for name, keys in groups.items()}
-    tables["data"] += "\n\n" + _keys("data.domains.NAME", collect(DomainConfig()).values())
-    names = [f"### {title}\n\n{_entries(entries)}" for title, entries in _BUILTIN_NAMES.items()]
+
+    tables: dict[str, str] = {}
+    first: dict[str, str] = {}  # the first group with a table
+    for name, keys in groups.items():
+        table = _keys(keys)
+        if table in first:
+            table = f"The keys and defaults of `{first[table]}`."
+        else:
+            first[table] = name
+        tables[name] = f"### {name}\n\n{table}"
+
+    of_domains = _keys(collect(DomainConfig()).values())
+    tables["data"] += f"\n\n### data.domains.NAME\n\n{of_domains}"
+    names = [(title, ", ".join(map(_code, entries))) for title, entries in _BUILTIN_NAMES.items()]
     resumable = ", ".join(f"`{name}`" for name in sorted(RESUMABLE))
     parts = {
         "presets": _presets(),
         "keys": "\n\n".join(tables.values()),
-        "names": "\n\n".join(names),
+        "names": _table(("of", "names"), names),
         "resumable": (
             f"{resumable}. A change of any other key is rejected unless `--allow-change` names it."
         ),
@@ -100,16 +112,8 @@ def render_migrating() -> str:
     parts = {f"{system.lower()}_names": _names(system) for system in SYSTEMS} | {
         "verl_differences": _differences(),
         "verl_command": _translated_verl(verl["command"], verl["refused"]),
-        "trl_defaults": _table(
-            ("method", "key", "default"),
-            [
-                (_METHODS.get(method, _code(method)), _code(key), _code(as_override(value)))
-                for method, values in all_tables()["TRL"].defaults.items()
-                for key, value in values.items()
-            ],
-        ),
+        "trl_defaults": _table(("method", "defaults"), _defaults("TRL")),
         "trl_script": trl["script"].rstrip(),
-        "trl_arguments": _translated_trl(trl["script"]),
         "trl_command": _command("grpo", map(shlex.quote, trl["here"])),
     }
 
@@ -120,17 +124,15 @@ def render_schema() -> str:
     """The page on what a run's folder holds."""
     kinds = {"text": "text", "number": "float64", "whole": "int64", "json": "text, JSON"}
     columns = [(_code(name), kinds[kind], meaning) for name, (kind, meaning) in COLUMNS.items()]
-    views = [
-        (
-            _code(name),
-            re.sub(r"(\w+) ([A-Z]+)", lambda found: f"`{found[1]}` {found[2].lower()}", kept),
-        )
+    views = {
+        name: re.sub(r"(\w+) ([A-Z]+)", lambda found: f"`{found[1]}` {found[2].lower()}", kept)
         for name, kept in VIEWS.items()
-    ]
+    }
+    views["samples"] = "those of the [files](#samples)"
     parts = {
         "version": f"    schema = {SCHEMA_VERSION}",
         "samples": _table(("column", "type", "content"), columns),
-        "views": _table(("view", "columns"), views),
+        "views": _table(("view", "columns"), [(_code(name), kept) for name, kept in views.items()]),
     }
 
     return _fill("schema.md", parts)
@@ -138,9 +140,25 @@ def render_schema() -> str:
 
 def render_metrics() -> str:
     """The page with all metrics."""
-    rows = [(_code(each.name), each.unit, each.kind, each.doc) for each in metric_table()]
-    heads = ("metric", "unit", "parts combine by", "what it is")
-    return _fill("metrics.md", {"metrics": _table(heads, rows)})
+    metrics = {metric.name: metric for metric in metric_table()}
+    rows = []
+    for name, metric in metrics.items():
+        whole = metrics.get(name.removesuffix("/*"))
+        if whole and metric.doc == f"{whole.doc}, of one domain":
+            continue
+
+        by_domain = metrics.get(f"{name}/*")
+        is_split = by_domain and by_domain.doc == f"{metric.doc}, of one domain"
+        kind = "" if metric.kind == "mean" else metric.kind
+        rows.append(
+            (
+                f"{_code(name)}, `/*`" if is_split else _code(name),
+                ", ".join(part for part in (metric.unit, kind) if part),
+                metric.doc,
+            )
+        )
+
+    return _fill("metrics.md", {"metrics": _table(("metric", "unit", "what it is"), rows)})
 
 
 def _fill(page: str, parts: Mapping[str, str]) -> str:
@@ -157,25 +175,28 @@ def _presets() -> str:
     return "\n".join(lines)
 
 
-def _keys(group: str, keys: Iterable[KeyInfo]) -> str:
+def _keys(keys: Iterable[KeyInfo]) -> str:
     rows = [
         (
             f"`{info.name.rpartition('.')[2]}`",
             f"`{show_value(info, info.default)}`",
-            f"`{type_name(info.annotation)}`",
-            info.spec.allowed(),
+            _values(info),
             info.spec.description,
         )
         for info in keys
     ]
-    return f"### {group}\n\n" + _table(("key", "default", "type", "allowed", "meaning"), rows)
+    return _table(("key", "default", "values", "meaning"), rows)
 
 
-def _entries(entries: Mapping[str, builtin_names.Entry]) -> str:
-    return _table(
-        ("name", "description"),
-        [(f"`{name}`", entry.description) for name, entry in entries.items()],
-    )
+def _values(info: KeyInfo) -> str:
+    """The type of a key and its bounds, or its choices."""
+    kind = type_name(info.annotation)
+    allowed = info.spec.allowed()
+    if kind == "str" and allowed:
+        return allowed
+    if kind == "str | None" and allowed:
+        return f"null, {allowed}"
+    return f"`{kind}` {allowed}".rstrip()
 
 
 def _differences() -> str:
@@ -204,12 +225,13 @@ def _translated_verl(command: Sequence[str], refused: Sequence[str]) -> str:
         for line in load_config("verl_grpo", kept).notes
     }
     said |= {key: f"rejected: {text}" for key, text in _refusals(refused)}
-    rows = [
-        (f"`{override}`", said.get(override.partition("=")[0], "the same")) for override in command
-    ]
+    rows: dict[str, list[str]] = {}
+    for override in command:
+        answer = said.get(override.partition("=")[0], "the same")
+        rows.setdefault(answer, []).append(_code(override))
 
     return (
-        _table(("verl", "distflow"), rows)
+        _table(("verl", "distflow"), [(", ".join(theirs), ours) for ours, theirs in rows.items()])
         + "\n\nThis command trains the rest:\n\n"
         + _command("verl_grpo", kept)
     )
@@ -227,23 +249,11 @@ def _refusals(overrides: Sequence[str]) -> Iterable[tuple[str, str]]:
     return []
 
 
-def _translated_trl(script: str) -> str:
-    """The name here of each argument of the script's GRPOConfig, and of its model."""
-    calls = {
-        node.func.id: {item.arg: item.value for item in node.keywords}
-        for node in ast.walk(ast.parse(script))
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)
-    }
-    arguments = {**calls["GRPOConfig"], "model": calls["GRPOTrainer"]["model"]}
-
-    rows: dict[str, str] = {}
-    for key, node in arguments.items():
-        value = ast.literal_eval(node)
-        name = find_names(str(key))["TRL"]
-        answer = "; ".join(part for part in (_code(name.overrides(value)), name.note) if part)
-        rows[f"`{key}={value!r}`"] = "as above" if answer in rows.values() else answer
-
-    return _table(("TRL", "distflow"), rows.items())
+def _defaults(system: str) -> Iterator[tuple[str, str]]:
+    """The defaults of a system by method."""
+    for method, values in all_tables()[system].defaults.items():
+        listed = [_code(f"{key}={as_override(value)}") for key, value in values.items()]
+        yield _METHODS.get(method, _code(method)), ", ".join(listed)
 
 
 def _command(preset: str, overrides: Iterable[str]) -> str:
@@ -254,9 +264,14 @@ def _command(preset: str, overrides: Iterable[str]) -> str:
 def _names(system: str) -> str:
     """Both tables of a system; keys with the same answer share a row."""
     table = all_tables()[system]
+    options = Counter(_as_option(key, name) for key, name in table.names.items())
+
     rows: dict[str, list[str]] = {}
     for key, name in table.names.items():
-        rows.setdefault(_meaning(name), []).append(f"`{key}`")
+        option = _as_option(key, name)
+        meaning = option if option and options[option] > 1 else _meaning(name)
+        rows.setdefault(meaning, []).append(_code(key))
+
     keys = _table(
         (f"{system}'s key", "distflow"),
         [(", ".join(keys), meaning) for meaning, keys in rows.items()],
@@ -264,6 +279,13 @@ def _names(system: str) -> str:
     others = _table((system, "distflow"), table.beside_keys.items())
 
     return f"### {system}'s keys\n\n{keys}\n\n### Other {system} features\n\n{others}"
+
+
+def _as_option(key: str, name: Name) -> str:
+    """The meaning with `*` for the last part of the key, if both systems call that part the
+    same."""
+    group = name.ours.removesuffix("." + key.rpartition(".")[2])
+    return "" if group == name.ours else _meaning(replace(name, ours=f"{group}.*"))
 
 
 def _code(text: str) -> str:
@@ -279,9 +301,7 @@ def _meaning(name: Name) -> str:
     if name.harmless == ANY:
         parts.append("accepted")
     elif name.harmless:
-        parts.append(
-            "accepted for " + ", ".join(f"`{as_override(value)}`" for value in name.harmless)
-        )
+        parts.append("ok: " + ", ".join(f"`{as_override(value)}`" for value in name.harmless))
 
     return "; ".join(part for part in parts if part)
 
