@@ -132,7 +132,7 @@ def test_a_loss_of_ones_own_is_wired_by_its_parameter_names() -> None:
         mask = batch["loss_mask"] > 0
         seen = objective.finish(sums, counts)["seen"]
         assert seen == pytest.approx(float(batch["returns"][mask].double().mean()))
-        with pytest.raises(ValueError, match="'powr'.*did you mean 'power'"):
+        with pytest.raises(ValueError, match="'powr'.*'power'"):
             PolicyObjective("test_own_loss", {"powr": 2.0})
     finally:
         del POLICY_LOSSES["test_own_loss"]
@@ -192,5 +192,5 @@ def test_a_loss_without_a_number_for_each_token_is_refused(shape: str) -> None:
         "log_probs": batch["old_log_probs"],
         "entropy": torch.zeros_like(batch["old_log_probs"]),
     }
-    with pytest.raises(ValueError, match=r"'unfit' must return .*a number per token, \(3, "):
+    with pytest.raises(ValueError, match=r"'unfit' must return .*\(3, "):
         objective(given, batch, objective.counts(batch))

@@ -47,7 +47,7 @@ def test_built_ins_are_imported_when_they_are_asked_for_and_replace_no_estimator
 
 @pytest.mark.parametrize("find", [find_adv_est, find_policy_loss])
 def test_unknown_names_get_the_nearest(find: Any) -> None:
-    with pytest.raises(ValueError, match="trainer.imports; did you mean 'gspo'"):
+    with pytest.raises(ValueError, match="'gsopo' .*trainer.imports.*'gspo'"):
         find("gsopo")
 
 
@@ -134,7 +134,7 @@ def test_an_option_without_a_default_must_be_given() -> None:
 
     try:
         with pytest.raises(
-            ValueError, match="no default for its option 'weight'.*needy.*policy_loss_kwargs.weight"
+            ValueError, match=r"'weight'.*needy.*policy_loss_kwargs\.weight"
         ):
             PolicyObjective("test_needy")
         assert PolicyObjective("test_needy", {"weight": 1.0}).options == {"weight": 1.0}
@@ -193,7 +193,7 @@ def test_a_loss_of_ones_own_may_choose_tokens_and_check_its_options() -> None:
         assert PolicyObjective("test_first", {"num_first": 2, "gain": 3.0}).options == {"gain": 3.0}
         with pytest.raises(ValueError, match="num_first must be at least 1"):
             PolicyObjective("test_first", {"num_first": 0})
-        with pytest.raises(ValueError, match="'num_frist'.*did you mean 'num_first'"):
+        with pytest.raises(ValueError, match="'num_frist'.*'num_first'"):
             PolicyObjective("test_first", {"num_frist": 2})
     finally:
         del POLICY_LOSSES["test_first"]

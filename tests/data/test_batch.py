@@ -220,7 +220,7 @@ def test_a_column_of_a_wrong_shape_is_refused(name: str, value: object, message:
 
 
 def test_an_unknown_column_names_those_that_are_there() -> None:
-    with pytest.raises(KeyError, match="no column 'advantage'; it has uid, prompts"):
+    with pytest.raises(KeyError, match="'advantage'; .* uid, prompts"):
         make([(1, 1)])["advantage"]
 
 
@@ -298,7 +298,7 @@ def test_an_unknown_column_that_fits_two_axes_is_refused(
 ) -> None:
     batch = make(shapes)
     with pytest.raises(
-        ValueError, match=r"'mine' of shape .* fits more than one axis .*register_field\('mine'"
+        ValueError, match=r"'mine' of shape .* more than one axis .*register_field\('mine'"
     ) as error:
         batch["mine"] = value
 
@@ -337,20 +337,20 @@ def test_batches_meet_only_where_their_fields_are_the_same(tmp_path: Path) -> No
     ):
         with pytest.raises(
             ValueError,
-            match="'mine' is float32 per response in one batch and float32 per prompt in",
+            match="'mine' is float32 per response .* float32 per prompt",
         ):
             meet()
 
     with pytest.raises(
         ValueError,
-        match="'mine' is float32 per prompt in one batch and int64 per prompt in another",
+        match="'mine' is float32 per prompt .* int64 per prompt",
     ):
         other.merge(third)
 
     other.save(tmp_path / "other")
     loaded = Batch.load(tmp_path / "other")
     assert loaded.field("mine") == other.field("mine")
-    with pytest.raises(ValueError, match="per response in one batch and float32 per prompt"):
+    with pytest.raises(ValueError, match="'mine' is float32 per response .* float32 per prompt"):
         Batch.concat([one, loaded])
 
 

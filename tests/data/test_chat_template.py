@@ -99,7 +99,7 @@ def test_a_crash_is_reported(tokenizer: PreTrainedTokenizerBase) -> None:
         os.kill(os.getpid(), signal.SIGSEGV)
         return ""
 
-    with pytest.raises(UserError, match=r"\(row 1 of 2\): the process that rendered it crashed"):
+    with pytest.raises(UserError, match=r"\(row 1 of 2\): .* crashed"):
         list(render_all([1, 2], render, tokenizer))
 
 

@@ -211,7 +211,7 @@ def test_thinking_is_learnt_in_the_turn_where_it_was_thought() -> None:
 
     with pytest.raises(
         UserError,
-        match=r"f:7: .* prompts turn 1 of the assistant by .*set data.enable_thinking=true",
+        match=r"f:7: .* prompts turn 1 .*data\.enable_thinking=true",
     ):
         encode(tokenizer, THOUGHT)
 
@@ -279,7 +279,7 @@ FAULTS = {
         t.SMOLLM2.replace("'<|im_end|>'", "'. '"),
         TALK,
         [],
-        "without a token that ends it",
+        "ends turn 1 .*eos_token",
     ),
     "a marked turn without an end": (
         t.MARKED_NARROW.replace("'<|im_end|>\n'", "'\n'"),
@@ -291,13 +291,13 @@ FAULTS = {
         t.SMOLLM2,
         [*TALK[:-1], {"role": "assistant", "content": "\n2"}],
         [],
-        "turn 2 of the assistant begins inside a token",
+        "turn 2 .* inside a token",
     ),
     "an end within a turn": (
         t.QWEN2,
         [*TALK[:-1], {"role": "assistant", "content": "say <|im_end|> and stop"}],
         [],
-        "goes on behind '<|im_end|>', which ends it, by 'and stop",
+        r"message 5, .*'<\|im_end\|>'",
     ),
     "a turn of nothing": (
         t.SMOLLM2.replace("message['content']", "''"),
@@ -309,7 +309,7 @@ FAULTS = {
         t.MISTRAL,
         TALK,
         [],
-        "prompts turn 1 .* leave out what the template moves",
+        "prompts turn 1 .* system message",
     ),
 }
 
@@ -319,9 +319,9 @@ def test_what_cannot_be_learnt_as_it_is_asked_for_is_a_bad_row(what: str) -> Non
     template, messages, tools, said = FAULTS[what]
     tokens = t.MISTRAL_TOKENS if template == t.MISTRAL else t.CHATML_TOKENS
     tokenizer = t.byte_level(template, tokens, tokens[1], tokens[0])
-    with pytest.raises(UserError, match=f"1 bad row:\n  f:7: (?s:.*){said}"):
+    with pytest.raises(UserError, match=f"^1 bad row:\n  f:7: .*{said}"):
         encode(tokenizer, messages, tools=tools)
-    with pytest.raises(UserError, match="all rows are bad and were skipped; the first: f:7: "):
+    with pytest.raises(UserError, match=f"^all rows are bad .* f:7: .*{said}"):
         encode(tokenizer, messages, BadRows("skip"), tools=tools)
 
 
@@ -345,11 +345,11 @@ def test_arguments_that_nothing_reads_are_refused() -> None:
     rows = [RawRow("f:1", TALK[:2], None, "d", None, {})]
 
     with pytest.raises(
-        UserError, match="date_sting does nothing: no 'date_sting' is in the chat template of"
+        UserError, match=r"apply_chat_template_kwargs\.date_sting .*'date_sting'"
     ):
         encode_rows(rows, TOKENIZERS["llama3"], options, BadRows())
 
-    with pytest.raises(UserError, match="date_sting does nothing: the prompts are plain text"):
+    with pytest.raises(UserError, match=r"apply_chat_template_kwargs\.date_sting .*data\.prompt_format"):
         encode_rows(
             [RawRow("f:1", "1+1", None, "d", None, {})], TOKENIZERS["llama3"], options, BadRows()
         )
@@ -371,7 +371,7 @@ def test_tools_reach_the_prompts_of_rl() -> None:
 class TestLengths:
     def test_a_conversation_that_is_too_long_is_left_out_and_counted(self) -> None:
         tokenizer = TOKENIZERS["characters"]
-        with pytest.raises(UserError, match="none of 1 rows is short enough"):
+        with pytest.raises(UserError, match="none of 1 .*max_prompt_length=500 .*37 tokens.*max_response_length=20"):
             encode(tokenizer, TALK, max_response_length=20)
 
     @pytest.mark.parametrize(
@@ -393,7 +393,7 @@ class TestLengths:
     def test_or_refused(self) -> None:
         with pytest.raises(
             UserError,
-            match="f:7: the response has 34 tokens, more than data.max_response_length=20",
+            match=r"f:7: .* 34 tokens, .*data\.max_response_length=20",
         ):
             encode(TOKENIZERS["characters"], TALK, filter_overlong=False, max_response_length=20)
 

@@ -89,7 +89,7 @@ def test_no_chat_template_is_the_users_error():
     tokenizer.chat_template = None
     with pytest.raises(UserError, match="data.prompt_format=chat"):
         encode([row("a")], tokenizer, prompt_format="chat")
-    with pytest.raises(UserError, match="the prompts are chat messages"):
+    with pytest.raises(UserError, match=r"data\.prompt_format=text"):
         encode([row([{"role": "user", "content": "a"}])], tokenizer)
     assert len(encode([row("a")], tokenizer)) == 1
 
@@ -102,7 +102,7 @@ def test_messages_that_the_template_refuses_are_bad_rows():
         row([{"role": "tool", "content": "a"}], origin="f:1"),
         row([{"role": "user", "content": "b"}], origin="f:2"),
     ]
-    with pytest.raises(UserError, match="f:1: the chat template rejects the messages: user first"):
+    with pytest.raises(UserError, match="f:1: .* rejects .*: user first"):
         encode(rows, tokenizer)
     bad = BadRows("skip")
     prompts = encode(rows, tokenizer, bad)
@@ -121,7 +121,7 @@ class TestResponses:
     def test_a_tokenizer_without_an_end_token_is_refused(self):
         tokenizer = tiny_tokenizer()
         tokenizer.eos_token = None
-        with pytest.raises(UserError, match="no end token"):
+        with pytest.raises(UserError, match=r"no end token.*model\.tokenizer_path"):
             encode([row("q", "a")], tokenizer)
 
 

@@ -189,7 +189,7 @@ def test_a_foreign_file_is_the_users_error(tmp_path):
     (tmp_path / "text.rows").write_text("hello")
     (tmp_path / "empty.rows").touch()
     for name in ("text", "empty", "missing"):
-        with pytest.raises(UserError, match=f"{name}.rows' cannot be used: .*Delete the file"):
+        with pytest.raises(UserError, match=rf"{name}\.rows' .*Delete the file"):
             EncodedRows(tmp_path / f"{name}.rows")
 
 
@@ -201,7 +201,7 @@ def test_a_changed_id_is_found(tmp_path):
     assert content.count(ids) == 1
     file.write_bytes(content.replace(ids, ids.replace(b",", b"1,", 1)))
     assert EncodedRows(file)[0] == prompts[0]
-    with pytest.raises(UserError, match="row 1 has changed since it was written.*Delete the file"):
+    with pytest.raises(UserError, match="row 1 .*Delete the file"):
         EncodedRows(file)[1]
 
 

@@ -52,10 +52,10 @@ def test_equal_images_are_kept_once_and_others_apart(tmp_path: Path) -> None:
 def test_a_kept_image_that_has_changed_is_refused(tmp_path: Path) -> None:
     (path,) = read_images(png(square("r")), "images", None, tmp_path)
     square("g").save(path)
-    with pytest.raises(UserError, match="has changed since it was written"):
+    with pytest.raises(UserError, match=r"\.png' .* has changed"):
         load_image(path)
     Path(path).write_bytes(b"no image")
-    with pytest.raises(UserError, match="cannot be read"):
+    with pytest.raises(UserError, match=r"\.png' .* cannot be read"):
         load_image(path)
 
 
@@ -89,14 +89,14 @@ def bomb(width: int, height: int) -> bytes:
         (b"no image at all", "image 1 .column 'images'. cannot be decoded"),
         (png(square("r"))[:80], "cannot be decoded"),
         (bomb(30_000, 30_000), "cannot be decoded: .*decompression bomb"),
-        (bomb(9_000, 9_000), "9000 x 9000 pixels, more than 67,108,864 together"),
+        (bomb(9_000, 9_000), "9000 x 9000 .*67,108,864"),
         ("../outside.png", "outside the folder"),
         ("link.png", "outside the folder"),
         ("missing.png", "cannot be read"),
         ("/etc/passwd", "outside the folder"),
         ("data:image/png;base64,%%%", "not base64"),
-        (7, "is int 7, not bytes, a path"),
-        ({"text": "no"}, "is missing, not bytes"),
+        (7, "image 1 .* int 7"),
+        ({"text": "no"}, "image 1 .* missing, not bytes"),
         ([b"", None], "is bytes b''|cannot be decoded"),
     ],
 )
@@ -110,7 +110,7 @@ def test_a_faulty_image_is_named(tmp_path: Path, given: object, says: str) -> No
 
 
 def test_a_path_needs_a_folder(tmp_path: Path) -> None:
-    with pytest.raises(RowError, match="the rows are not in a file's folder"):
+    with pytest.raises(RowError, match="image 1 .*'a.png'.* folder"):
         read_images("a.png", "images", None, tmp_path)
 
 

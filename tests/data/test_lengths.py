@@ -55,7 +55,7 @@ class TestLengths:
 
     def test_or_refused(self, tokenizer):
         with pytest.raises(
-            UserError, match="f:2: the prompt has 11 tokens, more than data.max_prompt_length=10"
+            UserError, match=r"f:2: .* 11 tokens, .*data\.max_prompt_length=10"
         ):
             encode(
                 self.rows,
@@ -68,7 +68,7 @@ class TestLengths:
     def test_nothing_left_is_the_users_error(self, tokenizer):
         with pytest.raises(
             UserError,
-            match="none of 3 rows .*max_prompt_length=4 .the shortest prompt has 5 tokens",
+            match="none of 3 .*max_prompt_length=4 .* 5 tokens",
         ):
             encode(self.rows, tokenizer, max_prompt_length=4)
 
@@ -96,6 +96,6 @@ def test_responses_that_are_too_long_are_left_out_cut_or_refused(tokenizer):
     )
 
     with pytest.raises(
-        UserError, match="f:9: the response has 6 tokens, more than data.max_response_length=5"
+        UserError, match=r"f:9: .* 6 tokens, .*data\.max_response_length=5"
     ):
         encode(rows, tokenizer, max_response_length=5, filter_overlong=False)

@@ -83,7 +83,7 @@ def test_a_file_that_has_changed_since_or_is_of_another_kind_is_refused(tmp_path
     file.write_text('{"prompt": "longer"}\n{"prompt": "b"}\n')
 
     with pytest.raises(
-        UserError, match=r"row 2 of .*rows.jsonl' cannot be read: the file has changed since"
+        UserError, match=r"row 2 of .*rows\.jsonl' .* changed"
     ):
         found.row(1)
 
@@ -92,6 +92,6 @@ def test_a_file_that_has_changed_since_or_is_of_another_kind_is_refused(tmp_path
 
     with pytest.raises(
         UserError,
-        match=r"data.train_files: data.lazy reads .jsonl and .parquet .*rows.csv'.*lazy=false",
+        match=r"data\.train_files: .*rows\.csv'.*data\.lazy=false",
     ):
         index_file(other, tmp_path, KEY)

@@ -77,7 +77,7 @@ def test_an_invalid_source_is_reported(source: str, said: str) -> None:
 def test_an_unknown_data_set_is_reported_with_the_key() -> None:
     with pytest.raises(
         UserError,
-        match="data.train_files: 'reasoning-gym:chain_sums': reasoning-gym has no data set",
+        match="data.train_files: 'reasoning-gym:chain_sums': ",
     ):
         rows_of("chain_sums")
 

@@ -296,7 +296,7 @@ def test_a_node_with_side_effects_is_not_retried():
 def test_decorator_checks_its_own_words():
     with pytest.raises(PipelineError, match="'ADVANTAGE'"):
         node(role="ADVANTAG")
-    with pytest.raises(PipelineError, match="is not a scope"):
+    with pytest.raises(PipelineError, match="@node: 'world' .*scope"):
         node(scope="world")
 
 

@@ -62,7 +62,7 @@ def test_a_given_option_is_no_field():
 
 @pytest.mark.parametrize("parameters", ["ctx, /", "*args", "advantages, *rest"])
 def test_parameters_without_a_name_to_pass_are_refused(parameters):
-    with pytest.raises(PipelineError, match="node 'x': '.*' cannot be passed by a name"):
+    with pytest.raises(PipelineError, match="'x': '.*' cannot be passed by a name"):
         contract_of(eval(f"lambda {parameters}: None"))
 
 
@@ -121,7 +121,7 @@ def test_sample_reward():
 
 
 def test_open_signatures_need_reads():
-    with pytest.raises(PipelineError, match=r"node 'x': '\*.*@node\(reads=\.\.\.\)"):
+    with pytest.raises(PipelineError, match=r"'x': '\*.*@node\(reads=\.\.\.\)"):
         contract_of(lambda **kwargs: None)
 
 

@@ -94,7 +94,7 @@ def test_updating():
     graph.update_node("b", func=nothing)
     ok, message = graph.validate_graph()
     assert not ok and "takes no option 'scale'" in message
-    with pytest.raises(PipelineError, match="the id of a node cannot change"):
+    with pytest.raises(PipelineError, match="'b': the id"):
         graph.update_node("b", node_id="c")
     with pytest.raises(PipelineError, match="retry_limit"):
         graph.update_node("b", retry_limit=-1)

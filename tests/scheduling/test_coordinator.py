@@ -310,7 +310,7 @@ def test_exhausted_only_once_no_later_version_can_bring_room():
 
     with pytest.raises(
         Exhausted,
-        match=r"of the 8 drawn for it 3 are left \(dropped: 5 equal",
+        match=r"8 drawn .* 3 are left .* 5 equal",
     ):
         coordinator.ready(1)
 

@@ -151,7 +151,7 @@ def test_a_domain_that_has_all_its_groups_gets_no_more_while_another_is_refilled
 
 def test_a_domain_without_a_single_group_ends_the_run_though_others_wait():
     coordinator = Coordinator(domains_of(("good", 50, 1), ("bad", 50, 1), max_num_gen_batches=3))
-    with pytest.raises(Exhausted, match=r"of the domain 'bad'.*dropped: 6 dull"):
+    with pytest.raises(Exhausted, match="'bad'.* 6 dull"):
         step(coordinator, dropped=lambda prompt_group: prompt_group.stream == "train/bad")
 
 
@@ -177,7 +177,7 @@ def test_only_what_runs_can_be_aborted(tmp_path):
     coordinator.complete(0, 1)
     with pytest.raises(CountsError, match="group 0 "):
         coordinator.abort([0])
-    with pytest.raises(CountsError, match="group 9 cannot be aborted"):
+    with pytest.raises(CountsError, match="group 9 .*aborted"):
         coordinator.abort([9])
 
 

@@ -58,11 +58,11 @@ def test_a_rank_fetches_only_objects_that_hold_samples_of_its_own():
 def test_a_sample_that_nobody_put_is_named():
     exchange = exchange_with([["0-0"]])
     with pytest.raises(
-        ReshardError, match=r"step 3 of queue 'rollout to actor' \(version 2\) has no sample '7-0'"
+        ReshardError, match=r"step 3 .*'rollout to actor' \(version 2\) .*'7-0'"
     ):
         exchange.pick(STEP, 2, ["0-0", "7-0"])
 
-    with pytest.raises(ReshardError, match="has 2 readers, but one of them says they are 3"):
+    with pytest.raises(ReshardError, match="has 2 readers.* 3$"):
         exchange.pick(STEP, 3, ["0-0"])
 
 
@@ -100,5 +100,5 @@ def test_writers_who_disagree_are_named():
     exchange: Reshard[str] = Reshard()
     exchange.put(STEP, 0, 2, (), "")
     for writer, num_writers in ((0, 2), (1, 3)):
-        with pytest.raises(ReshardError, match=f"writer {writer} of {num_writers} puts step 3"):
+        with pytest.raises(ReshardError, match=f"writer {writer} of {num_writers} .*step 3"):
             exchange.put(STEP, writer, num_writers, (), "")

@@ -133,7 +133,7 @@ def test_more_than_can_be_consumed_in_time_is_a_fault_and_no_wait():
     queue = staggered([0, 0, 0], next_step=2)
     complete(queue, 0, 1, 2)
     with pytest.raises(
-        CountsError, match="step 3 would leave 1 groups that are due by step 3.* is 0"
+        CountsError, match="step 3 .* 1 groups .*step 3.* is 0"
     ):
         queue.ready(2)
 
@@ -146,7 +146,7 @@ def test_tokens_of_weights_that_the_step_may_not_train_on_are_a_fault(version):
     queue.complete(1, 1)
 
     with pytest.raises(
-        CountsError, match=f"group 0 holds tokens of version {version}, which step 4 may not"
+        CountsError, match=f"group 0 .* version {version}, .*step 4"
     ):
         queue.ready(3)
 
@@ -183,7 +183,7 @@ def test_a_lost_group_waits_and_is_no_longer_running():
         lambda: queue.drop(1, "late"),
         lambda: queue.retry(1),
     ):
-        with pytest.raises(CountsError, match="group 1 .* waits to be issued again"):
+        with pytest.raises(CountsError, match="group 1 .* waits"):
             wrong()
 
     assert queue.num_waiting == 1
@@ -213,7 +213,7 @@ def test_unknown_tickets_and_steps_are_refused():
     queue = edge_with(1)
     with pytest.raises(CountsError, match="group 9 "):
         queue.complete(9, 1)
-    with pytest.raises(CountsError, match="step 4 .* next one is 1"):
+    with pytest.raises(CountsError, match="step 4 .* 1$"):
         queue.ready(3)
-    with pytest.raises(CountsError, match="step 1 .* before it was formed"):
+    with pytest.raises(CountsError, match="step 1 .*released"):
         queue.release(0)
