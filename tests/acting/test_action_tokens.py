@@ -37,9 +37,7 @@ def test_bins_are_equal_parts_and_their_number_is_the_middle() -> None:
 @pytest.mark.parametrize("number", [1.1, -1.0001, float("nan"), float("inf")])
 def test_a_number_out_of_bounds_is_refused(number: float) -> None:
     codec = ActionTokens((-1.0, -1.0), (1.0, 1.0), 4, first=0, chunk=1)
-    with pytest.raises(
-        ValueError, match="dimension 1 of action 0 is .*, not a number from -1 to 1"
-    ):
+    with pytest.raises(ValueError, match="dimension 1 of action 0 is .* -1 to 1"):
         codec.encode(np.array([[0.0, number]]))
 
 
@@ -107,5 +105,5 @@ def test_actions_of_a_flow_are_the_values_of_the_last_step() -> None:
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_a_value_that_is_not_finite_is_refused(value: float) -> None:
     codec = ContinuousActions((-1.0, -1.0), (1.0, 1.0), first=0, chunk=2)
-    with pytest.raises(ValueError, match="dimension 1 of action 1 is .*: the policy has diverged"):
+    with pytest.raises(ValueError, match="dimension 1 of action 1 is .* diverged"):
         codec.decode([0.0, 0.0, 0.0, value])

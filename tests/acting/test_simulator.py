@@ -76,7 +76,7 @@ def test_environments_of_gymnasium_are_simulators() -> None:
     ]
     assert result.observation.state.tolist() == [3.0, 0.5, 0.5]
     run(simulator.reset(7, {}))
-    with pytest.raises(ValueError, match="is not in the environment's space"):
+    with pytest.raises(ValueError, match=r"1\.5.* space"):
         run(simulator.step(np.full((1, 2), 1.5)))
 
 
@@ -91,7 +91,7 @@ def test_an_environment_may_show_a_part_of_its_state_and_be_made_anew() -> None:
     for seed in (7, 8):
         assert run(simulator.reset(seed, {})).state.tolist() == [seed, 2.0]
     assert seeds == [7, 8]
-    with pytest.raises(ValueError, match="has no 'c', but b, a, camera"):
+    with pytest.raises(ValueError, match="'c'.* b, a, camera"):
         run(GymnasiumSimulator(Reacher, state=["c"]).reset(7, {}))
 
 
@@ -145,7 +145,7 @@ def test_a_pool_plays_several_episodes_at_once_and_uses_simulators_again() -> No
 def test_a_simulator_whose_reset_does_not_repeat_is_refused_at_the_start(
     name: str, differs: str
 ) -> None:
-    with pytest.raises(UserError, match=rf"has another state after reset .* \({differs} differs\)"):
+    with pytest.raises(UserError, match=rf"reset .* \({differs} differs\)"):
         pool(f"{FILE}{name}")
 
 
@@ -204,12 +204,10 @@ def test_a_cancelled_step_leaves_its_simulator_to_nobody() -> None:
 
 
 def test_a_simulator_that_fails_in_the_check_is_refused() -> None:
-    with pytest.raises(UserError, match="cannot be used: TypeError"):
+    with pytest.raises(UserError, match="Line.*TypeError.*nonsense"):
         pool(f"{FILE}Line", ends_at=3, nonsense=1)
 
 
 def test_a_simulator_that_cannot_render_is_refused_with_what_to_set() -> None:
-    with pytest.raises(
-        UserError, match=r"no OpenGL context.*workflow_kwargs\.gl to egl .* or to osmesa"
-    ):
+    with pytest.raises(UserError, match=r"OpenGL.*workflow_kwargs\.gl to egl .* osmesa"):
         pool(f"{FILE}NoScreen")

@@ -164,9 +164,7 @@ def test_keys_and_values_that_should_be_made_anew_and_were_not() -> None:
     batch["old_log_probs"] = wrong
     check_mismatch(batch, 4, EXACT)
 
-    with pytest.raises(
-        TrustError, match=r"by 0\.0009 .* 9 tokens .* by 0 .*rollout\.kv_on_update"
-    ):
+    with pytest.raises(TrustError, match=r"by 0\.0009 .* 9 tokens .* by 0 .*rollout\.kv_on_update"):
         check_mismatch(batch, 4, EXACT, keeps_kv=False)
 
 

@@ -133,9 +133,7 @@ def test_an_option_without_a_default_must_be_given() -> None:
     def needy(log_probs: Any, advantages: Any, loss_mask: Any, *, weight: float) -> Any: ...
 
     try:
-        with pytest.raises(
-            ValueError, match=r"'weight'.*needy.*policy_loss_kwargs\.weight"
-        ):
+        with pytest.raises(ValueError, match=r"'weight'.*needy.*policy_loss_kwargs\.weight"):
             PolicyObjective("test_needy")
         assert PolicyObjective("test_needy", {"weight": 1.0}).options == {"weight": 1.0}
     finally:

@@ -132,9 +132,7 @@ def test_generate_draws_from_the_newest_weights_and_leaves_the_groups_as_they_ar
         waiting = asyncio.create_task(rollouts.agenerate(ids))
         await asyncio.sleep(0)
 
-        with pytest.raises(
-            UserError, match="1 prompt groups or requests are still being generated"
-        ):
+        with pytest.raises(UserError, match="^1 prompt groups .* still"):
             rollouts.train(batch)
 
         await waiting
@@ -239,9 +237,7 @@ def test_a_loop_that_forgets_to_publish_is_told_so(tmp_path: Path, staleness: in
         for _ in range(staleness + 1):
             assert len(rollouts.prepare_batch()) == 4
 
-        with pytest.raises(
-            NothingToWaitFor, match=r"weight version 0.*further groups start after publish\(\)"
-        ):
+        with pytest.raises(NothingToWaitFor, match=r"version 0.*publish\(\)"):
             rollouts.prepare_batch()
 
         metrics = rollouts.publish()
@@ -272,9 +268,7 @@ def test_submitted_prompts_come_back_in_their_order(tmp_path: Path) -> None:
             "one batch may be a version ahead"
         )
 
-        with pytest.raises(
-            NothingToWaitFor, match=r"^[^:]*: 0 of .*; 0 are running, 4 submitted .* publish\(\)"
-        ):
+        with pytest.raises(NothingToWaitFor, match=r"^[^:]*: 0 of .*; 0 .*, 4 .* publish\(\)"):
             rollouts.wait(1)
 
         rollouts.publish()
@@ -284,9 +278,7 @@ def test_submitted_prompts_come_back_in_their_order(tmp_path: Path) -> None:
         learn(rollouts, batch)
         rollouts.publish()
 
-        with pytest.raises(
-            NothingToWaitFor, match="2 of .* are finished; .*submit more, or wait for fewer"
-        ):
+        with pytest.raises(NothingToWaitFor, match="2 of .*; .*submit more"):
             rollouts.wait(3)
 
         assert prompts(rollouts.wait(2)) == [row["prompt"] for row in OWN[6:]]
@@ -301,7 +293,7 @@ def test_a_timeout_loses_nothing(tmp_path: Path, staleness: int, go_on: Path) ->
     with opened(tmp_path / "run", None, reward=slow, async__max_staleness=staleness) as rollouts:
         for row in OWN[:2]:
             rollouts.submit(row)
-        with pytest.raises(TimeoutError, match="of 2 awaited prompt groups"):
+        with pytest.raises(TimeoutError, match="of 2 "):
             rollouts.wait(2, timeout=0.3)
         go_on.touch()
         batch = rollouts.wait(2, timeout=60)
@@ -340,9 +332,7 @@ def test_weights_that_the_engine_shares_are_not_changed_while_it_answers(
         with pytest.raises(TimeoutError):
             rollouts.wait(1, timeout=0.3)
 
-        with pytest.raises(
-            UserError, match="1 prompt groups or requests are still being generated"
-        ):
+        with pytest.raises(UserError, match="^1 prompt groups .* still"):
             learn(rollouts, batch)
 
         go_on.touch()
@@ -409,7 +399,7 @@ def test_what_cannot_be_used_is_refused_where_it_is_given(tmp_path: Path) -> Non
 
         with pytest.raises(UserError, match="should_accept is 3"):
             rollouts.submit(OWN[0], should_accept=3)
-        with pytest.raises(UserError, match="this run has no episodes: pass a workflow to"):
+        with pytest.raises(UserError, match="no episodes: .*workflow"):
             rollouts.submit(OWN[0], workflow=asks)
         with pytest.raises(UserError, match="has no ref"):
             _ = rollouts.ref

@@ -120,7 +120,7 @@ def test_a_resume_reads_the_rows_it_began_with_and_tells_of_another_reward(
     def other(solution_str: str) -> float:
         return float(len(solution_str))
 
-    with pytest.raises(UserError, match="different rows than those that the run began with"):
+    with pytest.raises(UserError, match="different rows"):
         distflow.train(TINY, small(own.folder), data=ROWS[:3], reward=other)
     capsys.readouterr()
     same = small(own.folder, trainer__val_before_train=True, trainer__test_freq=1)
@@ -303,7 +303,7 @@ def test_a_reward_that_fails_is_told_before_the_model_is_loaded(
         ]
 
     with pytest.raises(
-        UserError, match=r"fails .*TypeError: .*data.prompt_format=chat.* \(at .*line \d+\)"
+        UserError, match=r"fails .*TypeError: .*data\.prompt_format=chat.*line \d+\)"
     ):
         distflow.train(
             TINY, small(tmp_path / "run", trust__check_rewards=True), data=ROWS, reward=fails

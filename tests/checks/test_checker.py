@@ -161,7 +161,7 @@ def test_a_sync_that_is_left_out(playground: Playground, monkeypatch: Patch) -> 
         patch.setattr(WeightSync, "send", planted)
         with pytest.raises(
             TrustError,
-            match=f"step {BEGIN + 1} begins with version {BEGIN - 1} sent, but {BEGIN} is",
+            match=f"step {BEGIN + 1} .* version {BEGIN - 1} .* {BEGIN} ",
         ):
             playground.run("grpo", *TWO, "async.max_staleness=2", name="unsent")
 
@@ -226,7 +226,7 @@ def test_scores_with_a_bonus_that_no_function_gives(
 
     plant_from(monkeypatch, BEGIN, with_bonus)
     with pytest.raises(
-        TrustError, match=rf"step {BEGIN + 2} found \(rewards\): sample \S+ has the score"
+        TrustError, match=rf"step {BEGIN + 2} found \(rewards\): sample \S+ .* score"
     ):
         playground.run("grpo", *TWO)
 
@@ -246,7 +246,7 @@ def test_parts_of_responses_that_are_trained_on(playground: Playground, monkeypa
     plant_from(monkeypatch, BEGIN, cut)
     with pytest.raises(
         TrustError,
-        match=rf"step {BEGIN + 2} found \(responses\): response_ids of sample",
+        match=rf"step {BEGIN + 2} found \(responses\): response_ids ",
     ):
         playground.run("grpo", *TWO)
 

@@ -66,7 +66,7 @@ def test_rewards_of_turns_that_change_places(ground: Games, monkeypatch: Patch) 
     paid_in_reverse(monkeypatch)
     with pytest.raises(
         TrustError,
-        match=r"step 1 found \(episodes\): token_level_scores of sample .* at token 3",
+        match=r"step 1 .*\(episodes\): token_level_scores .* at token 3",
     ):
         run_chats(ground)
 
@@ -81,9 +81,7 @@ def test_tokens_between_turns(ground: Games, monkeypatch: Patch) -> None:
         return render(self, cut, *more, **options)
 
     monkeypatch.setattr(TurnTokens, "_render", planted)
-    with pytest.raises(
-        TrustError, match=r"found \(episodes\): the tokens before token \d+ of sample"
-    ):
+    with pytest.raises(TrustError, match=r"\(episodes\): the tokens before token \d+ "):
         run_chats(ground)
 
 
@@ -109,5 +107,5 @@ def test_a_text_that_is_cut_before_it_is_scored(tmp_path: Path, monkeypatch: Pat
 
     monkeypatch.setattr(RewardRouter, "__call__", planted)
     (tmp_path / "flows.py").write_text(PAID)
-    with pytest.raises(TrustError, match=r"found \(episodes\): the text .* was (passed|scored)"):
+    with pytest.raises(TrustError, match=r"\(episodes\): the text .*(passed|scored)"):
         run_chats(Playground(tmp_path), "scored")

@@ -47,7 +47,7 @@ def test_the_first_ratio_of_a_step_must_be_one_and_later_ones_need_not(tmp_path:
     checks.updated("actor", engine, sampled_batch(), TAKEN, step=0, first=True)
     checks.updated("actor", engine, sampled_batch(), far, step=0, first=False)
     checks.updated("critic", WeightsOnly(w=torch.ones(2)), sampled_batch(), far, step=0, first=True)
-    with pytest.raises(TrustError, match=r"\|log ratio\| is 0.0002 on average \(limit 0.0001\)"):
+    with pytest.raises(TrustError, match=r"\|log ratio\| .* 0\.0002 .* 0\.0001\)"):
         checks.updated("actor", engine, sampled_batch(), far, step=1, first=True)
     assert notes == []
 
@@ -116,5 +116,5 @@ def test_a_part_of_a_response_is_found(tmp_path: Path) -> None:
     checks, _ = make_checks(tmp_path)
     batch = sampled_batch()
     batch["finish_reason"] = ["stop", "length", "abort", "stop"]
-    with pytest.raises(TrustError, match="sample 1-0 is a part of a response"):
+    with pytest.raises(TrustError, match="sample 1-0 .* part"):
         checks.step_taken(batch, 0, None)

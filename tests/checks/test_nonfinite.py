@@ -54,7 +54,7 @@ def test_only_skips_in_a_row_of_one_engine_end_the_run(tmp_path: Path) -> None:
         check.updated("actor", engine(), batch, metrics, step=0)
         check.updated("critic", engine(), batch, TAKEN, step=0)
 
-    with pytest.raises(TrustError, match="3 updates of the actor in a row.*distflow replay"):
+    with pytest.raises(TrustError, match="3 updates of the actor .*distflow replay"):
         check.updated("actor", engine(), batch, SKIPPED, step=1)
 
 
@@ -109,10 +109,7 @@ def test_weights_that_are_not_finite_or_garbage_go_no_further(tmp_path: Path, va
     broken = WeightsOnly(fine=torch.ones(2), broken=torch.tensor([1.0, value]))
     with pytest.raises(
         TrustError,
-        match=(
-            r"after an update in step 4 .*1 tensors, 'broken' holds .* first.*not synced or "
-            r"saved"
-        ),
+        match=r"step 4 .*\(1 tensors, 'broken' .* first.* saved",
     ):
         check = NonFinite(tmp_path, 3, "", {"actor": {"broken": 0.5, "fine": 0.5}})
         check.updated("actor", broken, sampled_batch(), TAKEN, step=3)

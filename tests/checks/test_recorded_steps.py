@@ -120,7 +120,7 @@ def test_the_score_of_every_episode_is_what_its_workflow_returned(paid: float) -
         step.records[int(sample["group_index"])].add_event(index, "returned", 0.75)
 
     is_wrong = paid != 0.75
-    with pytest.raises(Wrong, match="sample 1-1 has the score 0.5") if is_wrong else nullcontext():
+    with pytest.raises(Wrong, match=r"sample 1-1 .* 0\.5") if is_wrong else nullcontext():
         assert check_rewards.run(step) is None
 
 
@@ -197,7 +197,7 @@ def test_a_role_that_takes_no_update_at_all_is_found() -> None:
     step = recorded(sampled_batch(), "actor_rollout_ref.actor.ppo_mini_batch_size=2")
     step.run.training_steps = (SimpleNamespace(node=critic),)
     step.updates += [update(step)]
-    with pytest.raises(Wrong, match="the critic took 0 optimizer steps"):
+    with pytest.raises(Wrong, match="critic .* 0 optimizer steps"):
         check_mini_batches.run(step)
 
 
@@ -210,7 +210,5 @@ def test_a_column_may_not_change_between_mini_batches(column: str) -> None:
     step = recorded(batch, "actor_rollout_ref.actor.ppo_epochs=2")
     step.updates += [update(step), update(step, later)]
 
-    with pytest.raises(
-        Wrong, match=f"{column} of sample 0-0 in mini-batch 2 of the actor differs from its value"
-    ):
+    with pytest.raises(Wrong, match=f"{column} of sample 0-0 in mini-batch 2 of the actor"):
         check_mini_batches.run(step)

@@ -344,12 +344,12 @@ def test_arguments_that_nothing_reads_are_refused() -> None:
     options = PromptOptions(500, 500, template_kwargs={"date_sting": "then"})
     rows = [RawRow("f:1", TALK[:2], None, "d", None, {})]
 
-    with pytest.raises(
-        UserError, match=r"apply_chat_template_kwargs\.date_sting .*'date_sting'"
-    ):
+    with pytest.raises(UserError, match=r"apply_chat_template_kwargs\.date_sting .*'date_sting'"):
         encode_rows(rows, TOKENIZERS["llama3"], options, BadRows())
 
-    with pytest.raises(UserError, match=r"apply_chat_template_kwargs\.date_sting .*data\.prompt_format"):
+    with pytest.raises(
+        UserError, match=r"apply_chat_template_kwargs\.date_sting .*data\.prompt_format"
+    ):
         encode_rows(
             [RawRow("f:1", "1+1", None, "d", None, {})], TOKENIZERS["llama3"], options, BadRows()
         )
@@ -371,7 +371,9 @@ def test_tools_reach_the_prompts_of_rl() -> None:
 class TestLengths:
     def test_a_conversation_that_is_too_long_is_left_out_and_counted(self) -> None:
         tokenizer = TOKENIZERS["characters"]
-        with pytest.raises(UserError, match="none of 1 .*max_prompt_length=500 .*37 tokens.*max_response_length=20"):
+        with pytest.raises(
+            UserError, match="none of 1 .*max_prompt_length=500 .*37 tokens.*max_response_length=20"
+        ):
             encode(tokenizer, TALK, max_response_length=20)
 
     @pytest.mark.parametrize(

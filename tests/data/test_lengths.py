@@ -54,9 +54,7 @@ class TestLengths:
         assert prompts[0].prompt_text == "xxxxx" and prompts.report.num_truncated == 2
 
     def test_or_refused(self, tokenizer):
-        with pytest.raises(
-            UserError, match=r"f:2: .* 11 tokens, .*data\.max_prompt_length=10"
-        ):
+        with pytest.raises(UserError, match=r"f:2: .* 11 tokens, .*data\.max_prompt_length=10"):
             encode(
                 self.rows,
                 tokenizer,
@@ -95,7 +93,5 @@ def test_responses_that_are_too_long_are_left_out_cut_or_refused(tokenizer):
         cut[1].response_ids == tuple(tokenizer("12345")["input_ids"]) and cut[1].prompt_text == "q"
     )
 
-    with pytest.raises(
-        UserError, match=r"f:9: .* 6 tokens, .*data\.max_response_length=5"
-    ):
+    with pytest.raises(UserError, match=r"f:9: .* 6 tokens, .*data\.max_response_length=5"):
         encode(rows, tokenizer, max_response_length=5, filter_overlong=False)

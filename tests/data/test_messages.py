@@ -196,9 +196,7 @@ def test_the_columns_are_named_where_none_is_found(tmp_path: Path) -> None:
         load(tmp_path, {"conversations": []})
     assert "'messages' (data.messages_key); columns: conversations" in str(found.value)
 
-    with pytest.raises(
-        UserError, match=r"'response' \(data\.response_key\).* conversations"
-    ):
+    with pytest.raises(UserError, match=r"'response' \(data\.response_key\).* conversations"):
         load(tmp_path, {"prompt": "a"})
 
 
@@ -216,7 +214,5 @@ def test_messages_of_prompts_may_call_tools(tmp_path: Path) -> None:
     )
     assert unused.tools == [] and unused.extra_info == {"tools": "hammer"}, "no template sees it"
 
-    with pytest.raises(
-        UserError, match=r"chat\.jsonl:1: message 1 .*'prompt'.*'human'"
-    ):
+    with pytest.raises(UserError, match=r"chat\.jsonl:1: message 1 .*'prompt'.*'human'"):
         load(tmp_path, {"prompt": [{"role": "human", "content": "hi"}]}, columns=RL)

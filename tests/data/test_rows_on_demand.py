@@ -82,9 +82,7 @@ def test_a_file_that_has_changed_since_or_is_of_another_kind_is_refused(tmp_path
     found = index_file(file, tmp_path, KEY)
     file.write_text('{"prompt": "longer"}\n{"prompt": "b"}\n')
 
-    with pytest.raises(
-        UserError, match=r"row 2 of .*rows\.jsonl' .* changed"
-    ):
+    with pytest.raises(UserError, match=r"row 2 of .*rows\.jsonl' .* changed"):
         found.row(1)
 
     other = tmp_path / "rows.csv"

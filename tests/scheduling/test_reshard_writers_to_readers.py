@@ -57,9 +57,7 @@ def test_a_rank_fetches_only_objects_that_hold_samples_of_its_own():
 
 def test_a_sample_that_nobody_put_is_named():
     exchange = exchange_with([["0-0"]])
-    with pytest.raises(
-        ReshardError, match=r"step 3 .*'rollout to actor' \(version 2\) .*'7-0'"
-    ):
+    with pytest.raises(ReshardError, match=r"step 3 .*'rollout to actor' \(version 2\) .*'7-0'"):
         exchange.pick(STEP, 2, ["0-0", "7-0"])
 
     with pytest.raises(ReshardError, match="has 2 readers.* 3$"):

@@ -132,9 +132,7 @@ def test_a_group_that_waits_to_start_again_holds_up_no_step():
 def test_more_than_can_be_consumed_in_time_is_a_fault_and_no_wait():
     queue = staggered([0, 0, 0], next_step=2)
     complete(queue, 0, 1, 2)
-    with pytest.raises(
-        CountsError, match="step 3 .* 1 groups .*step 3.* is 0"
-    ):
+    with pytest.raises(CountsError, match="step 3 .* 1 groups .*step 3.* is 0"):
         queue.ready(2)
 
 
@@ -145,9 +143,7 @@ def test_tokens_of_weights_that_the_step_may_not_train_on_are_a_fault(version):
     queue.complete(0, 1, version)
     queue.complete(1, 1)
 
-    with pytest.raises(
-        CountsError, match=f"group 0 .* version {version}, .*step 4"
-    ):
+    with pytest.raises(CountsError, match=f"group 0 .* version {version}, .*step 4"):
         queue.ready(3)
 
 
