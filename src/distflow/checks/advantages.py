@@ -15,8 +15,8 @@ LIMIT = 1e-4
 
 @check(
     "advantages",
-    "the estimator, called again, gives the advantages and returns that the samples have, of its "
-    "scope: with the scope group for one group alone, which other groups must not change",
+    "the estimator, called again, gives the same advantages and returns; with the scope group "
+    "also for one group alone",
     needs="an estimator of the training loop; for your own a difference is a warning",
     limit=f"{LIMIT:g}",
 )

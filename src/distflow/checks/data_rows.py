@@ -24,8 +24,8 @@ ORIGIN = re.compile(r"(.+?)(?::|, row )(\d+)")
 
 @check(
     "data",
-    "ground truth, prompt and response of some rows of the training and validation data are those "
-    "of their lines in the files, and no line is used twice",
+    "prompts, ground truths and responses of some rows are those of their lines in the files, and "
+    "no line is used twice",
     needs=".jsonl and .parquet files, and built-in ones, up to 256 MiB; distflow train",
     limit=f"equal, {NUM_ROWS} rows of each set; of a prompt, the texts that it contains",
 )

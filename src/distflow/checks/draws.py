@@ -56,11 +56,10 @@ class _Draw:
 
 @check(
     "draws",
-    "every token is the one that the sample's own random stream (seed, epoch, row, sample, "
-    "position) draws from the policy of its version, by inverse CDF in vocabulary order, and has "
-    "the log-prob of that distribution; of an engine with random numbers of its own, tokens are "
-    "inside of top_k, top_p and min_p, and on average as likely as the policy's entropy implies "
-    "(else a warning)",
+    "every token is the one that the sample's own random stream draws from the policy of its "
+    "version, and has that log-prob; of an engine with random numbers of its own, tokens are "
+    "inside of top_k, top_p and min_p, and as likely as the policy's entropy implies (else a "
+    "warning)",
     needs="tokens that are not greedy; in float32 for the log-prob",
     limit=f"{EXACT:g} of probability, no token (bfloat16: {ROUNDED:g}, or {ROUNDINGS:g} times the "
     "measured effect of rounding, a tenth of the tokens)",

@@ -28,8 +28,8 @@ class Said(NamedTuple):
 
 @check(
     "episodes",
-    "the tokens before each turn contain the texts that its workflow said; each turn has the "
-    "reward that was paid for it; the scored texts are those that the workflow passed",
+    "each turn's tokens contain what the workflow said and have the reward that it paid, and the "
+    "scored texts are those that it passed",
     needs="a workflow other than AReaL's, and samples that this process generated",
     limit=f"equal, {MOST} samples",
 )

@@ -15,8 +15,8 @@ SUM_LIMIT = 2e-4
 
 @check(
     "gradients",
-    "a mini-batch's gradient starts from zero and is the sum of the gradients of its "
-    "micro-batches' losses, each counted once, clipped to max_grad_norm",
+    "a mini-batch's gradient starts from zero and sums the gradients of its micro-batches, each "
+    "counted once, clipped to max_grad_norm",
     needs="a train engine that exposes its model",
     limit=f"{LIMIT:g} relative",
 )

@@ -9,8 +9,8 @@ from distflow.checks.recorded_step import RecordedStep
 
 @check(
     "groups",
-    "the step contains its groups, each with all of its samples exactly once, and no two are of "
-    "the same row in an epoch",
+    "the step has all samples of its groups exactly once, and no two groups are of the same row "
+    "in an epoch",
     needs="for rows: groups that this process generated",
     limit="equal",
 )

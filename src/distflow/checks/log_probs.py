@@ -36,7 +36,7 @@ T = TypeVar("T")
 @check(
     "log_probs",
     "the log-probs of policy and reference, and the critic's values, equal those of the models' "
-    "own padded forward pass at the sampling temperature",
+    "own padded forward pass",
     needs="samples whose logits fit into 1 GiB",
     limit=f"mean {EXACT[0]:g}, largest {EXACT[1]:g} (bfloat16: {ROUNDED[0]:g}, {ROUNDED[1]:g})",
 )

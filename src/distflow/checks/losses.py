@@ -106,11 +106,9 @@ def run_plainly(recorded: RecordedStep, update: UpdateRecord) -> str | None:
 
 @check(
     "loss",
-    "the loss of each mini-batch, and its gradient by each output of the model, are those of one "
-    "call of the loss function for the whole mini-batch, with denominators added up over the "
-    "ranks; for a few sequences they are those of a call for each alone, the outputs are those of "
-    "the model's own padded forward, and the gradient of sampled weights by the packed pass is "
-    "that by a padded one",
+    "loss and gradient of each mini-batch are those of one call of the loss function for the "
+    "whole mini-batch on all ranks; for a few sequences, losses, outputs and gradients of sampled "
+    "weights are those of a padded pass of each alone",
     needs="a train engine that exposes its model; for your own loss a difference is a warning",
     limit=f"{LIMIT:g} relative; outputs mean {OUTPUT_EXACT:g} (bfloat16: {OUTPUT_ROUNDED:g}); "
     f"gradients of weights {WEIGHT_EXACT:g} relative (bfloat16: {WEIGHT_ROUNDED:g})",

@@ -12,9 +12,8 @@ ON_DRAWN = ": it is 1 on exactly the tokens that the policy generated"
 
 @check(
     "masks",
-    "loss_mask covers exactly the tokens that the policy generated, including the end token, of "
-    "samples that have a score and are not left out; settings that leave out samples or tokens by "
-    "their numbers may leave out more",
+    "loss_mask covers exactly the tokens that the policy generated, of samples that have a score "
+    "and are not left out",
     needs="no custom node that writes loss_mask",
     limit="equal",
 )

@@ -29,8 +29,8 @@ COLUMNS = (
 
 @check(
     "mini-batches",
-    "every sample of the step is in one mini-batch of each pass, and in one micro-batch of that; "
-    "its log-probs, advantages and masks equal those before the first update",
+    "every sample is in one mini-batch of each pass, with the log-probs, advantages and masks "
+    "from before the first update",
     needs="the built-in update nodes",
     limit="equal",
 )

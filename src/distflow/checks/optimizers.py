@@ -23,9 +23,8 @@ KNOWN = ("adamw", "sgd")
 
 @check(
     "optimizer",
-    "the learning rate follows the schedule, the optimizer has the config's options for all "
-    "weights and has counted every step, and sampled elements of several weights and their moments "
-    "move as another optimizer of its kind moves them by the same gradient",
+    "learning rate and options are the config's, every step is counted, and sampled weights and "
+    "moments move as another optimizer of its kind moves them",
     needs="adamw or sgd; for other optimizers the learning rate alone",
     limit=f"{LIMIT:g} of the move",
 )

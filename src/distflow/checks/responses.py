@@ -21,8 +21,8 @@ BY_ROW = "the row of its group"
 @check(
     "responses",
     "prompt, tokens, versions and text of a sample equal those of the row and the engine; a "
-    "response is finished only if it ends with a stop, and else has the maximum length; the model "
-    "gets the pixels of each image's file",
+    "finished response ends with a stop, any other has the maximum length; the model gets the "
+    "pixels of each image's file",
     needs="the built-in generation; for the engine's response, and with domains: samples that this "
     "process generated",
     limit="equal",

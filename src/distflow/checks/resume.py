@@ -163,9 +163,8 @@ class Memory:
 
 @check(
     "resume",
-    "after a resume weights (frozen ones and the reference too), optimizer, random streams, state "
-    "of nodes, data position and queued groups are what the saved run had in memory, at the start "
-    "and before the first update",
+    "after a resume weights, optimizer, random streams, state of nodes, data position and queued "
+    "groups are what the saved run had in memory",
     needs="a checkpoint of a run with checks; the same layout over ranks; no staleness for random "
     "streams and nodes",
     limit="equal bits",

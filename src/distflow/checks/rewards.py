@@ -33,10 +33,8 @@ NOT_DETERMINISTIC = "not_deterministic"
 
 @check(
     "reward_results",
-    "each reward function was called with the sample's own text and ground truth; the sample has "
-    "its score, and a second call returns the same score; a number made of a call's arguments "
-    "comes back as it is, and a function that raises gives no score; the accuracy is one that a "
-    "function gave for the sample's text",
+    "each reward function got the sample's own text and ground truth, the sample has its score "
+    "and accuracy, and a second call returns the same score",
     needs="deterministic functions of reward.functions; for batched functions only the arguments "
     "are checked",
     limit=f"equal, {MOST} samples, as far as time allows",
@@ -107,8 +105,8 @@ def _call_again(recorded: RecordedStep, drawn: Sequence[tuple[Sample, GroupRecor
 
 @check(
     "rewards",
-    "a sample's score is the weighted sum of its own scores and the overlong penalty, or what its "
-    "workflow returned, on its last token, and each turn's own reward is on that turn's last token",
+    "a sample's score is the weighted sum of its own scores and the overlong penalty, or its "
+    "workflow's; it is on the last token, and a turn's reward on the turn's last token",
     needs="scores of the built-in reward nodes",
     limit=f"{SUM_LIMIT:g} relative",
 )

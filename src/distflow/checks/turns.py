@@ -17,8 +17,8 @@ COLUMNS = {
 
 @check(
     "turns",
-    "if a user's node calls the engine, the policy's tokens are exactly those that the engine "
-    "generated for the sample after the preceding tokens, with their log-probs and versions",
+    "if a user's node calls the engine, the policy's tokens are those that the engine generated "
+    "for the sample, with their log-probs and versions",
     needs="samples that this process generated",
     limit="equal",
 )

@@ -148,9 +148,8 @@ def _wrong_request(run: CheckedRun, record: GroupRecord, asked: PromptRow) -> st
 
 @check(
     "validation",
-    "each validation prompt was generated once as configured, greedily or sampled, by the newest "
-    "weights, and scored against its own ground truth; the reported accuracies of greedy and "
-    "sampled responses, numbers without a score, and losses are those of the recorded samples",
+    "each prompt was generated once as configured, by the newest weights, and scored against its "
+    "own ground truth; accuracies and losses are those of the recorded samples",
     needs="for requests and scores the built-in nodes",
     limit=f"{LIMIT:g}",
 )

@@ -47,7 +47,7 @@ class Prompt(NamedTuple):
 @check(
     "versions",
     "the engine's log-prob of a token equals that of the weights of its version, over keys and "
-    "values as `kv_on_update` requires; old weights are kept for this",
+    "values as `kv_on_update` requires",
     needs="tokens of the current weights, or of weights that were kept",
     limit=f"mean {EXACT[0]:g}, largest {EXACT[1]:g} (bfloat16: {ROUNDED[0]:g}, {ROUNDED[1]:g})",
 )
