@@ -25,6 +25,7 @@ from distflow.config.keys.declare import KeyInfo, collect
 from distflow.config.keys.schema import RESUMABLE, schema_keys, show_value
 from distflow.config.migration.tables import (
     ANY,
+    HARMLESS,
     NOT_GIVEN,
     SYSTEMS,
     Name,
@@ -57,6 +58,12 @@ _METHODS = {
     "sft": "SFT",
     "rm": "reward models",
 }
+
+
+_NAMES_A_PART = re.compile(r"[`_]|[a-z]\.[a-z]")
+"""In a note: a key, a page or a command."""
+_IGNORED = "accepted, without effect; a message says why"
+_ABSENT = "rejected, with what to do, except where the value asks for what distflow does anyway"
 
 
 def main() -> None:
@@ -189,13 +196,13 @@ def _keys(keys: Iterable[KeyInfo]) -> str:
 
 
 def _values(info: KeyInfo) -> str:
-    """The type of a key and its bounds, or its choices."""
+    """The type of a key and its bounds, or its choices; without null where that is the default."""
     kind = type_name(info.annotation)
+    if info.default is None:
+        kind = kind.removesuffix(" | None")
     allowed = info.spec.allowed()
     if kind == "str" and allowed:
         return allowed
-    if kind == "str | None" and allowed:
-        return f"null, {allowed}"
     return f"`{kind}` {allowed}".rstrip()
 
 
@@ -267,14 +274,19 @@ def _names(system: str) -> str:
     options = Counter(_as_option(key, name) for key, name in table.names.items())
 
     rows: dict[str, list[str]] = {}
+    alone: dict[str, list[str]] = {}  # keys that nothing here takes the place of
     for key, name in table.names.items():
+        if not (name.ours or name.values or _NAMES_A_PART.search(name.note)):
+            alone.setdefault(_IGNORED if name.harmless == ANY else _ABSENT, []).append(_code(key))
+            continue
+
         option = _as_option(key, name)
         meaning = option if option and options[option] > 1 else _meaning(name)
         rows.setdefault(meaning, []).append(_code(key))
 
     keys = _table(
         (f"{system}'s key", "distflow"),
-        [(", ".join(keys), meaning) for meaning, keys in rows.items()],
+        [(", ".join(keys), meaning) for meaning, keys in (rows | alone).items()],
     )
     others = _table((system, "distflow"), table.beside_keys.items())
 
@@ -300,6 +312,8 @@ def _meaning(name: Name) -> str:
 
     if name.harmless == ANY:
         parts.append("accepted")
+    elif name.harmless == HARMLESS["off"]:
+        parts.append("ok: off")
     elif name.harmless:
         parts.append("ok: " + ", ".join(f"`{as_override(value)}`" for value in name.harmless))
 
