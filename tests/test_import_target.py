@@ -87,7 +87,7 @@ def test_what_a_file_defines_can_be_sent_to_processes(
 def test_a_file_that_raised_is_loaded_anew(tmp_path: Path) -> None:
     file = tmp_path / "mended.py"
     file.write_text("value = {}['lost']\n")
-    with pytest.raises(LoadError, match=r"cannot be imported: KeyError: 'lost' \(at mended.py:1\)"):
+    with pytest.raises(LoadError, match=r"KeyError: 'lost' \(at mended\.py:1\)"):
         load(f"{file}:value")
     file.write_text("value = 1  # now it is there\n")
     assert load(f"{file}:value") == 1
@@ -114,7 +114,7 @@ def test_what_is_not_there(file: Path, path: str, said: str) -> None:
 
 def test_a_module_that_raises_is_told_with_its_kind_and_line(tmp_path: Path) -> None:
     (tmp_path / "torn.py").write_text("def f(:\n")
-    with pytest.raises(LoadError, match="cannot be imported: SyntaxError"):
+    with pytest.raises(LoadError, match=r"torn\.py.*SyntaxError"):
         load_module(str(tmp_path / "torn.py"))
 
 

@@ -48,5 +48,5 @@ def test_the_header_of_weights_is_bounded(tmp_path: Path) -> None:
     file.write_bytes(struct.pack("<Q", len(header)) + header)
     assert check_tensors(file, tmp_path) == file
     file.write_bytes(struct.pack("<Q", MAX_HEADER_BYTES + 8) + header.ljust(MAX_HEADER_BYTES + 8))
-    with pytest.raises(OSError, match="its header has 8,388,616 bytes"):
+    with pytest.raises(OSError, match="header .* 8,388,616 bytes"):
         check_tensors(file)

@@ -155,15 +155,15 @@ def test_a_loss_of_ones_own_that_returns_something_else_is_told_what_to_return(
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"loss": "vanila"}, "did you mean 'vanilla'"),
+        ({"loss": "vanila"}, "'vanila' .*'vanilla'"),
         ({"loss_agg_mode": "mean"}, "token-mean"),
-        ({"loss_agg_mode": "seq-mean-token-sum-norm"}, "loss_scale_factor"),
-        ({"loss_scale_factor": 0.0}, "positive"),
-        ({"options": {"clip_ratio_hihg": 0.1}}, "did you mean 'clip_ratio_high'"),
-        ({"options": {"clip_ratio_c": 0.5}}, "clip_ratio_c must be above 1"),
-        ({"off_policy_mask_threshold": 0.0}, "off_policy_mask_threshold must be positive"),
-        ({"kl_loss_type": "low_var"}, "did you mean 'low_var_kl'"),
-        ({"kl_loss_type": "full"}, "low_var_kl"),
+        ({"loss_agg_mode": "seq-mean-token-sum-norm"}, "sum-norm' .*loss_scale_factor"),
+        ({"loss_scale_factor": 0.0}, r"loss_scale_factor .* 0\.0"),
+        ({"options": {"clip_ratio_hihg": 0.1}}, "'clip_ratio_hihg'.*'clip_ratio_high'"),
+        ({"options": {"clip_ratio_c": 0.5}}, r"clip_ratio_c .* 0\.5"),
+        ({"off_policy_mask_threshold": 0.0}, r"off_policy_mask_threshold .* 0\.0"),
+        ({"kl_loss_type": "low_var"}, "'low_var' .*'low_var_kl'"),
+        ({"kl_loss_type": "full"}, "'full' would .*low_var_kl"),
     ],
 )
 def test_wrong_arguments_are_refused_with_what_to_do(

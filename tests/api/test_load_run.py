@@ -80,12 +80,12 @@ def test_findings(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("ask", "said"),
     [
-        (lambda run: run.metrics("training"), "kind='training': write one of 'train', 'val'"),
-        (lambda run: run.samples(split="test"), "split='test': write one of 'train', 'val'"),
-        (lambda run: run.samples(step=9), "step=9: the run has 3 steps"),
+        (lambda run: run.metrics("training"), "kind='training': .*'train', 'val'"),
+        (lambda run: run.samples(split="test"), "split='test': .*'train', 'val'"),
+        (lambda run: run.samples(step=9), "step=9: .* 3 steps"),
         (
             lambda run: run.samples(step="last"),
-            "step='last': pass the number of a step, or -1 for the last",
+            "step='last': .* -1 ",
         ),
     ],
 )

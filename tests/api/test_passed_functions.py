@@ -129,22 +129,22 @@ async def asks(chat, row):
     [
         (
             {"advantage": "grpo"},
-            r"advantage is 'grpo': pass a function. .* algorithm.adv_estimator",
+            r"advantage is 'grpo': .* algorithm\.adv_estimator",
         ),
-        ({"pipeline": dict}, "pipeline is <class 'dict'>: pass a function"),
+        ({"pipeline": dict}, "pipeline is <class 'dict'>: "),
         ({"loss": scored}, r"policy_loss: .*scored\) cannot be called: it takes no log_probs"),
-        ({"advantage": scored}, "takes 'completions', not a column of the batch"),
+        ({"advantage": scored}, "takes 'completions', "),
         (
             {"advantage": scored, "overrides": {"algorithm.adv_estimator": "gae"}},
-            "so is the argument advantage=",
+            "argument advantage=",
         ),
         (
             {"reward": scored, "workflow": asks},
-            "reward: nothing in this pipeline calls it: remove it, or give the",
+            "reward: .* pipeline calls it: ",
         ),
         (
             {"loss": scored, "overrides": {"dag.pipeline": "sft"}},
-            "loss is given, and the pipeline sft does not score",
+            "loss is given, .* pipeline sft ",
         ),
     ],
 )

@@ -76,9 +76,9 @@ def update(step: RecordedStep, batch: Batch | None = None) -> UpdateRecord:
     ("changed", "wrong"),
     [
         (None, ""),
-        ((0, 1, 0.25), "token_level_scores of sample 0-0 is 0.25 at token 1 of 5, but should be 0"),
-        ((0, 2, 0.25), "sample 0-0 has the score 0.5, but"),
-        ((3, 5, 9.0), "sample 1-1 has the score 9, but"),
+        ((0, 1, 0.25), r"token_level_scores of sample 0-0 is 0\.25 at token 1 of 5, .* 0"),
+        ((0, 2, 0.25), r"sample 0-0 has the score 0\.5, "),
+        ((3, 5, 9.0), "sample 1-1 has the score 9, "),
     ],
 )
 def test_rewards_of_turns_are_on_their_last_tokens_and_sum_to_the_score(
@@ -159,10 +159,10 @@ def test_an_engine_that_hides_its_model_is_named_in_the_check_of_log_probs(
     ("rows", "wrong"),
     [
         ([2, 3], ""),
-        ([], "the step has 2 groups, but its samples are of 1"),
-        ([2], "group 1 has 1 samples, and should have 2"),
+        ([], " 2 groups, .* 1"),
+        ([2], "group 1 has 1 samples, .* 2"),
         ([3, 3], "sample 1-1 is in the step 2 times"),
-        ([0, 1, 2, 3], "group 0 has 4 samples, and should have 2"),
+        ([0, 1, 2, 3], "group 0 has 4 samples, .* 2"),
     ],
 )
 def test_groups_are_counted_over_all_ranks(rows: list[int], wrong: str) -> None:

@@ -67,9 +67,7 @@ def test_engines_that_cannot_be_built_are_told_with_the_workers_traceback(
     _, spec = ground.spec("grpo", *TWO, "trainer.n_gpus_per_node=1")
     shutil.rmtree(ground.folder / "run" / "data")
 
-    with pytest.raises(
-        WorkerFailed, match="worker 0 of 1 .*could not be started: .*No such file"
-    ) as told:
+    with pytest.raises(WorkerFailed, match="worker 0 of 1 .* started: .*No such file") as told:
         launch_ray(spec)
 
     assert "encoded_rows_file.py" in str(told.value.__cause__), "where it was"

@@ -98,9 +98,7 @@ def test_a_run_goes_on_or_ends_by_name_and_is_resumed(
     if goes_on:
         check_whole(Run(folder, config, launch_ray(spec)))
     else:
-        with pytest.raises(
-            WorkerDied, match=rf"worker {fault.rank} .* The same command resumes from"
-        ):
+        with pytest.raises(WorkerDied, match=rf"worker {fault.rank} .* resumes from"):
             launch_ray(spec)
 
     assert fault_injection.fired(fault_plan), (

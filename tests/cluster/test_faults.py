@@ -77,7 +77,7 @@ def test_a_worker_that_is_stopped_is_named_within_the_deadline_and_others_leave_
     monkeypatch.setattr(remote_calls, "REPLIES_WITHIN_S", 10.0)
     plan(Fault("train.update", rank=1, call=3, action="SIGSTOP"))
     _, spec = ground.spec("grpo", *ENDLESS)
-    with pytest.raises(WorkerDied, match="worker 1 has not responded for 10 s"):
+    with pytest.raises(WorkerDied, match="worker 1 .* 10 s"):
         launch_ray(spec)
     assert "training_loop" in (ground.folder / "run" / "stacks.txt").read_text()
     wait_until(lambda: not workers(), "no process is left, a stopped one neither")

@@ -173,7 +173,7 @@ def test_a_process_that_is_stopped_is_named_within_the_deadline(
 ) -> None:
     monkeypatch.setattr(remote_calls, "REPLIES_WITHIN_S", 10.0)
     plan(Fault("train.update", rank=1, call=2, action="SIGSTOP"))
-    with pytest.raises(WorkerDied, match="worker 1 has not responded for 10 s"):
+    with pytest.raises(WorkerDied, match="worker 1 .* 10 s"):
         run(ground, TWO, name="stopped")
     assert "training_loop" in (ground.folder / "stopped" / "stacks.txt").read_text()
     assert not workers(os.getpid())
@@ -184,15 +184,15 @@ def test_a_process_that_is_stopped_is_named_within_the_deadline(
     [
         (
             ("trainer.allocation='embedded[rollout]:d1+torch[actor]:d1'",),
-            "join all parts of trainer.allocation with",
+            r"join .*trainer\.allocation",
         ),
         (
             ("trainer.n_gpus_per_node=1000", "trainer.device=cpu"),
-            "the plan is for 1000 workers on CPUs, but this machine has",
+            "1000 workers on CPUs, .* machine",
         ),
         (
             ("trainer.n_gpus_per_node=1000", "trainer.device=cuda"),
-            r"the workers need 1000 GPU\(s\) on 1 machine",
+            r"1000 GPU\(s\) on 1 machine",
         ),
     ],
 )

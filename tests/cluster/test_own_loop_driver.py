@@ -178,9 +178,9 @@ def test_submitted_prompts_come_back_in_their_order_if_their_function_accepts_th
         assert set(first["ground_truth"]) == {OWN[0]["answer"]} and len(batch) == 4
         scores = [float(each["scores"].min()) for each in (first, second, batch)]
         assert max(scores[0], scores[2]) < 10 < scores[1]
-        with pytest.raises(NothingToWaitFor, match="dropped so far: 1 unwanted"):
+        with pytest.raises(NothingToWaitFor, match=" 1 unwanted"):
             rollouts.wait(1)
-        with pytest.raises(KeyError, match="the batch has no column 'nothing'"):
+        with pytest.raises(KeyError, match="column 'nothing'"):
             rollouts.actor.train_step(batch, ReadsNothing())
         rollouts.train(batch)
         assert "actor/grad_norm" in rollouts.publish(), (

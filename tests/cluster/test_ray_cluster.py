@@ -22,14 +22,12 @@ def test_workers_may_share_cores_up_to_some_number(monkeypatch: pytest.MonkeyPat
     check_room(plan(8))
     check_room(plan(40, device="cuda"))  # whether these are there, Ray knows
 
-    with pytest.raises(
-        UserError, match=r"40 workers .* this machine has 2 cores, which 8 can share .* RAY_ADDRESS"
-    ):
+    with pytest.raises(UserError, match=r"40 workers .* 2 cores, .* 8 .* RAY_ADDRESS"):
         check_room(plan(40))
 
 
 def test_several_machines_are_no_plan_for_one() -> None:
-    with pytest.raises(UserError, match=r"the plan is for 2 machines .* RAY_ADDRESS is not set"):
+    with pytest.raises(UserError, match=r" 2 machines .* RAY_ADDRESS"):
         check_room(plan(2, num_nodes=2))
 
 

@@ -95,11 +95,11 @@ def test_buckets_of_two_versions_are_never_put_together(workers: dict[int, Any])
     assert ray.get(worker.receive.remote(Version(2, 1), 0, *empty)) is None
 
     with pytest.raises(
-        ValueError, match="bucket 1 of Version.*step=2.* came after 1 buckets of Version.*step=1"
+        ValueError, match="bucket 1 of Version.*step=2.* 1 buckets of Version.*step=1"
     ):
         ray.get(worker.receive.remote(Version(2, 2), 1, *empty))
 
-    with pytest.raises(ValueError, match="1 buckets of .* came, not 2 of "):
+    with pytest.raises(ValueError, match="1 buckets of .* not 2 of "):
         ray.get(worker.load.remote(Version(2, 1), 2))
     assert ray.get(worker.state.remote())[1:] == took
 
@@ -111,15 +111,11 @@ def test_receipts_of_all_are_compared_by_the_name_of_the_worker(workers: dict[in
     assert fleet.confirmed == Version(3, 2)
     ray.get(workers[5].spoil.remote())
 
-    with pytest.raises(
-        TrustError, match="the engine of worker 5 was to use .* tensors that differ: b"
-    ):
+    with pytest.raises(TrustError, match="worker 5 .* differ: b"):
         fleet.renumber(Version(3, 3), stripe_hashes(weights(1)))
 
     fleet.begin(Version(3, 4))
-    with pytest.raises(
-        TrustError, match="the engine rejected the weights of version 4: .*: missing"
-    ):
+    with pytest.raises(TrustError, match="version 4: .*: missing"):
         fleet.put(weights(1)[:3])
         fleet.commit({})
 

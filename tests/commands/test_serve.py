@@ -57,7 +57,7 @@ def test_a_model_is_served_until_ctrl_c(tmp_path: Path, openai: Any) -> None:
             for seed in (1, 1, 2)
         ]
         assert drawn[0] == drawn[1] != drawn[2]
-        with pytest.raises(openai.NotFoundError, match="there is no model 'gpt-4o'"):
+        with pytest.raises(openai.NotFoundError, match="'gpt-4o'"):
             create(model="gpt-4o", messages=said)
         with pytest.raises(openai.AuthenticationError):
             openai.OpenAI(base_url=told["OPENAI_BASE_URL"], api_key="other").models.list()

@@ -40,9 +40,7 @@ def test_words_of_one_config_are_left_as_they_are() -> None:
 
 
 def test_an_override_of_a_config_that_is_not_there_is_refused() -> None:
-    with pytest.raises(
-        UserError, match="'cod:trainer.seed=2' is for a config 'cod'; did you mean 'code'"
-    ):
+    with pytest.raises(UserError, match=r"'cod:trainer\.seed=2' .*'cod'; .*'code'"):
         split_configs("code.yaml", ["math.yaml", "cod:trainer.seed=2"])
 
 

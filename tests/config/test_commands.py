@@ -102,16 +102,14 @@ def test_with_the_answers_it_trains_what_it_says(name):
 
     kept = [override for override in command(name) if key_of(override) not in taken]
     if offloads := [override for override in kept if override.endswith("_offload=True")]:
-        with pytest.raises(
-            UserError, match=r"_offload: on a CPU all data is in host memory already"
-        ):
+        with pytest.raises(UserError, match="_offload: on a CPU"):
             read_config(load_config(preset, [*kept, *written]))
         kept = [override for override in kept if override not in offloads]
 
     if name in INERT:
         with pytest.raises(
             UserError,
-            match=f"without effect in pipeline .*\n  {INERT[name]} \\(command line\\)\nRemove",
+            match=f"pipeline .*\n  {INERT[name]} \\(command line\\)\nRemove",
         ):
             read_config(load_config(preset, [*kept, *written]))
         kept = [override for override in kept if key_of(override) != INERT[name]]

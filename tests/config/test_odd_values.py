@@ -73,9 +73,7 @@ def test_a_size_of_zero_is_one_problem() -> None:
 
 
 def test_an_engine_that_does_not_exist_is_named_beside_policies_of_agents() -> None:
-    with pytest.raises(
-        ConfigError, match=r"rollout.name[^\n]*\n[^\n]*'vlm', which is not a valid choice"
-    ):
+    with pytest.raises(ConfigError, match=r"rollout\.name[^\n]*\n[^\n]*'vlm', "):
         config_from_dict(nested({**GOOD, **AROUND["policies of agents"], f"{ROLLOUT}.name": "vlm"}))
 
 

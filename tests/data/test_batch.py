@@ -202,14 +202,14 @@ def test_merge_takes_the_columns_of_both() -> None:
         (
             "advantages",
             torch.zeros(2, 9),
-            r"it has shape \(2, 9\), expected \(2, 3\) padded or \(4,\) flat",
+            r"'advantages' .*\(2, 9\), .*\(2, 3\) .*\(4,\)",
         ),
-        ("valid", torch.zeros(3, dtype=torch.bool), r"wanted \(2,\)"),
-        ("domain", ["a"], "1 entries for 2 samples"),
+        ("valid", torch.zeros(3, dtype=torch.bool), r"'valid' .*\(3,\), .*\(2,\)"),
+        ("domain", ["a"], "'domain' .* 1 entries .* 2 samples"),
         (
             "mine",
             torch.zeros(7, 7),
-            r"'mine' of shape \(7, 7\) fits no axis .*prompt: \(2, 2\) or \(4,\).*register_field",
+            r"'mine' .*\(7, 7\) .* no axis .*prompt: \(2, 2\) or \(4,\).*register_field",
         ),
     ],
 )
@@ -227,7 +227,7 @@ def test_an_unknown_column_names_those_that_are_there() -> None:
 def test_concat_refuses_different_columns() -> None:
     other = make([(1, 1)])
     other["extra"] = ["x"]
-    with pytest.raises(ValueError, match="extra"):
+    with pytest.raises(ValueError, match=r"\['extra'\]"):
         Batch.concat([make([(1, 1)]), other])
 
 

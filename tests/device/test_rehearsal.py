@@ -20,7 +20,7 @@ def test_tensors_of_the_host_and_of_the_device_do_not_mix() -> None:
         with pytest.raises(RuntimeError, match="(?s)same device.*cpu"):
             mistake()
 
-    with pytest.raises(TypeError, match="convert rehearsal:0 device type tensor to numpy"):
+    with pytest.raises(TypeError, match="rehearsal:0 .* numpy"):
         x.numpy()
     assert (x * torch.tensor(2.0)).sum().item() == 12  # a number may come from the host
 

@@ -158,6 +158,6 @@ def test_numbers_that_are_not_finite_are_errors_of_their_episodes(
 
     with pytest.raises(
         TooManyErrors,
-        match="160 of 160 scores are reward errors .* is nan: the policy has diverged",
+        match="160 of 160 scores .* is nan: ",
     ):
         playground.run("grpo", *KEYS, options(), FAST)

@@ -106,7 +106,5 @@ def test_a_step_that_does_not_fill_goes_on_with_what_there_is(ground: Playground
 
 def test_a_step_that_does_not_fill_ends_the_run_where_that_is_wanted(ground: Playground) -> None:
     ground.write_reward(NOW_AND_THEN.format(one_in=12))
-    with pytest.raises(
-        Exhausted, match=r"needs 4 prompt groups, but of the .* drawn for it .*max_num_gen_batches"
-    ):
+    with pytest.raises(Exhausted, match=r"needs 4 prompt groups, .*max_num_gen_batches"):
         run(ground, 2, *DYNAMIC[:2], f"{DYNAMIC[2]}1", preset="dapo")

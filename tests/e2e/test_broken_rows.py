@@ -52,11 +52,9 @@ def test_a_row_with_broken_tests_is_left_out(tmp_path: Path) -> None:
 
 def test_broken_tests_are_an_error_where_asked_or_where_most_rows_have_them(tmp_path: Path) -> None:
     ground = playground(tmp_path, [RIGHT] * 3, broken=1)
-    with pytest.raises(
-        UserError, match="(?s)1 row whose tests are broken.*rows.jsonl:4.*data.broken_tests=skip"
-    ):
+    with pytest.raises(UserError, match=r"(?s)1 row .*rows\.jsonl:4.*data\.broken_tests=skip"):
         ground.spec("grpo", *CODE, "data.broken_tests=error")
 
     ground = playground(tmp_path, [RIGHT], broken=3)
-    with pytest.raises(UserError, match="(?s)3 rows whose tests are broken.*data.answer_key"):
+    with pytest.raises(UserError, match=r"(?s)3 rows .*data\.answer_key"):
         ground.spec("grpo", *CODE)

@@ -140,7 +140,7 @@ def test_a_config_of_a_run_is_shown_or_left_out(
         assert "(config.yaml cannot be read: " in (run / "report.html").read_text()
 
     if kind in (*KINDS, "aliases", "deep", "NUL"):
-        with pytest.raises(UserError, match="config.yaml' cannot be read: "):
+        with pytest.raises(UserError, match=r"config\.yaml' .* read: "):
             assert distflow.load_run(run).config
 
 

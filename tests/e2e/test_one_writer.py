@@ -52,7 +52,7 @@ def test_a_start_from_python_is_refused_and_leaves_nothing(tmp_path: Path, start
     keys = [key for key in ground.overrides("run") if not key.startswith("data.train_files")]
     rows = [{"prompt": "1+1=", "answer": "2"}] * 4
 
-    with pytest.raises(UserError, match=rf"another process \(pid {other.pid} on"):
+    with pytest.raises(UserError, match=rf"\(pid {other.pid} "):
         if start == "train":
             distflow.train("grpo", keys, data=rows)
         else:

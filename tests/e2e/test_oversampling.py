@@ -106,6 +106,6 @@ def test_each_row_of_each_epoch_is_trained_on(ground: Playground, more: tuple[st
 def test_a_domain_whose_groups_are_all_dropped_ends_the_run(ground: Playground) -> None:
     ground.write_reward(REWARD.replace('extra_info["number"] % 2', "True"))
     keys = ("algorithm.filter_groups.enable=true", "algorithm.filter_groups.max_num_gen_batches=3")
-    with pytest.raises(Exhausted, match=r"of the domain 'code', but of the 3 drawn for it"):
+    with pytest.raises(Exhausted, match="'code', .* 3 drawn "):
         ground.run("grpo", *given(ground, *keys, MORE), name="nothing")
     ground.write_reward(REWARD)

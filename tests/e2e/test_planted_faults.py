@@ -68,7 +68,7 @@ def test_a_response_mask_that_is_off_by_one(
         plant_in_group(monkeypatch, change("response_mask", off_by_one))
     else:
         plant_before_update(monkeypatch, change("response_mask", off_by_one))
-    with pytest.raises(TrustError, match="response_mask is wrong at token 0 of sample 0-0"):
+    with pytest.raises(TrustError, match="response_mask .* token 0 of sample 0-0"):
         playground.run(*GRPO)
 
 
@@ -77,7 +77,7 @@ def test_old_log_probs_that_are_shifted(
     playground: Playground, monkeypatch: Patch, dtype: str
 ) -> None:
     plant_before_update(monkeypatch, change("old_log_probs", shifted))
-    with pytest.raises(TrustError, match="ratio to the old policy must be 1, but"):
+    with pytest.raises(TrustError, match="ratio .* must be 1, "):
         playground.run(*GRPO, *SCORED, f"actor_rollout_ref.model.dtype={dtype}")
 
 
@@ -107,14 +107,12 @@ def test_rollout_log_probs_that_are_shifted_where_nothing_scores_a_step_before(
 
 def test_a_gap_of_a_hundred_nats(playground: Playground, monkeypatch: Patch) -> None:
     plant_before_update(monkeypatch, change("old_log_probs", lambda values: values - 100))
-    with pytest.raises(TrustError, match=r"\|log ratio\| is 100 on average"):
+    with pytest.raises(TrustError, match=r"\|log ratio\| is 100 "):
         playground.run(*GRPO, *SCORED, name="old")
     monkeypatch.undo()
     plant_in_group(monkeypatch, change("rollout_log_probs", lambda values: values - 100))
 
-    with pytest.raises(
-        TrustError, match=r"disagree by 100 nats a token|\(versions\): .* differ by 100 on average"
-    ):
+    with pytest.raises(TrustError, match=r"disagree by 100 |\(versions\): .* by 100 "):
         playground.run(*GRPO, *SCORED, name="rollout")
 
 
@@ -123,9 +121,7 @@ def test_group_ids_that_are_swapped(playground: Playground, monkeypatch: Patch) 
         monkeypatch, change("group_index", lambda groups: torch.arange(len(groups)) % 4)
     )
 
-    with pytest.raises(
-        TrustError, match="sample 0-1 carries group_index 1: a node mixed up the groups"
-    ):
+    with pytest.raises(TrustError, match="sample 0-1 .* group_index 1: "):
         playground.run(*GRPO)
 
 
@@ -142,10 +138,10 @@ def test_prompt_kv_kept_across_a_publish_on_shared_weights(
     playground: Playground, monkeypatch: Patch
 ) -> None:
     keep_prompts_for_ever(monkeypatch)
-    with pytest.raises(TrustError, match="disagree by .* on the same weights.*KV of old weights"):
+    with pytest.raises(TrustError, match="disagree by .* same weights"):
         playground.run(*GRPO, "trainer.total_training_steps=6", "trust.check_freq=0", *FAST)
 
-    with pytest.raises(TrustError, match=r"the checks of step \d found \((draws|versions)\)"):
+    with pytest.raises(TrustError, match=r"step \d found \((draws|versions)\)"):
         playground.run(
             *GRPO, "trainer.total_training_steps=6", "trust.check_freq=1", *FAST, name="checked"
         )
@@ -155,7 +151,7 @@ def test_prompt_kv_kept_across_a_publish_on_a_copy(
     playground: Playground, monkeypatch: Patch
 ) -> None:
     keep_prompts_for_ever(monkeypatch)
-    with pytest.raises(TrustError, match="canary: .*KV kept from older weights"):
+    with pytest.raises(TrustError, match="canary: "):
         playground.run(*GRPO, "trainer.total_training_steps=6", *FAST, BFLOAT16)
 
 
@@ -173,7 +169,7 @@ def test_a_tensor_that_the_engine_skips(playground: Playground, monkeypatch: Pat
 
     monkeypatch.setattr(engine_weights, "copy_weights", forgetful)
     with pytest.raises(
-        TrustError, match=r"arrived incompletely; different tensors: model.layers.1.mlp.up_proj"
+        TrustError, match=r"version 1 .* different tensors: model\.layers\.1\.mlp\.up_proj"
     ):
         playground.run(*GRPO, BFLOAT16)
 
@@ -186,7 +182,7 @@ def test_an_engine_that_takes_nothing_and_says_it_did(
         "copy_weights",
         lambda module, weights: stripe_hashes((n, t.bfloat16()) for n, t in weights),
     )
-    with pytest.raises(TrustError, match="version 1 arrived incompletely; different tensors: "):
+    with pytest.raises(TrustError, match="version 1 .* different tensors: "):
         playground.run(*GRPO, "trainer.total_training_steps=6", *FAST, BFLOAT16)
 
 
@@ -241,7 +237,7 @@ def test_a_ticket_that_is_lost(playground: Playground, monkeypatch: Patch) -> No
         return original(self, step)[1:]
 
     monkeypatch.setattr(SampleQueue, "release", losing)
-    with pytest.raises(CountsError, match="4 groups were issued, but 3 are accounted for"):
+    with pytest.raises(CountsError, match="4 groups .* 3 "):
         playground.run(*GRPO)
 
 
@@ -308,9 +304,7 @@ def test_weights_that_overflow_are_never_published_or_saved(
         original(self, [math.inf if next(count) == 1 else lr for lr in lrs])
 
     monkeypatch.setattr(TorchTrainEngine, "_step", overflowing)
-    with pytest.raises(
-        TrustError, match="after an update in step 2 weights of the actor are not finite"
-    ):
+    with pytest.raises(TrustError, match="step 2 weights of the actor .* finite"):
         playground.run(*GRPO, "trainer.save_freq=1")
 
     assert [path.name for path in (playground.folder / "run" / "checkpoints").glob("step-*")] == [

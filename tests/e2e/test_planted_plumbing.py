@@ -649,7 +649,5 @@ def test_a_group_of_another_row_is_found(playground: Playground, monkeypatch: Pa
         data_plan, "place", lambda number, *more: original(number + (number == 13), *more)
     )
 
-    with pytest.raises(
-        TrustError, match=r"step 4 found \(groups\): group 1[34] was generated from row"
-    ):
+    with pytest.raises(TrustError, match=r"step 4 found \(groups\): group 1[34] "):
         playground.run("grpo", "trainer.total_training_steps=4", name="another-row")

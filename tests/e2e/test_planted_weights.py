@@ -101,9 +101,7 @@ def test_an_adapter_that_is_not_sent_as_it_is(
     fired: Fired = []
     fault(monkeypatch, fired)
 
-    with pytest.raises(
-        TrustError, match="weights of version 1 are not the trainer's: .*self_attn.q_proj.weight"
-    ):
+    with pytest.raises(TrustError, match=r"version 1 .*trainer's: .*self_attn\.q_proj\.weight"):
         run(playground, mode, *ADAPTER)
 
     assert fired
@@ -163,7 +161,7 @@ def test_a_tensor_that_is_sent_otherwise(
 ) -> None:
     fired: Fired = []
     fault(monkeypatch, fired)
-    with pytest.raises(TrustError, match="weights of version [01] are not the trainer's"):
+    with pytest.raises(TrustError, match="version [01] .*trainer's: "):
         run(playground, mode)
     assert fired
 
@@ -181,9 +179,7 @@ def test_a_tensor_that_is_exchanged_on_its_way(
         original(self, [(n, first[n] if "lm_head" in n else t) for n, t in bucket])
 
     monkeypatch.setattr(LocalWeights, "put", put)
-    with pytest.raises(
-        TrustError, match="version 1 arrived incompletely; different tensors: lm_head.weight"
-    ):
+    with pytest.raises(TrustError, match=r"version 1 .* different tensors: lm_head\.weight"):
         run(playground, mode)
 
     assert len(fired) > 1
@@ -234,7 +230,7 @@ def test_an_engine_that_claims_to_have_taken_weights(
 ) -> None:
     """Its version runs ahead of its weights."""
     taken_otherwise(monkeypatch, take)
-    with pytest.raises(TrustError, match="arrived incompletely; different tensors: "):
+    with pytest.raises(TrustError, match="version .* different tensors: "):
         run(playground, mode)
 
 
@@ -251,7 +247,7 @@ def test_weights_in_a_module_that_is_not_computed_with(
         self._weights = engine_weights.EngineWeights(model, self.shares_weights)
 
     monkeypatch.setattr(EmbeddedEngine, "__init__", init)
-    with pytest.raises(TrustError, match="canary: .*weights that did not arrive"):
+    with pytest.raises(TrustError, match="canary: "):
         run(playground, mode)
 
 
@@ -271,7 +267,7 @@ def test_initial_weights_after_a_resume(
         run(playground, mode, "trainer.save_freq=1")
     monkeypatch.undo()
     taken_otherwise(monkeypatch, nothing)
-    with pytest.raises(TrustError, match="version 3 arrived incompletely; different tensors: "):
+    with pytest.raises(TrustError, match="version 3 .* different tensors: "):
         run(playground, mode, "trainer.save_freq=1")
     monkeypatch.undo()
     assert run(playground, mode, "trainer.save_freq=1").outcome.steps == STEPS
@@ -312,7 +308,7 @@ def test_versions_of_an_answer_s_begin(playground: Playground, monkeypatch: Patc
         original(self, token_id, rollout, sampling, first)
 
     monkeypatch.setattr(Sequence, "append", append)
-    with pytest.raises(TrustError, match=r"found \(versions\): .*weights of the tokens'"):
+    with pytest.raises(TrustError, match=r"\(versions\): .* tokens'"):
         run(playground, "stream", *LONG)
     assert fired
 
@@ -322,7 +318,7 @@ def test_keys_and_values_that_are_not_made_again(
 ) -> None:
     fired = Fired()
     monkeypatch.setattr(RequestLane, "forget_kv", lambda self: fired.extend(self.scheduler.begun()))
-    with pytest.raises(TrustError, match=r"found \(versions\): .*keys and values of other weights"):
+    with pytest.raises(TrustError, match=r"\(versions\): .* other weights"):
         run(playground, "stream", *LONG, f"{ROLLOUT}.kv_on_update=recompute")
     assert fired
 
@@ -336,7 +332,7 @@ def test_prompt_kv_kept_across_a_publish(playground: Playground, monkeypatch: Pa
 
     monkeypatch.setattr(PromptCache, "clear", lambda self: None)
     monkeypatch.setattr(PromptCache, "rows", rows)
-    with pytest.raises(TrustError, match="canary: .*a prefix cache not keyed by version"):
+    with pytest.raises(TrustError, match="canary: "):
         run(playground, "stream")
     assert len(set(fired)) > 1
 
@@ -355,7 +351,7 @@ def test_an_old_copy_that_is_swapped_in_after_a_pause(
         await original(self)
 
     monkeypatch.setattr(EmbeddedEngine, "resume", resume)
-    with pytest.raises(TrustError, match=r"found \(weights\): the rollout engine serves version"):
+    with pytest.raises(TrustError, match=r"\(weights\): .* version "):
         run(playground, "waves")
     assert fired
 
@@ -372,9 +368,7 @@ def test_a_new_version_number_in_the_place_of_changed_weights(
 
     monkeypatch.setattr(WeightSender, "sync_changed", sync_changed)
     for mode in ("waves", "stream"):
-        with pytest.raises(
-            TrustError, match=r"found \(weights\): the rollout engine serves version 1, but"
-        ):
+        with pytest.raises(TrustError, match=r"\(weights\): .* version 1, "):
             run(playground, mode, name=mode)
 
     assert all(fired)

@@ -114,7 +114,7 @@ def test_an_engine_with_the_tokenizer_of_another_model_is_refused_before_the_fir
     folder = write_tiny_reward_model(tmp_path / "other", "qwen3", vocab_size=50)
     with pytest.raises(
         UserError,
-        match=r"reward_model\.model.*: its tokenizer is another model's: the token ' ' has",
+        match=r"reward_model\.model.* tokenizer .* token ' ' ",
     ):
         Playground(tmp_path).run("grpo", form.format(folder))
 

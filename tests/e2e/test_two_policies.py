@@ -197,14 +197,12 @@ def test_a_graph_that_cannot_be_split_is_refused(
 
 
 def test_a_policy_that_the_config_lacks_is_refused(ground: Playground) -> None:
-    with pytest.raises(
-        PipelineError, match=r"'policy_b', which the config does not have.*dag.policies=\{policy_b"
-    ):
+    with pytest.raises(PipelineError, match=r"'policy_b', .*dag\.policies=\{policy_b"):
         spec_of(overrides(ground, "never", "both"))
 
 
 def test_one_run_trains_one_policy(ground: Playground) -> None:
-    with pytest.raises(UserError, match="set dag.policy to one of actor, policy_b"):
+    with pytest.raises(UserError, match=r"dag\.policy .* actor, policy_b"):
         spec_of(both(ground, "never"))
     spec = spec_of(both(ground, "never", "dag.policy=policy_b"))
     assert spec.config.actor_rollout_ref.model.path == str(ground.folder / "b" / "model")

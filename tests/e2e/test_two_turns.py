@@ -119,9 +119,9 @@ def takes_anothers_first(sample: Sample, seen: dict[int, Segment] = {}) -> list[
             ),
         ),
         (shifts_the_second, r"rollout_log_probs of sample .* by the engine"),
-        (masks_the_second, r"token \d+ of sample \d+-\d counts as given, but the engine drew it"),
-        (forgets_the_given, "counts as the policy's, but no request for this sample drew it"),
-        (takes_anothers_first, "counts as the policy's, but no request for this sample drew it"),
+        (masks_the_second, r"token \d+ of sample \d+-\d counts as given, "),
+        (forgets_the_given, "counts as the policy's, "),
+        (takes_anothers_first, "counts as the policy's, "),
     ],
 )
 def test_a_fault_in_the_sample_is_found(
@@ -151,7 +151,5 @@ def test_a_turn_that_goes_on_from_anothers_is_found(
         ]
 
     monkeypatch.setattr(example, "generate", mixed)
-    with pytest.raises(
-        TrustError, match=r"counts as the policy's, but no request for this sample drew it"
-    ):
+    with pytest.raises(TrustError, match=r"\(turns\): .* no request"):
         playground.run(*GRPO, "trainer.total_training_steps=1")

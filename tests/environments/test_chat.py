@@ -212,9 +212,7 @@ def test_a_template_whose_text_joins_a_reply_is_refused(monkeypatch: pytest.Monk
     template = "{% for m in messages %}{{ m['content'] + 'etc' }}{% endfor %}"
     family = Family(of.byte_level(template, of.CHATML_TOKENS, "<|im_end|>"), "<|im_end|>")
 
-    with pytest.raises(
-        TemplateError, match="continues after a reply with 'etc.*the tokenizer joins"
-    ):
+    with pytest.raises(TemplateError, match="'etc.* tokenizer joins"):
         chat_of(family, Engine([])).tokens.describe()
 
 
@@ -315,13 +313,13 @@ def test_a_full_context_is_named() -> None:
 @pytest.mark.parametrize("content", [[], {}, [{"content": "x"}], 7, b"x", [[1]]])
 def test_what_cannot_be_said_is_refused(content: Any) -> None:
     chat = chat_of(FAMILIES["qwen2.5"](), Engine([[5]]))
-    with pytest.raises(ChatError, match=r"^ask\(.*: pass a message with 'role' and 'content'"):
+    with pytest.raises(ChatError, match=r"^ask\(.*'role' and 'content'"):
         asyncio.run(chat.ask(content))
 
 
 def test_an_agent_that_the_config_does_not_have_is_named() -> None:
     agents = begin_agents(chat_of(FAMILIES["qwen2.5"](), Engine([])), {"solver": AgentConfig()})
-    with pytest.raises(ChatError, match="agents has no agent of that name.*solver"):
+    with pytest.raises(ChatError, match="agents .*solver"):
         agents["solvr"]
 
 
@@ -409,7 +407,7 @@ def test_a_fork_with_messages_of_its_own_begins_as_the_template_renders_them() -
 
 @pytest.mark.parametrize("messages", [[], [7], [{"content": "x"}], "x"])
 def test_what_is_no_history_is_refused(messages: Any) -> None:
-    with pytest.raises(ChatError, match=r"^fork\(.*: pass a message with 'role' and 'content'"):
+    with pytest.raises(ChatError, match=r"^fork\(.*'role' and 'content'"):
         chat_of(FAMILIES["qwen2.5"](), Engine([])).fork(messages)
 
 
@@ -469,7 +467,7 @@ def test_a_chat_asks_for_one_reply_at_a_time_and_goes_on_when_nobody_waits_for_i
         await asyncio.sleep(0)
 
         for same_or_other in ((1, 2), (3,)):
-            with pytest.raises(ChatError, match="still waiting for a reply"):
+            with pytest.raises(ChatError, match="still waiting"):
                 await chat.ask(same_or_other)
 
         first.cancel()
@@ -516,7 +514,7 @@ def test_a_message_that_went_through_the_template_is_refused(name: str) -> None:
         {"role": "user", "content": f"Say: {twice}"},
         [{"role": "user", "content": twice}],
     ):
-        with pytest.raises(TemplatedTwice, match="template would be applied twice"):
+        with pytest.raises(TemplatedTwice, match="message of the user holds '<"):
             asyncio.run(chat.ask(content))
 
     fork = chat.fork([{"role": "user", "content": twice}])

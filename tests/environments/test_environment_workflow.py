@@ -149,7 +149,7 @@ def test_one_that_hangs_is_ended_with_all_that_it_started(tmp_path: Path) -> Non
     workflow = EnvironmentWorkflow(
         env=f"{FILE}Bad", env_kwargs={"how": "hangs", "file": str(file)}, timeout_s=1.0
     )
-    with pytest.raises(CallFailed, match="no answer within 1 s"):
+    with pytest.raises(CallFailed, match="within 1 s"):
         play(workflow, ["1"])
     while is_running(int(file.read_text())):
         time.sleep(0.05)
@@ -176,7 +176,7 @@ def test_rows_give_the_seed() -> None:
     [
         (f"{FILE}Nothing", "has no 'Nothing'"),
         (f"{FILE}no_environment", "cannot be called"),
-        ("Blackjack-v999", "gymnasium"),
+        ("Blackjack-v999", "gymnasium .*'Blackjack-v999'"),
     ],
 )
 def test_what_cannot_be_loaded_is_refused_at_the_start(env: str, said: str) -> None:
@@ -216,7 +216,5 @@ def test_a_class_that_is_no_environment_is_refused_at_the_start(tmp_path: Path) 
         "class Half:\n    def reset(self, **given):\n        return 'go', {}\n"
     )
 
-    with pytest.raises(
-        UserError, match=r"has no step: an environment has gymnasium's reset and step"
-    ):
+    with pytest.raises(UserError, match="no step: .* reset and step"):
         EnvironmentWorkflow(env=f"{tmp_path}/half.py:Half")

@@ -125,7 +125,7 @@ def test_a_server_that_speaks_no_http_is_named_at_the_start(said: bytes) -> None
         thread.start()
         env = object.__new__(OpenEnv)
         env._url = f"http://127.0.0.1:{listening.getsockname()[1]}"
-        with pytest.raises(UserError, match="no server of OpenEnv answers at"):
+        with pytest.raises(UserError, match=f"OpenEnv .* {env._url}"):
             env._schema()
         thread.join()
 

@@ -503,9 +503,7 @@ def test_a_reward_function_may_see_all_turns_of_its_episode_and_the_checks_call_
         )
 
     monkeypatch.setattr(RewardRouter, "__call__", planted)
-    with pytest.raises(
-        TrustError, match=r"\(reward_results\).*was never called with the response of sample"
-    ):
+    with pytest.raises(TrustError, match=r"\(reward_results\): .* never called .* sample "):
         playground.run(*common, name="planted")
 
 

@@ -97,12 +97,12 @@ def test_areals_form_is_a_workflow_as_a_class_with_options_and_as_an_object(tmp_
     for name, options in (("ByAReaL", {"reward_fn": 1}), ("made", {})):
         loaded = load_workflow(f"{tmp_path}/own.py:{name}", options)
         assert loaded.name == name and not loaded.scores
-    with pytest.raises(UserError, match="'made': .*'reward_fn'; its options are none"):
+    with pytest.raises(UserError, match="'made': .*'reward_fn'; .* none"):
         load_workflow(f"{tmp_path}/own.py:made", {"reward_fn": 1})
 
 
 def test_the_decorator_refuses_at_once() -> None:
-    with pytest.raises(UserError, match="@workflow: plain is no async function"):
+    with pytest.raises(UserError, match="@workflow: plain .* async"):
 
         @workflow
         def plain(chat: Any, row: Any) -> float:  # type: ignore[type-var]

@@ -38,12 +38,6 @@ def train(name: str, run_dir: Path, *overrides: str) -> Batch:
     return Batch.load(run_dir / "tokens" / "000001.safetensors")
 
 
-def test_each_is_in_the_table() -> None:
-    table = (EXAMPLES / "README.md").read_text()
-    for path in (*EXAMPLES.glob("*.py"), *EXAMPLES.glob("*.yaml"), *EXAMPLES.glob("*.ipynb")):
-        assert f"[{path.name}]({path.name})" in table, path.name
-
-
 def test_reward(tmp_path: Path) -> None:
     train("custom_reward", tmp_path)
     for sample in read_samples(tmp_path, 1):

@@ -207,10 +207,10 @@ def test_a_registered_column_needs_no_second_declaration(config):
 @pytest.mark.parametrize(
     ("writes", "told"),
     [
-        ({"values": "sample"}, "is already"),
-        ({"prompts": "sample"}, "is already"),
-        ({"my_word": "samples"}, "is not an axis; did you mean 'sample'"),
-        ({"my_word": "token"}, "is not an axis: one number per token of a response is 'response'"),
+        ({"values": "sample"}, "'values' is already"),
+        ({"prompts": "sample"}, "'prompts' is already"),
+        ({"my_word": "samples"}, "'samples' of column 'my_word' .*'sample'"),
+        ({"my_word": "token"}, "'token' of column 'my_word' .*'response'"),
     ],
 )
 def test_a_declaration_that_cannot_be(writes, told):

@@ -55,7 +55,5 @@ def test_pixels_that_are_not_those_of_the_file(
         "trainer.total_training_steps=1",
     )
 
-    with pytest.raises(
-        TrustError, match=r"found \(responses\): the model gets other pixels than those of"
-    ):
+    with pytest.raises(TrustError, match=r"\(responses\): .* pixels"):
         made.run("grpo", *keys)

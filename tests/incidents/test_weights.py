@@ -135,9 +135,7 @@ def test_turns_over_keys_and_values_of_older_weights(
         return
 
     late = serve_old_prefixes(monkeypatch)
-    with pytest.raises(
-        TrustError, match=r"KV of old weights|canary: .*prefix cache|found \((draws|versions)\)"
-    ):
+    with pytest.raises(TrustError, match=r"KV of old weights|canary: |found \((draws|versions)\)"):
         playground.run("grpo", *LEARNING, *options, *lengths)
 
     assert late.times and BEGIN <= late.taken <= BEGIN + 2

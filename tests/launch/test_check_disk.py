@@ -22,7 +22,7 @@ def test_a_tracker_whose_package_is_missing_is_told_before_a_run_starts(
 
     with pytest.raises(
         UserError,
-        match="the package no_such_package is not installed: pip install 'distflow.mlflow.'",
+        match=r"no_such_package .*pip install 'distflow\[mlflow\]'",
     ):
         playground.run("grpo", "trainer.logger=[console,mlflow]", name="tracked")
 
@@ -41,12 +41,10 @@ def test_a_disk_without_room_for_the_checkpoints_is_told_before_the_models_are_l
         "actor_rollout_ref.rollout.name=hf",
     )
 
-    with pytest.raises(
-        UserError, match=r"a checkpoint takes \S+ GB .*2 checkpoints .*trainer\.keep_last=1"
-    ):
+    with pytest.raises(UserError, match=r" 2 checkpoints .*trainer\.keep_last=1"):
         playground.run("grpo", *steps, "trainer.save_freq=2")
 
-    with pytest.raises(UserError, match=r"1 checkpoint may be there at once"):
+    with pytest.raises(UserError, match=r" 1 checkpoint .*trainer\.keep_last="):
         playground.run("grpo", *steps, "trainer.save_freq=99")
 
 

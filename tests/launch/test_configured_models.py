@@ -34,20 +34,16 @@ def test_sizes_of_models_are_as_given_or_counted(tmp_path: Path) -> None:
         "ref": 10**6,
     }
 
-    with pytest.raises(
-        UserError, match="dag.model_sizes: the pipeline has no model 'ref'; known: actor, critic"
-    ):
+    with pytest.raises(UserError, match=r"dag\.model_sizes: .*'ref'; .* actor, critic"):
         model_sizes(said, ["actor", "critic"])
 
-    with pytest.raises(
-        UserError, match="dag.model_sizes: '7 billion' is not a model size; write e.g. 70B"
-    ):
+    with pytest.raises(UserError, match=r"dag\.model_sizes: '7 billion' .*70B"):
         model_sizes(ppo(*ray, "dag.model_sizes.actor='7 billion'"), ["actor"])
 
     (tmp_path / "critic" / "config.json").write_text('{"model_type": "t5"}')
     with pytest.raises(
         UserError,
-        match=r"critic.model.path: .* has no language model 't5': set its size, e\.g\. dag\.",
+        match=r"critic\.model\.path: .*'t5': .* dag\.model_sizes",
     ):
         model_sizes(ppo(own), ["actor", "critic"])
 
@@ -89,7 +85,5 @@ def test_layers_of_an_adapter_are_looked_for_without_weights(tmp_path: Path) -> 
     limits("[q_proj]")
     limits("all-linear")
 
-    with pytest.raises(
-        UserError, match=rf"^{MODEL}\.target_modules: 'c_attn' matches no layer of the model"
-    ):
+    with pytest.raises(UserError, match=rf"^{MODEL}\.target_modules: 'c_attn' "):
         limits("[q_proj,c_attn]")

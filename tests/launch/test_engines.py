@@ -50,13 +50,11 @@ def falls_to_zero_at(engine: object) -> int:
 
 
 def test_an_engine_without_a_model_is_refused_before_one_is_built() -> None:
-    with pytest.raises(
-        UserError, match="reward_model.model.path: a node of the pipeline needs the engine"
-    ):
+    with pytest.raises(UserError, match=r"reward_model\.model\.path: .* engine"):
         make_factories(config("grpo"), ("actor", "reward_model"), (), 1)
 
     models = "reward_model.models={helpful: {path: scores}}"
-    with pytest.raises(UserError, match="reward_model.models.helpfull: .* did you mean 'helpful'"):
+    with pytest.raises(UserError, match=r"reward_model\.models\.helpfull: .*'helpful'"):
         make_factories(config("grpo", models), ("actor", "helpfull"), (), 1)
 
 
@@ -301,7 +299,5 @@ def test_a_judge_whose_reply_leaves_no_room_for_a_question_is_refused(tmp_path: 
         f"reward_model.models={{critique: {{path: {folder}, judge: true, answer_tokens: 512}}}}"
     )
 
-    with pytest.raises(
-        UserError, match=r"critique.path: a reply of 512 tokens .* reads at most 512 tokens"
-    ):
+    with pytest.raises(UserError, match=r"critique\.path: .* 512 tokens .* 512 tokens"):
         build(config("grpo", models), "critique")

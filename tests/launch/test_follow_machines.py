@@ -17,9 +17,7 @@ SEVERAL = ["trainer.n_gpus_per_node=8", "trainer.allocation='embedded:d2|fsdp:d2
 @pytest.mark.parametrize("device", ["auto", "cuda"])
 def test_gpus_that_are_not_there_are_not_replaced_by_processes(asked: str, device: str) -> None:
     loaded = load_config("grpo", [asked, f"trainer.device={device}"], complete=False)
-    with pytest.raises(
-        UserError, match=r"GPU\(s\) on 1 machine\(s\); torch has no GPU: .*trainer\.device=cpu"
-    ):
+    with pytest.raises(UserError, match=r"GPU\(s\) on 1 machine\(s\); torch .*trainer\.device=cpu"):
         follow_machines(loaded)
 
 

@@ -136,16 +136,14 @@ def test_what_is_wrong_with_all_rows_is_found_before_the_start(ground: Playgroun
             ground, [{"question": "a", "answer": "7"}] * 270, "data.lazy=true", "data.bad_rows=skip"
         )
 
-    with pytest.raises(UserError, match="none of 256 rows is short enough"):
+    with pytest.raises(UserError, match="none of 256 .*max_prompt_length"):
         spec_of(ground, [LONG] * 270, "data.lazy=true")
     tags = ("data.tag_key=level", "data.domains={one: {tags: ['1']}}")
     tagged = [{**row, "level": "1"} for row in good(300)]
-    with pytest.raises(UserError, match="(?s)data.lazy.* set data.lazy=false"):
+    with pytest.raises(UserError, match=r"(?s)data\.lazy.*data\.lazy=false"):
         spec_of(ground, tagged, "data.lazy=true", *tags)
 
-    with pytest.raises(
-        UserError, match="data.domains.two.tags: no row of data.train_files has the tag 3"
-    ):
+    with pytest.raises(UserError, match=r"data\.domains\.two\.tags: .*data\.train_files .* tag 3"):
         more = "data.domains={one: {tags: ['1']}, two: {tags: ['3']}}"
         spec_of(ground, tagged, "data.tag_key=level", more)
 

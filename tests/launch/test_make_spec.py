@@ -162,7 +162,7 @@ def test_data_are_encoded_into_the_folder_of_the_run_once(playground: Playground
 
 
 def test_keys_are_checked_before_any_file_is_opened(playground: Playground) -> None:
-    with pytest.raises(UserError, match="keys without effect"):
+    with pytest.raises(UserError, match=r"'grpo_training_pipeline':\n.*critic\.optim\.lr"):
         playground.spec("grpo", "data.train_files=/nowhere/rows.jsonl", "critic.optim.lr=1e-3")
     assert not (playground.folder / "run").exists(), "nothing is left behind either"
 
@@ -207,9 +207,7 @@ def test_a_registered_function_that_no_worker_can_import(
         )
         register_policy_loss("homeless")(fn)
 
-    with pytest.raises(
-        UserError, match=f"{key}: the function homeless is in '{module}'.*trainer.imports"
-    ):
+    with pytest.raises(UserError, match=f"{key}: .* homeless .*'{module}'.*trainer.imports"):
         playground.spec("grpo", f"{key}=homeless", "trainer.imports=[json]")
 
 
@@ -234,7 +232,7 @@ def test_a_node_that_no_worker_can_import(
     config = load_config("grpo", playground.overrides("run", nodes, "dag.generates=true")).config
 
     with pytest.raises(
-        UserError, match=r"dag\.pipeline: the function homeless .* 'made_by_hand'.*my_code:homeless"
+        UserError, match=r"dag\.pipeline: .* homeless .*'made_by_hand'.*my_code:homeless"
     ):
         check_importable(config)
 
@@ -250,9 +248,7 @@ def test_ranks_that_do_not_divide_a_models_layers_are_told_before_anything_is_st
     playground: Playground,
 ) -> None:
     allocation = "trainer.allocation=embedded[rollout]:d3|fsdp[actor]:d1t3"
-    with pytest.raises(
-        UserError, match=r"model\.path: 3 tensor parallel ranks .* num_attention_heads=4"
-    ):
+    with pytest.raises(UserError, match=r"model\.path: 3 .*num_attention_heads=4"):
         playground.spec("grpo", "trainer.launcher=ray", "trainer.n_gpus_per_node=3", allocation)
 
 
@@ -265,9 +261,7 @@ def test_imports_that_no_worker_can_import(
 
 
 def test_a_column_that_nobody_declared(playground: Playground) -> None:
-    with pytest.raises(
-        PipelineError, match="node 'odd' writes 'no_such_bonus', a column that is not declared"
-    ):
+    with pytest.raises(PipelineError, match="'odd' .*'no_such_bonus', .*declared"):
         playground.spec("grpo", *chosen("own_pipelines:with_an_undeclared_column"))
 
 
@@ -393,14 +387,14 @@ def test_what_waits_in_the_hosts_memory_is_what_the_config_says_and_nothing_on_a
     )
 
     if strategy == "torch" and "offload_policy" in str(keys):
-        with pytest.raises(ConfigError, match="each rank has whole weights"):
+        with pytest.raises(ConfigError, match="(?s)offload_policy.* whole weights"):
             playground.spec("ppo", *ways, *keys)
         return
 
     if keys:
         with pytest.raises(
             UserError,
-            match=f"{keys[0].partition('=')[0]}.* on a CPU all data is in host memory already",
+            match=f"{keys[0].partition('=')[0]}.* on a CPU",
         ):
             playground.spec("ppo", *ways, *keys)
 
@@ -424,10 +418,7 @@ def test_a_model_that_scores_waits_in_the_hosts_memory_unless_its_shards_do(
 
     with pytest.raises(
         UserError,
-        match=(
-            r"models.critique.param_offload, .*helpful.*: on a CPU all data is in host memory "
-            r"already"
-        ),
+        match=(r"models\.critique\.param_offload, .*helpful.*: on a CPU"),
     ):
         playground.spec("grpo", *keys)
 
@@ -439,7 +430,7 @@ def test_a_model_that_scores_waits_in_the_hosts_memory_unless_its_shards_do(
 def test_a_judge_on_devices_that_cannot_run_it_is_refused(playground: Playground) -> None:
     models = f"reward_model.models={{critique: {{path: {playground.folder}/model, judge: true}}}}"
     allocated = "trainer.allocation='embedded:d1|torch:d1+torch[critique]:d1'"
-    with pytest.raises(UserError, match="must be that of the rollout, embedded"):
+    with pytest.raises(UserError, match="critique.* rollout, embedded"):
         playground.spec("grpo", "trainer.launcher=ray", allocated, models)
 
 
@@ -451,17 +442,13 @@ def test_weights_that_another_engine_computes_with_stay(
     )
     moves = f"{ACTOR_FSDP}.param_offload=true"
 
-    with pytest.raises(
-        UserError, match=r"param_offload=true: the rollout engine computes with the same float32"
-    ):
+    with pytest.raises(UserError, match=r"param_offload=true: the rollout engine "):
         playground.spec("grpo", moves)
 
     lora = ("actor_rollout_ref.model.lora_rank=2", "actor_rollout_ref.model.dtype=bfloat16")
     kl = "actor_rollout_ref.actor.use_kl_loss="
 
-    with pytest.raises(
-        UserError, match=r"param_offload=true: the reference computes with the same weights"
-    ):
+    with pytest.raises(UserError, match=r"param_offload=true: the reference "):
         playground.spec("grpo", moves, *lora, f"{kl}true")
 
     _, spec = playground.spec("grpo", moves, *lora, f"{kl}false")
@@ -502,14 +489,11 @@ FREE = "actor_rollout_ref.rollout.free_cache_engine=true"
     [
         (
             (FREE, "async.max_staleness=1"),
-            "free_cache_engine .command line.: engines cannot free anything if async",
+            "free_cache_engine .command line.: .* async",
         ),
         (
             (FREE, *APART),
-            (
-                "free_cache_engine .command line.: engines cannot free anything .* workers that "
-                "only generate"
-            ),
+            "free_cache_engine .command line.: .* only generate",
         ),
         (
             (
@@ -517,10 +501,7 @@ FREE = "actor_rollout_ref.rollout.free_cache_engine=true"
                 "trainer.launcher=ray",
                 "trainer.n_gpus_per_node=2",
             ),
-            (
-                "trainer.worker_roles: rollout has no workers of its own in the plan, whose roles "
-                "are actor, ref, training"
-            ),
+            r"trainer\.worker_roles: rollout .* actor, ref, training",
         ),
         (
             (*APART, "trainer.worker_roles={critic: {worker_cpus: 2}}"),
@@ -528,7 +509,7 @@ FREE = "actor_rollout_ref.rollout.free_cache_engine=true"
         ),
         (
             (*APART, "trainer.worker_roles={actor: {worker_cpus: 2}, ref: {worker_cpus: 3}}"),
-            "actor and ref share a worker: name one of them",
+            "actor and ref share ",
         ),
         (
             (*APART, "trainer.worker_roles={rollout: {cpus: 2}}"),
@@ -555,7 +536,7 @@ def test_auto_is_cuda_where_all_workers_can_have_a_gpu(
     for number, has in ((0, "no GPU"), (1, r"1 GPU\(s\) on 1 machine\(s\)")):
         monkeypatch.setattr(torch.cuda, "device_count", lambda number=number: number)
         with pytest.raises(
-            UserError, match=rf"need 2 GPU\(s\) .* Ray has {has}: .*trainer\.device=cpu"
+            UserError, match=rf" 2 GPU\(s\) .* Ray has {has}: .*trainer\.device=cpu"
         ):
             playground.spec("grpo", *keys)
 
@@ -564,9 +545,7 @@ def test_auto_is_cuda_where_all_workers_can_have_a_gpu(
     assert {rank.device for rank in spec.plan.ranks} == {"cuda"} and spec.facts["device"] == "cuda"
     assert playground.spec("grpo", *keys, "trainer.device=cpu")[1].plan.ranks[0].device == "cpu"
 
-    with pytest.raises(
-        UserError, match=r"need 3 GPU\(s\) on 1 machine\(s\); Ray has 2 GPU\(s\) on 1"
-    ):
+    with pytest.raises(UserError, match=r" 3 GPU\(s\) on 1 machine\(s\); Ray has 2 GPU\(s\) on 1"):
         playground.spec(
             "grpo", "trainer.launcher=ray", "trainer.n_gpus_per_node=3", "trainer.device=cuda"
         )

@@ -101,19 +101,19 @@ def test_the_policies_of_a_graph_are_placed_like_parts(files: dict[str, str]) ->
         (
             ("trainer.default_local_dir=runs/same",),
             (),
-            "small and large have the same folder, runs/same: give one",
+            "small and large .*runs/same: ",
         ),
         (
             ("trainer.launcher=slurm",),
             (),
-            "small: several configs .* trainer.launcher=local or ray",
+            "small: .*trainer.launcher=local or ray",
         ),
         (
             (),
             ("trainer.launcher=local", "trainer.nnodes=1"),
             "trainer.launcher is ray in small and local in large",
         ),
-        ((*ALONE, "trainer.n_gpus_per_node=1"), (), "2 independent parts, but only 1 device"),
+        ((*ALONE, "trainer.n_gpus_per_node=1"), (), "2 independent parts, .* 1 device"),
         ((), ("trainer.nnodes=3",), "trainer.nnodes is 2 in small and 3 in large"),
         (
             (),
@@ -129,13 +129,13 @@ def test_the_policies_of_a_graph_are_placed_like_parts(files: dict[str, str]) ->
         (
             ("trainer.nnodes=1", "trainer.n_gpus_per_node=1"),
             (),
-            "2 independent parts, but only 1 device",
+            "2 independent parts, .* 1 device",
         ),
-        ((), ("data.train_files=nowhere.jsonl",), "large: 1 problem in the config"),
+        ((), ("data.train_files=nowhere.jsonl",), "large: 1 problem "),
         (
             (),
             ("critic.optim.lr=1",),
-            "large: keys without effect in pipeline 'grpo_training_pipeline'",
+            "large: .*'grpo_training_pipeline'",
         ),
         ((), ("dag.pipeline=nowhere:at_all",), "large: dag.pipeline: .*nowhere"),
     ],

@@ -125,7 +125,7 @@ def test_what_matters_to_training_and_generation_at_once_is_refused_where_they_t
     inert: str,
 ) -> None:
     with pytest.raises(
-        UserError, match=rf"{inert.partition('=')[0]} \(command line\): with async.max_staleness=0"
+        UserError, match=rf"{inert.partition('=')[0]} \(command line\): .*async\.max_staleness=0"
     ):
         refuse("grpo", inert)
 
@@ -149,7 +149,7 @@ def test_how_weights_travel_is_refused_where_every_worker_that_generates_trains(
 
     with pytest.raises(
         UserError,
-        match=r"weight_update_mode \(command line\): every worker that generates also trains",
+        match=r"weight_update_mode \(command line\): .* also trains",
     ):
         follow("grpo", *elsewhere, *more)
 
@@ -354,7 +354,7 @@ def test_the_allocation_decides_the_engine_before_its_options_are_refused() -> N
     )
     fitted = check_run(load_config("grpo", [*given, *split])).config
     assert fitted.actor_rollout_ref.rollout.name == "vllm" and fitted.trainer.n_gpus_per_node == 6
-    with pytest.raises(UserError, match=r"rollout\.name=embedded contradicts trainer\.allocation"):
+    with pytest.raises(UserError, match=r"rollout\.name=embedded .*trainer\.allocation"):
         check_run(load_config("grpo", [*given, *split, f"{ROLLOUT}.name=embedded"]))
     embedded = split[1].replace("vllm", "embedded").replace("t2", "")
     with pytest.raises(UserError, match=r"rollout\.python"):
@@ -375,6 +375,6 @@ def test_how_devices_are_divided_matters_where_there_is_more_than_one_part(
 
     with pytest.raises(
         UserError,
-        match=r"dag\.\w+ \(command line\): the pipeline is one part, which has all devices",
+        match=rf"dag\.{key.partition('=')[0]} \(command line\): .* one part",
     ):
         refuse("grpo", *over_ray, f"dag.{key}")

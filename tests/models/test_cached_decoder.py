@@ -203,7 +203,7 @@ def test_a_lookalike_that_computes_something_else_is_refused() -> None:
             return super().__getattr__(name) if name == "inner" else getattr(self.inner, name)
 
     model.model.layers[1].self_attn = Doubled(model.model.layers[1].self_attn)
-    with pytest.raises(UserError, match="computes different logits than this llama model"):
+    with pytest.raises(UserError, match="different logits .* llama"):
         DecoderView(model)
 
 

@@ -174,9 +174,7 @@ def test_families_differ_in_how_they_run(model: nn.Module) -> None:
 def test_a_model_whose_response_changes_its_prompt_is_refused() -> None:
     processor, made = tiny_vision_model("paligemma")
     made.image_processor = ImageProcessor(processor)
-    with pytest.raises(
-        UserError, match="'paligemma' cannot be trained with images: a response changes what comes"
-    ):
+    with pytest.raises(UserError, match="'paligemma' .* images: "):
         ready(made, torch.float64, "cpu")
 
 
@@ -195,7 +193,7 @@ def test_images_and_placeholders_must_agree(model: nn.Module, tmp_path: Path) ->
 
     processor = images_of(model)
     assert processor is not None
-    with pytest.raises(ValueError, match="has 2 times .* which stands for an image, and 1 images"):
+    with pytest.raises(ValueError, match=" 2 times .* 1 images"):
         processor.encode(2 * processor.mark, (a,))
 
 
@@ -213,5 +211,5 @@ def test_models_of_text_have_no_processor(tmp_path: Path) -> None:
 def test_a_broken_processor_is_named(tmp_path: Path) -> None:
     folder = write_tiny_llava(tmp_path / "model")
     (folder / "processor_config.json").write_text("{")
-    with pytest.raises(UserError, match="the processor of images of the model .* cannot be loaded"):
+    with pytest.raises(UserError, match="processor of images .* loaded"):
         load_model(folder)

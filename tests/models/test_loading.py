@@ -52,7 +52,7 @@ def test_garbage_in_a_file_of_weights_is_found(
     stored[name] = stored[name].to(dtype)
     stored[name][0, 1] = value
     save_file(stored, folder / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(UserError, match=f"weights are damaged: '{name}' holds"):
+    with pytest.raises(UserError, match=f"damaged: '{name}' "):
         load_model(folder, dtype=dtype)
 
 
@@ -83,16 +83,16 @@ def test_missing_and_odd_paths(tmp_path: Path, folder: Path) -> None:
         load_model("/no/such/folder")
     with pytest.raises(UserError, match="no-runs/of/mine'.*'no-runs'"):
         load_model("no-runs/of/mine")
-    with pytest.raises(UserError, match="is a file; use its folder, "):
+    with pytest.raises(UserError, match=r"config\.json': .* folder, "):
         load_model(folder / "config.json")
     (tmp_path / "x.gguf").touch()
     with pytest.raises(UserError, match="gguf_file"):
         load_model(tmp_path / "x.gguf")
     with pytest.raises(UserError, match="'nonesuch'"):
         resolve_path("builtin:nonesuch")
-    with pytest.raises(UserError, match="no config.json"):
+    with pytest.raises(UserError, match=r"no config\.json"):
         load_model(tmp_path)
-    with pytest.raises(UserError, match="no config.json"):
+    with pytest.raises(UserError, match=r"no config\.json"):
         load_model(tmp_path, init="random")
 
 
@@ -113,13 +113,13 @@ def test_folders_without_weights_or_with_broken_ones(folder: Path) -> None:
     weights = folder / "model.safetensors"
     whole = weights.read_bytes()
     weights.write_bytes(whole[: len(whole) // 2])
-    with pytest.raises(UserError, match="cannot be loaded"):
+    with pytest.raises(UserError, match="model' .* weights is cut off"):
         load_model(folder)
     save_file(
         {k: v for k, v in load_file_bytes(whole, folder).items() if "layers.1.mlp" not in k},
         weights,
     )
-    with pytest.raises(UserError, match="lacks weights.*layers.1.mlp.down_proj.weight"):
+    with pytest.raises(UserError, match=r"lacks .*layers\.1\.mlp\.down_proj\.weight"):
         load_model(folder)
     weights.unlink()
     with pytest.raises(UserError, match="no weights"):
@@ -144,7 +144,7 @@ def test_weights_of_other_shapes_are_refused(folder: Path) -> None:
 
 def test_unknown_architectures_are_refused(folder: Path) -> None:
     edit_json(folder / "config.json", model_type="nonesuch")
-    with pytest.raises(UserError, match="cannot be loaded.*nonesuch"):
+    with pytest.raises(UserError, match="loaded.*nonesuch"):
         load_model(folder)
     (folder / "config.json").write_text('{"model_type": "vit"}')
 
@@ -153,7 +153,7 @@ def test_unknown_architectures_are_refused(folder: Path) -> None:
             load_model(folder, init=init)
 
     (folder / "config.json").write_text("{")
-    with pytest.raises(UserError, match="cannot be loaded"):
+    with pytest.raises(UserError, match=r"config\.json' is not"):
         load_model(folder)
 
 
@@ -161,7 +161,7 @@ def test_gguf_files_that_are_missing_or_broken(folder: Path) -> None:
     with pytest.raises(UserError, match=r"other.gguf"):
         load_model(folder, gguf_file="other.gguf")
     (folder / "weights.gguf").write_bytes(b"GGUF")
-    with pytest.raises(UserError, match=r"weights.gguf.*cannot be loaded"):
+    with pytest.raises(UserError, match=r"weights\.gguf.* loaded"):
         load_model(folder, gguf_file="weights.gguf")
 
 
@@ -178,14 +178,12 @@ def test_models_without_a_usable_tokenizer(folder: Path) -> None:
     with pytest.raises(UserError, match="eos_token"):
         load_tokenizer(folder)
     (folder / "tokenizer.json").write_text('{"model": 1}')
-    with pytest.raises(UserError, match="tokenizer of .* cannot be loaded"):
+    with pytest.raises(UserError, match="tokenizer of .* loaded"):
         load_tokenizer(folder)
     for file in folder.glob("tokenizer*"):
         file.unlink()
 
-    with pytest.raises(
-        UserError, match="no tokenizer; add one, or for the policy set tokenizer_path"
-    ):
+    with pytest.raises(UserError, match="no tokenizer; .* tokenizer_path"):
         load_tokenizer(folder)
 
 
@@ -207,7 +205,7 @@ def test_a_tokenizer_with_ids_that_the_model_does_not_embed_is_refused_unless_th
         f"the token ' ' has the id {config.vocab_size}, and the model embeds only the ids below "
         f"{config.vocab_size}"
     )
-    with pytest.raises(UserError, match=f"its tokenizer is another model's: {last}"):
+    with pytest.raises(UserError, match=f"another model's: {last}"):
         load_tokenizer(folder, model=config)
 
 
@@ -229,5 +227,5 @@ def test_stop_ids_are_those_of_model_tokenizer_and_chat_template(folder: Path) -
 def test_an_index_that_leads_elsewhere_is_refused(folder: Path, elsewhere: str) -> None:
     index = folder / "model.safetensors.index.json"
     index.write_text(json.dumps({"weight_map": {"x": elsewhere}}))
-    with pytest.raises(UserError, match=f"weights of another folder: '{elsewhere}'"):
+    with pytest.raises(UserError, match=f"another folder: '{elsewhere}'"):
         load_model(folder)

@@ -185,11 +185,11 @@ def test_a_newer_version_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         newer.setattr(sample_files, "SCHEMA_VERSION", 2)
         path = write(tmp_path / "samples" / "000003.parquet", [{"uid": "0-0"}])
 
-    with pytest.raises(UserError, match="000003.parquet' is of version 2 .* up to 1: update it"):
+    with pytest.raises(UserError, match=r"000003\.parquet' .* version 2 .* 1: "):
         read_sample_file(path, tmp_path)
     with RunFolder(tmp_path / "run", 0) as run:
         run.event("start", "restart 1 started", schema=2)
-    with pytest.raises(UserError, match="run' is of version 2 of the schema"):
+    with pytest.raises(UserError, match="run' .* version 2 "):
         read_metrics(tmp_path / "run")
 
 

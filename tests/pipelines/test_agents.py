@@ -336,7 +336,7 @@ def test_two_agents_of_one_name_are_refused(tmp_path: Path) -> None:
         "actor_rollout_ref:\n  rollout:\n    agents:\n      solver: {}\n"
         "      solver: {max_tokens: 3}\n"
     )
-    with pytest.raises(ConfigError, match=r"agents\.solver.*twice|solver.*again|solver"):
+    with pytest.raises(ConfigError, match=r"agents\.solver .*two\.yaml:5\)\n.* line 4\n"):
         load_config(str(tmp_path / "two.yaml"))
 
 
@@ -344,7 +344,7 @@ def test_a_workflow_and_the_agents_of_the_config_fit(tmp_path: Path) -> None:
     (tmp_path / "flows.py").write_text(FILE)
     one, several = (load_workflow(f"{tmp_path}/flows.py:{name}", {}) for name in ("one", "several"))
     assert several.check_agents({"a": None}) is several and one.check_agents({}) is one
-    with pytest.raises(UserError, match=r"'one' has one chat: write async def one\(agents, row\)"):
+    with pytest.raises(UserError, match=r"'one' .*one\(agents, row\)"):
         one.check_agents({"a": None})
-    with pytest.raises(UserError, match="'several' takes agents: declare them"):
+    with pytest.raises(UserError, match=r"'several' .*rollout\.agents"):
         several.check_agents({})

@@ -161,9 +161,7 @@ def test_a_reward_error_stays_whatever_the_models_say() -> None:
 
 
 def test_too_many_errors_end_the_run() -> None:
-    with pytest.raises(
-        TooManyErrors, match=r"did not score 3 of 4 samples .*The first here said: critique: silent"
-    ):
+    with pytest.raises(TooManyErrors, match=r" 3 of 4 samples .* critique: silent"):
         add("silent", "silent", "mute", 1.0)
 
     assert (

@@ -201,7 +201,7 @@ def test_a_marker_in_yaml_needs_no_function() -> None:
 
 
 def test_a_custom_function_must_return_a_graph() -> None:
-    with pytest.raises(UserError, match="dag.pipeline=os:getcwd returned a str"):
+    with pytest.raises(UserError, match=r"dag\.pipeline=os:getcwd .* str"):
         select_pipeline(config("grpo", "dag.pipeline='os:getcwd'"))
 
 
@@ -210,7 +210,7 @@ def test_several_graphs_are_one_pipeline_of_several_parts(tmp_path: Path) -> Non
     file.write_text(
         "from distflow.pipelines.sft import sft_pipeline\ndef prog(): return [sft_pipeline()]\n"
     )
-    with pytest.raises(UserError, match="prog returned a list"):
+    with pytest.raises(UserError, match=r"dag\.pipeline=.*prog .* list"):
         select_pipeline(config("sft", f"dag.pipeline={file}:prog"))
 
 
@@ -227,5 +227,7 @@ def test_a_custom_function_that_is_not_there_is_named() -> None:
 
 
 def test_an_unknown_estimator_option_is_named() -> None:
-    with pytest.raises(PipelineError, match="takes no option 'epsilom'"):
+    with pytest.raises(
+        PipelineError, match=r"'grpo' \(algorithm\.adv_estimator_kwargs\) .*'epsilom'"
+    ):
         bind(config("grpo", "+algorithm.adv_estimator_kwargs.epsilom=1"))

@@ -110,9 +110,7 @@ def test_it_runs_in_a_process_that_ends(
     ],
 )
 def test_a_mistake_is_refused(name: str, what: str, tmp_path: Path) -> None:
-    with pytest.raises(
-        UserError, match=r"workflow '\w+', tried on the first row .*skips this trial"
-    ) as refused:
+    with pytest.raises(UserError, match=r"'\w+', .*first row .* trial") as refused:
         tried(name, tmp_path)
     assert what in str(refused.value)
 

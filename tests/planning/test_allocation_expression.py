@@ -107,9 +107,7 @@ def test_the_part_that_is_wrong_is_named(text: str, said: str) -> None:
 
 def test_an_engine_that_is_not_there_yet_is_refused_by_its_name() -> None:
     require_engines(parse_allocation("embedded:d2+torch:d2"))
-    with pytest.raises(
-        UserError, match="'megatron' is not implemented yet; choose from torch, fsdp"
-    ):
+    with pytest.raises(UserError, match="'megatron' .* torch, fsdp"):
         require_engines(parse_allocation("embedded:d4+megatron:d2"))
     require_engines(parse_allocation("vllm:d2t2+torch:d2"))
 

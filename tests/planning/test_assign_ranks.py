@@ -181,9 +181,7 @@ def test_an_unnamed_critic_sits_with_the_actor() -> None:
 
 def test_a_rollout_beside_another_model_than_the_policy_is_refused() -> None:
     text = "embedded:d1|torch[critic]:d1+torch[actor]:d1"
-    with pytest.raises(
-        UserError, match="the rollout is on the devices of 'critic' and not on those of 'actor'"
-    ):
+    with pytest.raises(UserError, match="rollout .* devices of 'critic' .*'actor'"):
         plan_ray(ppo(), devices(2, trainer__allocation=text), "cpu", {})
 
 
@@ -258,7 +256,7 @@ def test_pipelines_side_by_side_share_devices_by_parameters_or_evenly() -> None:
 
 def test_fewer_devices_than_pipelines_are_refused() -> None:
     parts = [pipeline_parts(grpo(), SMALL)] * 3
-    with pytest.raises(UserError, match="3 independent parts, but only 2 devices"):
+    with pytest.raises(UserError, match="3 independent parts, .* 2 devices"):
         share_devices(parts, devices(2))
 
 
@@ -302,7 +300,7 @@ def test_devices_that_are_not_there_twice_or_for_other_parts_are_refused(
 ) -> None:
     with pytest.raises(
         UserError,
-        match="one list for each of the 1 independent parts, of different numbers below 4",
+        match=r"trainer\.devices.* 1 independent parts, .* 4",
     ):
         plan_ray(grpo(), devices(2, 2, trainer__devices=wrong), "cpu", LARGE)
 
@@ -339,7 +337,7 @@ def test_a_copy_over_ranks_that_do_not_divide_them_is_refused(allocation: str) -
     number = "8" if "d8|fsdp:d8" in allocation else "4"
     with pytest.raises(
         UserError,
-        match=f"fsdp_size=3 does not divide the {number} data parallel ranks of the actor",
+        match=f"fsdp_size=3 .* {number} data parallel ranks of the actor",
     ):
         plan_ray(grpo(), config(trainer__allocation=allocation, **keys), "cpu", {})
 
@@ -410,16 +408,14 @@ def test_a_node_whose_engines_lie_apart_is_refused() -> None:
 
     with pytest.raises(
         UserError,
-        match="node 'both' uses 'critic', which is not on the devices of 'actor': join them",
+        match="'both' .*'critic', .*'actor': join",
     ):
         plan_ray(bound_pipeline, devices(3, trainer__allocation=text), "cpu", {})
 
 
 def test_a_rollout_of_several_devices_divides_them() -> None:
     keys = {"actor_rollout_ref__rollout__tensor_model_parallel_size": 2}
-    with pytest.raises(
-        UserError, match="tensor_model_parallel_size=2 does not divide the 3 devices"
-    ):
+    with pytest.raises(UserError, match="tensor_model_parallel_size=2 .* 3 devices"):
         plan_ray(grpo(), devices(3, **keys), "cpu", {})
 
     plan = plan_ray(grpo(), devices(4, **keys), "cpu", {})
@@ -445,9 +441,7 @@ def test_ranks_of_one_rollout_engine_are_on_one_machine() -> None:
     assert groups == [tuple(of_rollout[:2])] * 2 + [tuple(of_rollout[2:])] * 2
     keys |= {"trainer__allocation": "vllm:d1t6+fsdp:d2"}
 
-    with pytest.raises(
-        UserError, match="ranks 0, 1, 4, 5, 6, 7 would share an engine, and are on 2 machines"
-    ):
+    with pytest.raises(UserError, match="ranks 0, 1, 4, 5, 6, 7 .* 2 machines"):
         plan_ray(grpo(), config(**keys, **engines, **{size: 6}), "cpu", {})
 
 
@@ -514,9 +508,7 @@ def test_keys_that_nobody_set_follow_the_allocation(
 
 def test_other_keys_must_go_with_the_engines_of_the_allocation() -> None:
     megatron = Loaded(config(trainer__allocation="embedded:d1|megatron:d1"), {})
-    with pytest.raises(
-        UserError, match="the engine 'megatron' is not implemented yet; choose from torch"
-    ):
+    with pytest.raises(UserError, match="'megatron' .* torch"):
         follow_allocation(megatron)
 
 

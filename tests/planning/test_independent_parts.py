@@ -140,7 +140,7 @@ def test_shares(
 
 
 def test_parts_without_a_device_are_refused() -> None:
-    with pytest.raises(UserError, match="3 independent parts, but only 2 devices: use at least 3"):
+    with pytest.raises(UserError, match="3 independent parts, .* 2 devices: .* 3"):
         apportion((1, 1, 1), 2, "even")
 
 

@@ -105,7 +105,7 @@ def test_a_model_without_a_usable_config_is_rejected(
 
 
 def test_an_unknown_name_suggests_the_nearest() -> None:
-    with pytest.raises(UserError, match="did you mean 'qwen2.5-7b'"):
+    with pytest.raises(UserError, match=r"'qwen2\.5-7bb'.*'qwen2\.5-7b'"):
         find_shape("qwen2.5-7bb", None)
 
 
@@ -130,7 +130,5 @@ def test_devices_are_found_by_their_own_name_and_by_that_of_torch() -> None:
         and find_device("h100").shared(4) == find_device("h100")
     )
 
-    with pytest.raises(
-        UserError, match="there is no device 'h1000', did you mean|there is no device 'h1000'"
-    ):
+    with pytest.raises(UserError, match="device 'h1000'"):
         find_device("h1000")

@@ -180,9 +180,7 @@ def test_memory_is_that_of_the_responses_that_may_run_at_each_staleness() -> Non
 
 
 def test_too_little_memory_names_what_lacks_least() -> None:
-    with pytest.raises(
-        UserError, match=r"none of \d+ allocations of 2 devices fits; the nearest is vllm"
-    ):
+    with pytest.raises(UserError, match=r"none of \d+ allocations of 2 devices .* vllm"):
         Cluster("grpo", 2, Device("gpu", 100e12, 1e12, 2e9, 100e9, 10e9)).search()
 
 

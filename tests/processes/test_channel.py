@@ -64,7 +64,7 @@ def test_none_is_larger_than_the_bound(
     ours, theirs = ends
     frame = encode("x" * 100)
     monkeypatch.setattr(channel, "MAX_MESSAGE_BYTES", 50)
-    with pytest.raises(ValueError, match="102 bytes exceeds the limit of 50"):
+    with pytest.raises(ValueError, match="102 bytes .* 50"):
         encode("x" * 100)
     theirs.sendall(frame)
     with pytest.raises(ValueError, match="102 bytes"):

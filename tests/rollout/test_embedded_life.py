@@ -226,7 +226,7 @@ def test_shared_storage_copies_nothing_and_follows_updates_in_place() -> None:
         assert generation.rollout_log_probs == pytest.approx(
             forward_log_probs(model, prompt, generation), abs=1e-4
         )
-        with pytest.raises(ValueError, match="are stored elsewhere"):
+        with pytest.raises(ValueError, match="stored elsewhere"):
             await engine.load_weights(NEXT, changed(model).named_parameters())
 
     with_engine(make_engine(model, shares_weights=True), story)
@@ -247,10 +247,10 @@ def test_a_copy_that_fails_in_the_middle_is_not_served(monkeypatch: pytest.Monke
                 await engine.load_weights(NEXT, others)
 
         assert engine.version == FIRST
-        with pytest.raises(RuntimeError, match="loaded only a part of its last weights"):
+        with pytest.raises(RuntimeError, match="only a part "):
             await engine.generate(request)
         await engine.load_weights(NEXT, None)
-        with pytest.raises(RuntimeError, match="loaded only a part of its last weights"):
+        with pytest.raises(RuntimeError, match="only a part "):
             await engine.generate(request)
         await engine.load_weights(Version(0, 2), others)
         assert (await engine.generate(request))[0].versions[0] == 2
@@ -265,7 +265,7 @@ def test_closing_fails_what_still_waits() -> None:
             task = asyncio.create_task(engine.generate(request_of(prompt_of(5))))
             await asyncio.sleep(0)
 
-        with pytest.raises(RuntimeError, match="closed while requests were waiting"):
+        with pytest.raises(RuntimeError, match="closed .* waiting"):
             await asyncio.wait_for(task, DEADLINE_S)
         with pytest.raises(RuntimeError, match="not running"):
             await engine.generate(request_of(prompt_of(5)))

@@ -86,7 +86,7 @@ def test_an_engine_without_its_memory_stays_so_if_the_next_weights_are_rejected(
     weights = EngineWeights(model, shared=False)
     hashes = stripe_hashes(model.named_parameters())
     weights.release()
-    with pytest.raises(ValueError, match=r"model.norm.weight: missing"):
+    with pytest.raises(ValueError, match=r"model\.norm\.weight: missing"):
         weights.load(FIRST, FIRST, weights_of(make_model(seed=1), model__norm__weight=None))
     assert weights.hashes() == hashes
     with pytest.raises(RuntimeError, match="has released its weights"):
@@ -112,7 +112,7 @@ def test_tied_weights_may_come_under_either_name_or_both_if_equal(
         copy_weights(target, arrive(weights_of(source, **changes)))
         assert torch.equal(target.lm_head.weight, tied)
 
-    with pytest.raises(error, match="model.embed_tokens.weight and lm_head.weight"):
+    with pytest.raises(error, match=r"model\.embed_tokens\.weight and lm_head\.weight"):
         copy_weights(target, arrive(weights_of(source, lm_head__weight=tied + 1)))
 
 
@@ -129,9 +129,7 @@ def test_shared_weights_must_be_the_same_storage() -> None:
     check_shared(model, model.named_parameters())
     check_shared(model, ())
 
-    with pytest.raises(
-        ValueError, match=r"1 sent tensors are stored elsewhere \(model.norm.weight\)"
-    ):
+    with pytest.raises(ValueError, match=r"1 sent tensors .* elsewhere \(model\.norm\.weight\)"):
         check_shared(
             model, weights_of(model, model__norm__weight=model.model.norm.weight.detach().clone())
         )

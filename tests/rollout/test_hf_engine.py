@@ -136,7 +136,7 @@ def test_other_families_run() -> None:
     (result,) = run_all(make_hf(model), [request])
     expected = forward_log_probs(model, request.prompt_ids, result[0])
     assert result[0].rollout_log_probs == pytest.approx(expected, abs=1e-5)
-    with pytest.raises(UserError, match="exceeds the 64 positions"):
+    with pytest.raises(UserError, match="64 positions"):
         run_all(make_hf(model), [request_of(prompt_of(4), max_tokens=61)])
 
 

@@ -23,11 +23,11 @@ def test_requests_and_weights_go_to_their_policy_and_staleness_counts_from_the_o
     async def story(engines: MultiPolicyRollout) -> None:
         with pytest.raises(
             ValueError,
-            match="no engine serves the policy 'critic': there are solver, checker, judge",
+            match="'critic': .* solver, checker, judge",
         ):
             await engines.generate(replace(request, policy="critic"))
 
-        with pytest.raises(ValueError, match=r"judge\..*: no trained policy has the name 'judge'"):
+        with pytest.raises(ValueError, match=r"judge\..*: .*'judge'"):
             await engines.load_weights(Version(0, 1), [("judge.x", later["solver"][0][1])])
         said = {name: (await engines.generate(replace(request, policy=name)))[0] for name in NAMES}
         assert len({tuple(each.token_ids) for each in said.values()}) == 3

@@ -89,7 +89,7 @@ def test_an_engine_that_the_worker_has_not_is_missed_before_anything_runs() -> N
     def needs(response_mask, *, actor):  # type: ignore[no-untyped-def]
         ...
 
-    with pytest.raises(PipelineError, match="node 'x' needs 'actor'"):
+    with pytest.raises(PipelineError, match="'x' .*'actor'"):
         compile_steps([bound(needs)], {"rollout": object()})
 
 
@@ -165,7 +165,7 @@ def test_samples_that_the_columns_written_so_far_do_not_fit_are_refused() -> Non
     async def one_less(group):  # type: ignore[no-untyped-def]
         return group.samples[:1]
 
-    with pytest.raises(NodeError, match="node 'x' returned something that does not fit"):
+    with pytest.raises(NodeError, match=r"'x' returned .*'scores' .*\(2,\)"):
         on_group(step(one_less), on)
 
 
@@ -174,7 +174,7 @@ def test_a_batch_over_other_samples_is_refused_with_what_to_return_instead() -> 
     def answers(batch):  # type: ignore[no-untyped-def]
         return group(lengths=(3, 1))
 
-    with pytest.raises(UserNodeError, match=f"a list of samples .*{Sample.__name__}"):
+    with pytest.raises(UserNodeError, match=f"'x' .* list of samples .*{Sample.__name__}"):
         on_group(step(answers), waiting_group())
 
 
@@ -215,9 +215,7 @@ def test_outputs_that_do_not_fit_are_refused_with_the_node_s_name(plane: str) ->
         (one_of_two, "1 values for the fields advantages, returns; return one"),
         (too_wide, "advantages"),
     ):
-        with pytest.raises(
-            UserNodeError, match=f"node 'x' returned something that does not fit.*{words}"
-        ):
+        with pytest.raises(UserNodeError, match=f"'x' returned .*{words}"):
             either(step(function), plane)
 
 
@@ -231,7 +229,7 @@ def test_what_is_no_number_is_refused_with_the_node_s_name(
     def no_numbers(response_mask):  # type: ignore[no-untyped-def]
         return values
 
-    with pytest.raises(UserNodeError, match="node 'x' returned something that does not fit"):
+    with pytest.raises(UserNodeError, match=f"'x' returned .*'{name}'"):
         either(step(no_numbers), plane)
 
 
@@ -250,7 +248,7 @@ def test_a_node_is_tried_again_as_often_as_it_may(plane: str) -> None:
 def test_whatever_a_node_raises_is_told_with_its_name(error: Exception, plane: str) -> None:
     flaky = Flaky(9, error)
     with pytest.raises(
-        UserNodeError, match=rf"node 'x' raised {type(error).__name__}.*test_compiled_node.py"
+        UserNodeError, match=rf"'x' .*{type(error).__name__}.*test_compiled_node\.py"
     ) as caught:
         either(flaky.step(retry_limit=1), plane)
     assert caught.value.__cause__ is error and flaky.calls == 2
@@ -269,7 +267,7 @@ def test_a_plain_function_that_hangs_fails_at_the_deadline_of_its_samples_and_is
 
     with pytest.raises(
         UserError,
-        match=r"node 'x' did not return within 0.1 s \(reward.timeout_s for each sample\)",
+        match=r"'x' .* 0\.1 s .*reward\.timeout_s",
     ):
         on_group(step(hangs, retry_limit=2), timeout_s=0.05)
 
@@ -320,9 +318,7 @@ def test_what_is_not_finite_is_told_with_node_column_and_sample(
         return torch.tensor(values)
 
     with (
-        pytest.raises(UserNodeError, match=f"^node 'x' wrote {found}.*{__name__}")
-        if found
-        else nullcontext()
+        pytest.raises(UserNodeError, match=f"'x' .*{found}.*{__name__}") if found else nullcontext()
     ):
         either(step(writes), plane)
 

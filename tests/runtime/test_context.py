@@ -82,7 +82,7 @@ def test_where_several_workers_generate_none_keeps_anything_in_the_rollout_loop(
     assert not ctx.state and ctx.state.get("n") is None
 
     for keep in (lambda: ctx.state.update(n=1), lambda: ctx.state.setdefault("n", 1)):
-        with pytest.raises(UserError, match=r"node 'c' keeps ctx\.state\['n'\] on one of several"):
+        with pytest.raises(UserError, match=r"'c' .*ctx\.state\['n'\] "):
             keep()
 
     # by a run on one worker, which this one resumes from

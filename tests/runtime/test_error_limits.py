@@ -31,7 +31,7 @@ def test_more_than_the_limit_stops(failed: int, limit: float, stops: bool) -> No
         }
         return
 
-    with pytest.raises(TooManyErrors, match=r"more than reward.max_error_rate=.*\\x1b\[2J⏎so"):
+    with pytest.raises(TooManyErrors, match=r"reward\.max_error_rate=.*\\x1b\[2J⏎so"):
         share.step(RewardCounts(100, failed, "\x1b[2J\nso"), 1)
 
 

@@ -58,9 +58,7 @@ def test_a_reward_that_is_no_finite_number_is_the_user_s_error(answer: Any) -> N
     def compute_score(data_source, solution_str, ground_truth):  # type: ignore[no-untyped-def]
         return answer if solution_str == "r1" else 1.0
 
-    with pytest.raises(
-        UserNodeError, match="node 'x' was asked to score sample 1 of its group: it returned"
-    ):
+    with pytest.raises(UserNodeError, match="'x' .* sample 1 .* returned"):
         judged(compute_score)
 
 
@@ -102,11 +100,9 @@ def test_two_scores_for_a_sample_and_no_batch_at_all_are_refused() -> None:
 
     for function, words in (
         (two, "token_level_rewards other than token_level_scores"),
-        (none, "returned NoneType"),
+        (none, "NoneType"),
     ):
-        with pytest.raises(
-            UserNodeError, match=f"node 'x' returned {words.removeprefix('returned ')}"
-        ):
+        with pytest.raises(UserNodeError, match=f"'x' returned {words}"):
             judged(function)
 
 

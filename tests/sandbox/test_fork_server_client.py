@@ -199,14 +199,14 @@ def test_a_missing_isolation_layer_is_found(
         "seccomp": "open a socket",
         "files": "read /etc/passwd, read /proc/self/environ",
     }
-    with pytest.raises(UserError, match=f"they would not be isolated .*{reason[layer]}"):
+    with pytest.raises(UserError, match=f"isolated .*{reason[layer]}"):
         Sandbox(level="floor")
     if layer != "files":  # which namespaces keep out by themselves
         assert probe().name == "none"
 
 
 def test_no_such_level() -> None:
-    with pytest.raises(UserError, match="no level 'ceiling'"):
+    with pytest.raises(UserError, match="'ceiling'"):
         Sandbox(level="ceiling")
 
 

@@ -150,7 +150,7 @@ def test_what_a_function_raises(sandbox: Sandbox) -> None:
                 session.call(*call)
             assert raised.value.type == name
 
-        with pytest.raises(Raised, match="NameError: name 'no' is not defined"):
+        with pytest.raises(Raised, match="NameError: .*'no'"):
             session.call("no")
         assert session.call("f", [1]) == 1
 

@@ -181,7 +181,7 @@ def test_an_iterator_is_what_it_yields() -> None:
     assert read != [0, 1, 4] and list(read) == list(again) == [0, 1, 4] and list(read) == []
     endless = from_text(to_text(count(5)))
     assert next(endless) == 5 and list(islice(endless, 3)) == [6, 7, 8]
-    with pytest.raises(RuntimeError, match="only the first 2,000"):
+    with pytest.raises(RuntimeError, match=" 2,000"):
         list(endless)
 
 

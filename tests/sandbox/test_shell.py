@@ -129,6 +129,6 @@ def test_a_mount_is_there_for_one_command(shell: Shell, tmp_path: Path) -> None:
 def test_without_bubblewrap_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "")
     shell = Shell("/app")
-    with pytest.raises(UserError, match="bubblewrap is not installed.*apt-get install bubblewrap"):
+    with pytest.raises(UserError, match="apt-get install bubblewrap"):
         shell.check()
     shell.close()

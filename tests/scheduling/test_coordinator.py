@@ -172,7 +172,7 @@ def test_a_complete_group_that_is_lost_with_who_held_it_is_issued_again_as_often
         coordinator.complete(2, 5)
 
     assert coordinator.ready(0) == (0, 1, 2, 3)
-    with pytest.raises(CountsError, match="group 2 "):
+    with pytest.raises(CountsError, match="group 2 .* lost"):
         coordinator.lose(2)
     coordinator.release(0)
     ledger.close()
@@ -427,5 +427,5 @@ def test_a_ticket_that_is_not_running_is_named():
         lambda: coordinator.drop(2, "late"),
         lambda: coordinator.retry(2),
     ):
-        with pytest.raises(CountsError, match="group 2 "):
+        with pytest.raises(CountsError, match="group 2 .* never issued"):
             wrong()

@@ -124,9 +124,7 @@ def test_a_file_of_the_users_chooses_and_a_preset_of_ours_does_not(tmp_path: Pat
     file.write_text("defaults: [sft, _self_]\ndata: {train_batch_size: 64}\n")
     assert fitted(fit_to(load("sft"), RunLimits(rows=5)))[BATCH] == 5
 
-    with pytest.raises(
-        ConfigError, match="a batch of 64 is larger than the data set, which has 5 rows"
-    ):
+    with pytest.raises(ConfigError, match="a batch of 64 .* 5 rows"):
         fit_to(load(str(file)), RunLimits(rows=5))
 
 
@@ -136,7 +134,7 @@ def test_a_warm_up_of_a_file_that_is_built_on_is_the_users(tmp_path: Path) -> No
     (tmp_path / "mine.yaml").write_text(
         "defaults: [base, _self_]\ntrainer: {total_training_steps: 5}\n"
     )
-    with pytest.raises(ConfigError, match="warms up for 50 of 10 optimizer steps"):
+    with pytest.raises(ConfigError, match=" 50 of 10 optimizer steps"):
         load(str(tmp_path / "mine.yaml"))
 
 
@@ -156,7 +154,7 @@ def test_a_size_of_a_file_yields_to_one_on_the_command_line(tmp_path: Path) -> N
     for line, becomes in lines.items():
         assert fitted(load(str(file), line)) == becomes
     assert fitted(load(str(file), "data.train_max_samples=6")) == {BATCH: 6, MINI: 6}
-    with pytest.raises(ConfigError, match="warms up for 5 of 2 optimizer steps"):
+    with pytest.raises(ConfigError, match=" 5 of 2 optimizer steps"):
         load(str(file), f"{WARM_UP}=5", f"{BATCH}=32", "trainer.total_training_steps=2")
 
 

@@ -392,7 +392,7 @@ def test_a_model_folder_without_all_its_weights_is_told_before_anything_is_read(
 
 def test_data_that_git_has_not_downloaded(tmp_path):
     (tmp_path / "rows.parquet").write_text(POINTER)
-    with pytest.raises(ConfigError, match="rows.parquet is a pointer of git-lfs.*\n.*git lfs pull"):
+    with pytest.raises(ConfigError, match=r"rows\.parquet .*git-lfs.*\n.*git lfs pull"):
         load_config(
             "grpo", [f"data.train_files={tmp_path}/rows.parquet"], needed={"data.train_files"}
         )

@@ -80,5 +80,5 @@ def test_a_pipeline_without_a_model_has_no_plan() -> None:
         "data.train_files=builtin:arithmetic-rl",
         "dag.pipeline=[{id: rows, type: DATA_LOAD}]",
     ]
-    with pytest.raises(UserError, match="no node of the pipeline 'yaml_pipeline' uses a model"):
+    with pytest.raises(UserError, match="'yaml_pipeline' .* model"):
         _ = RunPlanner("grpo", keys, "cpu").run

@@ -145,7 +145,7 @@ def test_an_export_given_twice_does_nothing_and_overwrites_nothing(ground: Playg
     assert export_checkpoint(ground.folder / "source", target, say=said.append) == target
     assert f"{target} holds it already" in said
     assert {path: path.stat().st_mtime_ns for path in target.iterdir()} == before
-    with pytest.raises(UserError, match="not an empty folder"):
+    with pytest.raises(UserError, match=f"{target}.* empty folder"):
         export_checkpoint(ground.folder / "source" / "checkpoints" / "step-000001", target)
 
 
@@ -181,5 +181,5 @@ def test_an_adapter_is_exported_alone_and_evaluated(
         for path in (whole, alone)
     ]
     assert found[0] == found[1]
-    with pytest.raises(UserError, match="trained all weights: remove --adapter"):
+    with pytest.raises(UserError, match="remove --adapter"):
         export_checkpoint(ground.folder / "source", ground.folder / "no-adapter", adapter=True)

@@ -90,7 +90,10 @@ def test_an_adapter_alone_is_a_folder_of_peft_that_we_load_too(tmp_path: Path) -
     [
         ({"peft_type": "LORA"}, "names its base model"),
         ({"peft_type": "IA3", "base_model_name_or_path": "m"}, "is not that of a LoRA adapter"),
-        ({"peft_type": "LORA", "base_model_name_or_path": "/no/such/folder"}, "there is no folder"),
+        (
+            {"peft_type": "LORA", "base_model_name_or_path": "/no/such/folder"},
+            "'/no/such/folder': .* folder",
+        ),
         (None, "adapter weights"),
     ],
 )
@@ -109,7 +112,7 @@ def test_a_folder_that_holds_something_is_left_alone(tmp_path: Path) -> None:
     (tmp_path / "out").mkdir()
     export_model(model, None, tmp_path / "out")
     before = sorted(path.name for path in tmp_path.rglob("*"))
-    with pytest.raises(UserError, match="not an empty folder"):
+    with pytest.raises(UserError, match="out' .* empty folder"):
         export_model(model, None, tmp_path / "out")
     assert sorted(path.name for path in tmp_path.rglob("*")) == before
 

@@ -143,16 +143,16 @@ def test_a_step_that_is_not_there(tmp_path, step):
         run_step(coordinator)
         run_step(coordinator)
 
-    with pytest.raises(UserError, match=f"no step {step}: it has steps 1 to 2, counted from 1"):
+    with pytest.raises(UserError, match=f"no step {step}: .* 1 to 2"):
         step_lineage(path, step)
 
 
 def test_a_ledger_that_is_missing_empty_or_damaged(tmp_path):
     path = tmp_path / "ledger.jsonl"
-    with pytest.raises(UserError, match="there is no .*ledger.jsonl"):
+    with pytest.raises(UserError, match=r"no .*ledger\.jsonl"):
         step_lineage(path, 1)
     path.touch()
-    with pytest.raises(UserError, match="none was consumed yet"):
+    with pytest.raises(UserError, match="none .* consumed"):
         step_lineage(path, 1)
 
     for odd in ('"group_id":[1]', '"group_ids":7,"step":0', '"step":"x","group_ids":[]'):

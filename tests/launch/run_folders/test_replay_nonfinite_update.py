@@ -83,7 +83,7 @@ def test_another_model_and_a_batch_without_a_column_are_refused(
         list(replay_bundle(bundle))
     batch.save(bundle / BATCH)
     spoil(bundle, lambda weights: weights.update(other=torch.ones(1)))
-    with pytest.raises(UserError, match="the bundle's weight other is not a weight of the model"):
+    with pytest.raises(UserError, match="weight other .* model"):
         list(replay_bundle(bundle))
 
 

@@ -191,7 +191,7 @@ def test_a_report_of_nothing_and_of_no_folder(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     text = write_report(tmp_path / "empty").read_text(encoding="utf-8")
     assert "No step has been recorded yet." in text
-    with pytest.raises(RunFolderError, match="there is no folder"):
+    with pytest.raises(RunFolderError, match="no folder .*missing"):
         write_report(tmp_path / "missing")
 
 

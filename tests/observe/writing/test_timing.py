@@ -84,7 +84,7 @@ def test_what_would_count_time_twice_is_refused() -> None:
     phases = PhaseTimer()
     with pytest.raises(AssertionError, match="is taken"), phases("step"):
         pass
-    with phases("rollout"), pytest.raises(AssertionError, match="inside the phase"):
+    with phases("rollout"), pytest.raises(AssertionError, match="phase 'rollout'"):
         phases.finish_step()
     errors: list[str] = []
 

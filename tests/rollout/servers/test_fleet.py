@@ -214,11 +214,11 @@ def test_a_server_that_fails_in_an_update_is_named_only_where_no_other_is_left(
 
         with pytest.raises(
             ServerFailed,
-            match=r"no server of the fleet is available(.|\n)*server 0(.|\n)*server 1: ",
+            match=r"no server of the fleet (.|\n)*server 0(.|\n)*server 1: ",
         ):
             await fleet.load_weights(Version(0, 3), changed(3))
 
-        with pytest.raises(ServerFailed, match="no server of the fleet is available"):
+        with pytest.raises(ServerFailed, match="no server of the fleet "):
             await ask(fleet, groups(1))
 
     with_fleet(story, num_servers=2)
@@ -278,7 +278,7 @@ def test_a_fleet_with_an_address_where_nobody_is_does_not_start(
 
     with (
         Running(make_model(), tiny_tokenizer()) as server,
-        pytest.raises(UserError, match="http://127.0.0.1:1: no server"),
+        pytest.raises(UserError, match=r"http://127\.0\.0\.1:1: "),
     ):
         asyncio.run(run(server.url))
 

@@ -230,7 +230,7 @@ def test_more_tokens_than_were_asked_for_are_their_servers_error(server: Server)
 
     async def story(engine: Any) -> None:
         server.lie = lie
-        with pytest.raises(TrustError, match=f"{server.url} answered 9 tokens where at most 4"):
+        with pytest.raises(TrustError, match=f"{server.url} .* 9 tokens .* 4"):
             await engine.generate(request())
 
     run(make(server.url, SGLangEngine), story)
@@ -274,7 +274,7 @@ def test_tokens_behind_a_stop_are_cut_off(server: Server) -> None:
             choice["weight_versions"][0]["end"] = 2
 
         lie_about_first(server, shorten)
-        with pytest.raises(TrustError, match="ends by 'length' after 2 of 4 tokens"):
+        with pytest.raises(TrustError, match="'length' after 2 of 4 tokens"):
             await engine.generate(request())
 
     run(make(server.url), story)
@@ -322,7 +322,7 @@ def test_there_is_no_server(monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))  # and nobody listens
         url = f"http://127.0.0.1:{taken.getsockname()[1]}"
-        with pytest.raises(UserError, match=f"rollout.url={url}: no server answers there"):
+        with pytest.raises(UserError, match=rf"rollout\.url={url}: no server"):
             run(make(url), lambda engine: asyncio.sleep(0))
 
 
@@ -350,10 +350,7 @@ def test_a_server_of_something_else(server: Server, change: dict[str, Any], said
     [
         (
             {"longest": 257},
-            (
-                "a context of 256 tokens, but data.max_prompt_length and data.max_response_length "
-                "make 257"
-            ),
+            r" 256 tokens, .*data\.max_prompt_length .* 257",
         ),
         (
             {"free_cache_engine": True},
@@ -385,7 +382,7 @@ def test_a_server_that_read_other_weights_than_were_sent_gets_no_requests(
             return {"results": [{**server.hashes, name: "0"}]} if is_load else answer
 
         server.lie = lie
-        with pytest.raises(ServerFailed, match="hashes of weights other than those"):
+        with pytest.raises(ServerFailed, match="hashes of weights other"):
             await engine.load_weights(Version(0, 2), list(weights.items()))
 
     run(make(server.url), story)
@@ -396,9 +393,7 @@ def test_a_server_that_cannot_load_the_weights(
 ) -> None:
     monkeypatch.setattr(http_engine, "BACK_OFF_S", 0.001)
     server.lie = lambda path, asked, true: 500 if asked.get("method") == "distflow_load" else true
-    with pytest.raises(
-        ServerFailed, match="cannot load the weights of a LlamaForCausalLM.*\\n?.*name=hf"
-    ):
+    with pytest.raises(ServerFailed, match="LlamaForCausalLM.*\\n?.*name=hf"):
         run(make(server.url), lambda engine: asyncio.sleep(0))
 
 
@@ -407,7 +402,7 @@ def test_a_server_that_never_reports_hashes_is_given_up(
 ) -> None:
     monkeypatch.setattr(http_engine, "BACK_OFF_S", 0.001)
     server.lie = lambda path, asked, true: 500 if asked.get("method") == "distflow_hashes" else true
-    with pytest.raises(ServerFailed, match=r"no server .* hashes of its weights: .* with 500"):
+    with pytest.raises(ServerFailed, match="hashes .* 500"):
         run(make(server.url), lambda engine: engine.hashes())
 
 
@@ -446,7 +441,7 @@ def test_a_server_that_stalls_is_found(server: Server, monkeypatch: pytest.Monke
 
     async def story(engine: VllmEngine) -> None:
         server.lie = lambda path, asked, true: server.released.wait(DEADLINE_S) and true
-        with pytest.raises(ServerFailed, match="no server answers there"):
+        with pytest.raises(ServerFailed, match=rf"rollout\.url={server.url}: no server"):
             await engine.generate(request())
 
     run(make(server.url), story)
@@ -549,7 +544,7 @@ def test_versions_rise_within_a_response(server: Server) -> None:
         (response, _) = await engine.generate(request())
         assert list(response.versions) == [0, 0, 1, 1]
         labels = ("0.1", "0.0")
-        with pytest.raises(TrustError, match="a token of weights '0.0' after one of newer weights"):
+        with pytest.raises(TrustError, match=r"weights '0\.0' after .* newer"):
             await engine.generate(request())
         server.released.set()
         await update

@@ -67,14 +67,14 @@ async def update(engine: Any) -> None:
     [
         ("garbage", generate, TrustError, "no JSON, but '<html>Bad Gateway'"),
         ("other form", generate, TrustError, "in a form .*meta_info"),
-        ("other tokens", generate, TrustError, "token 1000000, which the model does not have"),
-        ("too short", generate, TrustError, "a response ends by 'length' after 1 of 12 tokens"),
+        ("other tokens", generate, TrustError, "token 1000000, "),
+        ("too short", generate, TrustError, "'length' after 1 of 12 tokens"),
         ("no log-probs", generate, TrustError, "in a form that its interface"),
-        ("one log-prob", generate, TrustError, "a token None, which the model does not have"),
+        ("one log-prob", generate, TrustError, "token None, "),
         ("NaN", generate, TrustError, "in a form that its interface"),
         ("above 0", generate, TrustError, "invalid log-probs"),
         ("older label", generate, TrustError, "weights 'default' instead of '0.1'"),
-        ("aborts", generate, ServerFailed, "aborted a request by itself: Abort in waiting queue"),
+        ("aborts", generate, ServerFailed, "aborted .*: Abort in waiting queue"),
         ("keeps its label", update, ServerFailed, "weights '0.1' instead of '0.2'"),
         ("refuses", update, ServerFailed, "with 400: .*Failed to get weights iterator"),
         pytest.param(
@@ -119,9 +119,7 @@ def test_a_server_that_falls_silent_is_given_up_in_seconds(monkeypatch: pytest.M
     monkeypatch.setattr(sglang_engine, "HEALTH_S", 0.2)
 
     async def asked(engine: Any) -> None:
-        with pytest.raises(
-            ServerFailed, match=r"rollout.url=http://127.0.0.1:\d+: no server answers there"
-        ):
+        with pytest.raises(ServerFailed, match=r"rollout\.url=http://127\.0\.0\.1:\d+: no server"):
             await generate(engine)
 
     with_server(asked, "stalls")
@@ -196,14 +194,14 @@ def test_a_pause_leaves_requests_open_and_an_update_in_it_ends_their_parts(updat
             {"family": "qwen2"},
             "",
             UserError,
-            "has a model Qwen2ForCausalLM, and this run trains a LlamaForCausalLM",
+            "Qwen2ForCausalLM, .* LlamaForCausalLM",
         ),
         ({"vocab_size": 50}, "", ServerFailed, "with 400: .*Failed to update weights: .*shape"),
         (
             {},
             "older interface",
             UserError,
-            "answered /server_info with 404: is it SGLang, 0.5.5 or newer",
+            r"/server_info with 404: .* 0\.5\.5",
         ),
     ],
 )
@@ -283,9 +281,7 @@ def test_the_same_request_has_the_same_tokens_and_greedy_ones_the_log_probs_at_i
 
 
 def test_keys_and_values_of_older_weights_are_refused() -> None:
-    with pytest.raises(
-        UserError, match="kv_on_update=keep: SGLang does not say .* set recompute or abort"
-    ):
+    with pytest.raises(UserError, match="kv_on_update=keep: SGLang .* recompute or abort"):
         SGLangEngine.check({"kv_on_update": "keep"})
 
 
@@ -343,12 +339,10 @@ BY_HAND = pytest.mark.by_hand
 @pytest.mark.parametrize(
     ("lie", "text"),
     [
-        ("other prompt", "canary: on fixed prompts the log-probs of engine and trainer differ"),
-        pytest.param("NaN", "in a form that its interface does not define", marks=BY_HAND),
+        ("other prompt", "canary: "),
+        pytest.param("NaN", "in a form ", marks=BY_HAND),
         pytest.param("older label", "weights 'default' instead of '0.0'", marks=BY_HAND),
-        pytest.param(
-            "other tokens", "a token 1000000, which the model does not have", marks=BY_HAND
-        ),
+        pytest.param("other tokens", "token 1000000, ", marks=BY_HAND),
         pytest.param("garbage", "no JSON, but '<html>Bad Gateway'", marks=BY_HAND),
     ],
 )
@@ -379,7 +373,7 @@ def test_draws_outside_of_top_k_are_found(lie: str, tmp_path: Path) -> None:
             fails.enter_context(
                 pytest.raises(
                     TrustError,
-                    match=r"step 1 found \(draws\): .* are outside of what the config's top_k",
+                    match=r"step 1 found \(draws\): .* top_k",
                 )
             )
 
@@ -437,7 +431,7 @@ def test_a_server_of_ours_that_dies_in_every_update_ends_the_run_with_its_log(
     async def story(engine: Any) -> None:
         raise AssertionError("it has no weights")
 
-    with pytest.raises(ServerFailed, match="after 3 attempts each"):
+    with pytest.raises(ServerFailed, match="3 attempts"):
         started(tmp_path, story, SGLANG_LIE="dies")
 
 

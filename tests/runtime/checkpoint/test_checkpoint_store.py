@@ -102,12 +102,10 @@ def test_load_by_step_by_folder_and_from_another_store(tmp_path):
     assert_whole(store.load(paths[5]), 5)
     assert_whole(CheckpointStore(tmp_path / "new run").load(tmp_path), 10)
 
-    with pytest.raises(
-        CheckpointError, match="no checkpoint of step 7 .* step-000005, step-000010"
-    ):
+    with pytest.raises(CheckpointError, match="step 7 .* step-000005, step-000010"):
         store.load(7)
 
-    with pytest.raises(CheckpointError, match="no such folder"):
+    with pytest.raises(CheckpointError, match="step-000099.* folder"):
         store.load(tmp_path / "step-000099")
 
 
@@ -202,9 +200,7 @@ def test_a_part_that_was_announced_and_is_missing_commits_nothing(tmp_path):
     writing = store.begin(2)
     writing.write("actor", parts["actor"])
 
-    with pytest.raises(
-        CheckpointError, match="step 2 was not written to .*: coordinator, critic missing"
-    ):
+    with pytest.raises(CheckpointError, match="step 2 .*: coordinator, critic missing"):
         writing.commit([*parts, "critic"])
 
     assert names_in(store) == ["step-000001"]
@@ -385,9 +381,7 @@ def test_a_part_that_another_process_could_not_write_is_told_to_the_one_that_com
     writing.write("coordinator", {})
     assert in_a_process(write_under_a_limit, tmp_path, 50_000) == 0
 
-    with pytest.raises(
-        CheckpointError, match="step 2 was not written .*: actor, coordinator missing"
-    ):
+    with pytest.raises(CheckpointError, match="step 2 .*: actor, coordinator missing"):
         writing.commit(parts_of(2))
 
     assert names_in(store) == ["step-000001"]
@@ -443,7 +437,7 @@ def test_a_damaged_newest_checkpoint_is_passed_over_and_the_user_told(tmp_path, 
     assert_whole(checkpoint, 2)
     assert "step-000003 is damaged" in checkpoint.message and name in checkpoint.message
     assert "using step 2 instead" in checkpoint.message
-    with pytest.raises(CheckpointError, match="step-000003 cannot be read.*step-000002"):
+    with pytest.raises(CheckpointError, match="step-000003 .*step-000002"):
         store.load(tmp_path / "step-000003")
 
 
@@ -464,7 +458,5 @@ def test_all_damaged_is_an_error_that_names_each(tmp_path):
     for step in (1, 2):
         flip_a_bit(save(store, step, parts_of(step)) / "actor.safetensors")
 
-    with pytest.raises(
-        CheckpointError, match="no checkpoint .* is complete: .*step-000002.*step-000001"
-    ):
+    with pytest.raises(CheckpointError, match="no checkpoint .*: .*step-000002.*step-000001"):
         store.load()

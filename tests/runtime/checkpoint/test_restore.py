@@ -132,7 +132,7 @@ def test_a_state_that_a_resumed_run_would_not_have_is_refused_by_the_name_of_its
 ) -> None:
     with pytest.raises(
         UserError,
-        match=f"node 'mine' has .*{shown}.* in its ctx.state, which no checkpoint can hold",
+        match=rf"'mine' .*{shown}.* ctx\.state, ",
     ):
         copy_of_state(
             {"fine": {"n": [1, 2.5, None, "a", True, float("nan")]}, "mine": {"kept": kept}}
@@ -178,7 +178,7 @@ def test_weights_data_or_tokens_that_are_not_those_of_before_are_refused_and_ano
 
     for name in ("data", "tokenizer", "model"):
         facts = {**resources.facts, f"{name}_fingerprint": "another"}
-        with pytest.raises(UserError, match=f"was saved with (a )?different {name}"):
+        with pytest.raises(UserError, match=f"different {name}"):
             check_same_facts(store.load(), spec, facts)
 
     (note,) = check_same_facts(store.load(), spec, {**resources.facts, "cpu": "another"})

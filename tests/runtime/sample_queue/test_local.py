@@ -294,9 +294,7 @@ def test_the_lowest_version_of_any_token_is_told_to_the_ledger_s_keeper() -> Non
     for prompt_group in others:
         driven.put(prompt_group)
 
-    with pytest.raises(
-        CountsError, match=f"group {first.group_id} holds tokens of version 0, which step 3 may not"
-    ):
+    with pytest.raises(CountsError, match=f"group {first.group_id} .* version 0, .* step 3 "):
         driven.queue.take(2, 0)
 
 

@@ -93,7 +93,7 @@ def test_a_file_that_cannot_be_seen_from_here_says_what_to_do(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(bucket_files, "APPEARS_WITHIN_S", 0.1)
-    with pytest.raises(UserError, match=r"trainer\.default_local_dir.* see at the same path"):
+    with pytest.raises(UserError, match=r"trainer\.default_local_dir.* same path"):
         InFile(tmp_path / "elsewhere", 1).get()
 
 

@@ -79,7 +79,7 @@ def test_an_engine_that_refuses_holds_the_run_with_its_reason() -> None:
     def refuses(version: Version, weights: Any) -> WeightReceipt:
         raise ValueError("no tensor 'c' here")
 
-    with pytest.raises(TrustError, match="rejected the weights of version 1: no tensor 'c' here"):
+    with pytest.raises(TrustError, match="version 1: no tensor 'c' here"):
         push(port_to(refuses), ONE)
 
 
@@ -89,22 +89,18 @@ def test_unchanged_weights_leave_the_engine_with_the_trainer_s_weights() -> None
     assert engine.served == [(TWO, {})]
     others = HASHES | {"b": "of an older version"}
 
-    with pytest.raises(
-        TrustError, match="use the weights that it has as version 2, .* tensors that differ: b"
-    ):
+    with pytest.raises(TrustError, match="version 2, .* differ: b$"):
         port_to(Engine(hashes=others, version_only=True)).renumber(TWO, HASHES)
 
 
 @pytest.mark.parametrize("hashes", [{}, {**stripe_hashes(tensors("a", "b")), "c": "other"}])
 def test_a_tensor_that_did_not_arrive_whole_is_named(hashes: dict[str, str]) -> None:
-    with pytest.raises(
-        TrustError, match=r"version 1 arrived incompletely; different tensors: .*c$"
-    ):
+    with pytest.raises(TrustError, match="version 1 .* different tensors: .*c$"):
         push(port_to(Engine(hashes=hashes)), ONE)
 
 
 def test_a_receipt_for_another_version_is_no_receipt() -> None:
-    with pytest.raises(TrustError, match="the engine's receipt is for .*step=7"):
+    with pytest.raises(TrustError, match="receipt .*step=7"):
         push(port_to(Engine(version=Version(0, 7), shared=True)), ONE)
 
 
@@ -112,7 +108,7 @@ def test_shared_storage_is_proven_by_the_same_hashes() -> None:
     engine = Engine(shared=True)
     push(port_to(engine), ONE)
     assert len(engine.served) == 1
-    with pytest.raises(TrustError, match="different tensors: a, b, c"):
+    with pytest.raises(TrustError, match="version 1 .* different tensors: a, b, c"):
         push(port_to(Engine(hashes={}, shared=True)), ONE)
 
 

@@ -51,7 +51,7 @@ def test_garbage_is_not_served(value: float, dtype: torch.dtype) -> None:
 
     port: Any = Port()
     weight_sender = WeightSender(Broken(), port, dtype, sends=True, canary=None, session=None)  # type: ignore[arg-type]
-    with pytest.raises(TrustError, match=r"version 3 must not be used: 'w1' holds"):
+    with pytest.raises(TrustError, match="version 3 .*'w1' "):
         weight_sender.sync(Version(0, 3))
     assert "commit" not in port.log
 
@@ -160,5 +160,5 @@ def test_versions_are_sent_in_their_order() -> None:
     made = weight_sender(Port())
     made.sync(Version(1, 3))
     for older in (Version(0, 4), Version(1, 3), Version(1, 2)):
-        with pytest.raises(TrustError, match="weight version went backwards"):
+        with pytest.raises(TrustError, match="backwards"):
             made.sync(older)
