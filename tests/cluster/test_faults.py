@@ -1,21 +1,18 @@
 """What becomes of a run over a real Ray whose processes are killed, stopped or asked to end:
 signals, no pretence."""
 
-import io
 import os
-import re
 import signal
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, redirect_stdout
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
-from distflow import cli
 from distflow.cluster import remote_calls
 from distflow.cluster.ray_launcher import launch_ray
 from distflow.cluster.remote_calls import WorkerDied
@@ -23,6 +20,7 @@ from distflow.runtime.fault_injection import Fault
 from distflow.scheduling import ledger
 from tests.cluster import leftovers
 from tests.cluster.leftovers import Held
+from tests.cluster.listeners import Listener, family, listeners
 from tests.cluster.test_supervisor import CONSTANT
 from tests.e2e.runs import Playground, notes
 from tests.ledger_audit import verify
@@ -126,11 +124,8 @@ def held_until_the_end(driver: "subprocess.Popen[str]") -> tuple[Held, str]:
     return Held(*(frozenset().union(*column) for column in columns)), out
 
 
-@pytest.mark.by_hand
 @pytest.mark.slow
-def test_a_driver_that_is_killed_takes_all_its_processes_with_it_as_does_one_that_ends(
-    tmp_path: Path,
-) -> None:
+def test_a_driver_that_is_killed_takes_all_its_processes_with_it(tmp_path: Path) -> None:
     ground = Playground(tmp_path)
     held = list[Held]()
     with command(ground, *ENDLESS) as driver:
@@ -144,6 +139,12 @@ def test_a_driver_that_is_killed_takes_all_its_processes_with_it_as_does_one_tha
 
     assert len(held[0].pids) > 4 and held[0].listening
     wait_until(lambda: not held[0].left(), f"nothing of its Ray is left: {held[0].left()}")
+
+
+@pytest.mark.by_hand
+@pytest.mark.slow
+def test_a_driver_that_ends_leaves_nothing_of_what_it_ever_had(tmp_path: Path) -> None:
+    ground = Playground(tmp_path)
     with command(ground, *TWO, "trainer.total_training_steps=20") as driver:
         whole, out = held_until_the_end(driver)
     assert driver.returncode == 0, out
@@ -151,18 +152,18 @@ def test_a_driver_that_is_killed_takes_all_its_processes_with_it_as_does_one_tha
     verify(ground.folder / "run" / "ledger.jsonl")
 
 
-@pytest.mark.by_hand
 @pytest.mark.slow
 def test_a_signal_saves_the_step_under_way_and_ends_with_its_status(tmp_path: Path) -> None:
-    """It goes to the whole process group, as `timeout` sends it. Before, `doctor` finds every
-    process of the run that listens, and none of them beyond loopback."""
-    ground, held, told = Playground(tmp_path), list[Held](), io.StringIO()
+    """It goes to the whole process group, as `timeout` sends it. Before, no process of the run
+    listens beyond loopback."""
+    ground = Playground(tmp_path)
+    held = list[Held]()
+    found = list[Listener]()
     with command(ground, *ENDLESS) as driver:
 
         def ask() -> None:
             held.append(Held.below(driver.pid))
-            with redirect_stdout(told):
-                cli.main(["doctor", str(ground.folder / "run")])
+            found.extend(listeners(family(driver.pid)))
             os.killpg(driver.pid, signal.SIGTERM)
 
         with struck(ground.folder / "run", ask):
@@ -170,15 +171,11 @@ def test_a_signal_saves_the_step_under_way_and_ends_with_its_status(tmp_path: Pa
 
     assert driver.returncode == 128 + signal.SIGTERM, out
     assert held[0] and not held[0].left()
-    folder = ground.folder / "run"
-    _, _, ports = told.getvalue().partition(f"ports of {folder}\n")
-    listening = re.findall(
-        r"^  (\S+).* \((\d+)\): [\d, ]+ on (.*)$", ports.partition("\n\n")[0], re.MULTILINE
-    )
-    names = {name.partition(".")[0] for name, _, _ in listening}
+    names = {one.process.partition(".")[0] for one in found}
     assert names >= {"gcs_server", "raylet", "ray::WorkerActor", "ray::CoordinatorActor"}
-    assert {int(pid) for _, pid, _ in listening} <= held[0].pids | {driver.pid}
-    assert {where for _, _, where in listening} == {"loopback"}
+    assert {one.where for one in found} == {"loopback"}
+
+    folder = ground.folder / "run"
     assert notes(folder, "end") == ["the run stopped"]
     consumed = [
         record["step"]

@@ -89,7 +89,6 @@ def test_no_object_above_64_kb_reaches_driver_or_coordinator(ground: Playground)
     assert live.stat().st_size > 4 * MOST, "the groups themselves are large"
 
 
-@pytest.mark.by_hand
 @pytest.mark.faults
 def test_a_store_that_could_not_hold_all_that_may_run_ahead_is_never_full(tmp_path: Path) -> None:
     """12 groups of 8 MB may be under way before the first step. Ray has 80 MB for objects, and is

@@ -85,7 +85,6 @@ def test_two_workers_end_where_one_process_does(two: Run, alone: Run) -> None:
     check_whole(two, alone)
 
 
-@pytest.mark.by_hand
 def test_workers_that_read_their_own_rows_end_where_one_process_does_that_reads_all(
     ground: Playground, alone: Run
 ) -> None:
@@ -185,7 +184,6 @@ SHARDED = (
 )
 
 
-@pytest.mark.by_hand
 def test_a_run_goes_on_where_ranks_compute_layers_together(ground: Playground, alone: Run) -> None:
     """From two shards of each layer to two halves of it, checked, and to one process."""
     run(ground, *STEPS, *SHARDED, "trainer.total_training_steps=2", name="together")
@@ -207,12 +205,11 @@ def test_a_run_goes_on_where_ranks_compute_layers_together(ground: Playground, a
     assert distance(whole.weights(5), longer.weights(5)) < 1e-6
 
 
-@pytest.mark.parametrize("mode", one_fast_in(2, [DISK, COLLECTIVE], others=BY_HAND))
-@pytest.mark.by_hand
+@pytest.mark.parametrize("mode", one_fast_in(2, [COLLECTIVE, DISK], others=BY_HAND))
 def test_weights_spread_over_two_workers_go_to_an_engine_elsewhere(
     ground: Playground, alone: Run, mode: str
 ) -> None:
-    """By files, and through a process group."""
+    """Through a process group, and by files."""
     apart = "trainer.allocation='embedded[rollout]:d1+fsdp[actor]:d2'"
     found = run(
         ground, *STEPS, *validating(ground), apart, mode, name=f"spread_{mode.rpartition('=')[2]}"

@@ -147,7 +147,6 @@ def test_a_lost_training_worker_starts_the_run_again_in_place_and_it_ends_with_t
     assert (folder / ".writer").read_text().endswith(", restart 1")
 
 
-@pytest.mark.by_hand
 def test_a_lost_coordinator_starts_the_run_again_and_a_signal_then_ends_it_as_ever(
     ground: Playground,
 ) -> None:

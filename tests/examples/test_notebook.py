@@ -70,7 +70,6 @@ def kernel() -> Iterator[tuple[Any, Any]]:
     manager.shutdown_kernel(now=True)
 
 
-@pytest.mark.by_hand
 def test_the_interrupt_button_saves_and_the_kernel_lives_on(
     kernel: tuple[Any, Any], tmp_path: Path
 ) -> None:
