@@ -130,7 +130,6 @@ def test_a_critic_on_a_worker_of_its_own_ends_where_one_process_does(
     check_as_one_process(found, alone)
 
 
-@pytest.mark.by_hand
 def test_what_does_not_wait_for_each_other_runs_at_once(ground: Playground, alone: Run) -> None:
     """Three dp groups, one of which trains nothing. In turn, none of the two nodes would come to an
     end."""

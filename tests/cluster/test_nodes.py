@@ -142,7 +142,6 @@ def test_each_worker_is_on_the_machine_of_the_plan(cluster: Any, tmp_path: Path)
     assert verify(folder / "ledger.jsonl").consumed == 8
 
 
-@pytest.mark.by_hand
 def test_a_run_that_loses_a_machine_starts_again_on_another(cluster: Any, tmp_path: Path) -> None:
     """The third machine joins when the run is under way; then the second is gone, with its
     worker."""
@@ -195,7 +194,6 @@ def test_a_run_that_loses_a_machine_starts_again_on_another(cluster: Any, tmp_pa
     verify(folder / "ledger.jsonl")
 
 
-@pytest.mark.by_hand
 def test_a_role_has_resources_and_variables_of_its_own(cluster: Any, tmp_path: Path) -> None:
     ground = Playground(tmp_path)
     ground.write_reward(REWARD)

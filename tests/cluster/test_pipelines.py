@@ -177,7 +177,6 @@ def two_learners():
 """  # noqa: E501
 
 
-@pytest.mark.by_hand
 def test_two_models_that_learn_from_one_rollout_have_devices_of_their_own(
     tmp_path: Path, on_ray: None
 ) -> None:

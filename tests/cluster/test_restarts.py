@@ -22,6 +22,7 @@ from tests.cluster.test_supervisor import COLLECTIVE, DISK, STEPS, distance, val
 from tests.e2e.runs import Playground, Run
 from tests.ledger_audit import verify
 from tests.patience import wait_until
+from tests.sparse_params import BY_HAND, one_fast_in
 
 pytestmark = [pytest.mark.slow, pytest.mark.faults]
 
@@ -155,8 +156,7 @@ async def turns(chat, row):
 """
 
 
-@pytest.mark.by_hand
-@pytest.mark.parametrize("staleness", [0, 1, 4])
+@pytest.mark.parametrize("staleness", one_fast_in(3, [0, 1, 4], others=BY_HAND))
 def test_episodes_under_way_are_issued_again_under_their_group_ids_and_end_as_undisturbed_ones(
     ground: Playground, plan: Callable[..., None], staleness: int
 ) -> None:
@@ -185,8 +185,7 @@ def test_episodes_under_way_are_issued_again_under_their_group_ids_and_end_as_un
         assert distance(found.weights(4), alone.weights(4)) < 1e-6
 
 
-@pytest.mark.parametrize("mode", [COLLECTIVE, DISK])
-@pytest.mark.by_hand
+@pytest.mark.parametrize("mode", one_fast_in(2, [COLLECTIVE, DISK], others=BY_HAND))
 def test_a_receiver_killed_in_a_weight_update_is_replaced_and_nobody_serves_a_mixed_version(
     ground: Playground, alone: Run, plan: Callable[..., None], mode: str
 ) -> None:

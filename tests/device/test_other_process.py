@@ -23,7 +23,7 @@ from tests.forks import forks
 from tests.rollout.drive import make_engine, prompt_of, request_of, run_all, tokens_of
 from tests.tiny_models import write_tiny_model
 
-pytestmark = [pytest.mark.slow, pytest.mark.by_hand, pytest.mark.alone]
+pytestmark = [pytest.mark.slow, pytest.mark.alone]
 WORKER = 1
 DEADLINE_S = 100
 

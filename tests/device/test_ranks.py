@@ -1,7 +1,6 @@
 """Two ranks on devices of the rehearsal, over a backend that copies through the host: sharded
 weights and gradients and layers divided over ranks, leave what one process leaves on a CPU."""
 
-import os
 from pathlib import Path
 
 import pytest
@@ -10,21 +9,24 @@ from distflow import cli
 from tests.device.rehearsal import on_device
 from tests.device.test_runs import ALIKE, ROLLOUT, STEPS, close, exported, run_on, same_metrics
 from tests.e2e.runs import Playground, Run
+from tests.sparse_params import BY_HAND, one_fast_in
 
-pytestmark = [pytest.mark.slow, pytest.mark.by_hand, pytest.mark.alone]
+pytestmark = [pytest.mark.slow, pytest.mark.alone]
 FSDP = "actor_rollout_ref.actor.strategy=fsdp"
 LAYOUTS = {
+    "tensor parallel": ("trainer.allocation='embedded:d2|fsdp:d1t2'", FSDP),
     "data parallel": (),
     "fsdp": (FSDP,),
     "fsdp offloaded": (FSDP, "actor_rollout_ref.actor.fsdp_config.offload_policy=true"),
-    "tensor parallel": ("trainer.allocation='embedded:d2|fsdp:d1t2'", FSDP),
 }
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("name", one_fast_in(4, LAYOUTS, others=BY_HAND))
 @on_device
-def test_two_ranks_leave_what_one_process_does(tmp_path: Path, name: str) -> None:
-    os.environ["REHEARSAL_DEVICES"] = "2"
+def test_two_ranks_leave_what_one_process_does(
+    tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("REHEARSAL_DEVICES", "2")
     ground = Playground(tmp_path, num_rows=8)
     keys = (
         *LAYOUTS[name],
