@@ -156,7 +156,7 @@ def test_generate_draws_from_the_newest_weights_and_leaves_the_groups_as_they_ar
 
             asyncio.run(trained_meanwhile(rollouts, ids, batch))
             rollouts.train(batch)
-            with pytest.raises(UserError, match="trained since the last publish"):
+            with pytest.raises(UserError, match="generate: .* since"):
                 rollouts.generate(ids)
             rollouts.publish()
 
@@ -373,7 +373,7 @@ def test_leaving_by_an_error_ends_everything(tmp_path: Path, error: type[BaseExc
     ]
     assert any(event["kind"] == "error" and error.__name__ in event["message"] for event in events)
     assert rollouts.run.status == "failed"
-    with pytest.raises(UserError, match="the rollouts have ended"):
+    with pytest.raises(UserError, match="ended .*`with`"):
         rollouts.prepare_batch()
 
 
@@ -390,11 +390,11 @@ def test_what_cannot_be_used_is_refused_where_it_is_given(tmp_path: Path) -> Non
             with pytest.raises(UserError, match=said):
                 rollouts.submit(row)
 
-        with pytest.raises(UserError, match="there is no data"):
+        with pytest.raises(UserError, match="prepare_batch .*data="):
             rollouts.prepare_batch()
 
         for count in (0, 1.5, True):
-            with pytest.raises(UserError, match="a number of prompt groups"):
+            with pytest.raises(UserError, match=rf"wait\({count}\): "):
                 rollouts.wait(count)
 
         with pytest.raises(UserError, match="should_accept is 3"):

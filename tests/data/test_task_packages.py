@@ -85,7 +85,7 @@ def test_an_unknown_data_set_is_reported_with_the_key() -> None:
 @installed
 def test_a_size_is_a_number_of_rows() -> None:
     for size in ("0", "many", "true"):
-        with pytest.raises(UserError, match="not a number of rows"):
+        with pytest.raises(UserError, match=rf"data\.train_files: .*size={size}'"):
             rows_of(f"chain_sum?size={size}")
 
 

@@ -45,7 +45,7 @@ def test_frozen_parameters_are_left_out() -> None:
     frozen = nn.Parameter(torch.zeros(1), requires_grad=False)
     trained = nn.Parameter(torch.zeros(1))
     assert make_optimizer("adamw", [frozen, trained], lr=1.0).param_groups[0]["params"] == [trained]
-    with pytest.raises(UserError, match="nothing would be trained"):
+    with pytest.raises(UserError, match="no parameter .* gradient"):
         make_optimizer("adamw", [frozen], lr=1.0)
 
 

@@ -214,7 +214,7 @@ def test_assertions_that_must_be_run(code, setup):
     "code", ["assert f(1", "assert 1 == 1", "x = 3", "assert f(" + "(" * 5000 + ")" * 5000 + ")"]
 )
 def test_tests_that_are_broken(code):
-    with pytest.raises(ValueError, match="the tests are broken"):
+    with pytest.raises(ValueError, match="tests are broken: "):
         split_assertions(AssertTests(code))
 
 

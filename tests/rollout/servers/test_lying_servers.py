@@ -382,7 +382,7 @@ def test_a_server_that_read_other_weights_than_were_sent_gets_no_requests(
             return {"results": [{**server.hashes, name: "0"}]} if is_load else answer
 
         server.lie = lie
-        with pytest.raises(ServerFailed, match="hashes of weights other"):
+        with pytest.raises(ServerFailed, match=f"{server.url} .* hashes "):
             await engine.load_weights(Version(0, 2), list(weights.items()))
 
     run(make(server.url), story)
@@ -413,7 +413,7 @@ def test_a_server_that_keeps_its_cache_below_new_weights(
     server.lie = lambda path, asked, true: (
         {"success": False} if path == "/reset_prefix_cache" else true
     )
-    with pytest.raises(ServerFailed, match="does not clear its cache"):
+    with pytest.raises(ServerFailed, match=f"{server.url} .* cache: "):
         run(make(server.url), lambda engine: asyncio.sleep(0))
 
 

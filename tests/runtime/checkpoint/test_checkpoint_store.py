@@ -308,7 +308,7 @@ def test_a_manifest_names_files_of_its_own_folder_only(tmp_path):
     checkpoint_files.write_manifest(
         path, checkpoint_files.Manifest(1, 0, None, {"../../precious.txt": entry})
     )
-    with pytest.raises(CheckpointError, match="names files of another folder"):
+    with pytest.raises(CheckpointError, match=r"step-000001 .*manifest\.json "):
         store.load(path)
     for step in (2, 3):
         save(store, step, parts_of(step))
@@ -370,7 +370,7 @@ def write_under_a_limit(folder, limit_bytes):
     import resource
 
     resource.setrlimit(resource.RLIMIT_FSIZE, (limit_bytes, limit_bytes))
-    with pytest.raises(CheckpointError, match="the disk is full"):
+    with pytest.raises(CheckpointError, match="step 2 .* disk is full"):
         write_a_part(folder, 2, "actor", parts_of(2, size=1 << 20)["actor"])
 
 

@@ -89,7 +89,7 @@ def test_an_engine_with_a_part_of_a_version_serves_nobody(serving: Serving) -> N
     serving.port.begin(ONE)
     serving.port.put(serving.sent()[:3])
     serving.detach()
-    with pytest.raises(RuntimeError, match="loaded only a part of its last weights"):
+    with pytest.raises(RuntimeError, match="only a part "):
         serving.generate().result(WITHIN_S)
     serving.port.attach(WeightReceiver(serving.engine, serving.thread, Waits()))
     serving.detach = lambda: None
