@@ -15,6 +15,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import takewhile
 from pathlib import Path
+from typing import Any
 
 from distflow import builtin_names
 from distflow.config.compose.load_config import differing, load_config
@@ -87,17 +88,14 @@ def render_reference() -> str:
         groups.setdefault(info.name.rpartition(".")[0], []).append(info)
 
     tables: dict[str, str] = {}
-    first: dict[str, str] = {}  # the first group with a table
+    first: dict[Any, str] = {}  # the first group with these keys
     for name, keys in groups.items():
-        table = _keys(keys)
-        if table in first:
-            table = f"The keys and defaults of `{first[table]}`."
-        else:
-            first[table] = name
+        meanings = tuple((_own_name(info), _values(info), info.spec.description) for info in keys)
+        same = first.setdefault(meanings, name)
+        table = _keys(keys) if same == name else _same_keys(keys, same, groups[same])
         tables[name] = f"### {name}\n\n{table}"
 
-    of_domains = _keys(collect(DomainConfig()).values())
-    tables["data"] += f"\n\n### data.domains.NAME\n\n{of_domains}"
+    tables["data"] += f"\n\n### data.domains.NAME\n\n{_domain_keys()}"
     names = [(title, ", ".join(map(_code, entries))) for title, entries in _BUILTIN_NAMES.items()]
     resumable = ", ".join(f"`{name}`" for name in sorted(RESUMABLE))
     parts = {
@@ -185,7 +183,7 @@ def _presets() -> str:
 def _keys(keys: Iterable[KeyInfo]) -> str:
     rows = [
         (
-            f"`{info.name.rpartition('.')[2]}`",
+            _code(_own_name(info)),
             f"`{show_value(info, info.default)}`",
             _values(info),
             info.spec.description,
@@ -193,6 +191,41 @@ def _keys(keys: Iterable[KeyInfo]) -> str:
         for info in keys
     ]
     return _table(("key", "default", "values", "meaning"), rows)
+
+
+def _own_name(info: KeyInfo) -> str:
+    """The last part of the key."""
+    return info.name.rpartition(".")[2]
+
+
+def _same_keys(keys: Sequence[KeyInfo], other: str, others: Sequence[KeyInfo]) -> str:
+    """A group with the keys of another one, and the defaults that differ."""
+    changed = [
+        f"`{_own_name(info)}={show_value(info, info.default)}`"
+        for info, there in zip(keys, others, strict=True)
+        if info.default != there.default
+    ]
+    text = f"The keys of `{other}`"
+    return f"{text}, but by default {', '.join(changed)}." if changed else f"{text}."
+
+
+def _domain_keys() -> str:
+    """The keys of a domain; those that replace a key of the run share a row a group."""
+    own = []
+    replacing: dict[str, list[str]] = {}
+    for info in collect(DomainConfig()).values():
+        key = _own_name(info)
+        replaced = re.search(rf"null is ([\w.]+)\.{key}$", info.spec.description)
+        if replaced and f"{replaced[1]}.{key}" in schema_keys():
+            replacing.setdefault(replaced[1], []).append(_code(key))
+        else:
+            own.append(info)
+
+    rows = [
+        f"| {', '.join(keys)} | `null` | as there | null is the same key of `{group}` |"
+        for group, keys in replacing.items()
+    ]
+    return "\n".join([_keys(own), *rows])
 
 
 def _values(info: KeyInfo) -> str:
@@ -237,10 +270,8 @@ def _translated_verl(command: Sequence[str], refused: Sequence[str]) -> str:
         answer = said.get(override.partition("=")[0], "the same")
         rows.setdefault(answer, []).append(_code(override))
 
-    return (
-        _table(("verl", "distflow"), [(", ".join(theirs), ours) for ours, theirs in rows.items()])
-        + "\n\nThis command trains the rest:\n\n"
-        + _command("verl_grpo", kept)
+    return _table(
+        ("verl", "distflow"), [(", ".join(theirs), ours) for ours, theirs in rows.items()]
     )
 
 
