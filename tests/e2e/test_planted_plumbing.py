@@ -482,7 +482,9 @@ FAULTS = {
         attribute(WeightSender, "sync", unsent_on_odd_steps), "did not reach it"
     ),
     "weights not taken on odd steps": Fault(
-        unread_on_odd_steps, "weights", ("grpo", "actor_rollout_ref.model.dtype=bfloat16", *FAST)
+        unread_on_odd_steps,
+        "version 1 .* different tensors: ",
+        ("grpo", "actor_rollout_ref.model.dtype=bfloat16", *FAST),
     ),
     "a learning rate of 0 behind the metric": Fault(
         attribute(TorchTrainEngine, "_step", no_learning_rate), "optimizer", ("grpo", *FAST)
@@ -572,6 +574,14 @@ def playground(tmp_path_factory: pytest.TempPathFactory) -> Playground:
     return Playground(tmp_path_factory.mktemp("run"))
 
 
+def told_by(seen: str, step: str) -> str:
+    """What the error says: the step and the check that found it, or words of no check."""
+    if " " in seen:
+        return seen
+
+    return rf"step {step} found \(({seen})\)"
+
+
 CASES = first_of_each(FAULTS, lambda name: FAULTS[name].seen)
 
 
@@ -579,7 +589,7 @@ CASES = first_of_each(FAULTS, lambda name: FAULTS[name].seen)
 def test_a_planted_fault_is_named(playground: Playground, monkeypatch: Patch, name: str) -> None:
     fault = FAULTS[name]
     fault.plant(monkeypatch)
-    with pytest.raises(TrustError, match=rf"\({fault.seen}\)|{fault.seen}"):
+    with pytest.raises(TrustError, match=told_by(fault.seen, "[1-3]")):
         preset, *overrides = fault.config
         name = f"fault-{list(FAULTS).index(name)}"
         playground.run(preset, *overrides, "trainer.total_training_steps=3", name=name)
@@ -626,9 +636,7 @@ def test_a_fault_that_begins_late_and_is_rare(
         monkeypatch.setattr(Checker, "step_taken", planted)
         preset, *overrides = fault.config
 
-        with pytest.raises(
-            TrustError, match=rf"step ([6-9]|1[0-4]) found \(({fault.seen})\)|{fault.seen}"
-        ):
+        with pytest.raises(TrustError, match=told_by(fault.seen, "([6-9]|1[0-4])")):
             playground.run(
                 preset,
                 *overrides,

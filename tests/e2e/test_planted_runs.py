@@ -450,7 +450,7 @@ def test_a_wrong_validation_is_named(ground: Playground, monkeypatch: Patch, nam
     plant(monkeypatch)
     preset, *overrides = validating(ground)
 
-    with pytest.raises(TrustError, match=rf"step 0 found \(validation\): .*{seen}"):
+    with pytest.raises(TrustError, match=rf"step 0 found \(validation\): .*({seen})"):
         ground.run(preset, *overrides, name=f"validation-{list(VALIDATION_FAULTS).index(name)}")
 
 
@@ -555,7 +555,7 @@ def test_a_wrong_validation_loss_is_named(
 ) -> None:
     plant, seen = LOSS_FAULTS[name]
     plant(monkeypatch)
-    with pytest.raises(TrustError, match=rf"step 1 found \(validation\): .*{seen}"):
+    with pytest.raises(TrustError, match=rf"step 1 found \(validation\): .*({seen})"):
         fine_tuned(ground, PAIRS, f"loss-{list(LOSS_FAULTS).index(name)}")
 
 
@@ -602,7 +602,7 @@ def test_texts_to_learn_that_are_not_the_files_are_named(
 ) -> None:
     plant, rows, seen = TEXT_FAULTS[name]
     plant(monkeypatch)
-    with pytest.raises(TrustError, match=rf"found \(data\): {seen}"):
+    with pytest.raises(TrustError, match=rf"found \(data\): ({seen})"):
         fine_tuned(ground, rows, f"text-{list(TEXT_FAULTS).index(name)}")
 
 
@@ -704,7 +704,7 @@ def test_rows_that_are_not_the_files_are_named(
 ) -> None:
     change, seen = DATA_FAULTS[name]
     changed_rows(change)(monkeypatch)
-    with pytest.raises(TrustError, match=rf"found \(data\): .*{seen}"):
+    with pytest.raises(TrustError, match=rf"found \(data\): .*({seen})"):
         read_again(ground, rows_file, f"data-{list(DATA_FAULTS).index(name)}")
 
 
