@@ -338,7 +338,8 @@ def _code(text: str) -> str:
 def _meaning(name: Name) -> str:
     parts = [_code(name.overrides(NOT_GIVEN) if "{}" in name.ours else name.ours)]
     if name.values:
-        parts.append(name.in_words())
+        pairs = [f"`{as_override(theirs)}`: `{ours}`" for theirs, ours in name.values.items()]
+        parts.append(", ".join(pairs))
     parts.append(name.note)
 
     if name.harmless == ANY:
