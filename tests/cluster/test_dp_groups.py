@@ -138,7 +138,6 @@ def test_what_does_not_wait_for_each_other_runs_at_once(ground: Playground, alon
     check_as_one_process(found, alone)
 
 
-@pytest.mark.by_hand
 def test_a_node_that_fails_ends_the_wait_of_the_other_dp_group(ground: Playground) -> None:
     with pytest.raises(NodeError, match="mine"):
         run(
@@ -149,7 +148,6 @@ def test_a_node_that_fails_ends_the_wait_of_the_other_dp_group(ground: Playgroun
         )
 
 
-@pytest.mark.by_hand
 def test_a_writer_that_dies_ends_the_wait_of_the_other_dp_group_by_name(ground: Playground) -> None:
     with pytest.raises(WorkerDied, match="worker 1 of 2, which trains, has died"):
         run(

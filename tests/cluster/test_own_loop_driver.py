@@ -190,7 +190,6 @@ def test_submitted_prompts_come_back_in_their_order_if_their_function_accepts_th
     assert dict(verify(tmp_path / "run" / "ledger.jsonl").dropped) == {"unwanted": 1}
 
 
-@pytest.mark.by_hand
 @pytest.mark.faults
 def test_a_rollout_worker_that_dies_is_replaced_within_a_step(
     tmp_path: Path, plan: Callable[..., None]

@@ -83,7 +83,6 @@ def alone(ground: Playground) -> Run:
     return ground.run("grpo", *STEPS, *validating(ground), name="alone")
 
 
-@pytest.mark.by_hand
 def test_workers_killed_in_a_validation_and_with_groups_are_replaced_and_the_results_are_the_same(
     ground: Playground, alone: Run, plan: Callable[..., None]
 ) -> None:

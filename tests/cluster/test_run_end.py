@@ -32,13 +32,10 @@ def ground(tmp_path_factory: pytest.TempPathFactory, on_ray: None) -> Playground
     "layout",
     [
         ("trainer.n_gpus_per_node=2",),
-        pytest.param(
-            (
-                "trainer.allocation='embedded[rollout]:d1+fsdp[actor]:d2'",
-                "async.max_staleness=2",
-                "actor_rollout_ref.actor.strategy=fsdp",
-            ),
-            marks=pytest.mark.by_hand,
+        (
+            "trainer.allocation='embedded[rollout]:d1+fsdp[actor]:d2'",
+            "async.max_staleness=2",
+            "actor_rollout_ref.actor.strategy=fsdp",
         ),
     ],
     ids=["two that do all", "three that share the work and the weights, η = 2"],

@@ -115,7 +115,7 @@ FILTERED = (
 OTHERS = [("ppo", KL_AND_CRITIC), ("dapo", FILTERED)]
 
 
-@pytest.mark.parametrize(("preset", "more"), one_fast_in(2, OTHERS, unpack=True, others=BY_HAND))
+@pytest.mark.parametrize(("preset", "more"), OTHERS)
 def test_figures_of_other_pipelines_are_those_of_one_process(
     ground: Playground, preset: str, more: tuple[str, ...]
 ) -> None:

@@ -87,7 +87,6 @@ def check_resumed(resumed: Run, whole: Run) -> None:
     assert not (resumed.folder / WEIGHTS).exists()
 
 
-@pytest.mark.by_hand
 def test_a_worker_that_does_not_come_is_named_with_its_step_and_phase(
     ground: Playground, plan: Callable[..., None]
 ) -> None:

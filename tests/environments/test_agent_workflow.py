@@ -215,7 +215,6 @@ def test_an_agent_with_all_clients_trains_and_every_check_passes(
     assert {*parts[0]} == {"length", "letters"}
 
 
-@pytest.mark.by_hand
 def test_a_run_that_stops_and_resumes_ends_bit_equal(games: Games) -> None:
     common = (
         *("grpo", *KEYS, options(games, function=f"{games.folder}/agents.py:noisy")),

@@ -332,7 +332,6 @@ def test_all_engines_are_freed_by(ends: str, monkeypatch: pytest.MonkeyPatch) ->
 
 @pytest.mark.slow
 @pytest.mark.alone
-@pytest.mark.by_hand
 def test_three_servers_of_which_one_is_killed_and_one_is_stopped_are_bit_equal_to_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
