@@ -208,20 +208,20 @@ MODEL = {"actor_rollout_ref.model.path": "builtin:tiny-arithmetic", "data.train_
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        ({"data": ["1+1="]}, "data: row 1 of the list is str"),
+        ({"data": ["1+1="]}, "data: row 1 .* str"),
         ({"val_data": {"prompt": ["1+1="]}}, "val_data is a dict "),
         (
             {"data": [{"prompt": "1+1=", "solution": "2"}], "reward": None},
-            "no row of .* has the column 'answer'",
+            "column 'answer'",
         ),
         (
             {"reward": lambda reply: 0},
             r"reward: <lambda> takes \(reply\): ",
         ),
-        ({"data": 5}, "data is of type int: give a list"),
+        ({"data": 5}, "data is of type int: "),
         ({"resume": True}, "resume=True: write 'auto', 'never'"),
         ({"reward": "math"}, "reward is 'math': "),
-        ({"reward": threading.Lock().acquire}, "reward: acquire has no signature"),
+        ({"reward": threading.Lock().acquire}, "reward: acquire .* signature"),
         ({"on_step": lambda step: 0}, "on_step must be "),
         ({"overrides": {"data.trian_batch_size": 8}}, r"data.trian_batch_size \(given\)"),
         ({"overrides": {"trainer.seed": object()}}, "trainer.seed is <object"),
@@ -239,7 +239,7 @@ MODEL = {"actor_rollout_ref.model.path": "builtin:tiny-arithmetic", "data.train_
             },
             "pipeline sft ",
         ),
-        ({"preset_or_config": "gpro"}, "did you mean grpo"),
+        ({"preset_or_config": "gpro"}, r"(?s)'gpro' .* grpo\?"),
         ({"reward": [lengths, lengths]}, "pass one function"),
         ({"preset_or_config": {"reward": lengths}}, "reward is a function: "),
         (

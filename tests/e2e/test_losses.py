@@ -115,11 +115,11 @@ def test_weights_are_of_whole_sequences_and_rejected_tokens_leave_every_count(
     [
         (
             [f"{ACTOR}.policy_loss=vanila", "trainer.imports=[json]"],
-            "node 'actor_train': .*did you mean 'vanilla'",
+            "'actor_train': .*'vanila' .*'vanilla'",
         ),
         (
             [f"{ACTOR}.policy_loss=dro", f"+{ACTOR}.policy_loss_kwargs.beta=-1"],
-            "beta must be 0 or above",
+            "beta .* 0 or above",
         ),
         (
             [f"{ACTOR}.policy_loss=kl_cov", f"+{ACTOR}.policy_loss_kwargs.kl_cov_ratio=2"],

@@ -151,26 +151,23 @@ def refused(ground: Playground, graph: str, *more: str) -> None:
         (
             "unknown",
             (),
-            (
-                "'own_load' names data.train_file, but there is no such key; did you mean "
-                "'data.train_files'?"
-            ),
+            r"'own_load' .*data\.train_file, .*'data\.train_files'",
         ),
         ("unreadable", (), "'own_load' names data.train_files, which "),
         (
             "twice",
             ("data.train_files=[]",),
-            r"'other_load' names data.train_files=\['b.jsonl'\], but it is \['a.jsonl'\]",
+            r"'other_load' .*data\.train_files=\['b\.jsonl'\], .*\['a\.jsonl'\]",
         ),
         (
             "loaded",
             ("data.train_files=x.jsonl",),
-            r"but it is \['x.jsonl'\] \(command line\): remove one of them",
+            r"\['x\.jsonl'\] \(command line\): ",
         ),
         (
             "loaded",
             ("data.train_files=[]", "data.prompt_key=x"),
-            "names data.prompt_key='q', but it is 'x'",
+            r"data\.prompt_key='q', .*'x'",
         ),
     ],
 )

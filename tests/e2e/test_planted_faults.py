@@ -32,10 +32,7 @@ SCORED = ["algorithm.recompute_old_log_probs=true"]
 FAST = ["actor_rollout_ref.actor.optim.lr=3e-2", "actor_rollout_ref.actor.optim.scheduler=constant"]
 BFLOAT16 = "actor_rollout_ref.model.dtype=bfloat16"
 Patch = pytest.MonkeyPatch
-SHIFTED = (
-    r"agree when one is moved by a token|\(versions\): the engine's log-probs of the tokens of "
-    r"sample"
-)
+SHIFTED = r"moved by a token|\(versions\): .* log-probs of the tokens of sample"
 """In float32 the checks of the step is there before its end, where all tokens of the step are
 compared."""
 

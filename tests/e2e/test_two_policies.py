@@ -172,13 +172,13 @@ def test_nothing_starts_where_a_later_policy_cannot(
         (
             "untrained",
             "policy_b",
-            "no node of the pipeline 'untrained' trains the policy 'policy_b'",
+            "'untrained' trains .*'policy_b'",
         ),
-        ("unanswered", "policy_b", "reads 'response.*on the path of the policy 'policy_b'"),
+        ("unanswered", "policy_b", "'response.*path .*'policy_b'"),
         (
             "meeting",
             "actor",
-            "'other_rollout' of the policy 'policy_b' depends on 'actor_train' of 'actor'",
+            "'other_rollout' .*'policy_b' .*'actor_train' .*'actor'",
         ),
     ],
 )

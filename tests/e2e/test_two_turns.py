@@ -113,10 +113,7 @@ def takes_anothers_first(sample: Sample, seen: dict[int, Segment] = {}) -> list[
     [
         (
             learns_the_given,
-            (
-                r"token \d+ of sample \d+-\d counts as the policy's, but no request for this "
-                r"sample drew it"
-            ),
+            r"token \d+ of sample \d+-\d counts as the policy's, ",
         ),
         (shifts_the_second, r"rollout_log_probs of sample .* by the engine"),
         (masks_the_second, r"token \d+ of sample \d+-\d counts as given, "),

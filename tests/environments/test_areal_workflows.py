@@ -131,20 +131,20 @@ def set_all(**values: Any) -> Callable[[Trajectory], object]:
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        (put("loss_mask", 5, 1), r"loss_mask that is on for token 5 \(8\)"),
-        (put("input_ids", 3, 99), r"loss_mask that is on for token 3 \(99\)"),
-        (put("input_ids", 0, 99), r"loss_mask that is on for token 3 \(10\)"),
+        (put("loss_mask", 5, 1), r"loss_mask .* token 5 \(8\)"),
+        (put("input_ids", 3, 99), r"loss_mask .* token 3 \(99\)"),
+        (put("input_ids", 0, 99), r"loss_mask .* token 3 \(10\)"),
         (
             set_all(**{name: torch.zeros(2, 3) for name in ("input_ids", "loss_mask")}),
             "returned 2 rows of 'input_ids'",
         ),
         (
             set_all(loss_mask=torch.tensor([[1, 1]])),
-            "rows of different lengths: 9 input_ids, 2 loss_mask",
+            "9 input_ids, 2 loss_mask",
         ),
         (
             set_all(attention_mask=torch.ones(1, 4)),
-            "rows of different lengths: 4 attention_mask, 9 input_ids",
+            "4 attention_mask, 9 input_ids",
         ),
         (set_all(rewards=torch.tensor([0.5, 0.5])), r"returned 2 rewards.*rollout\.n"),
         (lambda row: row.pop("rewards"), "return None, or tensors by name"),

@@ -196,7 +196,7 @@ def test_thinking_stays_as_it_was_drawn() -> None:
         (None, "the tokenizer has none"),
         (
             "{{ raise_exception('only once') }}",
-            "refuses messages of user, assistant, user: TemplateError: only once",
+            "user, assistant, user: TemplateError: only once",
         ),
     ],
 )

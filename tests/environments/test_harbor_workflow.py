@@ -150,15 +150,15 @@ def test_rewards_are_what_the_tests_write(
     [
         (
             "apt-get update; exit 1",
-            r"wrote no /logs/verifier/reward.txt: it ended with exit status 1, and printed",
+            r"no /logs/verifier/reward\.txt: .* exit status 1, ",
         ),
         ("true", "wrote no /logs/verifier/reward.txt"),
         ("echo nan > /logs/verifier/reward.txt", "not finite"),
         ("echo passed > /logs/verifier/reward.txt", "could not convert"),
-        ("echo '[1]' > /logs/verifier/reward.json", "wrote no reward into reward.json"),
+        ("echo '[1]' > /logs/verifier/reward.json", r"no reward .*reward\.json"),
         ("ln -s /etc/hostname /logs/verifier/reward.txt", "wrote no /logs/verifier/reward.txt"),
         ("mkfifo /logs/verifier/reward.txt", "wrote no /logs/verifier/reward.txt"),
-        ("sleep 60", "did not end within 1 s"),
+        ("sleep 60", "within 1 s"),
     ],
 )
 def test_tests_that_fail_are_an_error_and_no_reward(tmp_path: Path, test: str, why: str) -> None:

@@ -203,10 +203,10 @@ def test_a_template_without_tools_is_refused() -> None:
         ({"tools": {"json:dumps": {}}}, "in a list"),
         (
             {"tools": ["json.dumps"]},
-            'no built-in tool .json.dumps.;.*; one of your own is "file.py:function"',
+            "'json.dumps';.*file.py:function",
         ),
         ({"tools": [{"name": "/tmp/own.py.tool"}]}, "no built-in tool"),
-        ({"tools": ["calculator"], "format": "hermess"}, "did you mean 'hermes'"),
+        ({"tools": ["calculator"], "format": "hermess"}, "hermess.*'hermes'"),
     ],
 )
 def test_options_that_cannot_be_used_are_refused(options: dict[str, Any], said: str) -> None:

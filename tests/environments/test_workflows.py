@@ -59,16 +59,16 @@ NUMBER = 7
 @pytest.mark.parametrize(
     ("name", "said"),
     [
-        ("ByAReaL", "missing a required argument: 'reward_fn'"),
+        ("ByAReaL", "argument: 'reward_fn'"),
         (
             "Old",
-            "an instance of 'Old' .* cannot be called: .* an object with an async arun_episode",
+            "'Old' .* called: .* arun_episode",
         ),
         ("Fails", "cannot be constructed: RuntimeError: no game"),
-        ("Plain", "is no async function"),
-        ("plain", "is no async function"),
+        ("Plain", "'Plain' .* async function"),
+        ("plain", "plain.* async function"),
         ("other", "must take `chat` and `row` first"),
-        ("NUMBER", "is 7, which cannot be called"),
+        ("NUMBER", "is 7, "),
     ],
 )
 def test_what_is_no_workflow_is_refused(tmp_path: Path, name: str, said: str) -> None:

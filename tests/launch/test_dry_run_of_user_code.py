@@ -132,18 +132,18 @@ ESTIMATOR = "algorithm.adv_estimator"
         (
             LOSS,
             "said_in_words",
-            "must return .losses, statistics by name.*'three'",
+            "return .losses, .*'three'",
         ),
         (
             LOSS,
             "one_number",
-            r"must return .losses, statistics by name.*a tensor of shape \(\)",
+            r"return .losses, .* shape \(\)",
         ),
-        (LOSS, "alone", r"must return .losses, statistics by name.*a tensor of shape \(4, 5\)"),
+        (LOSS, "alone", r"return .losses, .* shape \(4, 5\)"),
         (
             LOSS,
             "verl_per_token",
-            r"4 scalars, but returned tensor of shape \(4, 5\), 0, 0, 0: .*agg_loss",
+            r"4 scalars, .* shape \(4, 5\), 0, 0, 0: .*agg_loss",
         ),
         (LOSS, "no_such_name", r"NameError: .*'logprobs' is not defined.* \(at own.py:28\)"),
         (ESTIMATOR, "no_such_method", r"AttributeError: .*'summed' \(at own.py:31\)"),
@@ -152,13 +152,13 @@ ESTIMATOR = "algorithm.adv_estimator"
         (
             ESTIMATOR,
             "nothing",
-            "returned no advantages, returns: end it with return advantages, returns",
+            "no advantages, returns: ",
         ),
         (LOSS, "not_a_number", "gives no finite gradient for ordinary log-probs"),
         (
             LOSS,
             "no_loss",
-            r"(?!.*policy loss.*policy loss).*cannot be called: it takes no log_probs",
+            r"(?!.*policy loss.*policy loss).*no log_probs",
         ),
         (ESTIMATOR, "with_ctx", "returned something that does not fit"),
         (ESTIMATOR, "with_batch", "column 'advantages' is per response token"),
@@ -178,12 +178,12 @@ def test_what_a_run_could_not_use_is_refused(
 @pytest.mark.parametrize(
     ("pipeline", "message"),
     [
-        ("rows", r"node 'rows' returned something that does not fit.*shape \(1, 5\).*own.py:first"),
-        ("in_place", "node 'in_place' changed its column 'token_level_scores' in place"),
-        ("misspelt", "node 'x' raised NameError: .*'token_level_scoers'"),
+        ("rows", r"'rows' .* shape \(1, 5\).*own\.py:first"),
+        ("in_place", "'in_place' .*'token_level_scores' in place"),
+        ("misspelt", "'x' raised NameError: .*'token_level_scoers'"),
         (
             "replaces",
-            "node 'x' writes token_level_scores, .*declare @node.writes=.token_level_rewards",
+            "'x' writes token_level_scores, .*@node.writes=.token_level_rewards",
         ),
         ("infinite", None),
         ("dropping", None),
@@ -194,7 +194,11 @@ def test_nodes_are_tried_before_a_model_is_loaded(
 ) -> None:
     (tmp_path / "own.py").write_text(NODES)
     keys = Playground(tmp_path).overrides("run", f"dag.pipeline={tmp_path}/own.py:{pipeline}")
-    with pytest.raises(UserError, match=f"dag.pipeline: {message}") if message else nullcontext():
+    with (
+        pytest.raises(UserError, match=rf"dag\.pipeline: node {message}")
+        if message
+        else nullcontext()
+    ):
         make_spec(load_config("grpo", keys), say=lambda line: None)
 
 

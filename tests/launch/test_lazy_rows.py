@@ -108,11 +108,11 @@ def test_a_row_that_is_left_out_says_why_when_its_turn_comes(
     ("row", "overrides", "message"),
     [
         ({"answer": "7"}, (), r"own.jsonl:301"),
-        (LONG, ("data.filter_overlong_prompts=false",), r"own.jsonl:301: the prompt has 40 tokens"),
+        (LONG, ("data.filter_overlong_prompts=false",), r"own\.jsonl:301: .* 40 tokens"),
         (
             {"prompt": "a", "answer": "7", "data_source": "cut"},
             (),
-            "a domain of the data is called 'cut'",
+            "domain .*'cut'",
         ),
         (
             {"prompt": "a", "answer": ["assert f(1) =="]},

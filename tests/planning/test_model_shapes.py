@@ -79,10 +79,10 @@ def test_a_folder_has_the_shape_of_its_config(tmp_path: Path) -> None:
         ("[1]", "it is not an object"),
         ("[" * 10**5, "cannot be read as a model's config"),
         (" " * 5_000_000, "cannot be read as a model's config"),
-        ('{"model_type": "mamba"}', "does not know the model type 'mamba'"),
+        ('{"model_type": "mamba"}', "model type 'mamba'"),
         (
             '{"model_type": "llama", "hidden_size": 8}',
-            "lacks a size or has a wrong one: 'num_attention_heads'",
+            "size .*'num_attention_heads'",
         ),
         (
             json.dumps({"model_type": "llama", **SMALL, "num_hidden_layers": 0}),

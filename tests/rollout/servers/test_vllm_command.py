@@ -81,16 +81,16 @@ def test_a_cpu_has_threads_and_no_graphs(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"engine_kwargs": {"dtype": "half"}}, "engine_kwargs.vllm.dtype is the run's to set"),
+        ({"engine_kwargs": {"dtype": "half"}}, r"engine_kwargs\.vllm\.dtype "),
         (
             {"engine_kwargs": {"data_parallel_size": 2}},
-            "rollout.data_parallel_size starts several servers",
+            r"rollout\.data_parallel_size ",
         ),
         (
             {"engine_kwargs": {"speculative_config": {"model": "m"}}},
-            "vllm.speculative_config: weights and drawn tokens",
+            r"vllm\.speculative_config: ",
         ),
-        ({"free_cache_engine": True}, "vLLM cannot free memory on a CPU"),
+        ({"free_cache_engine": True}, "free memory on a CPU"),
     ],
 )
 def test_what_cannot_work_is_refused_before_anything_is_loaded(

@@ -71,7 +71,7 @@ def test_the_last_file_that_is_dropped_takes_the_folders_with_it(tmp_path: Path)
     [
         (b"", "has 0 bytes, but"),
         (b"\x00", "has 1 bytes, but"),
-        (None, "differs from what was written there"),
+        (None, "differs from what was written"),
     ],
 )
 def test_a_spoiled_file_is_refused(tmp_path: Path, data: bytes | None, why: str) -> None:
