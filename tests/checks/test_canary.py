@@ -138,7 +138,7 @@ def test_a_song_that_is_no_number_is_no_pass(folder: Path, at_start: bool) -> No
     song = song_of(canary)
     if not at_start:
         canary.compare(song, at_start=True)
-    with pytest.raises(TrustError, match="canary"):
+    with pytest.raises(TrustError, match="canary: .* nan "):
         canary.compare(off_key(song, math.nan), at_start=at_start)
 
 

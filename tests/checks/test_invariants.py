@@ -108,7 +108,7 @@ def test_recorded_responses_are_not_compared_with_an_engine(tmp_path: Path) -> N
     checks.samples = False
     assert checks.step_trained(drifted(5.0), {}, step=0) == {} and notes == []
     checks.samples = True
-    with pytest.raises(TrustError, match="disagree"):
+    with pytest.raises(TrustError, match="disagree by 5 "):
         checks.step_trained(drifted(5.0), {}, step=0)
 
 

@@ -158,5 +158,5 @@ def test_a_ledger_that_is_missing_empty_or_damaged(tmp_path):
     for odd in ('"group_id":[1]', '"group_ids":7,"step":0', '"step":"x","group_ids":[]'):
         kind = "issued" if 'ticket"' in odd else "consumed"
         path.write_text(f'{{"t":1,"restart":0,"kind":"{kind}",{odd}}}\n')
-        with pytest.raises(LedgerError, match="damaged"):
+        with pytest.raises(LedgerError, match=r"ledger\.jsonl is damaged"):
             step_lineage(path, 1)

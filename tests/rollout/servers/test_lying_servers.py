@@ -421,9 +421,9 @@ def test_weights_that_do_not_fit_are_not_sent(server: Server) -> None:
     async def story(engine: VllmEngine) -> None:
         weights = list(engine.model.named_parameters())
         asked = len(server.asked)
-        with pytest.raises(ValueError, match="missing"):
+        with pytest.raises(ValueError, match=f"{weights[0][0]}: missing"):
             await engine.load_weights(Version(0, 1), weights[1:])
-        with pytest.raises(ValueError, match="shape"):
+        with pytest.raises(ValueError, match=rf"{weights[0][0]}: shape \("):
             await engine.load_weights(Version(0, 1), [(weights[0][0], weights[1][1]), *weights[1:]])
         with pytest.raises(ValueError, match="never decrease"):
             await engine.load_weights(Version(-1, 0), weights)
