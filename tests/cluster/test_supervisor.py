@@ -155,7 +155,7 @@ def test_a_run_of_two_workers_goes_on_with_one_and_with_four(
 def test_a_plan_that_the_cluster_cannot_hold_is_refused_at_once(ground: Playground) -> None:
     with pytest.raises(
         UserError,
-        match=(r"1 machine\(s\) with 9 CPU and 3\.1 GB .* 4 CPU "),
+        match=r"1 machine\(s\) with 9 CPU and 3\.1 GB .* 4 CPU ",
     ):
         run(ground, *STEPS, "trainer.n_gpus_per_node=9", name="large")
 

@@ -418,7 +418,7 @@ def test_a_model_that_scores_waits_in_the_hosts_memory_unless_its_shards_do(
 
     with pytest.raises(
         UserError,
-        match=(r"models\.critique\.param_offload, .*helpful.*: on a CPU"),
+        match=r"models\.critique\.param_offload, .*helpful.*: on a CPU",
     ):
         playground.spec("grpo", *keys)
 
