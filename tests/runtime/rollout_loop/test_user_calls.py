@@ -66,6 +66,21 @@ def test_one_that_never_returns_is_cancelled_at_its_deadline(
     assert str(passed.value) == "" and not caplog.records, "asyncio complains of no lost error"
 
 
+def test_tasks_that_it_started_end_with_it_at_its_deadline() -> None:
+    started = list[asyncio.Task[None]]()
+
+    async def waits_beside_a_task() -> None:
+        started.append(asyncio.create_task(waits_for_ever()))
+        await waits_for_ever()
+
+    async def run() -> bool:
+        with pytest.raises(DeadlinePassed):
+            await call(waits_beside_a_task, 0.5)  # long enough that it has begun
+        return started[0].cancelled()
+
+    assert asyncio.run(run())
+
+
 def test_one_that_swallows_its_cancellation_is_left_behind() -> None:
     ends = False
 

@@ -10,7 +10,7 @@ import asyncio
 import os
 import sys
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Generator, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Generator, Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar, copy_context
 from dataclasses import dataclass
@@ -156,8 +156,8 @@ children."""
 async def run_async(
     function: Callable[[], Awaitable[T]], deadline_s: float, turn: asyncio.Lock, *identity: object
 ) -> T:
-    """Returns or raises what the function does. After DeadlinePassed nobody waits for it any more.
-    Cancelling the call cancels all tasks that the function has started.
+    """Returns or raises what the function does. Its deadline, and cancelling the call, cancel all
+    tasks that it has started; after DeadlinePassed nobody waits for them any more.
 
     turn: of `PlainCalls`. identity: of the call, which seeds its random generators.
     """
@@ -175,21 +175,14 @@ async def run_async(
             await asyncio.wait((task,), timeout=max(left_s, _MIN_POLL_S))
 
         if not task.done():
-            task.cancel()
-            await _until_ended((task,))
+            await _end(tasks)
             raise DeadlinePassed(
                 "" if task.done() else ", suppresses its cancellation and was abandoned"
             )
 
         returned = task.result()
     except asyncio.CancelledError:
-        left = [each for each in tasks if not each.done()]
-        for each in left:
-            each.cancel()
-            each.add_done_callback(_retrieve_error)
-
-        if left:
-            await _until_ended(left)
+        await _end(tasks)
         raise
     finally:
         task.cancel()  # no effect if it is done
@@ -199,11 +192,19 @@ async def run_async(
     return returned
 
 
-async def _until_ended(cancelled: "Sequence[asyncio.Task[Any]]") -> None:
-    """Wait for at most a second, counted in polls, so that a stopped or starved process is not
-    taken for a task that swallows its cancellation."""
+async def _end(tasks: "Iterable[asyncio.Task[Any]]") -> None:
+    """Cancel tasks, and wait for at most a second, counted in polls, so that a stopped or starved
+    process is not taken for a task that swallows its cancellation."""
+    left = [task for task in tasks if not task.done()]
+    for task in left:
+        task.cancel()
+        task.add_done_callback(_retrieve_error)
+
     for _ in range(_NUM_END_POLLS):
-        await asyncio.wait(cancelled, timeout=_END_POLL_S)  # returns at once if all have ended
+        left = [task for task in left if not task.done()]
+        if not left:
+            return
+        await asyncio.wait(left, timeout=_END_POLL_S)
 
 
 @contextmanager
