@@ -318,6 +318,8 @@ class Door(socket.socket):
             self._end_oldest()
         connection = _Connection(self._listening, number, self._release)
         connection.setblocking(False)
+        # else a reply of two parts waits 40 ms for the client's acknowledgement of the first
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._waiting[number] = _Waiting(connection, address, time.monotonic() + HEAD_WITHIN_S)
 
         # By edges: what has come stays in the connection, for the server.
