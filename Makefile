@@ -65,7 +65,7 @@ tests: $(INSTALLED)
 # everywhere. CI leaves out those that are marked `by_hand`.
 SLOW ?= slow
 test-slow: $(INSTALLED)
-	$(BIN)/python $(PIP_INSTALL) -e ".[dev,reasoning-gym,mcp,gymnasium]"
+	$(BIN)/python $(PIP_INSTALL) -e ".[dev,reasoning-gym,mcp,gymnasium,tinker]"
 	test -d .triton || $(BIN)/python $(PIP_INSTALL) --no-deps --target .triton "triton>=3.6,<4"
 	$(BIN)/python -m pytest -m "$(SLOW) and not alone" -n auto --dist worksteal
 	$(BIN)/python -m pytest -m "$(SLOW) and alone" -n 2 --dist loadfile

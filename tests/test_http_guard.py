@@ -287,13 +287,15 @@ def test_a_head_has_to_come_in_time(served: Served, monkeypatch: pytest.MonkeyPa
 
 
 def test_a_reply_of_two_parts_waits_for_no_acknowledgement() -> None:
-    with closing(http_guard.Door(socket.create_server(("127.0.0.1", 0)))) as door:
-        with socket.create_connection(door.getsockname()) as client:
-            client.sendall(b"GET / HTTP/1.1\r\n\r\n")
-            wait_until(lambda: select.select([door], [], [], 0)[0], "its head has come")
-            accepted, _ = door.accept()
-            with accepted:
-                assert accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
+    with (
+        closing(http_guard.Door(socket.create_server(("127.0.0.1", 0)))) as door,
+        socket.create_connection(door.getsockname()) as client,
+    ):
+        client.sendall(b"GET / HTTP/1.1\r\n\r\n")
+        wait_until(lambda: select.select([door], [], [], 0)[0], "its head has come")
+        accepted, _ = door.accept()
+        with accepted:
+            assert accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
 
 
 def test_a_place_that_is_taken_is_free_again(

@@ -22,7 +22,7 @@ LAYERS = (
     {"cluster"},
     {"launch"},
     {"acting"},
-    {"pipelines", "checks"},
+    {"pipelines", "checks", "tinker"},
     {"runtime"},
     {"rollout", "training", "rewards", "environments"},
     {"models", "sandbox", "algorithms", "planning"},

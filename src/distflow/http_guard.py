@@ -88,6 +88,9 @@ class Guard:
     max_body_bytes: int | None = 0
     """Of a request; None for a server that counts what it reads."""
 
+    body_types: frozenset[str] = frozenset({"application/json"})
+    """What a request may send. No form of a page has these."""
+
     cookie: str = ""
     """The name, before the port, of the cookie in which a browser keeps the token; empty for a
     server without pages. An address with the token sets it. A browser sends the cookies of a host
@@ -172,10 +175,9 @@ class Guard:
         # A page sends text and forms wherever it likes, and a body of no type if it needs no header
         # of its own.
         kind = found.get("content-type", "").partition(";")[0].strip().lower()
-        if kind != "application/json" and (kind or not key_of(found.items())):
-            raise Refused(
-                HTTPStatus.UNSUPPORTED_MEDIA_TYPE, f"a body is application/json, not {kind!r:.80}"
-            )
+        if kind not in self.body_types and (kind or not key_of(found.items())):
+            known = " or ".join(sorted(self.body_types))
+            raise Refused(HTTPStatus.UNSUPPORTED_MEDIA_TYPE, f"a body is {known}, not {kind!r:.80}")
 
         length = found.get("content-length", "0")
         if self.max_body_bytes is None:

@@ -1,4 +1,5 @@
-"""`distflow serve`: serves a model, or a run's policy, to clients of OpenAI and Anthropic."""
+"""`distflow serve`: serves a model, or a run's policy, to clients of OpenAI and Anthropic, or to
+training loops of the Tinker API."""
 
 import argparse
 import asyncio
@@ -42,6 +43,16 @@ def add_serve_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="KEY",
         help=f"key that clients must send; default: ${_KEY}, or a random key, printed once",
     )
+    parser.add_argument(
+        "--tinker",
+        action="store_true",
+        help="serve the Tinker API instead: clients train adapters and sample from them",
+    )
+    parser.add_argument(
+        "--folder",
+        type=Path,
+        help="of the checkpoints that clients of --tinker save; by default a temporary one",
+    )
     add_trust_argument(parser, OF_RUN)
 
 
@@ -53,10 +64,13 @@ def run_serve(arguments: argparse.Namespace) -> int:
 
     with importing():
         from distflow.launch.without_run.chat import load_config_of
-        from distflow.launch.without_run.serve import serve
+        from distflow.launch.without_run.serve import serve, serve_tinker
 
     chosen = arguments.api_key or os.environ.get(_KEY)
     key = chosen or secrets.token_urlsafe(24)
+    if arguments.tinker:
+        # its client refuses others
+        key = f"tml-{key.removeprefix('tml-')}"
 
     def report(url: str) -> None:
         say(
@@ -66,10 +80,21 @@ def run_serve(arguments: argparse.Namespace) -> int:
         if not chosen:
             say(f"OPENAI_API_KEY={key}")
 
+    def report_tinker() -> None:
+        host, port = listening.getsockname()[:2]
+        say(f"TINKER_BASE_URL=http://{host}:{port}\nTINKER_API_KEY={key}")
+        say(f"base model: {arguments.model}; Ctrl-C ends")
+
     with TemporaryDirectory() as folder, suppress(KeyboardInterrupt):
         config = load_config_of(
             arguments.model, arguments.overrides, Path(folder), say, arguments.trust_code
         )
-        asyncio.run(serve(config, arguments.model, key, listening, report))
+        if not arguments.tinker:
+            asyncio.run(serve(config, arguments.model, key, listening, report))
+            return 0
+
+        kept = arguments.folder or Path(folder) / "checkpoints"
+        kept.mkdir(parents=True, exist_ok=True)
+        asyncio.run(serve_tinker(config, arguments.model, key, listening, kept, report_tinker))
 
     return 0

@@ -20,18 +20,20 @@ ADAPTER_CONFIG = "adapter_config.json"
 
 
 def add_lora(
-    model: PreTrainedModel,
+    model: Any,
     *,
     rank: int,
     alpha: float = 16,
     target_modules: str | Sequence[str] = "all-linear",
     seed: int = 0,
+    name: str = "default",
 ) -> nn.Module:
     """Freeze the model and put a trainable adapter of that rank on its linear layers.
 
     W x becomes W x + (alpha / rank) · B A x, with B = 0 at the start. target_modules: "all-linear"
     (all but the output head), or names of modules. The adapter's weights are float32 and depend
-    only on `seed`. Raises UserError if `peft` is not installed or no module has such a name.
+    only on `seed`. A model that this function returned gets one more, by another name, which is
+    then the one in use. Raises UserError if `peft` is not installed or no module has such a name.
     """
     require_peft()
     if target_modules != "all-linear":
@@ -49,7 +51,11 @@ def add_lora(
 
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        return get_peft_model(model, config)
+        if not has_adapter(model):
+            return get_peft_model(model, config, adapter_name=name)
+        model.add_adapter(name, config)
+        model.set_adapter(name)
+        return model
 
 
 def require_peft() -> None:

@@ -112,16 +112,22 @@ class TorchScorer:
         ValueError for a sample without a prompt, and for samples without a domain if domains have
         their own temperatures.
         """
-        model: Any = self.model  # nn.Module declares no methods
         predicts_next = outputs != ("text_scores",)
         processor = images_of(unwrapped(self.model))
+        inputs = model_inputs(micro, self.device, int(predicts_next), processor)
 
+        if heat is None:
+            heat = self.temperature_of(micro)
+        if isinstance(heat, Tensor):
+            heat = send(heat, self.device)
+        return self.run(inputs, outputs, heat)
+
+    def run(
+        self, inputs: ModelInputs, outputs: tuple[str, ...], heat: float | Tensor
+    ) -> dict[str, Tensor]:
+        """The same for sequences that are packed already."""
+        model: Any = self.model  # nn.Module declares no methods
         with self._adapter(), self._autocast():
-            inputs = model_inputs(micro, self.device, int(predicts_next), processor)
-            if heat is None:
-                heat = self.temperature_of(micro)
-            if isinstance(heat, Tensor):
-                heat = send(heat, self.device)
             return model.packed_forward(inputs, outputs, temperature=heat)
 
     def _adapter(self) -> AbstractContextManager[object]:

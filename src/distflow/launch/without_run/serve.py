@@ -1,27 +1,48 @@
-"""A config's rollout engine without a run: serves the model (`distflow serve`), or is tested for
-all that a run needs (`distflow rollout check`)."""
+"""A config's rollout engine without a run: serves the model (`distflow serve`), also for training
+loops of others (`--tinker`), or is tested for all that a run needs (`distflow rollout check`)."""
 
 import asyncio
+import copy
 from collections.abc import AsyncIterator, Callable
+from pathlib import Path
 from socket import socket
 
 import torch
 
 from distflow.algorithms.mismatch_check import Tolerance
+from distflow.builtin_names import ROLLOUT_ENGINES
 from distflow.config import Config
 from distflow.config.keys.schema import with_values
+from distflow.errors import UserError
 from distflow.launch.check_extensions import check_extensions
-from distflow.launch.configured_models import policy_limits
+from distflow.launch.configured_models import (
+    compute_dtype,
+    policy_limits,
+    policy_source,
+    tokenizer_loader,
+)
 from distflow.launch.devices import choose_device
 from distflow.launch.engines import make_factories
-from distflow.launch.rollout_engines import engine_dtype
+from distflow.launch.rollout_engines import (
+    cast_weights,
+    engine_dtype,
+    make_engine,
+    policy_engine_options,
+)
 from distflow.launch.run_settings import sampling_params
 from distflow.launch.threads import make_process_ready
+from distflow.models.loading import load_model, stop_token_ids
+from distflow.models.lora import merge_adapter, require_peft
+from distflow.models.model_paths import resolve_path
 from distflow.pipelines.serve_without_run import ServedPolicy, serve_policy
 from distflow.planning.plan import RankPlan
 from distflow.rollout.conformance import Finding, check_engine
+from distflow.rollout.engine import RolloutEngine
 from distflow.rollout.engine_bench import Bench
 from distflow.runtime.spec import Get
+from distflow.tinker.adapter import SharedBase
+from distflow.tinker.server import TinkerServer
+from distflow.tinker.service import BaseModel, Service
 
 LONGEST = 4096
 NUM_PROMPTS = 200
@@ -44,6 +65,52 @@ async def serve(
         with serve_policy(policy, name, key, listening) as url:
             say(url)
             await asyncio.Event().wait()
+
+
+async def serve_tinker(
+    config: Config, name: str, key: str, listening: socket, folder: Path, say: Callable[[], None]
+) -> None:
+    """Serve the Tinker API until cancelled. folder: of the checkpoints. say: called when it
+    listens. Raises UserError."""
+    host = listening.getsockname()[0]
+    server = TinkerServer(Service(_base_model(config, name), folder), key, host)
+    say()
+    await server.serve(listening)
+
+
+def _base_model(config: Config, name: str) -> BaseModel:
+    engine = config.actor_rollout_ref.rollout.name
+    if ROLLOUT_ENGINES[engine].in_server:
+        raise UserError(
+            f"actor_rollout_ref.rollout.name={engine} runs in a server of its own: --tinker "
+            "samples with embedded or hf"
+        )
+
+    check_extensions(config)
+    require_peft()
+    make_process_ready(config)
+    device = choose_device(config)
+    source = policy_source(config)
+    model = load_model(**source, device=device)
+    plain = copy.deepcopy(model)
+    tokenizer = tokenizer_loader(config)()
+
+    def make(adapter: Path | None) -> RolloutEngine:
+        merged = copy.deepcopy(plain)
+        if adapter is not None:
+            merged = merge_adapter(merged, str(adapter))
+        cast_weights(merged, engine_dtype(config))
+        return make_engine(config, merged, tokenizer, False, policy_engine_options(config))
+
+    return BaseModel(
+        name,
+        str(resolve_path(source["path"])),
+        model.config.model_type,
+        policy_limits(config).context or LONGEST,
+        stop_token_ids(model, tokenizer),
+        SharedBase(model, compute_dtype(config)),
+        make,
+    )
 
 
 async def check_rollout(config: Config) -> AsyncIterator[Finding]:

@@ -1,0 +1,326 @@
+"""A model that a client trains: a LoRA adapter over the base that all share, with gradients that
+add up until a step, and an optimizer of its own."""
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from distflow.data.bin_packing import pack
+from distflow.device_transfer import send
+from distflow.models.lora import add_lora, unwrapped
+from distflow.models.packed_forward import ModelInputs
+from distflow.models.packed_layout import shared_prefixes
+from distflow.tinker.losses import LOSSES, Loss, Settings
+from distflow.tinker.messages import BadRequest, Datum, PassRequest
+from distflow.training.optimizer import (
+    load_optimizer_state,
+    make_optimizer,
+    move_optimizer_state,
+    optimizer_state,
+)
+from distflow.training.torch_engine import TorchScorer, clip_gradients
+from distflow.untrusted_files import check_tensors, read_file
+
+_WEIGHTS = "adapter_model.safetensors"
+_MOMENTS = "optimizer.safetensors"
+_STATE = "distflow.json"
+_MOST_RANK = 4096
+_ALPHA = 32.0
+"""What the Tinker API scales adapters by, whatever their rank."""
+
+
+@dataclass(frozen=True)
+class AdapterConfig:
+    """Where an adapter is, and how it starts."""
+
+    rank: int
+    seed: int
+    attention: bool
+    """On the projections of attention."""
+    mlp: bool
+    """On all other linear layers but the output head."""
+
+
+@dataclass(frozen=True)
+class StepOptions:
+    """Of one step of AdamW. grad_clip_norm: 0 for no limit."""
+
+    learning_rate: float = 1e-4
+    beta1: float = 0.9
+    beta2: float = 0.95
+    eps: float = 1e-12
+    weight_decay: float = 0.0
+    grad_clip_norm: float = 0.0
+
+
+class SharedBase:
+    """The base model under all adapters; one of them is in use at a time. Used by one thread."""
+
+    def __init__(self, model: PreTrainedModel, compute_dtype: torch.dtype | None) -> None:
+        self._model: Any = model
+        self._compute_dtype = compute_dtype
+        self._in_use = ""
+
+    def add(self, name: str, config: AdapterConfig) -> None:
+        """Raises BadRequest for an adapter of nothing, or of more than the layers have."""
+        targets = list(_linear_layers(unwrapped(self._model), config))
+        if not 1 <= config.rank <= _MOST_RANK or not targets:
+            raise BadRequest(
+                f"lora_config of rank {config.rank} for {len(targets)} layers: a rank is 1 to "
+                f"{_MOST_RANK:,}, and one of train_attn and train_mlp is on"
+            )
+
+        self._model = add_lora(
+            self._model,
+            rank=config.rank,
+            alpha=_ALPHA,
+            target_modules=targets,
+            seed=config.seed,
+            name=name,
+        )
+        self._in_use = name
+
+    def remove(self, name: str) -> None:
+        self._in_use = ""
+        others = [each for each in self._model.peft_config if each != name]
+        if not others:
+            self._model = self._model.unload()
+            return
+
+        # PEFT looks for the one in use
+        self._model.set_adapter(others[0])
+        self._model.delete_adapter(name)
+
+    def use(self, name: str) -> TorchScorer:
+        if self._in_use != name:
+            self._model.set_adapter(name)
+            self._in_use = name
+        return TorchScorer(self._model, compute_dtype=self._compute_dtype)
+
+    def parameters(self, name: str) -> dict[str, nn.Parameter]:
+        """Of that adapter, by the names that PEFT gives them in files."""
+        own = {}
+        for path, parameter in self._model.named_parameters():
+            if f".{name}." in path:
+                own[path.replace(f".{name}.", ".")] = parameter
+        return own
+
+    def peft_config(self, name: str) -> Any:
+        return self._model.peft_config[name]
+
+
+def _linear_layers(model: nn.Module, config: AdapterConfig) -> Iterator[str]:
+    head = model.get_output_embeddings()  # type: ignore[operator]  # transformers'
+    for path, module in model.named_modules():
+        # below an adapter the layer has this name
+        path = path.removesuffix(".base_layer")
+        if not isinstance(module, nn.Linear) or module is head or ".lora_" in path:
+            continue
+
+        is_attention = "attn" in path or "attention" in path
+        if config.attention if is_attention else config.mlp:
+            yield path
+
+
+class TrainedAdapter:
+    """Its methods are called by one thread."""
+
+    def __init__(self, base: SharedBase, name: str, config: AdapterConfig) -> None:
+        """Raises BadRequest."""
+        base.add(name, config)
+        self._base = base
+        self._name = name
+        self.config = config
+        self._parameters = base.parameters(name)
+        self._optimizer = make_optimizer("adamw", self._parameters.values(), lr=0.0)
+        self.num_steps = 0
+
+    def run(self, request: PassRequest) -> tuple[list[Tensor], dict[str, float]]:
+        """The log-probs of each datum's targets, and metrics; unless it is `forward_only`,
+        gradients of the summed loss are added. Raises BadRequest, with no gradient added."""
+        loss = LOSSES.get(request.loss)
+        if loss is None:
+            known = ", ".join(LOSSES)
+            raise BadRequest(f"loss_fn is {request.loss!r:.60}; there are {known}")
+
+        settings = {**loss.settings, **request.settings}
+        if unknown := sorted(settings.keys() - loss.settings.keys()):
+            raise BadRequest(f"loss_fn_config.{unknown[0]} is no setting of {request.loss}")
+
+        data = [_with_inputs(number, each, loss.inputs) for number, each in enumerate(request.data)]
+
+        scorer = self._base.use(self._name)
+        scorer.model.train(not request.forward_only)
+        vocabulary = unwrapped(scorer.model).config.get_text_config().vocab_size
+        for number, datum in enumerate(data):
+            _check_tokens(number, datum, vocabulary)
+
+        log_probs: list[Tensor] = [torch.empty(0)] * len(data)
+        total = 0.0
+
+        before = {name: _clone(each.grad) for name, each in self._parameters.items()}
+        try:
+            for bin in pack([len(each.token_ids) for each in data], scorer.max_tokens):
+                with torch.set_grad_enabled(not request.forward_only):
+                    share, of_bin = _share(scorer, loss, settings, data, bin)
+                for index, own in zip(bin, of_bin, strict=True):
+                    log_probs[index] = own
+
+                if share.requires_grad:
+                    share.backward()
+                total += float(share.detach())
+        except BaseException:
+            for name, parameter in self._parameters.items():
+                parameter.grad = before[name]
+            raise
+
+        return log_probs, {"loss:sum": total}
+
+    def step(self, options: StepOptions) -> dict[str, float]:
+        """One step of AdamW on the gradients so far, which are then forgotten. Raises BadRequest if
+        there are none, or if they are not finite; then nothing is trained."""
+        own = self._parameters.values()
+        if all(each.grad is None for each in own):
+            raise BadRequest("optim_step without gradients: call forward_backward first")
+
+        norm = float(clip_gradients(list(own), options.grad_clip_norm or None))
+        if not torch.isfinite(torch.tensor(norm)):
+            self._optimizer.zero_grad(set_to_none=True)
+            raise BadRequest(f"the gradient's norm is {norm}: the step is skipped, nothing changed")
+
+        for group in self._optimizer.param_groups:
+            group["lr"] = options.learning_rate
+            group["betas"] = (options.beta1, options.beta2)
+            group["eps"] = options.eps
+            group["weight_decay"] = options.weight_decay
+
+        move_optimizer_state(self._optimizer, next(iter(own)).device)
+        self._optimizer.step()
+        self._optimizer.zero_grad(set_to_none=True)
+        self.num_steps += 1
+
+        return {"grad_norm": norm, "learning_rate": options.learning_rate}
+
+    def save(self, folder: Path, with_optimizer: bool) -> None:
+        """Write a folder that PEFT loads too."""
+        weights = {
+            name: each.detach().cpu().contiguous() for name, each in self._parameters.items()
+        }
+        save_file(weights, folder / _WEIGHTS)
+        self._base.peft_config(self._name).save_pretrained(str(folder))
+
+        state: dict[str, object] = {"config": asdict(self.config), "num_steps": self.num_steps}
+        if with_optimizer:
+            moments, meta = optimizer_state(self._optimizer, self._parameters)
+            save_file(_on_host(moments), folder / _MOMENTS)
+            state["optimizer"] = meta
+
+        (folder / _STATE).write_text(json.dumps(state))
+
+    def load(self, folder: Path, with_optimizer: bool) -> None:
+        """Take weights, and on request the optimizer's state. Raises BadRequest, with nothing
+        changed, for an adapter of another form."""
+        weights = load_file(check_tensors(folder / _WEIGHTS, folder))
+        fits = weights.keys() == self._parameters.keys() and all(
+            weights[name].shape == each.shape for name, each in self._parameters.items()
+        )
+        if not fits:
+            raise BadRequest("the checkpoint is of an adapter of another rank or other layers")
+
+        state = read_state(folder)
+        if with_optimizer and "optimizer" not in state:
+            raise BadRequest("the checkpoint has no state of the optimizer: it is for sampling")
+
+        if with_optimizer:
+            moments = load_file(check_tensors(folder / _MOMENTS, folder))
+            load_optimizer_state(self._optimizer, self._parameters, moments, state["optimizer"])
+        else:
+            self._optimizer.state.clear()
+
+        with torch.no_grad():
+            for name, parameter in self._parameters.items():
+                parameter.copy_(weights[name])
+
+        self._optimizer.zero_grad(set_to_none=True)
+        self.num_steps = int(state["num_steps"])
+
+    def close(self) -> None:
+        self._base.remove(self._name)
+
+
+def read_state(folder: Path) -> dict[str, Any]:
+    """What `TrainedAdapter.save` noted: `config`, `num_steps`, and `optimizer` if it is there."""
+    found: dict[str, Any] = json.loads(read_file(folder / _STATE, folder))
+    return found
+
+
+def _share(
+    scorer: TorchScorer, loss: Loss, settings: Settings, data: Sequence[Datum], bin: Sequence[int]
+) -> tuple[Tensor, list[Tensor]]:
+    """The summed loss of the data at these indices, and the log-probs of each one's targets."""
+    passed = _forward(scorer, [data[index] for index in bin])
+    total = torch.zeros((), device=scorer.device)
+
+    for index, log_probs in zip(bin, passed, strict=True):
+        inputs = {name: send(each, scorer.device) for name, each in data[index].inputs.items()}
+        try:
+            total = total + loss.compute(log_probs, inputs, settings)
+        except ValueError as error:
+            raise BadRequest(f"datum {index}: {error}") from error
+
+    return total, [each.detach() for each in passed]
+
+
+def _forward(scorer: TorchScorer, data: Sequence[Datum]) -> list[Tensor]:
+    """The log-probs of each datum's targets."""
+    ids = torch.cat([each.token_ids for each in data])
+    targets = torch.cat([each.inputs["target_tokens"] for each in data])
+    lengths = torch.tensor([len(each.token_ids) for each in data])
+    device = scorer.device
+    sharing = shared_prefixes(ids, lengths)
+    positions = torch.arange(len(ids))
+    inputs = ModelInputs(
+        send(ids, device), lengths, send(positions, device), send(targets, device), sharing
+    )
+    log_probs = scorer.run(inputs, ("log_probs",), 1.0)["log_probs"]
+
+    return list(log_probs.split(lengths.tolist()))
+
+
+def _with_inputs(number: int, datum: Datum, wanted: Sequence[str]) -> Datum:
+    inputs: Mapping[str, Tensor] = datum.inputs
+    if "weights" in wanted and "weights" not in inputs:
+        ones = torch.ones(len(datum.token_ids))
+        return Datum(datum.token_ids, {**inputs, "weights": ones})
+
+    for name in wanted:
+        if name not in inputs:
+            raise BadRequest(f"datum {number}: loss_fn_inputs has no {name}")
+
+    return datum
+
+
+def _check_tokens(number: int, datum: Datum, vocabulary: int) -> None:
+    for name, ids in (
+        ("model_input", datum.token_ids),
+        ("target_tokens", datum.inputs["target_tokens"]),
+    ):
+        if int(ids.min()) < 0 or int(ids.max()) >= vocabulary:
+            raise BadRequest(
+                f"datum {number}: {name} has a token outside of the vocabulary of {vocabulary:,}"
+            )
+
+
+def _on_host(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name: tensor.cpu().contiguous() for name, tensor in tensors.items()}
+
+
+def _clone(gradient: Tensor | None) -> Tensor | None:
+    return None if gradient is None else gradient.clone()

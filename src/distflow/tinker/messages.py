@@ -1,0 +1,178 @@
+"""The messages of the Tinker API that are protobuf, as the client's own classes read them (extra
+`tinker`)."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from distflow.errors import UserError
+
+_NUMPY = {1: np.float32, 2: np.int64}
+"""By the numbers of the protocol's types: floats and integers, the only ones that clients send."""
+
+
+class BadRequest(ValueError):
+    """A client's mistake. The message names the datum and the field."""
+
+
+@dataclass(frozen=True)
+class Datum:
+    """One sequence, with what its loss reads."""
+
+    token_ids: Tensor
+    """int64 `(n,)`."""
+    inputs: dict[str, Tensor]
+    """`target_tokens`, int64 `(n,)`: what each position is to predict. All others are float32
+    `(n,)`."""
+
+
+@dataclass(frozen=True)
+class PassRequest:
+    """A forward pass over data, and unless it is `forward_only` a backward pass."""
+
+    loss: str
+    settings: dict[str, float]
+    data: tuple[Datum, ...]
+    forward_only: bool
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """One sampled response."""
+
+    token_ids: Sequence[int]
+    log_probs: Sequence[float]
+    stopped: bool
+    """By a stop token or string, not by its length."""
+    top: tuple[Tensor, Tensor] | None = None
+    """The most likely tokens at each of its positions, int `(n, k)`, and their log-probs."""
+
+
+def protocol() -> Any:
+    """The message classes. Raises UserError if the extra is not installed."""
+    try:
+        return import_module("tinker.proto.tinker_public_pb2")
+    except ImportError as error:
+        raise UserError("--tinker needs the extra: pip install 'distflow[tinker]'") from error
+
+
+def parse_pass(body: bytes) -> Any:
+    """The message of a `forward_backward`. Raises BadRequest."""
+    message = protocol().ForwardBackwardRequest()
+    try:
+        message.ParseFromString(body)
+    except Exception as error:  # protobuf's DecodeError, whichever implementation it has
+        raise BadRequest("the body is not the protobuf message of forward_backward") from error
+    return message
+
+
+def read_pass(message: Any) -> PassRequest:
+    """Raises BadRequest."""
+    settings = dict(message.loss_fn_config)
+    for name, value in message.loss_fn_config_v2.items():
+        if value.WhichOneof("value") == "text":
+            raise BadRequest(f"loss_fn_config.{name} is a text, not a number")
+        settings[name] = value.number
+
+    data = tuple(_read_datum(number, each) for number, each in enumerate(message.data))
+    if not data:
+        raise BadRequest("the request has no data")
+    return PassRequest(message.loss_fn, settings, data, message.forward_only)
+
+
+def _read_datum(number: int, message: Any) -> Datum:
+    tokens = list[Tensor]()
+    for chunk in message.model_input:
+        kind = chunk.WhichOneof(chunk.DESCRIPTOR.oneofs[0].name)
+        if kind != "encoded_text":
+            raise BadRequest(f"datum {number}: model_input has a chunk of {kind}: only text trains")
+        tokens.append(torch.from_numpy(np.frombuffer(chunk.encoded_text.tokens, np.int32).copy()))
+
+    ids = torch.cat(tokens).long() if tokens else torch.zeros(0, dtype=torch.int64)
+    if not len(ids):
+        raise BadRequest(f"datum {number}: model_input has no token")
+
+    inputs = {}
+    for name, tensor in message.loss_fn_inputs.items():
+        values = _read_tensor(f"datum {number}: {name}", tensor)
+        if values.shape != ids.shape:
+            raise BadRequest(
+                f"datum {number}: {name} has the shape {tuple(values.shape)}, model_input has "
+                f"{len(ids)} tokens"
+            )
+        if values.dtype != torch.int64 and not bool(values.isfinite().all()):
+            raise BadRequest(f"datum {number}: {name} has values that are not finite")
+        inputs[name] = values if name == "target_tokens" else values.float()
+
+    targets = inputs.get("target_tokens")
+    if targets is None or targets.dtype != torch.int64:
+        raise BadRequest(f"datum {number}: target_tokens are missing, or no integers")
+    return Datum(ids, inputs)
+
+
+def _read_tensor(place: str, message: Any) -> Tensor:
+    kind = _NUMPY.get(message.dtype)
+    if kind is None or message.WhichOneof("encoding") != "dense":
+        raise BadRequest(f"{place} is no dense tensor of float32 or int64")
+
+    try:
+        flat = torch.from_numpy(np.frombuffer(message.dense, kind).copy())
+        return flat.reshape(tuple(message.shape)) if message.shape else flat
+    except (ValueError, RuntimeError) as error:
+        raise BadRequest(f"{place}: its bytes do not fill its shape") from error
+
+
+def write_pass(log_probs: Sequence[Tensor], metrics: Mapping[str, float]) -> bytes:
+    """The log-probs of each datum's targets, and metrics of the whole request."""
+    message = protocol().ForwardBackwardOutput(loss_fn_output_type="ArrayRecord")
+    record = message.loss_fn_outputs.add(type_tag="ArrayRecord", num_datums=len(log_probs))
+    arrays = [values.float().cpu().numpy() for values in log_probs]
+    field = record.fields["logprobs"]
+    field.dtype = 1
+    field.data = b"".join(array.tobytes() for array in arrays)
+    field.offsets = np.cumsum([0, *(array.nbytes for array in arrays)]).astype(np.int64).tobytes()
+
+    for name, value in metrics.items():
+        message.metrics[name] = value
+    encoded: bytes = message.SerializeToString()
+    return encoded
+
+
+def write_samples(
+    responses: Sequence[Drawn],
+    prompt_log_probs: Tensor | None,
+    prompt_top: tuple[Tensor, Tensor] | None,
+    num_cached: int,
+) -> bytes:
+    """prompt_log_probs: `(prompt,)`, NaN at the first token."""
+    classes = protocol()
+    message = classes.SampleResponse(prompt_cache_hit_tokens=num_cached)
+    for each in responses:
+        sequence = message.sequences.add()
+        sequence.stop_reason = classes.STOP_REASON_STOP
+        if not each.stopped:
+            sequence.stop_reason = classes.STOP_REASON_LENGTH
+        sequence.tokens = np.asarray(each.token_ids, np.int32).tobytes()
+        sequence.logprobs = np.asarray(each.log_probs, np.float32).tobytes()
+        if each.top is not None:
+            _write_top(sequence.topk_sampled_logprobs, each.top)
+
+    if prompt_log_probs is not None:
+        message.prompt_logprobs = prompt_log_probs.float().cpu().numpy().tobytes()
+    if prompt_top is not None:
+        _write_top(message.topk_prompt_logprobs, prompt_top)
+    encoded: bytes = message.SerializeToString()
+
+    return encoded
+
+
+def _write_top(message: Any, top: tuple[Tensor, Tensor]) -> None:
+    ids, log_probs = top
+    message.length, message.k = ids.shape
+    message.token_ids = ids.int().cpu().numpy().tobytes()
+    message.logprobs = log_probs.float().cpu().numpy().tobytes()

@@ -1,0 +1,188 @@
+"""Samples from a version of the weights: an engine over a copy of the base with one adapter merged
+into it."""
+
+import asyncio
+import math
+from collections.abc import Callable, Sequence
+from concurrent.futures import Executor
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from distflow.data.sample import Segment
+from distflow.rollout.engine import (
+    GenerateRequest,
+    RolloutEngine,
+    SamplingParams,
+    Stream,
+    generate_whole,
+)
+from distflow.tinker.messages import BadRequest, Drawn, write_samples
+
+Json = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class SampleRequest:
+    """What a client asks of a sampler."""
+
+    prompt_ids: tuple[int, ...]
+    num_samples: int
+    params: SamplingParams
+    seed: int | None
+    prompt_log_probs: bool
+    top_of_prompt: int
+    """The number of most likely tokens at each position of the prompt; 0 for none."""
+    top_of_samples: int
+
+
+def read_sample(body: Json, stop_ids: Sequence[int], context: int) -> SampleRequest:
+    """stop_ids: of the model, unless the client names its own. Raises BadRequest."""
+    for name in ("target_prompt_logprobs", "prompt_alt_tokens_k", "prompt_logprobs_last_n"):
+        if body.get(name):
+            raise BadRequest(f"{name} is not supported: leave it out")
+
+    prompt = list[int]()
+    for chunk in body["prompt"]["chunks"]:
+        if chunk.get("type", "encoded_text") != "encoded_text":
+            raise BadRequest(f"the prompt has a chunk of {chunk['type']}: only text is sampled")
+        prompt += chunk["tokens"]
+
+    if not prompt or len(prompt) >= context:
+        raise BadRequest(f"a prompt has 1 to {context - 1} tokens, this one has {len(prompt)}")
+
+    given = body.get("sampling_params") or {}
+    room = context - len(prompt)
+    temperature = float(given.get("temperature", 1.0))
+    if not 0.0 <= temperature < math.inf:
+        raise BadRequest(f"sampling_params.temperature is {temperature}: it is 0 or more")
+
+    texts, ids = _stops(given.get("stop"), tuple(stop_ids))
+    params = SamplingParams(
+        max_tokens=min(given.get("max_tokens") or room, room),
+        temperature=temperature or 1.0,
+        top_p=float(given.get("top_p", 1.0)),
+        top_k=int(given.get("top_k", -1)),
+        stop=texts,
+        stop_token_ids=ids,
+        greedy=temperature == 0.0,
+    )
+    num_samples = int(body.get("num_samples", 1))
+    if not 1 <= num_samples <= 4096 or params.max_tokens < 1:
+        raise BadRequest("num_samples is 1 to 4096, and max_tokens at least 1")
+
+    return SampleRequest(
+        tuple(prompt),
+        num_samples,
+        params,
+        given.get("seed"),
+        bool(body.get("prompt_logprobs")),
+        int(body.get("topk_prompt_logprobs") or 0),
+        int(body.get("topk_sample_logprobs") or 0),
+    )
+
+
+def _stops(
+    given: str | Sequence[str | int] | None, stop_ids: tuple[int, ...]
+) -> tuple[tuple[str, ...], tuple[int, ...]]:
+    """Stop texts and tokens. None keeps the model's own tokens, and so do texts."""
+    if given is None:
+        return (), stop_ids
+    if isinstance(given, str):
+        return (given,), stop_ids
+
+    texts = tuple(each for each in given if isinstance(each, str))
+    if texts:
+        return texts, stop_ids
+    return (), tuple(int(each) for each in given)
+
+
+class Sampler:
+    """An engine that is entered on first use."""
+
+    def __init__(self, make: Callable[[], RolloutEngine], scoring: Executor) -> None:
+        """make: called on `scoring`, whose thread also computes log-probs of prompts."""
+        self._make = make
+        self._scoring = scoring
+        self._engine: Any = None
+        self._entering = asyncio.Lock()
+        self.num_running = 0
+
+    async def sample(self, request: SampleRequest, stream: Stream) -> bytes:
+        self.num_running += 1
+        try:
+            return await self._sample(request, stream)
+        finally:
+            self.num_running -= 1
+
+    async def close(self) -> None:
+        if self._engine is not None:
+            await self._engine.__aexit__(None, None, None)
+
+    async def _sample(self, request: SampleRequest, stream: Stream) -> bytes:
+        loop = asyncio.get_running_loop()
+        async with self._entering:
+            if self._engine is None:
+                engine = await loop.run_in_executor(self._scoring, self._make)
+                await engine.__aenter__()
+                self._engine = engine
+
+        samples = tuple(range(request.num_samples))
+        asked = GenerateRequest(
+            request.prompt_ids, samples, request.params, stream, may_continue=True
+        )
+        segments = await generate_whole(self._engine.generate, asked)
+
+        responses = list[Drawn]()
+        for segment in segments:
+            top = None
+            if request.top_of_samples and segment.token_ids:
+                ids = (*request.prompt_ids, *segment.token_ids)
+                scored = await loop.run_in_executor(self._scoring, self._log_probs, ids)
+                rows = scored[len(request.prompt_ids) - 1 : -1]
+                top = _top(rows, request.top_of_samples)
+
+            responses.append(_drawn(segment, top))
+
+        of_prompt = None
+        top_of_prompt = None
+        if request.prompt_log_probs or request.top_of_prompt:
+            ids = request.prompt_ids
+            scored = await loop.run_in_executor(self._scoring, self._log_probs, ids)
+            followers = torch.tensor(ids[1:], dtype=torch.int64)
+            own = scored[:-1].gather(1, followers[:, None])[:, 0]
+            if request.prompt_log_probs:
+                of_prompt = torch.cat([torch.full((1,), math.nan), own])
+            if request.top_of_prompt:
+                top_of_prompt = _from_second(_top(scored[:-1], request.top_of_prompt))
+
+        cached = segments[0].num_cached_tokens or 0
+        return write_samples(responses, of_prompt, top_of_prompt, cached)
+
+    @torch.no_grad()
+    def _log_probs(self, ids: Sequence[int]) -> Tensor:
+        """Of the whole vocabulary after each token: float32 `(tokens, vocabulary)`, on the CPU."""
+        model = self._engine.model
+        device = next(model.parameters()).device
+        logits = model(torch.tensor([list(ids)], device=device)).logits[0]
+        return logits.float().log_softmax(-1).cpu()
+
+
+def _drawn(segment: Segment, top: tuple[Tensor, Tensor] | None) -> Drawn:
+    return Drawn(segment.token_ids, segment.rollout_log_probs, segment.finish_reason == "stop", top)
+
+
+def _top(log_probs: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    values, ids = log_probs.topk(min(k, log_probs.shape[1]), dim=1)
+    return ids, values
+
+
+def _from_second(top: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    """With an empty row for the first token, which nothing predicts, as the protocol marks it."""
+    ids, values = top
+    return (
+        torch.cat([torch.zeros_like(ids[:1]), ids]),
+        torch.cat([torch.full_like(values[:1], -99999.0), values]),
+    )

@@ -1,0 +1,276 @@
+"""The HTTP routes of the Tinker API (client 0.38)."""
+
+import hashlib
+import json
+import secrets
+import socket
+from collections.abc import Awaitable, Callable
+from contextlib import nullcontext
+from functools import partial
+from importlib import import_module
+from typing import Any
+
+from distflow.http_guard import Door, Guard, make_server
+from distflow.import_target import check_server_packages
+from distflow.tinker.futures import Conflict, Gone, Result, TooMany
+from distflow.tinker.messages import BadRequest, parse_pass, protocol
+from distflow.tinker.service import Service
+
+MAX_BODY_BYTES = 64 * 2**20
+_PROTOBUF = "application/x-protobuf"
+_BODY_TYPES = frozenset({"application/json", _PROTOBUF})
+_WAITS_S = 20.0
+"""For a result, before the client asks again."""
+_STOPS_WITHIN_S = 5
+Json = dict[str, Any]
+Ordered = Callable[[str, Json], Awaitable[Result]]
+
+
+class TinkerServer:
+    """Serves on the event loop of its caller."""
+
+    def __init__(self, service: Service, key: str, host: str) -> None:
+        """Raises UserError if packages are missing."""
+        check_server_packages("--tinker", "tinker")
+        protocol()
+        self._service = service
+        route = import_module("starlette.routing").Route
+
+        def post(path: str, answer: Callable[[Any], Awaitable[Any]]) -> Any:
+            return route(f"/api/v1/{path}", partial(_answered, answer), methods=["POST"])
+
+        def get(path: str, answer: Callable[[Any], Awaitable[Any]]) -> Any:
+            return route(f"/api/v1/{path}", partial(_answered, answer), methods=["GET"])
+
+        checkpoints = "training_runs/{model}/checkpoints"
+        routes = [
+            get("healthz", self._health),
+            get("get_server_capabilities", self._capabilities),
+            post("client/config", self._config),
+            post("telemetry", self._telemetry),
+            post("create_session", self._create_session),
+            post("session_heartbeat", self._heartbeat),
+            post("sessions/{session}/finish", self._finish),
+            post("create_model", self._create_model),
+            post("get_info", self._info),
+            post("forward_backward", self._pass),
+            post("optim_step", partial(self._ordered, service.step)),
+            post("save_weights", partial(self._ordered, service.save)),
+            post("save_weights_for_sampler", partial(self._ordered, service.save_for_sampler)),
+            post("save_weights_external", partial(self._ordered, service.refuse_external)),
+            post("load_weights", self._load),
+            post("create_sampling_session", self._open_sampling),
+            get("samplers/{sampler}", self._sampler),
+            post("asample", self._sample),
+            post("retrieve_future", self._retrieve),
+            post("cancel_future", self._cancel),
+            get("checkpoints", self._checkpoints),
+            get(checkpoints, self._checkpoints),
+            post("weights_info", self._weights_info),
+            route(
+                f"/api/v1/{checkpoints}/{{kind}}/{{name}}",
+                partial(_answered, self._delete),
+                methods=["DELETE"],
+            ),
+            route("/{path:path}", _no_route, methods=["GET", "POST", "PUT", "PATCH", "DELETE"]),
+        ]
+        app = import_module("starlette.applications").Starlette(routes=routes)
+        guard = Guard(host, key, MAX_BODY_BYTES, body_types=_BODY_TYPES)
+        self._server = make_server(app, guard, (), _STOPS_WITHIN_S)
+        self._server.capture_signals = nullcontext  # they are the command's
+
+    async def serve(self, listening: socket.socket) -> None:
+        """Until it is cancelled."""
+        try:
+            await self._server.serve([Door(listening)])
+        finally:
+            self._server.should_exit = True
+            await self._service.close()
+
+    async def _health(self, request: Any) -> Json:
+        return {"status": "ok"}
+
+    async def _capabilities(self, request: Any) -> Json:
+        base = self._service.base
+        model = {"model_name": base.name, "max_context_length": base.context}
+        return {"supported_models": [{**model, "trainable": True, "sampleable": True}]}
+
+    async def _config(self, request: Any) -> Json:
+        return {"use_pyqwest_transport": False}
+
+    async def _telemetry(self, request: Any) -> Json:
+        """Nobody reads what clients report of themselves."""
+        return {"status": "accepted"}
+
+    async def _create_session(self, request: Any) -> Json:
+        return {"type": "create_session", "session_id": self._service.create_session()}
+
+    async def _heartbeat(self, request: Any) -> Json:
+        self._service.heartbeat((await _body(request))["session_id"])
+        return {"type": "session_heartbeat"}
+
+    async def _finish(self, request: Any) -> Json:
+        self._service.end_session(request.path_params["session"])
+        return {}
+
+    async def _create_model(self, request: Any) -> Json:
+        body = await _body(request)
+        model_id = _new_model(self._service, body)
+        work = partial(self._service.create_model, model_id, body)
+        return self._submit(f"{model_id}:0", model_id, await _digest(request), work)
+
+    async def _info(self, request: Any) -> Json:
+        return self._service.info((await _body(request))["model_id"])
+
+    async def _pass(self, request: Any) -> Json:
+        message = parse_pass(await request.body())
+        # a client that sends a request again may write its maps in another order
+        digest = hashlib.sha256(message.SerializeToString(deterministic=True)).digest()
+        work = partial(self._service.run, message)
+        return self._in_turn(message.model_id, message.seq_id, digest, work)
+
+    async def _ordered(self, work: Ordered, request: Any) -> Json:
+        body = await _body(request)
+        model_id = body["model_id"]
+        own = partial(work, model_id, body)
+        return self._in_turn(model_id, body.get("seq_id"), await _digest(request), own)
+
+    async def _load(self, request: Any) -> Json:
+        body = await _body(request)
+        if body.get("session_id") is None:
+            return await self._ordered(self._service.load, request)
+        model_id = _new_model(self._service, body)
+        work = partial(self._service.create_from, model_id, body)
+        return self._submit(f"{model_id}:0", model_id, await _digest(request), work)
+
+    async def _open_sampling(self, request: Any) -> Json:
+        body = await _body(request)
+        opened = self._service.open_sampling(
+            body["session_id"], body["sampling_session_seq_id"], body.get("model_path")
+        )
+        return {"type": "create_sampling_session", "sampling_session_id": opened}
+
+    async def _sampler(self, request: Any) -> Json:
+        return self._service.sampling(request.path_params["sampler"])
+
+    async def _sample(self, request: Any) -> Json:
+        body = await _body(request)
+        number = int(body.get("seq_id") or 0)
+
+        name = body.get("sampling_session_id")
+        if name is None:
+            request_id = f"sample:{secrets.token_hex(12)}"
+        else:
+            request_id = f"{name}:{number}"
+
+        work = partial(self._service.sample, number, body)
+        answer = self._submit(request_id, None, await _digest(request), work)
+        count = int(body.get("num_samples", 1))
+        ids = [f"{request_id}:{index}" for index in range(count)]
+
+        return {**answer, "sample_sequence_ids": ids}
+
+    async def _retrieve(self, request: Any) -> Any:
+        request_id = (await _body(request))["request_id"]
+        responses = import_module("starlette.responses")
+
+        try:
+            result = await self._service.futures.result(request_id, _WAITS_S)
+        except BadRequest as error:
+            return {"error": str(error), "category": "user"}
+        except Gone:
+            raise
+        except Exception as error:  # whatever went wrong in the work is told to its client
+            return {"error": f"{type(error).__name__}: {error}", "category": "server"}
+
+        if result is None:
+            again = {"type": "try_again", "request_id": request_id, "queue_state": "active"}
+            return responses.JSONResponse(again, 408)
+        if isinstance(result, bytes):
+            return responses.Response(result, media_type=_PROTOBUF)
+
+        return result
+
+    async def _cancel(self, request: Any) -> Json:
+        self._service.futures.cancel((await _body(request))["request_id"])
+        return {}
+
+    async def _checkpoints(self, request: Any) -> Json:
+        listed = self._service.checkpoints(request.path_params.get("model"))
+        cursor = {"offset": 0, "limit": len(listed), "total_count": len(listed)}
+        return {"checkpoints": listed, "cursor": cursor}
+
+    async def _weights_info(self, request: Any) -> Json:
+        return self._service.weights_info((await _body(request))["tinker_path"])
+
+    async def _delete(self, request: Any) -> Json:
+        found = request.path_params
+        self._service.delete(f"tinker://{found['model']}/{found['kind']}/{found['name']}")
+        return {}
+
+    def _in_turn(
+        self, model_id: str, number: object, digest: bytes, work: Callable[[], Awaitable[Result]]
+    ) -> Json:
+        if not isinstance(number, int) or number < 1:
+            raise BadRequest(f"seq_id is {number!r:.40}: requests of a model are numbered from 1")
+        turns = self._service.model(model_id).turns
+        return self._submit(
+            f"{model_id}:{number}", model_id, digest, partial(turns.take, number, work)
+        )
+
+    def _submit(
+        self,
+        request_id: str,
+        model_id: str | None,
+        digest: bytes,
+        work: Callable[[], Awaitable[Result]],
+    ) -> Json:
+        self._service.futures.submit(request_id, digest, work)
+        return {"request_id": request_id, "model_id": model_id}
+
+
+def _new_model(service: Service, body: Json) -> str:
+    """Raises KeyError for an unknown session."""
+    service.heartbeat(body["session_id"])
+    return f"{body['session_id']}:train:{int(body['model_seq_id'])}"
+
+
+async def _digest(request: Any) -> bytes:
+    return hashlib.sha256(await request.body()).digest()
+
+
+async def _body(request: Any) -> Json:
+    try:
+        body = json.loads(await request.body())
+    except (ValueError, RecursionError) as error:
+        raise BadRequest(f"the body is no JSON: {error}") from error
+
+    if not isinstance(body, dict):
+        raise BadRequest("the body is no JSON object")
+    return body
+
+
+async def _answered(answer: Callable[[Any], Awaitable[Any]], request: Any) -> Any:
+    responses = import_module("starlette.responses")
+    try:
+        found = await answer(request)
+    except KeyError as error:
+        return responses.JSONResponse({"detail": f"there is no {error}"}, 404)
+    except Gone as error:
+        return responses.JSONResponse({"detail": str(error)}, 410)
+    except Conflict as error:
+        return responses.JSONResponse({"detail": str(error)}, 409)
+    except TooMany as error:
+        return responses.JSONResponse({"detail": str(error)}, 429)
+    except (BadRequest, TypeError, ValueError) as error:
+        return responses.JSONResponse({"detail": str(error)}, 422)
+
+    if isinstance(found, dict):
+        return responses.JSONResponse(found)
+    return found
+
+
+async def _no_route(request: Any) -> Any:
+    path = request.path_params["path"]
+    said = f"{request.method} /{path} is not served here: see docs/tinker.md"
+    return import_module("starlette.responses").JSONResponse({"detail": said}, 404)

@@ -1,0 +1,357 @@
+"""The state behind the Tinker API: sessions, the models that they train, samplers of saved
+versions, and checkpoints in a folder."""
+
+import asyncio
+import hashlib
+import re
+import secrets
+import shutil
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from distflow.rollout.engine import RolloutEngine, Stream
+from distflow.tinker.adapter import (
+    AdapterConfig,
+    SharedBase,
+    StepOptions,
+    TrainedAdapter,
+    read_state,
+)
+from distflow.tinker.futures import Futures, Result, Turns
+from distflow.tinker.messages import BadRequest, read_pass, write_pass
+from distflow.tinker.sampler import Sampler, read_sample
+
+Json = dict[str, Any]
+TRAINING = "weights"
+SAMPLING = "sampler_weights"
+_PATH = re.compile(r"tinker://([\w:-]+)/(weights|sampler_weights)/([\w.-]+)")
+_MAX_SAMPLERS = 4
+_EXPIRES_S = 1800.0
+"""Without a heartbeat, which clients send every 10 s."""
+
+
+@dataclass(frozen=True)
+class BaseModel:
+    """What the server serves, and how its parts are made."""
+
+    name: str
+    """For clients."""
+    folder: str
+    """Of its tokenizer, for clients on this machine."""
+    kind: str
+    """Its architecture."""
+    context: int
+    """In tokens."""
+    stop_ids: Sequence[int]
+    shared: SharedBase
+    make_engine: Callable[[Path | None], RolloutEngine]
+    """An engine over a copy of the base, with the adapter of a folder merged into it."""
+
+
+@dataclass
+class _Model:
+    adapter: TrainedAdapter
+    turns: Turns = field(default_factory=Turns)
+
+
+@dataclass(frozen=True)
+class _SamplingSession:
+    path: str | None
+    """Of the weights; None for the base."""
+    seed: int
+
+
+class Service:
+    """Its coroutines run on one event loop; models are computed on one thread."""
+
+    def __init__(self, base: BaseModel, folder: Path) -> None:
+        """folder: of the checkpoints; those in it are there for new clients."""
+        self.base = base
+        self.futures = Futures()
+        self._folder = folder
+        self._computing = ThreadPoolExecutor(1, "tinker")
+        self._sessions: dict[str, float] = {}
+        self._models: dict[str, _Model] = {}
+        self._samplings: dict[str, _SamplingSession] = {}
+        self._samplers: dict[str | None, Sampler] = {}
+
+    async def close(self) -> None:
+        self.futures.cancel_all("")
+        for sampler in self._samplers.values():
+            await sampler.close()
+        self._computing.shutdown(cancel_futures=True)
+
+    def create_session(self) -> str:
+        self._end_silent_sessions()
+        session = f"session-{secrets.token_hex(6)}"
+        self._sessions[session] = time.monotonic()
+        return session
+
+    def heartbeat(self, session: str) -> None:
+        """Raises KeyError for a session that has ended."""
+        self._sessions[session]
+        self._sessions[session] = time.monotonic()
+
+    def end_session(self, session: str) -> None:
+        """End its requests and forget its models; checkpoints stay. Idempotent."""
+        self._sessions.pop(session, None)
+        self.futures.cancel_all(f"{session}:")
+
+        for model_id in [each for each in self._models if each.startswith(f"{session}:")]:
+            model = self._models.pop(model_id)
+            self._computing.submit(model.adapter.close)
+
+        for name in [each for each in self._samplings if each.startswith(f"{session}:")]:
+            del self._samplings[name]
+
+    async def create_model(self, model_id: str, body: Json) -> Result:
+        self._check_base(body.get("base_model"))
+        given = body.get("lora_config")
+        if given is None:
+            raise BadRequest(
+                "lora_config is missing: this server trains adapters, not full weights"
+            )
+
+        config = AdapterConfig(
+            int(given["rank"]),
+            int(given.get("seed") or 0),
+            bool(given.get("train_attn", True)),
+            bool(given.get("train_mlp", True)),
+        )
+        await self._add_model(model_id, config)
+
+        return {"type": "create_model", "model_id": model_id}
+
+    async def create_from(self, model_id: str, body: Json) -> Result:
+        """A model from a checkpoint."""
+        folder = self._checkpoint(body["path"])
+        config = AdapterConfig(**read_state(folder)["config"])
+        await self._add_model(model_id, config)
+        model = self._models[model_id]
+        await self._compute(model.adapter.load, folder, bool(body["optimizer"]))
+        return {"type": "load_weights", "path": body["path"], "model_id": model_id}
+
+    async def load(self, model_id: str, body: Json) -> Result:
+        folder = self._checkpoint(body["path"])
+        await self._compute(self.model(model_id).adapter.load, folder, bool(body["optimizer"]))
+        return {"type": "load_weights", "path": body["path"], "model_id": model_id}
+
+    async def run(self, message: Any) -> Result:
+        """A `forward_backward`, as a protobuf message."""
+        adapter = self.model(message.model_id).adapter
+        # tens of megabytes take a while to read
+        request = await asyncio.to_thread(read_pass, message)
+        log_probs, metrics = await self._compute(adapter.run, request)
+        return write_pass(log_probs, metrics)
+
+    async def step(self, model_id: str, body: Json) -> Result:
+        given = body.get("adam_params")
+        if given is None:
+            raise BadRequest("adam_params are missing: AdamW is the only optimizer here")
+
+        try:
+            options = StepOptions(**given)
+        except TypeError as error:
+            raise BadRequest(f"adam_params: {error}") from error
+
+        return {"metrics": await self._compute(self.model(model_id).adapter.step, options)}
+
+    async def save(self, model_id: str, body: Json) -> Result:
+        adapter = self.model(model_id).adapter
+        name = body.get("path") or f"step-{adapter.num_steps}"
+        path = await self._save(model_id, TRAINING, name, bool(body.get("overwrite")))
+        return {"type": "save_weights", "path": path}
+
+    async def refuse_external(self, model_id: str, body: Json) -> Result:
+        """It takes its turn, else the requests after it would wait for it."""
+        raise BadRequest(
+            "save_weights_external is not served here: save_state writes a PEFT folder below "
+            "--folder"
+        )
+
+    async def save_for_sampler(self, model_id: str, body: Json) -> Result:
+        """Under a name, or for a sampling session that this opens."""
+        if body.get("kind", "snapshot") != "snapshot":
+            raise BadRequest(
+                "kind is 'inflight': this server samples from snapshots; leave it out and get a "
+                "client for each version"
+            )
+
+        adapter = self.model(model_id).adapter
+        number = body.get("sampling_session_seq_id")
+        name = body.get("path") or f"session-{number}-step-{adapter.num_steps}"
+        path = await self._save(model_id, SAMPLING, name, overwrite=False)
+        if number is None:
+            return {"type": "save_weights_for_sampler", "path": path}
+
+        session = model_id.partition(":")[0]
+        opened = self.open_sampling(session, number, path)
+        return {"type": "save_weights_for_sampler", "path": path, "sampling_session_id": opened}
+
+    def open_sampling(self, session: str, number: int, path: str | None) -> str:
+        """Raises BadRequest for a path that is not there, KeyError for an unknown session."""
+        self._sessions[session]
+        if path is not None:
+            self._checkpoint(path)
+        name = f"{session}:sample:{number}"
+        seed = int.from_bytes(hashlib.sha256(name.encode()).digest()[:6], "big")
+        self._samplings.setdefault(name, _SamplingSession(path, seed))
+        return name
+
+    def sampling(self, name: str) -> Json:
+        """Raises KeyError."""
+        found = self._samplings[name]
+        return {"sampler_id": name, "base_model": self.base.name, "model_path": found.path}
+
+    async def sample(self, number: int, body: Json) -> Result:
+        """number: of the request in its sampling session. Raises BadRequest."""
+        name = body.get("sampling_session_id")
+        if name is not None:
+            session = self._samplings[name]
+        else:
+            path = body.get("model_path")
+            if path is None:
+                self._check_base(body.get("base_model"))
+            session = _SamplingSession(path, secrets.randbits(48))
+
+        request = read_sample(body, self.base.stop_ids, self.base.context)
+        if request.seed is None:
+            stream = Stream(session.seed, "serve", 0, number)
+        else:
+            stream = Stream(request.seed, "seed", 0, 0)
+
+        sampler = await self._sampler(session.path)
+        return await sampler.sample(request, stream)
+
+    def model(self, model_id: str) -> _Model:
+        """Raises BadRequest."""
+        model = self._models.get(model_id)
+        if model is None:
+            raise BadRequest(
+                f"there is no model {model_id!r:.80}: it was never created, its session has ended, "
+                "or the server was started again; create it from a checkpoint"
+            )
+
+        return model
+
+    def info(self, model_id: str) -> Json:
+        """Raises BadRequest."""
+        rank = self.model(model_id).adapter.config.rank
+        base = self.base
+        data = {"arch": base.kind, "model_name": base.name, "tokenizer_id": base.folder}
+        return {
+            "type": "get_info",
+            "model_data": data,
+            "model_id": model_id,
+            "is_lora": True,
+            "lora_rank": rank,
+            "model_name": base.name,
+        }
+
+    def checkpoints(self, model_id: str | None = None) -> list[Json]:
+        """Those of a model, or all, the oldest first."""
+        listed = list[Json]()
+        for owner in sorted(self._folder.iterdir()):
+            if model_id is not None and owner.name != model_id:
+                continue
+            for kind in (TRAINING, SAMPLING):
+                for place in (owner / kind).glob("*"):
+                    listed.append(_listed(owner.name, kind, place))
+
+        return sorted(listed, key=lambda each: str(each["time"]))
+
+    def weights_info(self, path: str) -> Json:
+        """Raises BadRequest."""
+        config = read_state(self._checkpoint(path))["config"]
+        return {
+            "base_model": self.base.name,
+            "is_lora": True,
+            "lora_rank": config["rank"],
+            "train_unembed": False,
+            "train_mlp": config["mlp"],
+            "train_attn": config["attention"],
+        }
+
+    def delete(self, path: str) -> None:
+        """Raises BadRequest."""
+        shutil.rmtree(self._checkpoint(path))
+
+    async def _add_model(self, model_id: str, config: AdapterConfig) -> None:
+        adapter = await self._compute(TrainedAdapter, self.base.shared, model_id, config)
+        self._models[model_id] = _Model(adapter)
+
+    async def _compute(self, function: Callable[..., Any], *arguments: object) -> Any:
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._computing, partial(function, *arguments))
+
+    async def _save(self, model_id: str, kind: str, name: str, overwrite: bool) -> str:
+        path = f"tinker://{model_id}/{kind}/{name}"
+        if not _PATH.fullmatch(path):
+            raise BadRequest(f"a checkpoint cannot be called {name!r:.80}: use letters and digits")
+
+        folder = self._folder / model_id / kind / name
+        if folder.exists() and not overwrite:
+            raise BadRequest(f"there is a checkpoint {path} already: checkpoints do not change")
+
+        adapter = self.model(model_id).adapter
+        await self._compute(_write, adapter, folder, kind == TRAINING)
+        return path
+
+    def _checkpoint(self, path: str) -> Path:
+        found = _PATH.fullmatch(path)
+        folder = self._folder / found[1] / found[2] / found[3] if found else None
+        if folder is None or not folder.is_dir():
+            raise BadRequest(f"there is no checkpoint {path!r:.120} on this server")
+        return folder
+
+    def _check_base(self, name: object) -> None:
+        if name not in (self.base.name, self.base.folder):
+            raise BadRequest(
+                f"there is no base model {name!r:.80} here: this server has {self.base.name!r}"
+            )
+
+    async def _sampler(self, path: str | None) -> Sampler:
+        """The longest unused of too many is closed."""
+        sampler = self._samplers.pop(path, None)
+        if sampler is None:
+            folder = None if path is None else self._checkpoint(path)
+            sampler = Sampler(partial(self.base.make_engine, folder), self._computing)
+
+        self._samplers[path] = sampler
+
+        idle = [key for key, each in self._samplers.items() if not each.num_running and key != path]
+        for key in idle[: max(len(self._samplers) - _MAX_SAMPLERS, 0)]:
+            await self._samplers.pop(key).close()
+        return sampler
+
+    def _end_silent_sessions(self) -> None:
+        for session, seen in [*self._sessions.items()]:
+            if seen < time.monotonic() - _EXPIRES_S:
+                self.end_session(session)
+
+
+def _write(adapter: TrainedAdapter, folder: Path, with_optimizer: bool) -> None:
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    new = folder.with_name(f".{folder.name}.new")
+    shutil.rmtree(new, ignore_errors=True)
+    new.mkdir()
+    adapter.save(new, with_optimizer)
+    shutil.rmtree(folder, ignore_errors=True)
+    new.replace(folder)
+
+
+def _listed(model_id: str, kind: str, place: Path) -> Json:
+    files = [each.stat() for each in place.iterdir()]
+    written = max((each.st_mtime for each in files), default=0.0)
+    return {
+        "checkpoint_id": f"{kind}/{place.name}",
+        "checkpoint_type": "training" if kind == TRAINING else "sampler",
+        "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(written)),
+        "tinker_path": f"tinker://{model_id}/{kind}/{place.name}",
+        "size_bytes": sum(each.st_size for each in files),
+    }

@@ -1,0 +1,294 @@
+"""Requests that are answered later: carried out once, in order, and kept until they are fetched."""
+
+import asyncio
+import random
+from collections.abc import Awaitable, Callable
+
+import pytest
+
+from distflow.tinker import futures
+from distflow.tinker.futures import Conflict, Futures, Gone, Result, TooMany, Turns
+from distflow.tinker.messages import BadRequest
+
+SOON_S = 0.01
+LONG_S = 30.0
+KEPT_S = 600.0
+
+
+class Clock:
+    """What the requests take for the time."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    made = Clock()
+    monkeypatch.setattr(futures, "time", made)
+    return made
+
+
+def answering(value: str, done: list[str] | None = None) -> Callable[[], Awaitable[Result]]:
+    async def work() -> Result:
+        if done is not None:
+            done.append(value)
+        return {"value": value}
+
+    return work
+
+
+def failing(error: Exception) -> Callable[[], Awaitable[Result]]:
+    async def work() -> Result:
+        raise error
+
+    return work
+
+
+def waiting_for(event: asyncio.Event) -> Callable[[], Awaitable[Result]]:
+    async def work() -> Result:
+        await event.wait()
+        return {"value": "late"}
+
+    return work
+
+
+async def settle() -> None:
+    """Let every task go as far as it can."""
+    for _ in range(20):
+        await asyncio.sleep(0)
+
+
+def test_a_request_that_comes_twice_is_carried_out_once() -> None:
+    async def run() -> None:
+        known = Futures()
+        done: list[str] = []
+        known.submit("a", b"1", answering("first", done))
+        known.submit("a", b"1", answering("second", done))
+        assert await known.result("a", LONG_S) == {"value": "first"}
+        known.submit("a", b"1", answering("third", done))
+        assert await known.result("a", LONG_S) == {"value": "first"}
+        assert done == ["first"]
+
+    asyncio.run(run())
+
+
+def test_another_request_under_its_number_is_a_conflict() -> None:
+    async def run() -> None:
+        known = Futures()
+        known.submit("a", b"1", answering("first"))
+        with pytest.raises(Conflict, match="a was another request"):
+            known.submit("a", b"2", answering("second"))
+        assert await known.result("a", LONG_S) == {"value": "first"}
+
+    asyncio.run(run())
+
+
+def test_a_result_is_there_in_time_or_is_asked_for_again() -> None:
+    async def run() -> None:
+        known = Futures()
+        event = asyncio.Event()
+        known.submit("a", b"1", waiting_for(event))
+        assert await known.result("a", SOON_S) is None
+        asks = [asyncio.ensure_future(known.result("a", LONG_S)) for _ in range(3)]
+        await settle()
+        event.set()
+        assert await asyncio.gather(*asks) == [{"value": "late"}] * 3
+
+    asyncio.run(run())
+
+
+def test_an_error_is_kept_like_a_result() -> None:
+    async def run() -> None:
+        known = Futures()
+        known.submit("a", b"1", failing(BadRequest("datum 3")))
+        for _ in range(2):
+            with pytest.raises(BadRequest, match="datum 3"):
+                await known.result("a", LONG_S)
+        with pytest.raises(Gone, match="'b'"):
+            await known.result("b", LONG_S)
+
+    asyncio.run(run())
+
+
+def test_a_cancelled_request_is_forgotten_and_no_other() -> None:
+    """Also one whose number begins alike."""
+
+    async def run() -> None:
+        known = Futures()
+        event = asyncio.Event()
+        for name in ("m:1", "m:10", "m:11", "n:1"):
+            known.submit(name, b"1", waiting_for(event))
+        ask = asyncio.ensure_future(known.result("m:1", LONG_S))
+        await settle()
+        known.cancel("m:1")
+        known.cancel("unknown")
+        with pytest.raises(BadRequest, match="cancelled"):
+            await ask
+        with pytest.raises(Gone):
+            await known.result("m:1", LONG_S)
+
+        event.set()
+        assert await known.result("m:10", LONG_S) == {"value": "late"}
+        known.cancel_all("m:")
+        for name in ("m:10", "m:11"):
+            with pytest.raises(Gone):
+                await known.result(name, LONG_S)
+        assert await known.result("n:1", LONG_S) == {"value": "late"}
+
+    asyncio.run(run())
+
+
+def test_an_old_fetched_result_is_forgotten_and_a_waiting_one_never(clock: Clock) -> None:
+    """Whichever came first."""
+
+    async def run() -> None:
+        known = Futures()
+        for name in ("unfetched", "fetched", "also unfetched"):
+            known.submit(name, b"1", answering(name))
+        await known.result("fetched", LONG_S)
+        clock.now += KEPT_S / 2
+        known.submit("next", b"1", answering("next"))
+        assert await known.result("fetched", LONG_S) == {"value": "fetched"}
+
+        clock.now += 2 * KEPT_S
+        known.submit("one more", b"1", answering("one more"))
+        with pytest.raises(Gone):
+            await known.result("fetched", LONG_S)
+        for name in ("unfetched", "also unfetched", "next", "one more"):
+            assert await known.result(name, LONG_S) == {"value": name}
+
+    asyncio.run(run())
+
+
+def test_a_result_is_kept_from_when_it_was_last_fetched(clock: Clock) -> None:
+    async def run() -> None:
+        known = Futures()
+        for name in ("a", "b"):
+            known.submit(name, b"1", answering(name))
+            await known.result(name, LONG_S)
+        clock.now += 0.75 * KEPT_S
+        await known.result("a", LONG_S)
+        clock.now += 0.75 * KEPT_S
+        known.submit("c", b"1", answering("c"))
+        with pytest.raises(Gone):
+            await known.result("b", LONG_S)
+        assert await known.result("a", LONG_S) == {"value": "a"}
+
+    asyncio.run(run())
+
+
+def test_too_many_that_nobody_fetches_are_refused(
+    clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(futures, "_MAX_WAITING", 3)
+
+    async def run() -> None:
+        known = Futures()
+        for name in ("a", "b", "c"):
+            known.submit(name, b"1", answering(name))
+        with pytest.raises(TooMany, match="3 results"):
+            known.submit("d", b"1", answering("d"))
+        known.submit("a", b"1", answering("a"))
+        assert await known.result("b", LONG_S) == {"value": "b"}
+
+        clock.now += 2 * KEPT_S
+        known.submit("d", b"1", answering("d"))
+        assert await known.result("d", LONG_S) == {"value": "d"}
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_numbers_are_carried_out_in_order_whatever_order_they_come(seed: int) -> None:
+    """Some fail, and the next has its turn."""
+    draw = random.Random(seed)
+    numbers = list(range(1, 16))
+    draw.shuffle(numbers)
+    failures = set(draw.sample(numbers, 4))
+
+    async def run() -> None:
+        turns = Turns()
+        began: list[int] = []
+        num_running = 0
+
+        async def work(number: int) -> Result:
+            nonlocal num_running
+            assert num_running == 0
+            num_running += 1
+            began.append(number)
+            await asyncio.sleep(0)
+            num_running -= 1
+            if number in failures:
+                raise BadRequest(f"request {number}")
+            return {"number": number}
+
+        tasks = []
+        for number in numbers:
+            take = turns.take(number, lambda number=number: work(number))
+            tasks.append(asyncio.ensure_future(take))
+            for _ in range(draw.randrange(3)):
+                await asyncio.sleep(0)
+        results = await asyncio.gather(*tasks, return_exceptions=True)
+
+        assert began == list(range(1, 16))
+        for number, result in zip(numbers, results, strict=True):
+            if number in failures:
+                assert isinstance(result, BadRequest) and str(result) == f"request {number}"
+            else:
+                assert result == {"number": number}
+
+    asyncio.run(run())
+
+
+def test_a_used_number_is_refused() -> None:
+    """Over, running or waiting."""
+
+    async def run() -> None:
+        turns = Turns()
+        event = asyncio.Event()
+        await turns.take(1, answering("first"))
+        running = asyncio.ensure_future(turns.take(2, waiting_for(event)))
+        waiting = asyncio.ensure_future(turns.take(4, answering("fourth")))
+        await settle()
+        done: list[str] = []
+        for number in (1, 2, 4):
+            with pytest.raises(BadRequest, match=f"seq_id {number} was used: the next is 2"):
+                await turns.take(number, answering("again", done))
+
+        event.set()
+        assert await running == {"value": "late"}
+        assert await turns.take(3, answering("third")) == {"value": "third"}
+        assert await waiting == {"value": "fourth"}
+        assert done == []
+
+    asyncio.run(run())
+
+
+def test_the_turn_of_a_cancelled_number_is_skipped() -> None:
+    async def run() -> None:
+        turns = Turns()
+        event = asyncio.Event()
+        done: list[str] = []
+        running = asyncio.ensure_future(turns.take(1, waiting_for(event)))
+        waiting = [
+            asyncio.ensure_future(turns.take(number, answering(str(number), done)))
+            for number in (2, 3, 4)
+        ]
+        await settle()
+        waiting[0].cancel()
+        waiting[1].cancel()
+        await settle()
+        with pytest.raises(BadRequest, match="seq_id 3 was used"):
+            await turns.take(3, answering("again", done))
+        assert done == []
+
+        running.cancel()
+        assert await asyncio.wait_for(waiting[2], LONG_S) == {"value": "4"}
+        assert await turns.take(5, answering("5", done)) == {"value": "5"}
+        assert done == ["4", "5"]
+
+    asyncio.run(run())
