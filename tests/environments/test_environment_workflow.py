@@ -176,7 +176,7 @@ def test_rows_give_the_seed() -> None:
     [
         (f"{FILE}Nothing", "has no 'Nothing'"),
         (f"{FILE}no_environment", "cannot be called"),
-        ("Blackjack-v999", "gymnasium .*'Blackjack-v999'"),
+        ("Blackjack-v999", "'Blackjack-v999'"),
     ],
 )
 def test_what_cannot_be_loaded_is_refused_at_the_start(env: str, said: str) -> None:
