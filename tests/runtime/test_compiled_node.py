@@ -275,6 +275,23 @@ def test_a_plain_function_that_hangs_fails_at_the_deadline_of_its_samples_and_is
     assert len(calls) == 1
 
 
+@pytest.mark.parametrize("module", ["distflow.pipelines.nodes.own", "users"])
+def test_only_a_users_coroutine_has_a_deadline(module: str) -> None:
+    """Ours waits for what has deadlines of its own."""
+
+    @node(writes="advantages")
+    async def waits(response_mask):  # type: ignore[no-untyped-def]
+        await asyncio.sleep(0.2)
+        return torch.zeros(response_mask.shape)
+
+    waits.__module__ = module
+    if module == "users":
+        with pytest.raises(UserError, match=r"reward\.timeout_s"):
+            on_group(step(waits), timeout_s=0.01)
+    else:
+        on_group(step(waits), timeout_s=0.01)
+
+
 def test_whose_fault_an_error_is() -> None:
     """Code of the user's in the traceback makes it theirs, also under a function of ours that calls
     it."""
