@@ -67,6 +67,44 @@ def test_sft_learns_and_what_is_sampled_is_the_trained_model(client: Any, served
     assert list(drawn.logprobs) == pytest.approx(list(trained.data), abs=1e-4)
 
 
+def test_log_probs_beside_a_sample_are_the_models(client: Any, served: Served) -> None:
+    """Of the prompt, and of the most likely tokens at each place of both."""
+    sampler = client.create_sampling_client(base_model=served.model).result()
+    params = tinker.types.SamplingParams(max_tokens=5, temperature=0.7, seed=4)
+    asked = tinker.types.ModelInput.from_ints(IDS)
+    answer = sampler.sample(
+        asked,
+        num_samples=2,
+        sampling_params=params,
+        include_prompt_logprobs=True,
+        topk_prompt_logprobs=3,
+        topk_sample_logprobs=2,
+    ).result()
+
+    model = load_model(served.model)
+    law = model(torch.tensor([IDS])).logits[0].log_softmax(-1)
+    first, *of_prompt = answer.prompt_logprobs
+    assert first is None
+    assert of_prompt == pytest.approx(
+        law[:-1].gather(1, torch.tensor(IDS[1:])[:, None])[:, 0].tolist(), abs=1e-4
+    )
+    values, tokens = law[:-1].topk(3)
+    for place, row in enumerate(answer.topk_prompt_logprobs[1:]):
+        assert [token for token, _ in row] == tokens[place].tolist()
+        assert [value for _, value in row] == pytest.approx(values[place].tolist(), abs=1e-4)
+
+    for drawn in answer.sequences:
+        whole = model(torch.tensor([[*IDS, *drawn.tokens]])).logits[0, len(IDS) - 1 : -1]
+        heated = (whole / 0.7).log_softmax(-1)
+        own = heated.gather(1, torch.tensor(list(drawn.tokens))[:, None])[:, 0]
+        assert list(drawn.logprobs) == pytest.approx(own.tolist(), abs=1e-4)
+        best = whole.log_softmax(-1).topk(2)
+        assert drawn.topk_logprobs_np.token_ids.tolist() == best.indices.tolist()
+
+    alone = sampler.compute_logprobs(tinker.types.ModelInput.from_ints(IDS[:1])).result()
+    assert alone == [None]
+
+
 def test_rl_raises_the_reward_of_its_samples(client: Any, served: Served) -> None:
     """As the cookbook's loop: groups, centred rewards, importance sampling with the drawn
     log-probs."""

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from distflow.data.sample import Segment
+from distflow.models.packed_forward import ModelInputs
 from distflow.rollout.engine import (
     GenerateRequest,
     RolloutEngine,
@@ -20,6 +21,7 @@ from distflow.rollout.engine import (
     generate_whole,
 )
 from distflow.tinker.messages import BadRequest, Drawn, write_samples
+from distflow.training.torch_engine import TorchScorer
 
 Json = dict[str, Any]
 
@@ -140,43 +142,52 @@ class Sampler:
             top = None
             if request.top_of_samples and segment.token_ids:
                 ids = (*request.prompt_ids, *segment.token_ids)
-                scored = await loop.run_in_executor(self._scoring, self._log_probs, ids)
-                rows = scored[len(request.prompt_ids) - 1 : -1]
-                top = _top(rows, request.top_of_samples)
+                k = request.top_of_samples
+                tokens, values = await loop.run_in_executor(self._scoring, self._top, ids, k)
+                first = len(request.prompt_ids) - 1
+                top = (tokens[first:], values[first:])
 
             responses.append(_drawn(segment, top))
 
         of_prompt = None
         top_of_prompt = None
-        if request.prompt_log_probs or request.top_of_prompt:
-            ids = request.prompt_ids
-            scored = await loop.run_in_executor(self._scoring, self._log_probs, ids)
-            followers = torch.tensor(ids[1:], dtype=torch.int64)
-            own = scored[:-1].gather(1, followers[:, None])[:, 0]
-            if request.prompt_log_probs:
-                of_prompt = torch.cat([torch.full((1,), math.nan), own])
-            if request.top_of_prompt:
-                top_of_prompt = _from_second(_top(scored[:-1], request.top_of_prompt))
+        if request.prompt_log_probs:
+            own = await loop.run_in_executor(self._scoring, self._followers, request.prompt_ids)
+            of_prompt = torch.cat([torch.full((1,), math.nan), own])
+        if request.top_of_prompt:
+            k = request.top_of_prompt
+            top = await loop.run_in_executor(self._scoring, self._top, request.prompt_ids, k)
+            top_of_prompt = _from_second(top)
 
         cached = segments[0].num_cached_tokens or 0
         return write_samples(responses, of_prompt, top_of_prompt, cached)
 
     @torch.no_grad()
-    def _log_probs(self, ids: Sequence[int]) -> Tensor:
-        """Of the whole vocabulary after each token: float32 `(tokens, vocabulary)`, on the CPU."""
+    def _followers(self, ids: Sequence[int]) -> Tensor:
+        """The log-probs of all tokens but the first: `(tokens - 1,)`, on the CPU."""
+        if len(ids) < 2:
+            return torch.zeros(0)
+
+        scorer = TorchScorer(self._engine.model)
+        given = torch.tensor(ids, dtype=torch.int64, device=scorer.device)
+        positions = torch.arange(len(given) - 1, device=scorer.device)
+        inputs = ModelInputs(given, torch.tensor([len(given)]), positions, given[1:])
+        return scorer.run(inputs, ("log_probs",), 1.0)["log_probs"].float().cpu()
+
+    @torch.no_grad()
+    def _top(self, ids: Sequence[int], k: int) -> tuple[Tensor, Tensor]:
+        """The k most likely tokens after each token but the last, and their log-probs:
+        `(tokens - 1, k)`, on the CPU."""
         model = self._engine.model
         device = next(model.parameters()).device
-        logits = model(torch.tensor([list(ids)], device=device)).logits[0]
-        return logits.float().log_softmax(-1).cpu()
+        logits = model(torch.tensor([list(ids)], device=device)).logits[0, :-1]
+        log_probs = logits.float().log_softmax(-1)
+        values, tokens = log_probs.topk(min(k, log_probs.shape[1]), dim=1)
+        return tokens.cpu(), values.cpu()
 
 
 def _drawn(segment: Segment, top: tuple[Tensor, Tensor] | None) -> Drawn:
     return Drawn(segment.token_ids, segment.rollout_log_probs, segment.finish_reason == "stop", top)
-
-
-def _top(log_probs: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    values, ids = log_probs.topk(min(k, log_probs.shape[1]), dim=1)
-    return ids, values
 
 
 def _from_second(top: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
