@@ -57,5 +57,9 @@ def tinker_server(folder: Path, checkpoints: Path | None = None) -> Iterator[Ser
             )
         finally:
             process.send_signal(signal.SIGINT)
-            status = process.wait(ENDS_WITHIN_S)
+            try:
+                status = process.wait(ENDS_WITHIN_S)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                raise
         assert status == 0

@@ -2,7 +2,11 @@
 that come twice, cut or wrong."""
 
 import math
+import signal
+import threading
+import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -283,6 +287,39 @@ def test_what_is_not_there_is_said(client: Any, served: Served) -> None:
 
 JSON = {"Content-Type": "application/json"}
 PROTOBUF = {"Content-Type": "application/x-protobuf"}
+
+
+def test_ctrl_c_among_requests_ends_the_server(tmp_path: Path) -> None:
+    """Also while a client waits for a result that never comes."""
+    with tinker_server(tmp_path) as served, raw(served) as http:
+        session = http.post("create_session", json={}).json()["session_id"]
+        model = {
+            "session_id": session,
+            "model_seq_id": 0,
+            "base_model": served.model,
+            "lora_config": {"rank": 4},
+        }
+        model_id = result(http, http.post("create_model", json=model)).json()["model_id"]
+        step = {"model_id": model_id, "seq_id": 9, "adam_params": {}}
+        waited = http.post("optim_step", json=step)
+
+        def wait() -> None:
+            with suppress(httpx.HTTPError), raw(served) as other:
+                result(other, waited)
+
+        def ask() -> None:
+            with suppress(httpx.HTTPError), raw(served) as other:
+                while True:
+                    other.get("healthz")
+
+        threads = [threading.Thread(target=each) for each in (wait, ask, ask)]
+        for thread in threads:
+            thread.start()
+        time.sleep(0.3)
+        served.process.send_signal(signal.SIGINT)
+        assert served.process.wait(30) == 0
+        for thread in threads:
+            thread.join(30)
 
 
 def test_checkpoints_survive_the_server(tmp_path: Path) -> None:

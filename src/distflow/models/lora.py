@@ -47,6 +47,8 @@ def add_lora(
         target_modules=targets,
         lora_dropout=0.0,
         task_type="CAUSAL_LM",
+        # PEFT names it for a model's first adapter only
+        base_model_name_or_path=unwrapped(model).name_or_path,
     )
 
     with torch.random.fork_rng(devices=[]):

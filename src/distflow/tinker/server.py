@@ -1,8 +1,10 @@
 """The HTTP routes of the Tinker API (client 0.38)."""
 
+import asyncio
 import hashlib
 import json
 import secrets
+import signal
 import socket
 from collections.abc import Awaitable, Callable
 from contextlib import nullcontext
@@ -77,14 +79,28 @@ class TinkerServer:
         app = import_module("starlette.applications").Starlette(routes=routes)
         guard = Guard(host, key, MAX_BODY_BYTES, body_types=_BODY_TYPES)
         self._server = make_server(app, guard, (), _STOPS_WITHIN_S)
-        self._server.capture_signals = nullcontext  # they are the command's
+        self._server.capture_signals = nullcontext  # `serve` has its own
 
     async def serve(self, listening: socket.socket) -> None:
-        """Until it is cancelled."""
+        """Until Ctrl-C or SIGTERM. Called on the main thread."""
+        previous = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+        loop = asyncio.get_running_loop()
+
+        def stop() -> None:
+            for number, handler in previous.items():
+                loop.remove_signal_handler(number)
+                signal.signal(number, handler)
+            # clients that wait for results are answered, so that their connections end
+            self._service.futures.cancel_all("")
+            self._server.should_exit = True
+
+        # what a handler of Python's raises within a request, the server catches
+        for number in previous:
+            loop.add_signal_handler(number, stop)
+
         try:
             await self._server.serve([Door(listening)])
         finally:
-            self._server.should_exit = True
             await self._service.close()
 
     async def _health(self, request: Any) -> Json:
