@@ -98,7 +98,7 @@ def test_dead_sandboxes_scored_0(playground: Playground, monkeypatch: Patch, pla
     playground.write_reward(FAILING)
     steps = plant_from(monkeypatch, BEGIN, plant)
 
-    with pytest.raises(TrustError, match=r"\(reward_results\): .* 0\.0"):
+    with pytest.raises(TrustError, match=r"\(reward_results\): .* score"):
         playground.run("grpo", *STEPS)
 
     assert BEGIN <= steps[-1] <= BEGIN + 3

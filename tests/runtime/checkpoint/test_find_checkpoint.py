@@ -193,6 +193,6 @@ def test_a_checkpoint_with_another_state_of_the_scheduler_is_refused(
         replace(manifest, files={**manifest.files, "run.json": describe(checkpoint / "run.json")}),
     )
     before = (ground.folder / "run" / "ledger.jsonl").read_bytes()
-    with pytest.raises(CheckpointError, match="step-000001 .* format .*TypeError"):
+    with pytest.raises(CheckpointError, match="step-000001 .* format "):
         launch(ground, f"{STEPS}=2")
     assert (ground.folder / "run" / "ledger.jsonl").read_bytes() == before
