@@ -2,6 +2,7 @@
 add up until a step, and an optimizer of its own."""
 
 import json
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -191,7 +192,7 @@ class TrainedAdapter:
             raise BadRequest("optim_step without gradients: call forward_backward first")
 
         norm = float(clip_gradients(list(own), options.grad_clip_norm or None))
-        if not torch.isfinite(torch.tensor(norm)):
+        if not math.isfinite(norm):
             self._optimizer.zero_grad(set_to_none=True)
             raise BadRequest(f"the gradient's norm is {norm}: the step is skipped, nothing changed")
 
@@ -210,10 +211,8 @@ class TrainedAdapter:
 
     def save(self, folder: Path, with_optimizer: bool) -> None:
         """Write a folder that PEFT loads too."""
-        weights = {
-            name: each.detach().cpu().contiguous() for name, each in self._parameters.items()
-        }
-        save_file(weights, folder / _WEIGHTS)
+        weights = {name: each.detach() for name, each in self._parameters.items()}
+        save_file(_on_host(weights), folder / _WEIGHTS)
         self._base.peft_config(self._name).save_pretrained(str(folder))
 
         state: dict[str, object] = {"config": asdict(self.config), "num_steps": self.num_steps}
