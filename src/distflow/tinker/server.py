@@ -212,16 +212,19 @@ class TinkerServer:
         return {}
 
     async def _checkpoints(self, request: Any) -> Json:
-        listed = self._service.checkpoints(request.path_params.get("model"))
+        listed = self._service.checkpoints.listed(request.path_params.get("model"))
         cursor = {"offset": 0, "limit": len(listed), "total_count": len(listed)}
         return {"checkpoints": listed, "cursor": cursor}
 
     async def _weights_info(self, request: Any) -> Json:
-        return self._service.weights_info((await _body(request))["tinker_path"])
+        path = (await _body(request))["tinker_path"]
+        return self._service.checkpoints.info(path, self._service.base.name)
 
     async def _delete(self, request: Any) -> Json:
         found = request.path_params
-        self._service.delete(f"tinker://{found['model']}/{found['kind']}/{found['name']}")
+        self._service.checkpoints.delete(
+            f"tinker://{found['model']}/{found['kind']}/{found['name']}"
+        )
         return {}
 
     def _in_turn(

@@ -3,9 +3,7 @@ versions, and checkpoints in a folder."""
 
 import asyncio
 import hashlib
-import re
 import secrets
-import shutil
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -22,14 +20,12 @@ from distflow.tinker.adapter import (
     TrainedAdapter,
     read_state,
 )
+from distflow.tinker.checkpoints import SAMPLING, TRAINING, Checkpoints, write
 from distflow.tinker.futures import Futures, Result, Turns
 from distflow.tinker.messages import BadRequest, read_pass, write_pass
 from distflow.tinker.sampler import Sampler, read_sample
 
 Json = dict[str, Any]
-TRAINING = "weights"
-SAMPLING = "sampler_weights"
-_PATH = re.compile(r"tinker://([\w:-]+)/(weights|sampler_weights)/([\w.-]+)")
 _MAX_SAMPLERS = 4
 _EXPIRES_S = 1800.0
 """Without a heartbeat, which clients send every 10 s."""
@@ -73,7 +69,7 @@ class Service:
         """folder: of the checkpoints; those in it are there for new clients."""
         self.base = base
         self.futures = Futures()
-        self._folder = folder
+        self.checkpoints = Checkpoints(folder)
         self._computing = ThreadPoolExecutor(1, "tinker")
         self._sessions: dict[str, float] = {}
         self._models: dict[str, _Model] = {}
@@ -129,7 +125,7 @@ class Service:
 
     async def create_from(self, model_id: str, body: Json) -> Result:
         """A model from a checkpoint."""
-        folder = self._checkpoint(body["path"])
+        folder = self.checkpoints.find(body["path"])
         config = AdapterConfig(**read_state(folder)["config"])
         await self._add_model(model_id, config)
         model = self._models[model_id]
@@ -137,7 +133,7 @@ class Service:
         return {"type": "load_weights", "path": body["path"], "model_id": model_id}
 
     async def load(self, model_id: str, body: Json) -> Result:
-        folder = self._checkpoint(body["path"])
+        folder = self.checkpoints.find(body["path"])
         await self._compute(self.model(model_id).adapter.load, folder, bool(body["optimizer"]))
         return {"type": "load_weights", "path": body["path"], "model_id": model_id}
 
@@ -197,7 +193,7 @@ class Service:
         """Raises BadRequest for a path that is not there, KeyError for an unknown session."""
         self._sessions[session]
         if path is not None:
-            self._checkpoint(path)
+            self.checkpoints.find(path)
         name = f"{session}:sample:{number}"
         seed = int.from_bytes(hashlib.sha256(name.encode()).digest()[:6], "big")
         self._samplings.setdefault(name, _SamplingSession(path, seed))
@@ -253,34 +249,6 @@ class Service:
             "model_name": base.name,
         }
 
-    def checkpoints(self, model_id: str | None = None) -> list[Json]:
-        """Those of a model, or all, the oldest first."""
-        listed = list[Json]()
-        for owner in sorted(self._folder.iterdir()):
-            if model_id is not None and owner.name != model_id:
-                continue
-            for kind in (TRAINING, SAMPLING):
-                for place in (owner / kind).glob("*"):
-                    listed.append(_listed(owner.name, kind, place))
-
-        return sorted(listed, key=lambda each: str(each["time"]))
-
-    def weights_info(self, path: str) -> Json:
-        """Raises BadRequest."""
-        config = read_state(self._checkpoint(path))["config"]
-        return {
-            "base_model": self.base.name,
-            "is_lora": True,
-            "lora_rank": config["rank"],
-            "train_unembed": False,
-            "train_mlp": config["mlp"],
-            "train_attn": config["attention"],
-        }
-
-    def delete(self, path: str) -> None:
-        """Raises BadRequest."""
-        shutil.rmtree(self._checkpoint(path))
-
     async def _add_model(self, model_id: str, config: AdapterConfig) -> None:
         adapter = await self._compute(TrainedAdapter, self.base.shared, model_id, config)
         self._models[model_id] = _Model(adapter)
@@ -291,23 +259,11 @@ class Service:
 
     async def _save(self, model_id: str, kind: str, name: str, overwrite: bool) -> str:
         path = f"tinker://{model_id}/{kind}/{name}"
-        if not _PATH.fullmatch(path):
-            raise BadRequest(f"a checkpoint cannot be called {name!r:.80}: use letters and digits")
-
-        folder = self._folder / model_id / kind / name
-        if folder.exists() and not overwrite:
-            raise BadRequest(f"there is a checkpoint {path} already: checkpoints do not change")
-
+        place = self.checkpoints.place(path, overwrite)
         adapter = self.model(model_id).adapter
-        await self._compute(_write, adapter, folder, kind == TRAINING)
+        save = partial(adapter.save, with_optimizer=kind == TRAINING)
+        await self._compute(write, place, save)
         return path
-
-    def _checkpoint(self, path: str) -> Path:
-        found = _PATH.fullmatch(path)
-        folder = self._folder / found[1] / found[2] / found[3] if found else None
-        if folder is None or not folder.is_dir():
-            raise BadRequest(f"there is no checkpoint {path!r:.120} on this server")
-        return folder
 
     def _check_base(self, name: object) -> None:
         if name not in (self.base.name, self.base.folder):
@@ -319,7 +275,7 @@ class Service:
         """The longest unused of too many is closed."""
         sampler = self._samplers.pop(path, None)
         if sampler is None:
-            folder = None if path is None else self._checkpoint(path)
+            folder = None if path is None else self.checkpoints.find(path)
             sampler = Sampler(partial(self.base.make_engine, folder), self._computing)
 
         self._samplers[path] = sampler
@@ -333,25 +289,3 @@ class Service:
         for session, seen in [*self._sessions.items()]:
             if seen < time.monotonic() - _EXPIRES_S:
                 self.end_session(session)
-
-
-def _write(adapter: TrainedAdapter, folder: Path, with_optimizer: bool) -> None:
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    new = folder.with_name(f".{folder.name}.new")
-    shutil.rmtree(new, ignore_errors=True)
-    new.mkdir()
-    adapter.save(new, with_optimizer)
-    shutil.rmtree(folder, ignore_errors=True)
-    new.replace(folder)
-
-
-def _listed(model_id: str, kind: str, place: Path) -> Json:
-    files = [each.stat() for each in place.iterdir()]
-    written = max((each.st_mtime for each in files), default=0.0)
-    return {
-        "checkpoint_id": f"{kind}/{place.name}",
-        "checkpoint_type": "training" if kind == TRAINING else "sampler",
-        "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(written)),
-        "tinker_path": f"tinker://{model_id}/{kind}/{place.name}",
-        "size_bytes": sum(each.st_size for each in files),
-    }
