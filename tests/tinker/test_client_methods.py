@@ -4,11 +4,15 @@ import base64
 import json
 import re
 import time
+import urllib.error
+import urllib.request
 from collections import Counter
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.torch import load_file
 
 from tests.source_trees import SOURCE
 from tests.tinker.server import Served, tinker_server
@@ -89,6 +93,7 @@ def test_methods_that_need_no_gradients_work(service: Any, served: Served) -> No
     model = new_model(service, served)
     state = model.save_state("state").result().path
     saved = model.save_weights_for_sampler("saved").result().path
+    external = model.save_weights_external("outside").result().path
     rest = service.create_rest_client()
     sampler = service.create_sampling_client(base_model=served.model).result()
     handle = sampler.get_sampler_handle()
@@ -125,6 +130,7 @@ def test_methods_that_need_no_gradients_work(service: Any, served: Served) -> No
             model.save_weights_and_get_sampling_client
         ),
         "TrainingClient.create_sampling_client": lambda: model.create_sampling_client(saved),
+        "TrainingClient.save_weights_external": lambda: model.save_weights_external("again"),
         "TrainingClient.get_info": model.get_info,
         "TrainingClient.get_tokenizer": model.get_tokenizer,
         "SamplingClient.sample": lambda: sampler.sample(prompt, 2, params),
@@ -139,6 +145,17 @@ def test_methods_that_need_no_gradients_work(service: Any, served: Served) -> No
         "RestClient.get_server_capabilities": rest.get_server_capabilities,
         "RestClient.list_checkpoints": lambda: rest.list_checkpoints(model.model_id),
         "RestClient.list_user_checkpoints": rest.list_user_checkpoints,
+        "RestClient.get_external_weights_urls": lambda: rest.get_external_weights_urls(external),
+        "RestClient.get_training_run": lambda: rest.get_training_run(model.model_id),
+        "RestClient.get_training_run_by_tinker_path": lambda: rest.get_training_run_by_tinker_path(
+            state
+        ),
+        "RestClient.list_training_runs": rest.list_training_runs,
+        "RestClient.get_session": lambda: rest.get_session(model.model_id.partition(":")[0]),
+        "RestClient.list_sessions": rest.list_sessions,
+        "RestClient.set_checkpoint_ttl_from_tinker_path": lambda: (
+            rest.set_checkpoint_ttl_from_tinker_path(state, 3600)
+        ),
         "RestClient.get_weights_info_by_tinker_path": lambda: rest.get_weights_info_by_tinker_path(
             state
         ),
@@ -160,8 +177,8 @@ def test_methods_that_need_no_gradients_work(service: Any, served: Served) -> No
     for call in telemetry.values():
         call()
     answers = {name: finished(call()) for name, call in calls.items()}
-    deleted = {name for name in calls if name.startswith("RestClient.delete")}
-    assert {name for name, answer in answers.items() if answer is None} == deleted
+    silent = {name for name in calls if re.match(r"RestClient\.(delete|set)_checkpoint", name)}
+    assert {name for name, answer in answers.items() if answer is None} == silent
     left = [
         each.checkpoint_id for each in rest.list_checkpoints(model.model_id).result().checkpoints
     ]
@@ -173,20 +190,11 @@ def test_refused_methods_fail_at_once_and_the_model_trains_on(service: Any, serv
     model = new_model(service, served)
     session = model.model_id.partition(":")[0]
     path = model.save_state("kept").result().path
-    external = path.replace("/weights/", "/external_weights/")
     rest = service.create_rest_client()
     search = tinker.types.SessionSearchRequest()
 
     calls: Calls = {
         "ServiceClient.copy_weights": lambda: service.copy_weights(path),
-        "TrainingClient.save_weights_external": lambda: model.save_weights_external("outside"),
-        "RestClient.get_training_run": lambda: rest.get_training_run(model.model_id),
-        "RestClient.get_training_run_by_tinker_path": lambda: rest.get_training_run_by_tinker_path(
-            path
-        ),
-        "RestClient.list_training_runs": rest.list_training_runs,
-        "RestClient.get_session": lambda: rest.get_session(session),
-        "RestClient.list_sessions": rest.list_sessions,
         "RestClient.search_sessions": lambda: rest.search_sessions(search),
         "RestClient.export_session_trace": lambda: rest.export_session_trace(session),
         "RestClient.publish_checkpoint_from_tinker_path": lambda: (
@@ -196,10 +204,6 @@ def test_refused_methods_fail_at_once_and_the_model_trains_on(service: Any, serv
             rest.unpublish_checkpoint_from_tinker_path(path)
         ),
         "RestClient.copy_weights": lambda: rest.copy_weights(path, "project"),
-        "RestClient.get_external_weights_urls": lambda: rest.get_external_weights_urls(external),
-        "RestClient.set_checkpoint_ttl_from_tinker_path": lambda: (
-            rest.set_checkpoint_ttl_from_tinker_path(path, 60)
-        ),
         "RestClient.assign_session_project": lambda: rest.assign_session_project(session, "p"),
         "RestClient.get_audit_log": rest.get_audit_log,
         "RestClient.get_billing_usage": lambda: rest.get_billing_usage(*FROM_1_TO_2),
@@ -226,3 +230,66 @@ def test_inflight_samplers_are_refused(service: Any, served: Served) -> None:
     model = new_model(service, served)
     with pytest.raises(Exception, match="kind is 'inflight'"):
         model.save_weights_and_get_sampling_client(kind="inflight").result(ANSWERS_WITHIN_S)
+
+
+def test_runs_and_sessions_are_told_with_what_they_left(service: Any, served: Served) -> None:
+    model = service.create_lora_training_client(
+        base_model=served.model, rank=2, user_metadata={"renderer": "plain"}
+    ).result()
+    path = model.save_state("named", user_metadata={"loss": "1"}, ttl_seconds=7200).result().path
+    sampler = model.save_weights_and_get_sampling_client().result()
+    rest = service.create_rest_client()
+
+    run = rest.get_training_run_by_tinker_path(path).result()
+    assert (run.training_run_id, run.lora_rank) == (model.model_id, 2)
+    assert run.user_metadata == {"renderer": "plain"}
+    assert run.last_checkpoint.tinker_path == path
+    assert run.last_checkpoint.user_metadata == {"loss": "1"}
+    left = run.last_checkpoint.expires_at - run.last_checkpoint.time
+    assert 7000 < left.total_seconds() < 7300
+    assert run.last_sampler_checkpoint.checkpoint_type == "sampler"
+
+    all_runs = rest.list_training_runs().result()
+    second = rest.list_training_runs(limit=1, offset=1).result()
+    assert second.training_runs == all_runs.training_runs[1:2]
+    assert second.cursor.total_count == len(all_runs.training_runs)
+    pages = [rest.list_user_checkpoints(1, offset).result().checkpoints for offset in (0, 1)]
+    assert [*pages[0], *pages[1]] == rest.list_user_checkpoints().result().checkpoints[:2]
+
+    session = rest.get_session(model.model_id.partition(":")[0]).result()
+    assert model.model_id in session.training_run_ids
+    sampler_id = json.loads(base64.urlsafe_b64decode(sampler.get_sampler_handle()))
+    assert sampler_id["sampling_session_id"] in session.sampler_ids
+    with pytest.raises(Exception, match="other"):
+        rest.get_training_run("other").result()
+
+
+def test_saved_weights_are_downloaded_by_their_addresses(
+    service: Any, served: Served, tmp_path: Path
+) -> None:
+    """As `tinker checkpoint download` and the cookbook do: without a key."""
+    model = new_model(service, served)
+    path = model.save_weights_external("outside").result().path
+    rest = service.create_rest_client()
+    urls = rest.get_external_weights_urls(path).result().urls
+    for name, url in urls.items():
+        urllib.request.urlretrieve(url, tmp_path / name)
+
+    adapter = load_file(tmp_path / "adapter_model.safetensors")
+    assert {each.shape[0] for name, each in adapter.items() if "lora_A" in name} == {4}
+    assert (tmp_path / "adapter_config.json").is_file()
+
+    known = urls["adapter_config.json"]
+    secret = known.split("/")[-2]
+    for url, status in (
+        (known.replace(secret, "other"), 404),
+        (known.replace("adapter_config.json", "%2E%2E"), 404),
+        (f"{served.url}/api/v1/sessions", 401),
+        (f"{served.url}/api/v1/files/../sessions", 404),
+    ):
+        with pytest.raises(urllib.error.HTTPError) as refused:
+            urllib.request.urlopen(url)
+        assert refused.value.code == status, url
+
+    with pytest.raises(tinker.RequestFailedError, match="age_encryption_recipients"):
+        model.save_weights_external("secret", age_encryption_recipients=["age1"]).result()

@@ -209,13 +209,14 @@ class TrainedAdapter:
 
         return {"grad_norm": norm, "learning_rate": options.learning_rate}
 
-    def save(self, folder: Path, with_optimizer: bool) -> None:
-        """Write a folder that PEFT loads too."""
+    def save(self, folder: Path, with_optimizer: bool, metadata: object = None) -> None:
+        """Write a folder that PEFT loads too. metadata: JSON data of the client."""
         weights = {name: each.detach() for name, each in self._parameters.items()}
         save_file(_on_host(weights), folder / _WEIGHTS)
         self._base.peft_config(self._name).save_pretrained(str(folder))
 
-        state: dict[str, object] = {"config": asdict(self.config), "num_steps": self.num_steps}
+        config = asdict(self.config)
+        state = {"config": config, "num_steps": self.num_steps, "user_metadata": metadata}
         if with_optimizer:
             moments, meta = optimizer_state(self._optimizer, self._parameters)
             save_file(_on_host(moments), folder / _MOMENTS)
@@ -255,7 +256,8 @@ class TrainedAdapter:
 
 
 def read_state(folder: Path) -> dict[str, Any]:
-    """What `TrainedAdapter.save` noted: `config`, `num_steps`, and `optimizer` if it is there."""
+    """What `TrainedAdapter.save` noted: `config`, `num_steps`, `user_metadata`, and `optimizer` if
+    it is there."""
     found: dict[str, Any] = json.loads(read_file(folder / _STATE, folder))
     return found
 

@@ -1,19 +1,25 @@
 """Saved models in a folder, under the paths that clients use: `tinker://MODEL/KIND/NAME`."""
 
+import json
 import re
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from distflow.observe.crash_safe_files import sync, write_atomically
 from distflow.tinker.adapter import read_state
 from distflow.tinker.messages import BadRequest
 
 Json = dict[str, Any]
 TRAINING = "weights"
 SAMPLING = "sampler_weights"
-_PATH = re.compile(r"tinker://([\w:-]+)/(weights|sampler_weights)/([\w.-]+)")
+EXTERNAL = "external_weights"
+_TYPES = {TRAINING: "training", SAMPLING: "sampler", EXTERNAL: "external"}
+_PATH = re.compile(rf"tinker://(\w[\w:-]*)/({'|'.join(_TYPES)})/(\w[\w.-]{{0,99}})")
+_MODEL = "model.json"
+_EXPIRY = "expires.json"
 
 
 class Checkpoints:
@@ -23,35 +29,69 @@ class Checkpoints:
         """Those in the folder are there for new clients."""
         self._folder = folder
 
+    def begin(
+        self, model_id: str, base_model: str, rank: int, metadata: Mapping[str, str] | None
+    ) -> None:
+        """Note a new model."""
+        note = {
+            "training_run_id": model_id,
+            "base_model": base_model,
+            "model_owner": "local",
+            "is_lora": True,
+            "lora_rank": rank,
+            "user_metadata": metadata,
+        }
+        folder = self._folder / model_id
+        folder.mkdir(exist_ok=True)
+        write_atomically(folder / _MODEL, json.dumps(note).encode())
+
+    def training_runs(self) -> list[Json]:
+        """Of all models, the last saved first."""
+        runs = [self.training_run(each.parent.name) for each in self._folder.glob(f"*/{_MODEL}")]
+        return sorted(runs, key=lambda each: str(each["last_request_time"]), reverse=True)
+
+    def training_run(self, model_id: str) -> Json:
+        """Raises KeyError."""
+        note = self._folder / model_id / _MODEL
+        if not note.is_file():
+            raise KeyError(model_id)
+
+        saved = self.listed(model_id)
+        last = {each["checkpoint_type"]: each for each in saved}
+        times = [when(note.stat().st_mtime), *(each["time"] for each in saved)]
+        return {
+            **json.loads(note.read_text()),
+            "last_request_time": max(times),
+            "last_checkpoint": last.get("training"),
+            "last_sampler_checkpoint": last.get("sampler"),
+        }
+
     def place(self, path: str, overwrite: bool) -> Path:
         """Where to write a new one. Raises BadRequest for a path that is taken or is none."""
-        found = _PATH.fullmatch(path)
-        if found is None:
+        folder = self._living(path)
+        if folder is None:
             name = path.rpartition("/")[2]
             raise BadRequest(f"a checkpoint cannot be called {name!r:.80}: use letters and digits")
 
-        folder = self._folder / found[1] / found[2] / found[3]
         if folder.exists() and not overwrite:
             raise BadRequest(f"there is a checkpoint {path} already: checkpoints do not change")
         return folder
 
     def find(self, path: str) -> Path:
         """Its folder. Raises BadRequest for a path that is not there."""
-        found = _PATH.fullmatch(path)
-        folder = self._folder / found[1] / found[2] / found[3] if found else None
+        folder = self._living(path)
         if folder is None or not folder.is_dir():
             raise BadRequest(f"there is no checkpoint {path!r:.120} on this server")
         return folder
 
-    def listed(self, model_id: str | None = None) -> list[Json]:
+    def listed(self, model_id: str = "*") -> list[Json]:
         """Those of a model, or all, the oldest first."""
         listed = list[Json]()
-        for owner in sorted(self._folder.iterdir()):
-            if model_id is not None and owner.name != model_id:
-                continue
-            for kind in (TRAINING, SAMPLING):
-                for place in (owner / kind).glob("*"):
-                    listed.append(_listed(owner.name, kind, place))
+        for kind in _TYPES:
+            for place in self._folder.glob(f"{model_id}/{kind}/[!.]*"):
+                path = f"tinker://{place.parent.parent.name}/{kind}/{place.name}"
+                if self._living(path) is not None and place.is_dir():
+                    listed.append(_listed(path, place))
 
         return sorted(listed, key=lambda each: str(each["time"]))
 
@@ -67,29 +107,77 @@ class Checkpoints:
             "train_attn": config["attention"],
         }
 
+    def expire(self, path: str, within_s: float | None) -> None:
+        """Delete it once that time is over; None keeps it. Raises BadRequest."""
+        note = self.find(path) / _EXPIRY
+        if within_s is None:
+            note.unlink(missing_ok=True)
+        else:
+            write_atomically(note, json.dumps(time.time() + within_s).encode())
+
     def delete(self, path: str) -> None:
         """Raises BadRequest."""
         shutil.rmtree(self.find(path))
 
+    def _living(self, path: str) -> Path | None:
+        """Its folder, whether it is there or not; None if it is no path."""
+        found = _PATH.fullmatch(path)
+        if found is None:
+            return None
+
+        folder = self._folder.joinpath(*found.groups())
+        expires = _expiry(folder)
+        if expires is not None and expires < time.time():
+            shutil.rmtree(folder)
+        return folder
+
 
 def write(folder: Path, save: Callable[[Path], None]) -> None:
-    """The folder is there when all that `save` writes into it is."""
+    """The folder is there when all that `save` writes into it is on disk."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     new = folder.with_name(f".{folder.name}.new")
     shutil.rmtree(new, ignore_errors=True)
     new.mkdir()
-    save(new)
-    shutil.rmtree(folder, ignore_errors=True)
+
+    try:
+        save(new)
+        for file in new.iterdir():
+            sync(file)
+    except BaseException:
+        shutil.rmtree(new, ignore_errors=True)
+        raise
+
+    old = folder.with_name(f".{folder.name}.old")
+    if folder.exists():
+        folder.replace(old)
     new.replace(folder)
+    shutil.rmtree(old, ignore_errors=True)
+    sync(folder.parent)
 
 
-def _listed(model_id: str, kind: str, place: Path) -> Json:
-    files = [each.stat() for each in place.iterdir()]
+def _expiry(folder: Path) -> float | None:
+    try:
+        return float(json.loads((folder / _EXPIRY).read_text()))
+    except FileNotFoundError:
+        return None
+
+
+def _listed(path: str, place: Path) -> Json:
+    files = [each.stat() for each in place.iterdir() if each.name != _EXPIRY]
     written = max((each.st_mtime for each in files), default=0.0)
+    expires = _expiry(place)
+    kind = place.parent.name
     return {
         "checkpoint_id": f"{kind}/{place.name}",
-        "checkpoint_type": "training" if kind == TRAINING else "sampler",
-        "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(written)),
-        "tinker_path": f"tinker://{model_id}/{kind}/{place.name}",
+        "checkpoint_type": _TYPES[kind],
+        "time": when(written),
+        "tinker_path": path,
         "size_bytes": sum(each.st_size for each in files),
+        "user_metadata": read_state(place).get("user_metadata"),
+        "expires_at": when(expires) if expires else None,
     }
+
+
+def when(seconds: float) -> str:
+    """As the protocol writes times."""
+    return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(seconds))

@@ -16,6 +16,7 @@ from distflow.http_guard import Door, Guard, make_server
 from distflow.import_target import check_server_packages
 from distflow.tinker.futures import Conflict, Gone, Result, TooMany
 from distflow.tinker.messages import BadRequest, parse_pass, protocol
+from distflow.tinker.rest import FILES, Rest
 from distflow.tinker.service import Service
 
 MAX_BODY_BYTES = 64 * 2**20
@@ -44,7 +45,6 @@ class TinkerServer:
         def get(path: str, answer: Callable[[Any], Awaitable[Any]]) -> Any:
             return route(f"/api/v1/{path}", partial(_answered, answer), methods=["GET"])
 
-        checkpoints = "training_runs/{model}/checkpoints"
         routes = [
             get("healthz", self._health),
             get("get_server_capabilities", self._capabilities),
@@ -59,25 +59,22 @@ class TinkerServer:
             post("optim_step", partial(self._ordered, service.step)),
             post("save_weights", partial(self._ordered, service.save)),
             post("save_weights_for_sampler", partial(self._ordered, service.save_for_sampler)),
-            post("save_weights_external", partial(self._ordered, service.refuse_external)),
+            post("save_weights_external", partial(self._ordered, service.save_external)),
             post("load_weights", self._load),
             post("create_sampling_session", self._open_sampling),
             get("samplers/{sampler}", self._sampler),
             post("asample", self._sample),
             post("retrieve_future", self._retrieve),
             post("cancel_future", self._cancel),
-            get("checkpoints", self._checkpoints),
-            get(checkpoints, self._checkpoints),
             post("weights_info", self._weights_info),
-            route(
-                f"/api/v1/{checkpoints}/{{kind}}/{{name}}",
-                partial(_answered, self._delete),
-                methods=["DELETE"],
+            *(
+                route(f"/api/v1/{path}", partial(_answered, answer), methods=[method])
+                for method, path, answer in Rest(service).routes()
             ),
             route("/{path:path}", _no_route, methods=["GET", "POST", "PUT", "PATCH", "DELETE"]),
         ]
         app = import_module("starlette.applications").Starlette(routes=routes)
-        guard = Guard(host, key, MAX_BODY_BYTES, body_types=_BODY_TYPES)
+        guard = Guard(host, key, MAX_BODY_BYTES, _BODY_TYPES, secret_below=FILES)
         self._server = make_server(app, guard, (), _STOPS_WITHIN_S)
         self._server.capture_signals = nullcontext  # `serve` has its own
 
@@ -211,21 +208,9 @@ class TinkerServer:
         self._service.futures.cancel((await _body(request))["request_id"])
         return {}
 
-    async def _checkpoints(self, request: Any) -> Json:
-        listed = self._service.checkpoints.listed(request.path_params.get("model"))
-        cursor = {"offset": 0, "limit": len(listed), "total_count": len(listed)}
-        return {"checkpoints": listed, "cursor": cursor}
-
     async def _weights_info(self, request: Any) -> Json:
         path = (await _body(request))["tinker_path"]
         return self._service.checkpoints.info(path, self._service.base.name)
-
-    async def _delete(self, request: Any) -> Json:
-        found = request.path_params
-        self._service.checkpoints.delete(
-            f"tinker://{found['model']}/{found['kind']}/{found['name']}"
-        )
-        return {}
 
     def _in_turn(
         self, model_id: str, number: object, digest: bytes, work: Callable[[], Awaitable[Result]]

@@ -20,7 +20,7 @@ from distflow.tinker.adapter import (
     TrainedAdapter,
     read_state,
 )
-from distflow.tinker.checkpoints import SAMPLING, TRAINING, Checkpoints, write
+from distflow.tinker.checkpoints import EXTERNAL, SAMPLING, TRAINING, Checkpoints, write
 from distflow.tinker.futures import Futures, Result, Turns
 from distflow.tinker.messages import BadRequest, read_pass, write_pass
 from distflow.tinker.sampler import Sampler, read_sample
@@ -119,7 +119,7 @@ class Service:
             bool(given.get("train_attn", True)),
             bool(given.get("train_mlp", True)),
         )
-        await self._add_model(model_id, config)
+        await self._add_model(model_id, config, body)
 
         return {"type": "create_model", "model_id": model_id}
 
@@ -127,7 +127,7 @@ class Service:
         """A model from a checkpoint."""
         folder = self.checkpoints.find(body["path"])
         config = AdapterConfig(**read_state(folder)["config"])
-        await self._add_model(model_id, config)
+        await self._add_model(model_id, config, body)
         model = self._models[model_id]
         await self._compute(model.adapter.load, folder, bool(body["optimizer"]))
         return {"type": "load_weights", "path": body["path"], "model_id": model_id}
@@ -159,16 +159,15 @@ class Service:
 
     async def save(self, model_id: str, body: Json) -> Result:
         adapter = self.model(model_id).adapter
-        name = body.get("path") or f"step-{adapter.num_steps}"
-        path = await self._save(model_id, TRAINING, name, bool(body.get("overwrite")))
+        path = await self._save(model_id, TRAINING, f"step-{adapter.num_steps}", body)
         return {"type": "save_weights", "path": path}
 
-    async def refuse_external(self, model_id: str, body: Json) -> Result:
-        """It takes its turn, else the requests after it would wait for it."""
-        raise BadRequest(
-            "save_weights_external is not served here: save_state writes a PEFT folder below "
-            "--folder"
-        )
+    async def save_external(self, model_id: str, body: Json) -> Result:
+        """For downloads."""
+        if body.get("age_encryption_recipients"):
+            raise BadRequest("age_encryption_recipients are not supported: leave them out")
+        path = await self._save(model_id, EXTERNAL, "external", body)
+        return {"type": "save_weights_external", "path": path}
 
     async def save_for_sampler(self, model_id: str, body: Json) -> Result:
         """Under a name, or for a sampling session that this opens."""
@@ -180,8 +179,8 @@ class Service:
 
         adapter = self.model(model_id).adapter
         number = body.get("sampling_session_seq_id")
-        name = body.get("path") or f"session-{number}-step-{adapter.num_steps}"
-        path = await self._save(model_id, SAMPLING, name, overwrite=False)
+        default = f"session-{number}-step-{adapter.num_steps}"
+        path = await self._save(model_id, SAMPLING, default, body)
         if number is None:
             return {"type": "save_weights_for_sampler", "path": path}
 
@@ -224,6 +223,17 @@ class Service:
         sampler = await self._sampler(session.path)
         return await sampler.sample(request, stream)
 
+    def sessions(self) -> list[str]:
+        """The newest first."""
+        return [*reversed(self._sessions)]
+
+    def session(self, session: str) -> Json:
+        """Raises KeyError."""
+        self._sessions[session]
+        models = [each for each in self._models if each.startswith(f"{session}:")]
+        samplers = [each for each in self._samplings if each.startswith(f"{session}:")]
+        return {"training_run_ids": models, "sampler_ids": samplers}
+
     def model(self, model_id: str) -> _Model:
         """Raises BadRequest."""
         model = self._models.get(model_id)
@@ -249,20 +259,23 @@ class Service:
             "model_name": base.name,
         }
 
-    async def _add_model(self, model_id: str, config: AdapterConfig) -> None:
+    async def _add_model(self, model_id: str, config: AdapterConfig, body: Json) -> None:
         adapter = await self._compute(TrainedAdapter, self.base.shared, model_id, config)
+        self.checkpoints.begin(model_id, self.base.name, config.rank, body.get("user_metadata"))
         self._models[model_id] = _Model(adapter)
 
     async def _compute(self, function: Callable[..., Any], *arguments: object) -> Any:
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self._computing, partial(function, *arguments))
 
-    async def _save(self, model_id: str, kind: str, name: str, overwrite: bool) -> str:
-        path = f"tinker://{model_id}/{kind}/{name}"
-        place = self.checkpoints.place(path, overwrite)
+    async def _save(self, model_id: str, kind: str, default: str, body: Json) -> str:
+        path = f"tinker://{model_id}/{kind}/{body.get('path') or default}"
+        place = self.checkpoints.place(path, bool(body.get("overwrite")))
         adapter = self.model(model_id).adapter
-        save = partial(adapter.save, with_optimizer=kind == TRAINING)
+        metadata = body.get("user_metadata")
+        save = partial(adapter.save, with_optimizer=kind == TRAINING, metadata=metadata)
         await self._compute(write, place, save)
+        self.checkpoints.expire(path, body.get("ttl_seconds"))
         return path
 
     def _check_base(self, name: object) -> None:
