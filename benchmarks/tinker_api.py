@@ -17,6 +17,7 @@ futures. `busy beside`: cores that processes other than ours kept busy.
 
 import argparse
 import json
+import math
 import os
 import signal
 import statistics
@@ -39,6 +40,7 @@ from workload import WORKS, Shape, Work, ids_of, train, write_work
 from distflow.models.loading import load_model
 from distflow.tinker.adapter import AdapterConfig, SharedBase, StepOptions, TrainedAdapter
 from distflow.tinker.messages import Datum, PassRequest
+from distflow.tinker.model_memory import ModelMemory
 
 WARM_UP = 2
 RANK = 32
@@ -179,7 +181,7 @@ def measure_calls() -> None:
         folder = Path(place)
         write_work(folder, work.shape)
         adapter = TrainedAdapter(
-            SharedBase(load_model(str(folder / "model")), None),
+            SharedBase(load_model(str(folder / "model")), None, ModelMemory(math.inf, folder)),
             "own",
             AdapterConfig(RANK, 1, True, True),
         )

@@ -1,6 +1,7 @@
 """Adapters that clients train, against float64 references in plain transformers and plain sums."""
 
 import json
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -16,6 +17,7 @@ from distflow.models.lora import merge_adapter
 from distflow.tinker.adapter import AdapterConfig, SharedBase, StepOptions, TrainedAdapter
 from distflow.tinker.losses import LOSSES
 from distflow.tinker.messages import BadRequest, Datum, PassRequest
+from distflow.tinker.model_memory import ModelMemory
 from distflow.training.torch_engine import TorchScorer
 from tests.tiny_models import CHARACTERS, write_tiny_model
 
@@ -39,8 +41,8 @@ def plain(folder: Path) -> Any:
     return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)
 
 
-def make_base(folder: Path) -> SharedBase:
-    return SharedBase(load_model(folder), None)
+def make_base(folder: Path, kind: type[SharedBase] = SharedBase) -> SharedBase:
+    return kind(load_model(folder), None, ModelMemory(math.inf, folder))
 
 
 class SmallBins(SharedBase):
@@ -157,7 +159,7 @@ def test_log_probs_loss_and_gradients_are_those_of_the_merged_model(
     folder: Path, plain: Any, loss: str, kind: type[SharedBase]
 ) -> None:
     """Also where data with the same first tokens have other targets there."""
-    base = kind(load_model(folder), None)
+    base = make_base(folder, kind)
     adapter = made(base)
     leaves = {path: each.double().requires_grad_() for path, each in weights_of(base).items()}
     data = random_data()
@@ -262,7 +264,7 @@ BAD: dict[str, tuple[str, Callable[[Datum], Datum], str]] = {
 def test_a_bad_datum_among_good_ones_adds_no_gradient(folder: Path, kind: str) -> None:
     """Each datum is a pass of its own here: those before it had theirs."""
     loss, spoil, message = BAD[kind]
-    base = SmallBins(load_model(folder), None)
+    base = make_base(folder, SmallBins)
     adapter = made(base)
     good = [random_datum(seed, 16) for seed in range(5)]
     bad = [*good[:2], spoil(good[2]), *good[3:]]
@@ -569,3 +571,71 @@ def test_an_adapter_of_nothing_is_refused(folder: Path, config: AdapterConfig) -
     alone = make_base(folder)
     train(made(alone), 1)
     assert_equal(weights_of(base), weights_of(alone))
+
+
+def small_base(folder: Path, kept: Path, models: float) -> SharedBase:
+    """One with memory for so many adapters of `CONFIG`."""
+    each = SharedBase(load_model(folder), None, ModelMemory(math.inf, kept)).num_bytes(CONFIG)
+    return SharedBase(load_model(folder), None, ModelMemory(models * each, kept))
+
+
+@pytest.mark.parametrize("models", [1, 2.5])
+def test_adapters_that_leave_memory_come_back_equal(
+    folder: Path, tmp_path: Path, models: float
+) -> None:
+    """With gradients that no step has used yet, and with moments."""
+    names = ("one", "two", "three")
+    small = small_base(folder, tmp_path, models)
+    large = make_base(folder)
+    of_small = [made(small, name, replace(CONFIG, seed=5)) for name in names]
+    of_large = [made(large, name, replace(CONFIG, seed=5)) for name in names]
+    seen = []
+    for adapters in (of_small, of_large):
+        told = []
+        for number in (0, 1, 2, 0, 0, 2, 1, 0):
+            adapter = adapters[number]
+            told.append(adapter.run(request(random_data()[: number + 3]))[1])
+            if len(told) % 2:
+                told.append(adapter.step(StepOptions(learning_rate=0.01)))
+        seen.append(told)
+    assert seen[0] == seen[1]
+
+    num_there = len([name for name in names if small.parameters(name)])
+    assert num_there == int(models)
+    assert len([*(tmp_path / ".idle").iterdir()]) == len(names) - num_there
+    for name, adapter, twin in zip(names, of_small, of_large, strict=True):
+        adapter.save(tmp_path, with_optimizer=True)
+        assert adapter.num_steps == twin.num_steps
+        assert_equal(weights_of(small, name), weights_of(large, name))
+
+    for adapter in of_small:
+        adapter.close()
+    assert not [*(tmp_path / ".idle").iterdir()]
+    assert not any(small.parameters(name) for name in names)
+
+
+def test_a_model_larger_than_the_memory_is_refused_and_the_others_stay(
+    folder: Path, tmp_path: Path
+) -> None:
+    base = small_base(folder, tmp_path, 1)
+    adapter = made(base)
+    with pytest.raises(BadRequest, match="GB for models"):
+        TrainedAdapter(base, "two", replace(CONFIG, rank=5))
+    with pytest.raises(BadRequest, match="rank 0"):
+        TrainedAdapter(base, "three", replace(CONFIG, rank=0))
+    train(adapter, 1)
+    made(base, "two").close()
+    train(adapter, 1)
+
+
+def test_a_model_that_cannot_be_written_stays_in_memory(folder: Path, tmp_path: Path) -> None:
+    base = small_base(folder, tmp_path, 1)
+    adapter = made(base)
+    train(adapter, 1)
+    (tmp_path / ".idle" / "one" / "distflow.json").mkdir(parents=True)
+    with pytest.raises(OSError):
+        TrainedAdapter(base, "two", CONFIG)
+    train(adapter, 1)
+    assert base.parameters("two") == {}
+    made(base, "two").close()
+    train(adapter, 1)

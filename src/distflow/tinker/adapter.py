@@ -3,7 +3,7 @@ add up until a step, and an optimizer of its own."""
 
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ from distflow.models.packed_forward import ModelInputs
 from distflow.models.packed_layout import shared_prefixes
 from distflow.tinker.losses import LOSSES, Loss, Settings
 from distflow.tinker.messages import BadRequest, Datum, PassRequest
+from distflow.tinker.model_memory import ModelMemory
 from distflow.training.optimizer import (
     load_optimizer_state,
     make_optimizer,
@@ -31,7 +32,10 @@ from distflow.untrusted_files import check_tensors, read_file
 
 _WEIGHTS = "adapter_model.safetensors"
 _MOMENTS = "optimizer.safetensors"
+_GRADIENTS = "gradients.safetensors"
 _STATE = "distflow.json"
+_BYTES = 16
+"""For each trained number: itself, its gradient and two moments."""
 _MOST_RANK = 4096
 _ALPHA = 32.0
 """What the Tinker API scales adapters by, whatever their rank."""
@@ -64,10 +68,19 @@ class StepOptions:
 class SharedBase:
     """The base model under all adapters; one of them is in use at a time. Used by one thread."""
 
-    def __init__(self, model: PreTrainedModel, compute_dtype: torch.dtype | None) -> None:
+    def __init__(
+        self, model: PreTrainedModel, compute_dtype: torch.dtype | None, memory: ModelMemory
+    ) -> None:
+        self.memory = memory
         self._model: Any = model
         self._compute_dtype = compute_dtype
         self._in_use = ""
+
+    def num_bytes(self, config: AdapterConfig) -> int:
+        """Of an adapter, its gradients and its optimizer's state."""
+        layers = _linear_layers(unwrapped(self._model), config).values()
+        widths = sum(each.in_features + each.out_features for each in layers)
+        return _BYTES * config.rank * widths
 
     def add(self, name: str, config: AdapterConfig) -> None:
         """Raises BadRequest for an adapter of nothing, or of more than the layers have."""
@@ -117,7 +130,8 @@ class SharedBase:
         return self._model.peft_config[name]
 
 
-def _linear_layers(model: nn.Module, config: AdapterConfig) -> Iterator[str]:
+def _linear_layers(model: nn.Module, config: AdapterConfig) -> dict[str, nn.Linear]:
+    found = {}
     head = model.get_output_embeddings()  # type: ignore[operator]  # transformers'
     for path, module in model.named_modules():
         # below an adapter the layer has this name
@@ -127,7 +141,9 @@ def _linear_layers(model: nn.Module, config: AdapterConfig) -> Iterator[str]:
 
         is_attention = "attn" in path or "attention" in path
         if config.attention if is_attention else config.mlp:
-            yield path
+            found[path] = module
+
+    return found
 
 
 class TrainedAdapter:
@@ -135,17 +151,22 @@ class TrainedAdapter:
 
     def __init__(self, base: SharedBase, name: str, config: AdapterConfig) -> None:
         """Raises BadRequest."""
-        base.add(name, config)
         self._base = base
         self._name = name
         self.config = config
-        self._parameters = base.parameters(name)
-        self._optimizer = make_optimizer("adamw", self._parameters.values(), lr=0.0)
+        self.num_bytes = base.num_bytes(config)
         self.num_steps = 0
+        base.memory.use(name, self)
+        try:
+            self._begin()
+        except BaseException:
+            base.memory.forget(name)
+            raise
 
     def run(self, request: PassRequest) -> tuple[list[Tensor], dict[str, float]]:
         """The log-probs of each datum's targets, and metrics; unless it is `forward_only`,
         gradients of the summed loss are added. Raises BadRequest, with no gradient added."""
+        self._base.memory.use(self._name, self)
         loss = LOSSES.get(request.loss)
         if loss is None:
             known = ", ".join(LOSSES)
@@ -187,6 +208,7 @@ class TrainedAdapter:
     def step(self, options: StepOptions) -> dict[str, float]:
         """One step of AdamW on the gradients so far, which are then forgotten. Raises BadRequest if
         there are none, or if they are not finite; then nothing is trained."""
+        self._base.memory.use(self._name, self)
         own = self._parameters.values()
         if all(each.grad is None for each in own):
             raise BadRequest("optim_step without gradients: call forward_backward first")
@@ -211,6 +233,7 @@ class TrainedAdapter:
 
     def save(self, folder: Path, with_optimizer: bool, metadata: object = None) -> None:
         """Write a folder that PEFT loads too. metadata: JSON data of the client."""
+        self._base.memory.use(self._name, self)
         weights = {name: each.detach() for name, each in self._parameters.items()}
         save_file(_on_host(weights), folder / _WEIGHTS)
         self._base.peft_config(self._name).save_pretrained(str(folder))
@@ -227,6 +250,7 @@ class TrainedAdapter:
     def load(self, folder: Path, with_optimizer: bool) -> None:
         """Take weights, and on request the optimizer's state. Raises BadRequest, with nothing
         changed, for an adapter of another form."""
+        self._base.memory.use(self._name, self)
         weights = load_file(check_tensors(folder / _WEIGHTS, folder))
         fits = weights.keys() == self._parameters.keys() and all(
             weights[name].shape == each.shape for name, each in self._parameters.items()
@@ -251,8 +275,35 @@ class TrainedAdapter:
         self._optimizer.zero_grad(set_to_none=True)
         self.num_steps = int(state["num_steps"])
 
+    def to_disk(self, folder: Path) -> None:
+        """With the gradients so far."""
+        self.save(folder, with_optimizer=True)
+        gradients = {}
+        for name, parameter in self._parameters.items():
+            if parameter.grad is not None:
+                gradients[name] = parameter.grad
+        save_file(_on_host(gradients), folder / _GRADIENTS)
+        self._end()
+
+    def from_disk(self, folder: Path) -> None:
+        self._begin()
+        self.load(folder, with_optimizer=True)
+        for name, gradient in load_file(folder / _GRADIENTS).items():
+            self._parameters[name].grad = send(gradient, self._parameters[name].device)
+
     def close(self) -> None:
+        if self._base.memory.forget(self._name):
+            self._end()
+
+    def _begin(self) -> None:
+        self._base.add(self._name, self.config)
+        self._parameters = self._base.parameters(self._name)
+        self._optimizer = make_optimizer("adamw", self._parameters.values(), lr=0.0)
+
+    def _end(self) -> None:
         self._base.remove(self._name)
+        self._parameters = {}
+        del self._optimizer
 
 
 def read_state(folder: Path) -> dict[str, Any]:

@@ -41,6 +41,7 @@ from distflow.rollout.engine import RolloutEngine
 from distflow.rollout.engine_bench import Bench
 from distflow.runtime.spec import Get
 from distflow.tinker.adapter import SharedBase
+from distflow.tinker.model_memory import ModelMemory, max_model_bytes
 from distflow.tinker.server import TinkerServer
 from distflow.tinker.service import BaseModel, Service
 
@@ -73,12 +74,12 @@ async def serve_tinker(
     """Serve the Tinker API until cancelled. folder: of the checkpoints. say: called when it
     listens. Raises UserError."""
     host = listening.getsockname()[0]
-    server = TinkerServer(Service(_base_model(config, name), folder), key, host)
+    server = TinkerServer(Service(_base_model(config, name, folder), folder), key, host)
     say()
     await server.serve(listening)
 
 
-def _base_model(config: Config, name: str) -> BaseModel:
+def _base_model(config: Config, name: str, folder: Path) -> BaseModel:
     engine = config.actor_rollout_ref.rollout.name
     if ROLLOUT_ENGINES[engine].in_server:
         raise UserError(
@@ -102,13 +103,14 @@ def _base_model(config: Config, name: str) -> BaseModel:
         cast_weights(merged, engine_dtype(config))
         return make_engine(config, merged, tokenizer, False, policy_engine_options(config))
 
+    memory = ModelMemory(max_model_bytes(device), folder)
     return BaseModel(
         name,
         str(resolve_path(source["path"])),
         model.config.model_type,
         policy_limits(config).context or LONGEST,
         stop_token_ids(model, tokenizer),
-        SharedBase(model, compute_dtype(config)),
+        SharedBase(model, compute_dtype(config), memory),
         make,
     )
 
