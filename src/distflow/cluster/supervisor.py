@@ -219,29 +219,38 @@ class RayRun(AbstractContextManager["RayRun"]):
         waiting.exception()  # read here, since the caller asks for the reply itself
 
     def _rounds(self, differences: list[str], output: DriverOutput) -> Iterator[None]:
-        """Supervise to the end of the run, pausing after each round."""
+        """Start the loops of all workers, and supervise them until those that train have ended. A
+        round waits for nothing: its caller does so before the next. Raises what ends the run."""
         running = {self._run(rank, differences): rank for rank in range(len(self._workers))}
         still_training = set(self.training_ranks)
         while still_training:
             output.show(self.coordinator)
-            self._look_after()
-
-            done, _ = ray.wait(list(running), num_returns=len(running), timeout=0)
-            for ref in done:
-                rank = running.pop(ref)
-                still_training.discard(rank)
-                self._take(rank, self._blame.outcome(ref, rank), running)
-
-            for rank, worker in self._others.ready().items():
-                self._workers[rank] = worker
-                self._heartbeat.follow(rank, worker)
-                running[self._run(rank, differences)] = rank
-                self._others.connect(rank, worker)
-
+            self._kill_silent()
+            still_training -= self._take_ended(running)
+            self._run_replacements(differences, running)
             yield
 
         self._end(running)
         output.show(self.coordinator, last=True)
+
+    def _take_ended(self, running: dict[Any, int]) -> set[int]:
+        """Remove the loops that have ended from those that run; returns their ranks."""
+        ended = set[int]()
+        done, _ = ray.wait(list(running), num_returns=len(running), timeout=0)
+        for ref in done:
+            rank = running.pop(ref)
+            ended.add(rank)
+            self._take(rank, self._blame.outcome(ref, rank), running)
+
+        return ended
+
+    def _run_replacements(self, differences: list[str], running: dict[Any, int]) -> None:
+        """Start the loops of replacements whose engines are built."""
+        for rank, worker in self._others.ready().items():
+            self._workers[rank] = worker
+            self._heartbeat.follow(rank, worker)
+            running[self._run(rank, differences)] = rank
+            self._others.connect(rank, worker)
 
     def _take(self, rank: int, outcome: int | BaseException, running: Mapping[Any, int]) -> None:
         """Take the end of a worker: replace it if it died and can be replaced. Raises what ends the
@@ -308,7 +317,7 @@ class RayRun(AbstractContextManager["RayRun"]):
 
         self.finished = self._progress().finished
 
-    def _look_after(self) -> None:
+    def _kill_silent(self) -> None:
         """Raises WorkerDied for a process that does not respond; a replaceable one is killed, so
         that it does nothing if it wakes."""
         _check_ray()

@@ -7,7 +7,7 @@ back.
 
 import threading
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -93,40 +93,27 @@ class WeightReceivers:
         """The replies of those that reply. One that does not within `timeout_s` is killed, since it
         may be between two states; so is one that received damaged weights. Raises what a worker
         raised. workers: those that were asked, which may have been replaced since."""
-        import ray
         from ray.exceptions import RayActorError
 
-        begin = time.monotonic()
         replies = {}
         waiting = {ref: rank for rank, ref in asked.items()}
-        while waiting:
-            left_s = timeout_s
-            if timeout_s is not None:
-                left_s = max(0.0, begin + timeout_s - time.monotonic())
-
-            done, _ = ray.wait(list(waiting), timeout=left_s)
-            for ref in done:
-                rank = waiting.pop(ref)
-                try:
-                    replies[rank] = reply(ref)
-                except RayActorError:
-                    self._remove(
-                        rank, workers[rank], f"worker {rank} died before it had replied for {what}"
-                    )
-                except Spoiled as err:
-                    kill(workers[rank])
-                    why = f"worker {rank} rejected {what}, and is killed: {err}"
-                    self._remove(rank, workers[rank], why)
-
-            if not done:
-                break
+        for ref in _in_order_of_arrival(asked.values(), timeout_s):
+            rank = waiting.pop(ref)
+            try:
+                replies[rank] = reply(ref)
+            except RayActorError:
+                why = f"worker {rank} died before it had replied for {what}"
+                self._remove(rank, workers[rank], why)
+            except Spoiled as err:
+                kill(workers[rank])
+                why = f"worker {rank} rejected {what}, and is killed: {err}"
+                self._remove(rank, workers[rank], why)
 
         for rank in waiting.values():
             kill(workers[rank])
-            late = f"worker {rank} did not reply for {what} within {timeout_s:g} s"
-            self._remove(
-                rank, workers[rank], f"{late} (actor_rollout_ref.rollout.timeout_s), and is killed"
-            )
+            why = f"worker {rank} did not reply for {what} within {timeout_s:g} s"
+            why += " (actor_rollout_ref.rollout.timeout_s), and is killed"
+            self._remove(rank, workers[rank], why)
 
         return replies
 
@@ -162,6 +149,23 @@ class WeightReceivers:
                 del self._workers[rank]
                 self._versions.pop(rank, None)
         self.note(why)
+
+
+def _in_order_of_arrival(refs: Collection[Any], timeout_s: float | None) -> Iterator[Any]:
+    """The references whose results come within the time, each as soon as it is there."""
+    import ray
+
+    begin = time.monotonic()
+    waiting = list(refs)
+    while waiting:
+        left_s = timeout_s
+        if timeout_s is not None:
+            left_s = max(0.0, begin + timeout_s - time.monotonic())
+
+        done, waiting = ray.wait(waiting, timeout=left_s)
+        if not done:
+            return
+        yield from done
 
 
 class Stalled(RuntimeError):

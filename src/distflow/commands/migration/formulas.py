@@ -97,9 +97,7 @@ def compute(
     values: of the file and of its system's defaults. devices: None if the values say it. missing:
     gets a line for what cannot be computed.
     """
-    says_devices = any(key.endswith(("n_gpus_per_node", "num_gpus_per_node")) for key in values)
-    is_alone = theirs.system == "TRL" or theirs.method in ("sft", "rm")
-    if is_alone and not (devices or says_devices):
+    if not devices and _is_one_process(theirs, values):
         devices = 1
         missing.append(
             "devices: their number is not in the file; 1 is assumed, set another with --devices N"
@@ -108,9 +106,8 @@ def compute(
     formulas = entries_for(table.computed, theirs.method)
     known: dict[str, object] = {**values, "devices": devices}
     sources: dict[str, set[str]] = {}
-    """Their keys that a result comes from."""
-    read = set[str]()
-    computed = Computed()
+    """Their keys that each result comes from."""
+    in_another_unit = set[str]()
     for ours, formula in formulas.items():
         inputs = {key: known.get(key) for key in _keys_in(formula)}
         result = _whole(ours, _evaluate(formula, inputs, values.get("max_steps")), missing)
@@ -118,7 +115,7 @@ def compute(
 
         if isinstance(result, Unread):
             same = {key for key in inputs if _is_same(key, ours, theirs, table)}
-            computed.used |= same  # in another unit
+            in_another_unit |= same
             # what the file does not say is reported where its own key is converted
             if same or (is_known(ours) and isinstance(result, Uncomputed)):
                 missing.append(_why_unread(ours, result, same))
@@ -127,24 +124,34 @@ def compute(
         sources[ours] = set()
         for key in inputs:
             sources[ours] |= {key} if key == ours else sources.get(key, {key})
+
+    computed = Computed(used=in_another_unit)
+    for ours, own in sources.items():
+        result = known[ours]
         if result is None:  # it says nothing of a key that is theirs too
-            read |= sources[ours] - {ours}
-            continue
-
-        read |= sources[ours]
-        if is_known(ours):
-            computed.write(ours, result, sources[ours])
-            if not sources[ours].isdisjoint(theirs.values):
+            computed.idle |= own - {ours}
+        elif is_known(ours):
+            computed.write(ours, result, own)
+            if not own.isdisjoint(theirs.values):
                 computed.given.add(ours)
+        else:
+            computed.idle |= own
 
-    apart = set()
-    for key in read | computed.used:
+    for key in computed.used | computed.idle:
         if _is_apart(key, values.get(key), table, theirs.method, formulas):
-            apart.add(key)
+            computed.used.discard(key)
+            computed.idle.discard(key)
 
-    computed.used -= apart
-    computed.idle = read - computed.used - apart
+    computed.idle -= computed.used
     return computed
+
+
+def _is_one_process(theirs: ForeignSettings, values: Mapping[str, object]) -> bool:
+    """Whether the number of processes is what the launcher of the system is told, and not in the
+    file."""
+    if theirs.system != "TRL" and theirs.method not in ("sft", "rm"):
+        return False
+    return not any(key.endswith(("n_gpus_per_node", "num_gpus_per_node")) for key in values)
 
 
 def _evaluate(formula: str, own: Mapping[str, object], max_steps: object) -> object:

@@ -318,82 +318,98 @@ def _attend(
     IS_WHOLE: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
+    """One split of the cached tokens, for one row and all query heads of one key head.
+
+    Softmax runs over one page at a time: `largest`, `total` and `mixed` are the largest score, the
+    sum of exponentials and the weighted sum of values so far, by query head. The row's own token
+    is not in the cache yet, so its key and value take the place of what is read there, and the
+    split that it belongs to stores them.
+    """
     HALF: tl.constexpr = HEAD_DIM // 2
     row = tl.program_id(0).to(tl.int64)
     kv_head = tl.program_id(1)
     split = tl.program_id(2)
     position = tl.load(positions + row)
-    first = split * SPLIT_PAGES
-    if first * PAGE > position:
+    first_page = split * SPLIT_PAGES
+    if first_page * PAGE > position:
         return
 
-    low = tl.arange(0, HALF)
-    whole = tl.arange(0, HEAD_DIM)
+    half_dims = tl.arange(0, HALF)
+    dims = tl.arange(0, HEAD_DIM)
     tokens = tl.arange(0, PAGE)
-    heads = tl.arange(0, ROWS)
+    group = tl.arange(0, ROWS)
     kept = keys.dtype.element_ty
 
-    angle = position * HEAD_DIM + low
-    own = (row * KV_HEADS + kv_head) * HEAD_DIM
-    is_head = (heads < GROUP)[:, None]
-    head = (row * KV_HEADS + kv_head) * GROUP + heads
-    of_heads = tl.broadcast_to(angle[None, :], (ROWS, HALF))
-    queries = head[:, None] * HEAD_DIM + low[None, :]
-    rotated_1, rotated_2 = _rotated(
-        query + queries, cos + of_heads, sin + of_heads, is_head, HALF, kept
+    # the new token's queries, (ROWS, HALF) twice, and its key and value
+    head = (row * KV_HEADS + kv_head) * GROUP + group
+    is_head = (group < GROUP)[:, None]
+    angle = position * HEAD_DIM + half_dims
+    angles = tl.broadcast_to(angle[None, :], (ROWS, HALF))
+    query_1, query_2 = _rotated(
+        query + head[:, None] * HEAD_DIM + half_dims[None, :],
+        cos + angles,
+        sin + angles,
+        is_head,
+        HALF,
+        kept,
     )
-    new_1, new_2 = _rotated(key + own + low, cos + angle, sin + angle, low < HALF, HALF, kept)
-    new_value = tl.load(value + own + whole).to(kept)
+    own = (row * KV_HEADS + kv_head) * HEAD_DIM
+    new_key_1, new_key_2 = _rotated(
+        key + own + half_dims, cos + angle, sin + angle, half_dims < HALF, HALF, kept
+    )
+    new_value = tl.load(value + own + dims).to(kept)
 
     largest = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     mixed = tl.zeros([ROWS, HEAD_DIM], tl.float32)
     for number in range(SPLIT_PAGES):
-        at = (first + number) * PAGE + tokens
+        begin = (first_page + number) * PAGE
         page = tl.load(
-            tables + row * table_width + first + number,
-            mask=(first + number) * PAGE <= position,
-            other=0,
+            tables + row * table_width + first_page + number, mask=begin <= position, other=0
         )
-        base = (page * KV_HEADS + kv_head) * PAGE * HEAD_DIM
-        is_seen = at <= position
-        is_new = at == position
-        lie = keys + base + tokens[None, :] * HEAD_DIM + low[:, None]
-        keys_1 = tl.where(
-            is_new[None, :], new_1[:, None], tl.load(lie, mask=is_seen[None, :], other=0.0)
-        )
-        keys_2 = tl.where(
-            is_new[None, :], new_2[:, None], tl.load(lie + HALF, mask=is_seen[None, :], other=0.0)
-        )
-        scores = tl.dot(rotated_1, keys_1, input_precision=PRECISION)
-        scores = tl.dot(rotated_2, keys_2, scores, input_precision=PRECISION) * scaling
+        page_start = (page * KV_HEADS + kv_head) * PAGE * HEAD_DIM
+        is_seen = begin + tokens <= position
+        is_new = begin + tokens == position
+
+        # scores, (ROWS, PAGE), of keys that are read transposed, (HALF, PAGE) twice
+        at = keys + page_start + tokens[None, :] * HEAD_DIM + half_dims[:, None]
+        cached = tl.load(at, mask=is_seen[None, :], other=0.0)
+        keys_1 = tl.where(is_new[None, :], new_key_1[:, None], cached)
+        cached = tl.load(at + HALF, mask=is_seen[None, :], other=0.0)
+        keys_2 = tl.where(is_new[None, :], new_key_2[:, None], cached)
+        scores = tl.dot(query_1, keys_1, input_precision=PRECISION)
+        scores = tl.dot(query_2, keys_2, scores, input_precision=PRECISION) * scaling
         scores = tl.where(is_seen[None, :], scores, float("-inf"))
+
+        # what was summed so far is scaled to the new largest score
         above = tl.maximum(largest, tl.max(scores, 1))
         weights = tl.exp(scores - above[:, None])
         shrunk = tl.exp(largest - above)
-        lie = values + base + tokens[:, None] * HEAD_DIM + whole[None, :]
-        held = tl.where(
-            is_new[:, None], new_value[None, :], tl.load(lie, mask=is_seen[:, None], other=0.0)
-        )
-        mixed = tl.dot(weights.to(kept), held, mixed * shrunk[:, None], input_precision=PRECISION)
         total = total * shrunk + tl.sum(weights, 1)
         largest = above
 
-    if (first + SPLIT_PAGES) * PAGE > position:  # the row's own token is in this part
+        at = values + page_start + tokens[:, None] * HEAD_DIM + dims[None, :]
+        cached = tl.load(at, mask=is_seen[:, None], other=0.0)
+        page_values = tl.where(is_new[:, None], new_value[None, :], cached)
+        mixed = tl.dot(
+            weights.to(kept), page_values, mixed * shrunk[:, None], input_precision=PRECISION
+        )
+
+    if (first_page + SPLIT_PAGES) * PAGE > position:  # the row's own token is in this split
         page = tl.load(tables + row * table_width + position // PAGE)
         place = ((page * KV_HEADS + kv_head) * PAGE + position % PAGE) * HEAD_DIM
-        tl.store(keys + place + low, new_1)
-        tl.store(keys + place + HALF + low, new_2)
-        tl.store(values + place + whole, new_value)
+        tl.store(keys + place + half_dims, new_key_1)
+        tl.store(keys + place + HALF + half_dims, new_key_2)
+        tl.store(values + place + dims, new_value)
 
     if IS_WHOLE:
         result = (mixed / total[:, None]).to(kept)
-        tl.store(out + head[:, None] * HEAD_DIM + whole[None, :], result, mask=is_head)
+        tl.store(out + head[:, None] * HEAD_DIM + dims[None, :], result, mask=is_head)
     else:
         part = out + (head * num_splits + split) * (HEAD_DIM + 2)
-        tl.store(part[:, None] + whole[None, :], mixed, mask=is_head)
-        tl.store(part + HEAD_DIM, largest, mask=heads < GROUP)
-        tl.store(part + HEAD_DIM + 1, total, mask=heads < GROUP)
+        tl.store(part[:, None] + dims[None, :], mixed, mask=is_head)
+        tl.store(part + HEAD_DIM, largest, mask=group < GROUP)
+        tl.store(part + HEAD_DIM + 1, total, mask=group < GROUP)
 
 
 @triton.jit

@@ -4,7 +4,7 @@ score, never the run."""
 import asyncio
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from typing import NamedTuple
@@ -14,12 +14,11 @@ from distflow.processes.channel import encode
 from distflow.rewards.function_calls import PROMPT
 from distflow.rewards.function_loading import without_options
 from distflow.rewards.pool.process import Crashed, RewardProcess, StartFailed
+from distflow.rewards.pool.work import Calls, Work
 from distflow.rewards.reward_results import Error, RewardResult, Timeout
 
 MEMORY_BYTES = 4 * 2**30
 START_TIMEOUT_S = 60.0
-Calls = Sequence[Mapping[str, object]]
-"""The arguments of each call, by name."""
 OnResult = Callable[[str, Mapping[str, object], RewardResult], None]
 """(name of the function, arguments, result)."""
 OnRepeat = Callable[[int], None]
@@ -133,7 +132,7 @@ class RewardPool:
         else:
             parts = [[arguments] for arguments in asked]
 
-        work = _Work(name, parts, timeout_s or self.timeout_s, give_up_after)
+        work = Work(name, parts, timeout_s or self.timeout_s, give_up_after)
         loop = asyncio.get_running_loop()
 
         num_threads = min(len(parts), self._settings.num_workers)
@@ -148,14 +147,11 @@ class RewardPool:
             if not self.closed:
                 raise
         finally:  # the caller may have been cancelled, or the function is given up
-            work.waiting.clear()
+            work.abandon()
 
         if work.crashed and not self.closed:
             on_repeat(sum(len(parts[i]) for i in work.crashed))
-        results = list[RewardResult]()
-        for i, part in enumerate(parts):
-            results += work.results.get(i) or [Error(_CLOSING)] * len(part)
-        return results
+        return list(work.results(missing=Error(_CLOSING)))
 
     def close(self) -> None:
         """Kill all processes at once; running and queued calls become errors."""
@@ -166,7 +162,7 @@ class RewardPool:
         for process in list(self._living):
             self._retire(process)
 
-    def _serve(self, work: "_Work") -> None:
+    def _serve(self, work: Work) -> None:
         """Have processes answer the parts that no other thread takes; runs on a thread of the pool.
         Raises GivenUp."""
         while not self.closed and (frames := self._take(work)):
@@ -192,25 +188,25 @@ class RewardPool:
                 self._end(work, unanswered.popleft(), failure)
 
             # those that were sent ahead have not caused it
-            work.waiting.extendleft(reversed(unanswered))
+            work.put_back(unanswered)
 
-    def _take(self, work: "_Work") -> dict[int, bytes]:
+    def _take(self, work: Work) -> dict[int, bytes]:
         """The requests of the next parts, by their numbers: several if calls are quick and the
         requests small, so that they fit into a socket together."""
         most = _MOST_AHEAD if work.name in self._quick else 1
         frames = dict[int, bytes]()
-        while len(frames) < most and (i := work.next()) is not None:
+        while len(frames) < most and (i := work.take()) is not None:
             asked = list(map(dict, work.parts[i]))
             request = {"name": work.name, "asked": asked, "timeout_s": work.timeout_s}
             try:
                 frame = encode(request)
             except (TypeError, ValueError) as error:
                 failure = Error(f"the sample cannot be sent to a reward worker: {error}")
-                work.results[i] = [failure] * len(asked)
+                work.keep(i, [failure])
                 continue
 
             if frames and len(frame) > _AHEAD_BYTES:
-                work.waiting.appendleft(i)
+                work.put_back([i])
                 break
 
             frames[i] = frame
@@ -219,7 +215,7 @@ class RewardPool:
 
         return frames
 
-    def _answer(self, process: RewardProcess, work: "_Work", i: int) -> None:
+    def _answer(self, process: RewardProcess, work: Work, i: int) -> None:
         began = time.monotonic()
         results = process.answer(len(work.parts[i]), work.timeout_s)
 
@@ -230,10 +226,9 @@ class RewardPool:
 
         self._end(work, i, *results)
 
-    def _end(self, work: "_Work", i: int, *results: RewardResult) -> None:
-        """Keep a part's results, or one for all its calls."""
-        part = work.parts[i]
-        work.results[i] = list(results) if len(results) == len(part) else [*results] * len(part)
+    def _end(self, work: Work, i: int, *results: RewardResult) -> None:
+        """Keep a part's results, or one for all its calls. Raises GivenUp."""
+        work.keep(i, results)
         if not work.give_up_after:
             return
         if not all(isinstance(each, Timeout) for each in results):
@@ -242,7 +237,7 @@ class RewardPool:
 
         self._num_hung[work.name] += 1
         if self._num_hung[work.name] >= work.give_up_after and work.name not in self._returned:
-            raise GivenUp(self._why_given_up(work.name, part[0], work.timeout_s))
+            raise GivenUp(self._why_given_up(work.name, work.parts[i][0], work.timeout_s))
 
     @contextmanager
     def _process(self) -> Iterator[RewardProcess]:
@@ -313,30 +308,3 @@ class RewardPool:
     def _retire(self, process: RewardProcess) -> None:
         process.discard()
         self._living.discard(process)
-
-
-class _Work:
-    """What is asked of a function at once, and its results. Used by several threads together, by
-    atomic calls alone."""
-
-    def __init__(
-        self, name: str, parts: Sequence[Calls], timeout_s: float, give_up_after: int
-    ) -> None:
-        self.name = name
-        self.parts = parts
-        """The calls that one process gets together."""
-        self.timeout_s = timeout_s
-        """Of one call."""
-        self.give_up_after = give_up_after
-        self.waiting = deque(range(len(parts)))
-        """Numbers of parts that no thread has taken."""
-        self.crashed = set[int]()
-        """Numbers of parts whose process crashed."""
-        self.results: dict[int, list[RewardResult]] = {}
-
-    def next(self) -> int | None:
-        """The next part's number, unless other threads took them all."""
-        try:
-            return self.waiting.popleft()
-        except IndexError:
-            return None

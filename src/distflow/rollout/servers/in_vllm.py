@@ -391,25 +391,10 @@ def _truncated(scores: Tensor, laws: _Laws) -> Tensor:
 
 
 def _draw(scores: Tensor, laws: _Laws, uniforms: list[float]) -> tuple[Tensor, Tensor]:
-    """One token per row and its log-prob, each `(rows, 1)`: the first whose cumulative mass exceeds
-    the uniform number, or the likeliest. Sums are in float64, which whole rows would take too long
-    in."""
-    rows, size = scores.shape
+    """One token per row and its log-prob, each `(rows, 1)`."""
     top = scores.amax(dim=-1, keepdim=True)
-    masses = (scores - top).exp_()
-    if size % BLOCK:
-        masses = pad(masses, (0, -size % BLOCK))
-
-    blocks = masses.unflatten(-1, (-1, BLOCK))
-    ends = blocks.sum(dim=-1, dtype=torch.float64).cumsum(dim=-1)
-    total = ends[:, -1:]
     uniform = torch.tensor(uniforms, dtype=torch.float64, device=scores.device)[:, None]
-    target = _below(uniform * total, total)
-    block = torch.searchsorted(ends, target, right=True).clamp(max=ends.shape[-1] - 1)
-    row = torch.arange(rows, device=scores.device)
-    inside = blocks[row, block.squeeze(-1)].double().cumsum(dim=-1)
-    rest = _below(target - pad(ends, (1, 0)).gather(-1, block), inside[:, -1:])
-    drawn = (block * BLOCK + torch.searchsorted(inside, rest, right=True)).clamp(max=size - 1)
+    drawn, total = _draw_by_mass((scores - top).exp_(), uniform)
     if laws.greedy is not None:
         drawn = torch.where(laws.greedy, scores.argmax(dim=-1, keepdim=True), drawn)
     log_probs = scores.gather(-1, drawn).double() - top - total.log()
@@ -417,5 +402,32 @@ def _draw(scores: Tensor, laws: _Laws, uniforms: list[float]) -> tuple[Tensor, T
     return drawn, log_probs.float()
 
 
+def _draw_by_mass(masses: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor]:
+    """The first token of each row whose cumulative mass exceeds `uniform` of the row's mass, and
+    that mass; all are `(rows, 1)` but `masses`, `(rows, vocabulary)`.
+
+    Sums are in float64. Whole rows would take too long in it, so the token's block of the row is
+    found by the sums of blocks, and the token by cumulative sums inside its block.
+    """
+    size = masses.shape[-1]
+    if size % BLOCK:
+        masses = pad(masses, (0, -size % BLOCK))
+    blocks = masses.unflatten(-1, (-1, BLOCK))  # (rows, blocks, tokens of a block)
+
+    ends = blocks.sum(dim=-1, dtype=torch.float64).cumsum(dim=-1)
+    total = ends[:, -1:]
+    target = _below(uniform * total, total)
+    number = torch.searchsorted(ends, target, right=True).clamp(max=ends.shape[-1] - 1)
+
+    begin = pad(ends, (1, 0)).gather(-1, number)
+    row = torch.arange(len(blocks), device=masses.device)
+    inside = blocks[row, number.squeeze(-1)].double().cumsum(dim=-1)
+    rest = _below(target - begin, inside[:, -1:])
+    place = torch.searchsorted(inside, rest, right=True)
+
+    return (number * BLOCK + place).clamp(max=size - 1), total
+
+
 def _below(target: Tensor, total: Tensor) -> Tensor:
+    """The target, or the largest number below the total if rounding has made it as large."""
     return torch.minimum(target, total.nextafter(torch.zeros_like(total)))
