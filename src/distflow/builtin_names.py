@@ -171,11 +171,9 @@ REGISTERED: set[str] = set()
 # Statistics of a rejection mask, as in verl: of each token, or the sum, mean or maximum over a
 # sequence's tokens.
 ROLLOUT_RS = (
-    *(
-        f"{level}_{estimator}"
-        for level in ("token", "seq_sum", "seq_mean")
-        for estimator in ("k1", "k2", "k3")
-    ),
+    *("token_k1", "token_k2", "token_k3"),
+    *("seq_sum_k1", "seq_sum_k2", "seq_sum_k3"),
+    *("seq_mean_k1", "seq_mean_k2", "seq_mean_k3"),
     "seq_max_k2",
     "seq_max_k3",
 )

@@ -330,12 +330,9 @@ def _bound_names(node: ast.AST) -> Iterator[str]:
     for child in ast.iter_child_nodes(node):
         if isinstance(child, (*_FUNCTIONS, ast.ClassDef)):
             yield child.name
-            yield from (
-                name
-                for inner in ast.walk(child)
-                if isinstance(inner, ast.Global)
-                for name in inner.names
-            )
+            for inner in ast.walk(child):
+                if isinstance(inner, ast.Global):
+                    yield from inner.names
             continue
 
         if isinstance(child, ast.alias):

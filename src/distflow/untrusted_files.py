@@ -16,6 +16,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from glob import glob
 from io import BufferedReader
+from itertools import chain
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any, BinaryIO, Final
@@ -183,11 +184,8 @@ def _num_values(node: "yaml.Node", known: dict[int, float]) -> float:
         known[id(node)] = float("inf")  # if it contains itself
         below: Iterable[yaml.Node] = ()
         if isinstance(node.value, list):  # a list of nodes, or of a mapping's pairs of them
-            below = (
-                part
-                for each in node.value
-                for part in (each if isinstance(each, tuple) else (each,))
-            )
+            pairs = (each if isinstance(each, tuple) else (each,) for each in node.value)
+            below = chain.from_iterable(pairs)
 
         known[id(node)] = 1 + sum(_num_values(part, known) for part in below)
 

@@ -3,6 +3,7 @@ files."""
 
 import tempfile
 from collections.abc import Sequence
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
@@ -28,7 +29,7 @@ class Table(list[dict[str, object]]):
     @property
     def columns(self) -> list[str]:
         """The columns of all rows, in the order of their first occurrence."""
-        return list(dict.fromkeys(name for row in self for name in row))
+        return list(dict.fromkeys(chain.from_iterable(self)))
 
     def to_pandas(self) -> "pandas.DataFrame":
         """A `DataFrame`; missing values are NaN or None."""
@@ -175,12 +176,13 @@ class Run:
         shown = headline_names()
         runs = [other if isinstance(other, Run) else Run(other) for other in others]
         own = RunRecords(self.folder).steps
-        return Table(
-            {"metric": found["metric"], "run": run.folder.name, **found}
-            for run in runs
-            for found in compared_metrics(own, RunRecords(run.folder).steps)
-            if found["metric"] in shown
-        )
+        table = Table()
+        for run in runs:
+            for found in compared_metrics(own, RunRecords(run.folder).steps):
+                if found["metric"] in shown:
+                    table.append({"metric": found["metric"], "run": run.folder.name, **found})
+
+        return table
 
     def _accuracies(self) -> tuple[float | None, float | None]:
         records = run_reader.read_metrics(self.folder, max_bytes=None)

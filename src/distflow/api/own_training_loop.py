@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import TYPE_CHECKING, Any, cast
 
 from distflow.api.arguments_to_config import Overrides, PythonInputs, Reward, Rows
@@ -599,8 +600,7 @@ def _over_updates(updates: list[dict[str, float]]) -> dict[str, float]:
     from distflow.pipelines.nodes.updates import COUNTED
 
     found = dict[str, float]()
-    names = dict.fromkeys(name for update in updates for name in update)
-    for name in names:
+    for name in dict.fromkeys(chain.from_iterable(updates)):
         role, _, metric = name.partition("/")
         having = [update for update in updates if name in update]
         if metric.rpartition("/")[2] in COUNTED:

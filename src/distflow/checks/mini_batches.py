@@ -2,6 +2,7 @@
 
 import math
 from collections import Counter
+from itertools import chain
 
 import torch
 from torch import Tensor
@@ -62,7 +63,7 @@ def _update_nodes(recorded: RecordedStep) -> list[BoundNode]:
 def _roles_to_update(recorded: RecordedStep) -> set[str]:
     """Roles that take optimizer steps in this step, whatever its samples are."""
     config = recorded.config
-    roles = {role for node in _update_nodes(recorded) for role in node.engines}
+    roles = set(chain.from_iterable(node.engines for node in _update_nodes(recorded)))
     has_warmup = is_rl(config) and recorded.step < config.trainer.critic_warmup
     if has_warmup or trained_policies(config):  # the latter have names of their own
         roles.discard("actor")
@@ -87,7 +88,7 @@ def planned_updates(recorded: RecordedStep, role: str) -> int:
 
 
 def _check_micro_batches(update: UpdateRecord) -> None:
-    uids = [uid for micro in update.micros for uid in micro.uids]
+    uids = list(chain.from_iterable(micro.uids for micro in update.micros))
     if update.micros and sorted(uids) != sorted(update.uids):
         raise Wrong(
             f"the micro-batches of a mini-batch of the {update.role} hold {len(uids)} samples, the "
@@ -110,7 +111,7 @@ def _each_once(recorded: RecordedStep, role: str, updates: list[UpdateRecord]) -
     if algorithm.sample_level == "decision" or (role == "critic" and algorithm.domains):
         return
 
-    times = Counter(uid for update in updates for uid in update.uids)
+    times = Counter(chain.from_iterable(update.uids for update in updates))
     wrong = [uid for uid in recorded.batch["uid"] if times[uid] != passes]
     if wrong:
         raise Wrong(

@@ -5,6 +5,7 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -207,7 +208,7 @@ class TrainingRanks:
 
         if lost:
             return None, lost
-        order = [row for number in taken.own for row in rows_of_group[number]]
+        order = list(chain.from_iterable(rows_of_group[number] for number in taken.own))
         return Batch.concat(parts).select(order), []
 
     def _call(

@@ -7,6 +7,7 @@ import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from itertools import chain
 from pathlib import Path
 
 import torch
@@ -57,7 +58,7 @@ class ProcessGroups:
         already. timeout: how long one may wait for the others. All of them call this."""
         self._plan = plan
         self._timeout = timeout
-        self._training_ranks = [rank for dp_group in dp_groups for rank in dp_group]
+        self._training_ranks = list(chain.from_iterable(dp_groups))
         names = {group.ranks: group.name for group in plan.groups}
         self._groups = {}
 

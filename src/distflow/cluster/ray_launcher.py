@@ -10,6 +10,7 @@ import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -122,7 +123,7 @@ def launch_several_ray(runs: Sequence[PlannedRun], options: SeveralOptions) -> E
 
         plan = Plan(
             ", ".join(run.name for run in runs),
-            tuple(rank for run in runs for rank in run.plan.ranks),
+            tuple(chain.from_iterable(run.plan.ranks for run in runs)),
             (),
         )
 

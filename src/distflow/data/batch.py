@@ -98,7 +98,7 @@ class Batch:
     @staticmethod
     def from_samples(samples: Sequence[Sample]) -> "Batch":
         """The standard columns of finished trajectories."""
-        segments = [segment for s in samples for segment in s.response_segments]
+        segments = list(chain.from_iterable(s.response_segments for s in samples))
         responses = [sum(len(seg.token_ids) for seg in s.response_segments) for s in samples]
         batch = Batch(
             torch.tensor([len(s.prompt_ids) for s in samples], dtype=torch.int64),
@@ -594,7 +594,7 @@ def _joined(parts: Sequence[Column | RemoteColumn]) -> Column | RemoteColumn:
     if tensors:
         return torch.cat(tensors)
 
-    return [value for part in here for value in part]
+    return list(chain.from_iterable(here))
 
 
 def ranges(starts: Tensor, lengths: Tensor) -> Tensor:

@@ -5,6 +5,7 @@ import functools
 import inspect
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from itertools import chain
 from numbers import Integral, Real
 from types import SimpleNamespace
 from typing import Any
@@ -307,8 +308,8 @@ def bind_pipeline(
         graph_id=graph_id,
         nodes=bound,
         fields=loaded | _written(wiring),
-        engines=frozenset(engine for node in bound for engine in node.engines),
-        services=frozenset(service for node in bound for service in node.contract.services),
+        engines=frozenset(chain.from_iterable(node.engines for node in bound)),
+        services=frozenset(chain.from_iterable(node.contract.services for node in bound)),
     )
 
 

@@ -1,6 +1,7 @@
 """The messages of a run before it starts: its data and settings, and notes on probable mistakes."""
 
 from collections.abc import Collection, Iterator
+from itertools import chain
 
 from distflow.algorithms.registry import describe_estimator
 from distflow.builtin_names import PROMPT_CHAT
@@ -88,8 +89,8 @@ def _lines_on_advantages(config: Config, reading: Reading) -> Iterator[str]:
 
 def _check_accuracies(config: Config, data: Data) -> None:
     """Raises UserError for a key that names an accuracy which validation does not have."""
-    tags = [(row.domain, row.tag) for rows in data.validation.values() for row in rows]
-    names = validation_names(tags)
+    rows = chain.from_iterable(data.validation.values())
+    names = validation_names([(row.domain, row.tag) for row in rows])
     trainer = config.trainer
     if trainer.stop_when is not None:
         _check_accuracy("stop_when", StopCondition.of(trainer.stop_when).metric, names)

@@ -41,8 +41,15 @@ from distflow.planning.independent_parts import pipeline_parts
 from distflow.planning.plan import Plan
 from distflow.scheduling.data_plan import DataPlan
 
-_TABLE = tomllib.loads(Path(__file__).with_name("why_keys_are_not_taken.toml").read_text("utf-8"))
-_REASONS = {key: why for keys, why in _TABLE.items() for key in expand(keys)}
+
+def _read_reasons() -> Iterator[tuple[str, str]]:
+    file = Path(__file__).with_name("why_keys_are_not_taken.toml")
+    for keys, why in tomllib.loads(file.read_text("utf-8")).items():
+        for key in expand(keys):
+            yield key, why
+
+
+_REASONS = dict(_read_reasons())
 # Coefficients of loss terms that a pipeline may omit: 0 is the same as omitting it.
 _COEFFICIENTS = ("algorithm.kl_ctrl.kl_coef", "actor_rollout_ref.actor.kl_loss_coef")
 _ACTOR = "actor_rollout_ref.actor"

@@ -128,9 +128,9 @@ def code_of(path: str | Path) -> list[str]:
     if not is_local(source):
         return [f"Python code of the hub's repository {source}"]
 
-    found = {
-        name for file in _NAMING for name in _texts(read_object(Path(source, file)).get("auto_map"))
-    }
+    found = set[str]()
+    for file in _NAMING:
+        found.update(_texts(read_object(Path(source, file)).get("auto_map")))
 
     shown = []
     for name in found:

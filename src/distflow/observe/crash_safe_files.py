@@ -176,12 +176,16 @@ def is_deep(value: object) -> bool:
     may fail."""
     level = [value]
     for _ in range(MAX_DEPTH + 1):
-        holders = (
-            list(holder.values()) if isinstance(holder, dict) else holder for holder in level
-        )
-        level = [item for holder in holders if isinstance(holder, list) for item in holder]
-        if not level:
+        below = list[object]()
+        for holder in level:
+            if isinstance(holder, dict):
+                below += holder.values()
+            elif isinstance(holder, list):
+                below += holder
+
+        if not below:
             return False
+        level = below
 
     return True
 

@@ -4,6 +4,7 @@ table `metrics.toml`."""
 import re
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache, lru_cache
+from itertools import chain
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -59,7 +60,7 @@ def headline_table() -> tuple[Headline, ...]:
 
 
 def headline_names() -> set[str]:
-    return {name for line in headline_table() for name in line.names}
+    return set(chain.from_iterable(line.names for line in headline_table()))
 
 
 @lru_cache(maxsize=4096)

@@ -62,7 +62,7 @@ class Allocation:
 
     @property
     def parts(self) -> tuple[AllocatedPart, ...]:
-        return tuple(part for group in self.groups for part in group)
+        return tuple(chain.from_iterable(self.groups))
 
     @property
     def num_devices(self) -> int:

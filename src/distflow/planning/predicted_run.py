@@ -4,6 +4,7 @@ of a step, and the whole run."""
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import product
 
 from distflow.config import Config
 from distflow.config.derived_settings import (
@@ -139,7 +140,7 @@ class PredictedRun:
     @cached_property
     def _tightest(self) -> tuple[WorkerMemory, Phase]:
         """Where most bytes are lacking."""
-        places = [(worker, phase) for worker in self.workers for phase in PHASES]
+        places = product(self.workers, PHASES)
         return max(places, key=lambda place: self._lacking(*place))
 
     def idle(self, ranks: Sequence[int]) -> float:

@@ -174,9 +174,12 @@ def count_capital_words(text: str) -> int:
     """Tokens of NLTK's `word_tokenize` that `isupper`: `WELL-KNOWN` is one, `I'M` two (`I` and
     `'M`), `2ND` one."""
     tokenizer = NLTKWordTokenizer()
-    # else it has none
-    sentences = [sentence for sentence in split_sentences(text) if any(map(str.isupper, sentence))]
-    return sum(token.isupper() for sentence in sentences for token in tokenizer.tokenize(sentence))
+    count = 0
+    for sentence in split_sentences(text):
+        if any(map(str.isupper, sentence)):  # others have none
+            count += sum(token.isupper() for token in tokenizer.tokenize(sentence))
+
+    return count
 
 
 def language_of(text: str) -> str | None:

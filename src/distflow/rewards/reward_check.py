@@ -328,15 +328,12 @@ async def check_reward(
     _count(result, [entry for entry in answered if entry[1].form in forms])
 
     texts = [answer for _, answer in known]
-    wrong = [
-        (row, response)
-        for number, (row, answer) in enumerate(known)
-        for form in forms
-        if form in FORMS
-        for response in wrong_responses(
-            answer, (texts[number + 1 :] + texts[:number])[:_NEIGHBOURS], form
-        )
-    ]
+    wrong: list[tuple[Row, Response]] = []
+    for number, (row, answer) in enumerate(known):
+        neighbours = (texts[number + 1 :] + texts[:number])[:_NEIGHBOURS]
+        for form in forms:
+            if form in FORMS:
+                wrong += [(row, each) for each in wrong_responses(answer, neighbours, form)]
     wrong += [(row, Response("empty response", "", "")) for row in rows]
     wrong += [(rows[0], Response(HOSTILE_KIND, "", text)) for text in HOSTILE]
     _count(result, filter(None, await asyncio.gather(*(ask(*asked) for asked in wrong))))

@@ -220,12 +220,13 @@ class RewardCounts(NamedTuple):
     def joined(parts: Sequence["RewardCounts"]) -> "RewardCounts":
         """The sum of several counts."""
         counts = Counter[str]()
+        as_text = dict[str, JSON]()
         for part in parts:
             counts.update(part.counts)
+            as_text |= part.as_text
         first = next((part.first for part in parts if part.first), "")
         asked = sum(part.asked for part in parts)
         failed = sum(part.failed for part in parts)
-        as_text = {key: kind for part in parts for key, kind in part.as_text.items()}
 
         return RewardCounts(asked, failed, first, dict(counts), as_text)
 

@@ -6,6 +6,7 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from typing import Any, Final
 
 import torch
@@ -94,7 +95,7 @@ async def draws(bench: Bench, **params: Any) -> str:
     samples = tuple(range(50))
     rows = range(NUM_DRAWS // len(samples))
     asked = [bench.ask(prompt, samples, row, max_tokens=1, **params) for row in rows]
-    drawn = [each for group in await asyncio.gather(*asked) for each in group]
+    drawn = list(chain.from_iterable(await asyncio.gather(*asked)))
     logits = bench.logits(prompt, drawn[0])
     by_token = {each.token_ids[0]: each for each in drawn}
     bench.within(bench.gap(prompt, each, logits, **params) for each in by_token.values())
@@ -172,7 +173,10 @@ async def limits(bench: Bench) -> str:
             raise Fails(f"no UserError for {len(ids)} tokens of prompt, {params}: {refused!r}")
 
     counts = (1, 2, bench.longest - 3)
-    found = [each for count in counts for each in await bench.ask(prompt, max_tokens=count)]
+    found = list[Any]()
+    for count in counts:
+        found += await bench.ask(prompt, max_tokens=count)
+
     return (
         f"{len(wrong)} requests refused; cut off after {counts} tokens, "
         f"{bench.compare(prompt, found)}"

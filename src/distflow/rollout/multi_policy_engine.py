@@ -3,6 +3,7 @@ engine."""
 
 from collections.abc import Collection, Iterable, Mapping
 from contextlib import AsyncExitStack
+from itertools import chain
 
 from torch import Tensor
 
@@ -50,9 +51,7 @@ class MultiPolicyRollout:
         return all(getattr(engine, "repeats_draws", True) for engine in self._engines.values())
 
     def take_activity(self) -> list[Activity]:
-        found = [
-            activity for engine in self._engines.values() for activity in take_activity(engine)
-        ]
+        found = chain.from_iterable(map(take_activity, self._engines.values()))
         return sorted(found, key=lambda activity: activity.t0)
 
     async def generate(self, request: GenerateRequest) -> tuple[Segment, ...]:
@@ -76,12 +75,10 @@ class MultiPolicyRollout:
             await engine.resume()
 
     async def hashes(self) -> dict[str, str]:
-        found = {policy: await engine.hashes() for policy, engine in self._engines.items()}
-        return {
-            f"{policy}.{name}": own
-            for policy, hashes in found.items()
-            for name, own in hashes.items()
-        }
+        found = dict[str, str]()
+        for policy, engine in self._engines.items():
+            found |= _with_policy(policy, await engine.hashes())
+        return found
 
     async def load_weights(
         self, version: Version, weights: Iterable[tuple[str, Tensor]] | None
@@ -101,14 +98,18 @@ class MultiPolicyRollout:
                 own = None
             receipts[policy] = await engine.load_weights(version, own)
 
-        hashes = {
-            f"{policy}.{name}": own
-            for policy in receipts
-            for name, own in receipts[policy].hashes.items()
-        }
+        hashes = dict[str, str]()
+        for policy, receipt in receipts.items():
+            hashes |= _with_policy(policy, receipt.hashes)
+
         return WeightReceipt(
             version,
             hashes,
             shared=all(receipts[policy].shared for policy in self._trained),
             version_only=weights is None,
         )
+
+
+def _with_policy(policy: str, hashes: Mapping[str, str]) -> dict[str, str]:
+    """By names that begin with the policy's."""
+    return {f"{policy}.{name}": own for name, own in hashes.items()}

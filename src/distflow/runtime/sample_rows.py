@@ -1,6 +1,7 @@
 """A readable row for each sample of a batch, as the samples file has it."""
 
 from collections.abc import Sequence
+from itertools import chain
 from typing import Any
 
 from distflow.algorithms.advantages.group_estimator_base import sample_scores
@@ -44,7 +45,7 @@ def sample_rows(batch: Batch) -> SampleRows:
     if any(said := _column(batch, "conversation", nothing)):
         columns["conversation"] = said
     if any(shown := _column(batch, "images", [])):
-        columns["images"] = [[path for own in paths for path in own] for paths in shown]
+        columns["images"] = [list(chain.from_iterable(paths)) for paths in shown]
     if is_trained:
         columns["masked"] = [1.0 - share for share in _mean_over_policy_tokens(batch, "loss_mask")]
     return [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]

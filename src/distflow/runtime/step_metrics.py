@@ -4,6 +4,7 @@ import math
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import NamedTuple
 
 import torch
@@ -96,7 +97,7 @@ class Figures:
     @staticmethod
     def joined(ranks: Sequence["Figures"]) -> "Figures":
         """The figures of all ranks, in order."""
-        samples = [sample for rank in ranks for sample in rank.samples]
+        samples = list(chain.from_iterable(rank.samples for rank in ranks))
         versions = Counter[int]()
         for rank in ranks:
             versions += rank.versions
@@ -200,7 +201,7 @@ def _score_metrics(scores: Sequence[float]) -> dict[str, float]:
 def part_means(parts: Sequence[Mapping[str, float]]) -> dict[str, float]:
     """The mean of each reward part over the samples that have it, by name."""
     found = dict[str, float]()
-    for name in sorted({name for part in parts for name in part}):
+    for name in sorted(set().union(*parts)):
         values = [part[name] for part in parts if name in part]
         found[name] = math.fsum(values) / len(values)
     return found
@@ -332,7 +333,11 @@ def over_ranks(measured: Sequence[Measured], collective: Collective) -> dict[str
 
     A number that is the same on every rank (e.g. of an update) is unchanged.
     """
-    own = {name: (value, weight) for metrics, weight in measured for name, value in metrics.items()}
+    own = dict[str, tuple[float, float]]()
+    for metrics, weight in measured:
+        for name, value in metrics.items():
+            own[name] = (value, weight)
+
     if collective.size == 1:
         return {name: value for name, (value, _) in own.items()}
 

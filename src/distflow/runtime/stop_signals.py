@@ -170,7 +170,7 @@ _handled_now: list[list[signal.Signals]] = []
 def _handle_no_more() -> None:
     """In a process that the user's code forked: Ctrl-C, which reaches all processes of the
     terminal, is for the run, which ends this one; other signals are for it."""
-    for number in {each for wanted in _handled_now for each in wanted}:
+    for number in set().union(*_handled_now):
         signal.signal(number, signal.SIG_IGN if number == signal.SIGINT else signal.SIG_DFL)
     _handled_now.clear()
 

@@ -3,6 +3,7 @@
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from math import comb
 
 from distflow.data.dataset_columns import DEFAULT_DOMAIN
@@ -31,7 +32,7 @@ class ValidationResults:
         """The results of several parts of the same prompts."""
         greedy = _join_outcomes([part.greedy for part in parts])
         sampled = _join_outcomes([part.sampled for part in parts])
-        rows = [row for part in parts for row in part.rows]
+        rows = list(chain.from_iterable(part.rows for part in parts))
         return ValidationResults(greedy, sampled, sum(part.errors for part in parts), rows)
 
     def metrics(self) -> dict[str, float]:

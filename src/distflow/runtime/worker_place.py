@@ -5,6 +5,7 @@ import platform
 import sys
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import chain
 
 import torch
 
@@ -48,7 +49,7 @@ class Place:
 
     @property
     def trainers(self) -> tuple[int, ...]:
-        return tuple(rank for dp_group in self.dp_groups for rank in dp_group)
+        return tuple(chain.from_iterable(self.dp_groups))
 
     @property
     def dp_group(self) -> tuple[int, ...]:

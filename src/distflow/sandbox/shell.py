@@ -158,8 +158,10 @@ class Shell:
             *_bubblewrap(status),
         ]
         own = ("--bind", self.temporary, "/tmp"), ("--bind", self.files, self._workdir)
-        words += [word for kind, folder, at in (*own, *mounts) for word in (kind, str(folder), at)]
-        words += [word for name, value in env.items() for word in ("--setenv", name, value)]
+        for kind, folder, at in (*own, *mounts):
+            words += [kind, str(folder), at]
+        for name, value in env.items():
+            words += ["--setenv", name, value]
 
         return [*words, "--remount-ro", "/", "--chdir", self._workdir, "--", *command]
 

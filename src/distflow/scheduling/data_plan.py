@@ -111,14 +111,15 @@ def minibatches(
     assert groups is None or len(groups) == num_samples
     in_group_order = grouped(range(num_samples), groups)
     order = keyed_permutation(len(in_group_order), seed, MINI_BATCHES, step, epoch)
-    return [
-        sorted(
-            sample
-            for group in order[start : start + mini_batch_prompts]
-            for sample in in_group_order[group]
-        )
-        for start in range(0, len(order), mini_batch_prompts)
-    ]
+
+    mini_batches = []
+    for start in range(0, len(order), mini_batch_prompts):
+        samples = list[int]()
+        for group in order[start : start + mini_batch_prompts]:
+            samples += in_group_order[group]
+        mini_batches.append(sorted(samples))
+
+    return mini_batches
 
 
 @dataclass(frozen=True)

@@ -98,9 +98,12 @@ class GroupsByWorker:
     def take(self, group_ids: Iterable[int]) -> dict[int, RolloutWorker]:
         """A step takes these groups. Returns the worker that stores each, if any does."""
         wanted = set(group_ids)  # so that each intersection costs what the worker stores
-        stored_by = {group_id: each for each in self._all for group_id in each.stored & wanted}
-        for group_id, each in stored_by.items():
-            each.stored.discard(group_id)
+        stored_by = dict[int, RolloutWorker]()
+        for each in self._all:
+            taken = each.stored & wanted
+            each.stored -= taken
+            stored_by |= dict.fromkeys(taken, each)
+
         return stored_by
 
     def lose(self, number: int) -> tuple[str, list[int], list[int]]:

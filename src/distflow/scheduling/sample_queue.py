@@ -115,7 +115,7 @@ class SampleQueue:
     @property
     def waiting(self) -> list[int]:
         """Ids of groups that wait to be issued again, ascending."""
-        return sorted(number for queue in self.domain_queues.values() for number in queue.waiting)
+        return sorted(chain.from_iterable(queue.waiting for queue in self.domain_queues.values()))
 
     def holds(self, number: int) -> bool:
         """Whether the group is complete and no step has consumed it."""
@@ -235,7 +235,7 @@ class SampleQueue:
 
         for (queue, _), numbers in zip(needs, parts, strict=True):
             queue.take(sorted(numbers))
-        return tuple(sorted(number for numbers in parts for number in numbers))
+        return tuple(sorted(chain.from_iterable(parts)))
 
     def untake(self, numbers: Collection[int] | None = None) -> None:
         """Put back these groups that the next step has taken, or all of them."""

@@ -156,10 +156,10 @@ class MultiPolicyTrainer(MultiPolicyScorer):
     @property
     def optimizer(self) -> SimpleNamespace:
         """Only the `state` of all optimizers."""
-        optimizers = [engine.optimizer for engine in self.engines.values()]
-        return SimpleNamespace(
-            state={weight: own for each in optimizers for weight, own in each.state.items()}
-        )
+        state: dict[Any, Any] = {}
+        for engine in self.engines.values():
+            state |= engine.optimizer.state
+        return SimpleNamespace(state=state)
 
     @property
     def num_steps(self) -> int:
@@ -167,14 +167,12 @@ class MultiPolicyTrainer(MultiPolicyScorer):
 
     def train_step(self, batch: Batch, loss_fn: LossFn) -> dict[str, float]:
         """One optimizer step for each policy, on its own tokens; metrics are named POLICY/..."""
-        steps = {
-            name: each.train_step(each.own(batch), loss_fn) for name, each in self.engines.items()
-        }
-        return {
-            f"{policy}/{name}": value
-            for policy, found in steps.items()
-            for name, value in found.items()
-        }
+        metrics = dict[str, float]()
+        for policy, engine in self.engines.items():
+            for name, value in engine.train_step(engine.own(batch), loss_fn).items():
+                metrics[f"{policy}/{name}"] = value
+
+        return metrics
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         for policy, engine in self.engines.items():

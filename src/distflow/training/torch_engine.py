@@ -360,13 +360,12 @@ def _images(micro: Batch, processor: ImageProcessor, device: torch.device) -> Im
     for places, drawn in zip(is_placeholder.split(lengths), is_drawn.split(lengths), strict=True):
         places[drawn.cumsum(0) > 0] = False
     num_forks = map(len, micro.flat("forks")) if "forks" in micro else [0] * len(held)
-    apart = [
-        paths
-        for own, number in zip(held, num_forks, strict=True)
-        for paths in own or [[]] * (number + 1)
-    ]
 
-    return ImageInputs(tuple(map(tuple, apart)), send(is_placeholder.nonzero()[:, 0], device))
+    apart = list[tuple[str, ...]]()
+    for own, number in zip(held, num_forks, strict=True):
+        apart += map(tuple, own or [()] * (number + 1))
+
+    return ImageInputs(tuple(apart), send(is_placeholder.nonzero()[:, 0], device))
 
 
 def sum_gradients(parameters: Iterable[nn.Parameter], group: engine.Collective) -> None:

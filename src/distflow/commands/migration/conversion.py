@@ -21,12 +21,12 @@ from distflow.config.migration import tables
 from distflow.errors import ConfigError, Problem, UserError
 
 _PRESETS = {
-    **{
-        (system, method): f"verl_{method}"
-        for system in ("verl", "siiRL")
-        for method in ("grpo", "ppo")
-    },
-    **{("ROLL", "grpo"): "rlvr", ("TRL", "rloo"): "grpo"},
+    ("verl", "grpo"): "verl_grpo",
+    ("verl", "ppo"): "verl_ppo",
+    ("siiRL", "grpo"): "verl_grpo",
+    ("siiRL", "ppo"): "verl_ppo",
+    ("ROLL", "grpo"): "rlvr",
+    ("TRL", "rloo"): "grpo",
 }
 _OF_SOURCES = (
     "rewards: a function is chosen by each row's data_source there; here it is math for all rows: "

@@ -245,14 +245,19 @@ def differing(loaded: Loaded, theirs: Loaded) -> list[tuple[str, str, str]]:
     here = flatten(loaded.config)
     there = flatten(theirs.config)
     infos = schema_keys()
-    unused = () if may_have_critic(loaded.config) else ("algorithm.lam",)
+    without_effect = set(_WITHOUT_EFFECT)
+    if not may_have_critic(loaded.config):
+        without_effect.add("algorithm.lam")
 
-    return [
-        (key, show_value(infos[key], here[key]), show_value(infos[key], there[key]))
-        for key in theirs.origins
-        if key in infos and here[key] != there[key] and key not in (*_WITHOUT_EFFECT, *unused)
-        if loaded.origin(key).startswith(("default", "presets/"))
-    ]
+    found = []
+    for key in theirs.origins:
+        if key not in infos or here[key] == there[key] or key in without_effect:
+            continue
+        if loaded.origin(key).startswith(("default", "presets/")):
+            info = infos[key]
+            found.append((key, show_value(info, here[key]), show_value(info, there[key])))
+
+    return found
 
 
 def is_verls(origin: str) -> bool:
@@ -271,11 +276,9 @@ def config_from_dict(values: Mapping[str, object], *, judge: bool = True) -> Con
     judge: False skips the checks, and keys of earlier versions, e.g. for a finished run whose files
     may be gone.
     """
-    settings = [
-        setting
-        for name, value in values.items()
-        for setting in settings_of_value(str(name), value, IN_PYTHON)
-    ]
+    settings = list[Setting]()
+    for name, value in values.items():
+        settings += settings_of_value(str(name), value, IN_PYTHON)
     if not judge:
         settings = [setting for setting in settings if not what_replaces(setting.key)]
     problems = judge_settings(settings, values)[0]

@@ -6,6 +6,7 @@ Settings of another system that need no counterpart are accepted; other unknown 
 from collections.abc import Collection, Mapping, Sequence
 from difflib import SequenceMatcher
 from functools import cache
+from itertools import chain
 
 from distflow.config.compose.setting_origins import Setting
 from distflow.config.keys.schema import schema_keys
@@ -289,7 +290,7 @@ def _groups() -> frozenset[str]:
 
 @cache
 def _groups_above(keys: tuple[str, ...]) -> frozenset[str]:
-    return frozenset(group for key in keys for group in parents(key))
+    return frozenset(chain.from_iterable(map(parents, keys)))
 
 
 def _has_it(found: Mapping[str, Name]) -> str:

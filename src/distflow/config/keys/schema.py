@@ -2,7 +2,7 @@
 another."""
 
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import MISSING, dataclass, field, fields, is_dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -140,8 +140,14 @@ def _check_group_class(name: str, config_class: type) -> None:
             )
 
 
-_RESUMABLE = tomllib.loads(Path(__file__).with_name("resumable.toml").read_text("utf-8"))
-RESUMABLE = frozenset(f"{group}.{name}" for group, names in _RESUMABLE.items() for name in names)
+def _read_resumable() -> Iterator[str]:
+    file = Path(__file__).with_name("resumable.toml")
+    for name, keys in tomllib.loads(file.read_text("utf-8")).items():
+        for key in keys:
+            yield f"{name}.{key}"
+
+
+RESUMABLE = frozenset(_read_resumable())
 """Keys that may change when a run is resumed. Data are compared by fingerprint, not by path
 (`changed_keys` ignores the files of domains too), actor_rollout_ref has the settings that
 dag.policies gives a run's own policy, and changed code of a reward function is reported."""
@@ -158,8 +164,12 @@ def flatten(config: Config) -> dict[str, object]:
 
 def to_dict(config: Config) -> dict[str, object]:
     """Nested dicts, lists and scalars for JSON and YAML."""
-    keys = [key for name in group_names() for key in walk(find_group(config, name), name)]
-    return nested({name: spec.plain(value) for name, _, value, spec in keys})
+    values: dict[str, object] = {}
+    for name in group_names():
+        for key, _, value, spec in walk(find_group(config, name), name):
+            values[key] = spec.plain(value)
+
+    return nested(values)
 
 
 def to_yaml(config: Config) -> str:

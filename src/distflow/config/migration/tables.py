@@ -241,9 +241,11 @@ def expand(keys: str) -> list[str]:
     braces = re.search(r"\{([^{}]*)\}", keys)
     if braces is None:
         return [keys]
-    before = keys[: braces.start()]
-    after = keys[braces.end() :]
-    return [key for word in braces[1].split(",") for key in expand(before + word + after)]
+
+    found = []
+    for word in braces[1].split(","):
+        found += expand(keys[: braces.start()] + word + keys[braces.end() :])
+    return found
 
 
 def _fields(entry: Any, answers: Mapping[str, Any], key: str) -> dict[str, Any]:

@@ -41,7 +41,10 @@ def custom_function(config: Config) -> Findings:
 
 def names_of_models(config: Config) -> Findings:
     """A model that scores and a reward function have different names."""
-    names = {part.name for _, _, parts in named_rewards(config) for part in parts}
+    names = set[str]()
+    for _, _, parts in named_rewards(config):
+        names.update(part.name for part in parts)
+
     for name in sorted(names & scoring_models(config.reward_model).keys()):
         what = f"'{name}' is a reward function too"
         yield Finding((scoring_key(config), _FUNCTIONS), what, "choose another name")

@@ -165,11 +165,9 @@ def after_attention(layer: Any, x: Tensor, mixed: Tensor) -> Tensor:
     `mixed`, `(rows, heads, head_dim)`. Differentiable once."""
     norm = layer.post_attention_layernorm
     mlp = layer.mlp
-    weights = [
-        weight
-        for linear in (layer.self_attn.o_proj, mlp.gate_proj, mlp.up_proj, mlp.down_proj)
-        for weight in (linear.weight, linear.bias)
-    ]
+    weights = []
+    for linear in (layer.self_attn.o_proj, mlp.gate_proj, mlp.up_proj, mlp.down_proj):
+        weights += [linear.weight, linear.bias]
     keeps = torch.is_grad_enabled()
     inputs = (x.contiguous(), mixed.flatten(1).contiguous())
 

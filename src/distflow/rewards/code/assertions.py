@@ -167,9 +167,11 @@ def _call_with(check: ast.FunctionDef, body: list[ast.stmt]) -> list[ast.stmt]:
 
 
 def _split(body: list[ast.stmt]) -> list[list[ast.stmt]]:
-    blocks = [each for each in body if not isinstance(each, ast.Assert)]
-    if any(isinstance(node, ast.Assert) for block in blocks for node in ast.walk(block)):
-        return [body]
+    for statement in body:
+        if isinstance(statement, ast.Assert):
+            continue
+        if any(isinstance(node, ast.Assert) for node in ast.walk(statement)):
+            return [body]
 
     parts = []
     before = list[ast.stmt]()

@@ -15,6 +15,7 @@ from collections import deque
 from collections.abc import ItemsView, Iterator, KeysView, Mapping, Sequence, ValuesView
 from contextlib import closing, contextmanager
 from fractions import Fraction
+from itertools import chain
 from typing import Any, NamedTuple
 
 from distflow.rewards.code import assertion_process
@@ -38,18 +39,20 @@ def same_output(printed: str, wanted: str) -> bool:
     """Compare lines word by word, without white space at their ends and empty lines at the end;
     numbers by value: `2.50` is `2.5`, and within `TOLERANCE` if the wanted number is not an
     integer. If a wanted word has leading zeros, digits are text."""
-    found, expected = (
-        [line.split() for line in text.strip().split("\n")] for text in (printed, wanted)
-    )
+    found = [line.split() for line in printed.strip().split("\n")]
+    expected = [line.split() for line in wanted.strip().split("\n")]
     if [*map(len, found)] != [*map(len, expected)]:
         return False
 
     are_digits = _DIGITS.search(wanted) is not None
-    return all(
-        word == other or (_same_number(word, other) and not (are_digits and other.isdigit()))
-        for words, others in zip(found, expected, strict=True)
-        for word, other in zip(words, others, strict=True)
-    )
+    words = chain.from_iterable(found)
+    for word, other in zip(words, chain.from_iterable(expected), strict=True):
+        if word == other:
+            continue
+        if (are_digits and other.isdigit()) or not _same_number(word, other):
+            return False
+
+    return True
 
 
 def same_value(returned: Any, wanted: Any) -> bool:

@@ -224,16 +224,9 @@ def plain_number(text: str) -> Decimal | None:
         return None
 
 
-_NOT_SWALLOWED = (MemoryError, RecursionError)
-_SWALLOWED = tuple(
-    kind
-    for base, left_out in (
-        (Exception, (*_NOT_SWALLOWED, RuntimeError)),
-        (RuntimeError, _NOT_SWALLOWED),
-    )
-    for kind in base.__subclasses__()
-    if kind not in left_out
-)
+_NOT_SWALLOWED = {MemoryError, RuntimeError, RecursionError}  # the last is a `RuntimeError`
+_KINDS = {*Exception.__subclasses__(), *RuntimeError.__subclasses__()}
+_SWALLOWED = tuple(_KINDS - _NOT_SWALLOWED)
 # Replaces `Exception` in the handlers of these modules, which would treat a full memory as a
 # difference.
 for _module in (grader, latex2sympy2):

@@ -8,7 +8,7 @@ without a unit equals the same number with any unit.
 
 import re
 import tomllib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
@@ -200,12 +200,17 @@ def _is_balanced(text: str) -> bool:
 
 
 _UNITS = tomllib.loads(Path(__file__).with_name("units.toml").read_text("utf-8"))
-_NAMES = {
-    name: (dimension, size)
-    for dimension, units in _UNITS["sizes"].items()
-    for names, size in units.items()
-    for name in names.split()
-}
+
+
+def _read_sizes() -> Iterator[tuple[str, tuple[str, str]]]:
+    """Names of units, each with its dimension and size."""
+    for dimension, units in _UNITS["sizes"].items():
+        for names, size in units.items():
+            for name in names.split():
+                yield name, (dimension, size)
+
+
+_NAMES = dict(_read_sizes())
 _NO_UNITS, _PLURALS = (frozenset(_UNITS[name].split()) for name in ("no_units", "plurals"))
 _MULTIPLES = frozenset((*_SCALES, "squared", "cubed", "factorial"))
 _TAIL = re.compile(

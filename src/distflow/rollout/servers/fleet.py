@@ -8,6 +8,7 @@ import time
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Final, TypeVar
 
 import httpx
@@ -277,7 +278,7 @@ class Fleet(AbstractAsyncContextManager["Fleet"]):
                 return []
 
         found = await asyncio.gather(*(one(each) for each in self._servers if each.task is None))
-        return [result for results in found for result in results]
+        return list(chain.from_iterable(found))
 
     async def pause(self, release: bool = False) -> None:
         """See `RolloutEngine`. A lost server restarts paused."""

@@ -75,7 +75,7 @@ class Extension:
         self.distflow_describe()  # a server that was started anew has our sampler only then
         before = self.distflow_held
         self.distflow_held = {}
-        names = {name for path in paths for name in _names_in(path)}
+        names = set[str]().union(*map(_names_in, paths))
 
         if adapter:
             of_adapter = {name for name in names if ".lora_" in name}

@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Final, cast
 
@@ -123,10 +124,8 @@ class _Follower(HttpEngine):
         """Checked answers. The server may have a version just before this worker learns of it."""
         answers = await super()._answers(request)
         with suppress(ValueError):  # an invalid label is reported later
-            newest = max(
-                (version_of(label) for each in answers for label in each.versions),
-                default=self.version,
-            )
+            labels = chain.from_iterable(each.versions for each in answers)
+            newest = max(map(version_of, labels), default=self.version)
             while self.version < newest and self.group.has(newest):
                 await asyncio.sleep(_LOOKS_EVERY_S)
 

@@ -9,7 +9,6 @@ from array import array
 from base64 import b64decode
 from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
-from itertools import islice
 from pathlib import Path
 from typing import Any, Final
 from uuid import uuid4
@@ -403,13 +402,16 @@ def _answer_of(choice: Mapping[str, Any], drawn: str) -> Answer:
     if (ids := [*map(int, numbers[::3])]) != choice["token_ids"][: len(ids)]:
         raise ValueError("its log-probs are of other tokens")
 
-    spans = choice["weight_versions"] or ()
-    versions = (span["version"] for span in spans for _ in range(span["start"], span["end"]))
+    versions = list[str]()
+    for span in choice["weight_versions"] or ():
+        room = _MOST_VERSIONS - len(versions)
+        versions += [span["version"]] * min(span["end"] - span["start"], room)
+
     return Answer(
         choice["token_ids"],
         numbers[1::3].tolist(),
         numbers[2::3].tolist(),
-        list(islice(versions, _MOST_VERSIONS)),
+        versions,
         choice["finish_reason"],
     )
 

@@ -3,6 +3,7 @@
 import copy
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -62,7 +63,7 @@ def saved_parts(
 def _engine_parts(spec: Spec, resources: Resources, rank: int) -> Iterator[tuple[str, object]]:
     """Each rank writes its own shards of sharded tensors; the first rank that trains a model writes
     the tensors that all of them have."""
-    trainers = [each for dp_group in dp_groups_of(spec.plan) for each in dp_group]
+    trainers = list(chain.from_iterable(dp_groups_of(spec.plan)))
     for role, engine in resources.trained().items():
         with_role = [i for i, each in enumerate(trainers) if role in spec.plan.ranks[each].engines]
         leads = rank == with_role[0]

@@ -106,5 +106,9 @@ class RowLoader:
             return None
 
         size = loaded.group_size
-        rows = [places[group] * size + index for group in prompt_groups for index in range(size)]
+        rows = list[int]()
+        for group in prompt_groups:
+            first = places[group] * size
+            rows += range(first, first + size)
+
         return _Loaded(LoadedGroups.of(prompt_groups, loaded.data.select(rows)))

@@ -6,6 +6,7 @@ import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from typing import Generic, TypeVar
 
 from distflow.data.batch import Batch
@@ -465,13 +466,12 @@ class SharedSampleQueue(Generic[T]):
         tokens."""
         groups = {number: self._groups.pop(number) for number in numbers}
         stored_by = self._workers.take(numbers)
-        metrics = combine([part for group in groups.values() for part in group.measured])
+        metrics = combine(list(chain.from_iterable(group.measured for group in groups.values())))
         loads = [group.num_tokens for group in groups.values()]
-        divided = [
-            own
-            for dp_group in self._dp_groups
-            for own in divide_among_ranks(dp_group, loads, numbers, step)
-        ]
+        divided = list[Sequence[int]]()
+        for dp_group in self._dp_groups:
+            divided += divide_among_ranks(dp_group, loads, numbers, step)
+
         reward_counts = self._reward_counts
         self._reward_counts = RewardCounts()
         if self._reading is not None:

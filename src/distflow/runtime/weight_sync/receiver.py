@@ -5,6 +5,7 @@ import threading
 from collections.abc import Iterable
 from concurrent.futures import Future
 from dataclasses import replace
+from itertools import chain
 
 from torch import Tensor
 
@@ -128,7 +129,7 @@ class IncomingWeights:
         if num_buckets is None:
             weights = None
         else:
-            weights = [each for bucket in buckets for each in bucket]
+            weights = list(chain.from_iterable(buckets))
 
         receipt = self._receive(version, weights)
         if not self.ready.done():

@@ -5,6 +5,7 @@ import hashlib
 import json
 import math
 from collections.abc import Mapping
+from itertools import chain
 from typing import NamedTuple
 
 import torch
@@ -91,7 +92,8 @@ def check_sent(bucket: Bucket, model: nn.Module, step: int, merged: bool = True)
         else:
             stripes.append(_held_stripe(name, tensor, own))
 
-    on_host = iter(to_host([values for each in stripes for values in (each.sent, each.expected)]))
+    pairs = ((each.sent, each.expected) for each in stripes)
+    on_host = iter(to_host(list(chain.from_iterable(pairs))))
     for stripe in stripes:
         both = stripe._replace(sent=next(on_host), expected=next(on_host))
         if _count_flipped(both, causal, merged) > FLIPPED * stripe.size:

@@ -104,8 +104,10 @@ def _if_argument_in(index: int, values: tuple[int, ...]) -> _Code:
 def _if_all_zero(*indices: int) -> _Code:
     """Allow if these arguments are 0, both halves of each."""
     code: _Code = []
-    for offset in (_ARGUMENTS + 8 * index + half for index in indices for half in (0, 4)):
-        code += [(_LOAD, 0, 0, offset), (_JUMP_EQUAL, 1, 0, 0), _return(_FAIL | errno.EPERM)]
+    for index in indices:
+        for half in (0, 4):
+            offset = _ARGUMENTS + 8 * index + half
+            code += [(_LOAD, 0, 0, offset), (_JUMP_EQUAL, 1, 0, 0), _return(_FAIL | errno.EPERM)]
     return [*code, _return(_ALLOW)]
 
 
