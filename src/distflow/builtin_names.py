@@ -23,16 +23,12 @@ class Entry:
 
 @dataclass(frozen=True)
 class Estimator(Entry):
-    """An advantage estimator and its requirements.
-
-    reads_parts: it reads the parts of the reward, not their sum. whitens: it whitens advantages by
-    definition.
-    """
+    """An advantage estimator and its requirements."""
 
     needs_group: bool = False
     needs_critic: bool = False
     reads_parts: bool = False
-    whitens: bool = False
+    """It reads the parts of the reward, not their sum."""
 
 
 @dataclass(frozen=True)
@@ -41,48 +37,46 @@ class PolicyLoss(Entry):
     instead of the ratio."""
 
     clips: bool = False
-    dual_clips: bool = False
     divergence: bool = False
 
 
 @dataclass(frozen=True)
 class Reward(Entry):
-    """A reward function.
-
-    needs_answer: it compares with the row's answer, so every row must have one. scores_own_answer:
-    the row's own answer, in a box, must score 1. solutions: columns of data sets with responses
-    that must score as right. row_check: a function that is called with a row's answer and columns,
-    and raises ValueError if the reward cannot score any response to it. executes_response: it runs
-    the response's code in the sandbox. prepare: "module:function" that loads something too large to
-    load twice, with the options of the part; one process holds it and scores for all domains with
-    the same. reads_messages: it receives the prompt's chat messages.
-    """
+    """A reward function."""
 
     needs_answer: bool = False
+    """It compares with the row's answer, so every row must have one."""
     scores_own_answer: bool = False
-    solutions: tuple[str, ...] = ()
+    """The row's own answer, in a box, must score 1."""
     row_check: str = ""
+    """A function that is called with a row's answer and columns, and raises ValueError if the
+    reward cannot score any response to it."""
     executes_response: bool = False
+    """It runs the response's code in the sandbox."""
     prepare: str = ""
+    """"module:function" that loads something too large to load twice, with the options of the
+    part; one process holds it and scores for all domains with the same."""
     reads_messages: bool = False
+    """It receives the prompt's chat messages."""
 
 
 @dataclass(frozen=True)
 class BuiltinPipeline(Entry):
-    """A pipeline: whether it trains a critic, and whether it generates its training data.
-
-    by_estimator: it trains one if an estimator of the run or of a domain reads values. reads_pairs:
-    it trains a reward model on pairs of responses. workflow_type: the value of
-    `algorithm.workflow_type` that selects it. oversample_factor: the key that says how many times
-    the groups of a step may run, instead of `algorithm.filter_groups.oversampling`.
-    """
+    """A pipeline."""
 
     has_critic: bool = False
+    """It trains a critic."""
     generates: bool = True
+    """It generates its training data."""
     by_estimator: bool = False
+    """It trains a critic if an estimator of the run or of a domain reads values."""
     reads_pairs: bool = False
+    """It trains a reward model on pairs of responses."""
     workflow_type: str = ""
+    """The value of `algorithm.workflow_type` that selects it."""
     oversample_factor: str = ""
+    """The key that says how many times the groups of a step may run, instead of
+    `algorithm.filter_groups.oversampling`."""
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ def test_reward_functions_of_a_domain_without_rows_are_named(tmp_path: Path) -> 
         "reward.functions={sums: [exact_match], smus: [math]}",
     ]
     loaded = load_config("grpo", keys)
-    lines = [*startup_lines(*fitted_to_files(loaded, read_config(loaded)))]
+    lines = [*startup_lines(*fitted_to_files(read_config(loaded)))]
     named = (
         "note: reward.functions has settings of 'smus', but no row is in that domain; did you mean "
         "'sums'?"

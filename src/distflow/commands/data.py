@@ -53,7 +53,7 @@ def run_data(arguments: argparse.Namespace) -> int:
             from distflow.launch.run_folders.export_checkpoint import with_models_of_runs
 
         loaded = with_models_of_runs(follow_pipeline(loaded), say)
-        _, _, data = fitted_to_files(loaded, read_config(loaded))
+        _, data = fitted_to_files(read_config(loaded))
         sets = {"training": data.looked_at}
         for name, found in data.validation.items():
             sets[f"validation {name}".strip()] = found

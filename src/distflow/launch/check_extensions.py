@@ -72,8 +72,6 @@ def chosen_parts(config: Config) -> Iterator[Part]:
         if kind == "reward function" and name == CUSTOM_REWARD:
             if custom.path:
                 target = custom_target(custom.path, custom.name)
-            else:
-                target = ""
         elif entry is not None:
             target = entry.target
         elif ":" in name:

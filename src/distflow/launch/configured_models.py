@@ -287,28 +287,19 @@ def load_adapted(
     return adapted
 
 
-def tokenizer_loader(config: Config) -> Callable[[], PreTrainedTokenizerBase]:
-    """A loader of the policy's tokenizer, which raises UserError with the key if there is none."""
-    path = config.actor_rollout_ref.model.tokenizer_path
+def load_policy_tokenizer(config: Config) -> PreTrainedTokenizerBase:
+    """Raises UserError, with the key, if there is none."""
     source = policy_source(config)
-    load = partial(_load_tokenizer, trust_remote_code=source["trust_remote_code"])
+    trusts_code = source["trust_remote_code"]
+    path = config.actor_rollout_ref.model.tokenizer_path
     if path is not None:
-        key = "actor_rollout_ref.model.tokenizer_path"
-        return partial(load, path, key=key, revision=None, gguf_file=None)
+        with blaming("actor_rollout_ref.model.tokenizer_path"):
+            return load_tokenizer(path, trust_remote_code=trusts_code)
 
-    return partial(
-        load,
-        source["path"],
-        key="actor_rollout_ref.model.path",
-        revision=source["revision"],
-        gguf_file=source["gguf_file"],
-    )
-
-
-def _load_tokenizer(
-    path: str, key: str, revision: str | None, trust_remote_code: bool, gguf_file: str | None
-) -> PreTrainedTokenizerBase:
-    with blaming(key):
+    with blaming("actor_rollout_ref.model.path"):
         return load_tokenizer(
-            path, revision=revision, trust_remote_code=trust_remote_code, gguf_file=gguf_file
+            source["path"],
+            revision=source["revision"],
+            trust_remote_code=trusts_code,
+            gguf_file=source["gguf_file"],
         )

@@ -8,6 +8,7 @@ Other errors that a function raises are left to the run, since the batch's numbe
 import inspect
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -21,7 +22,7 @@ from distflow.errors import UserError
 from distflow.graph import BoundNode, BoundPipeline
 from distflow.graph.fields import STANDARD_FIELDS, Axis, find_field
 from distflow.import_target import innermost, is_ours
-from distflow.launch.configured_models import tokenizer_loader
+from distflow.launch.configured_models import load_policy_tokenizer
 from distflow.launch.select_pipeline import takes_policy_loss
 from distflow.pipelines.nodes.workflow_dry_run import tried_workflow
 from distflow.rewards.reward_check import WARNING
@@ -66,7 +67,7 @@ def try_users_code(spec: Spec, say: Callable[[str], None]) -> Spec:
     """Call the user's reward functions and workflow on the first rows before anything is loaded.
     say: called with notes and warnings; the spec that is returned has the warnings, for the run's
     records. Raises UserError for what a run could not use."""
-    with tried_workflow(spec, tokenizer_loader(spec.config)) as trial:
+    with tried_workflow(spec, partial(load_policy_tokenizer, spec.config)) as trial:
         lines = [*try_rewards(spec), *trial.notes()]
     for line in lines:
         say(line)

@@ -10,7 +10,7 @@ from transformers import PreTrainedTokenizerBase
 from distflow.config import Config
 from distflow.config.derived_settings import response_limit, trained_policies
 from distflow.launch import agent_policies
-from distflow.launch.configured_models import check_engines, tokenizer_loader
+from distflow.launch.configured_models import check_engines, load_policy_tokenizer
 from distflow.launch.rollout_engines import build_rollout, check_rollout, engine_dtype
 from distflow.launch.scoring_engines import build_scoring_model, check_judge
 from distflow.launch.train_engines import build_actor, build_critic, build_policy, build_reference
@@ -55,7 +55,7 @@ def make_factories(
 
 
 def build_tokenizer(config: Config, get: Get, device: torch.device) -> PreTrainedTokenizerBase:
-    return tokenizer_loader(config)()
+    return load_policy_tokenizer(config)
 
 
 def build_stop_token_ids(get: Get, device: torch.device) -> tuple[int, ...]:

@@ -3,18 +3,18 @@ cheap things first."""
 
 import math
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 
 import torch
 
 from distflow.algorithms.mismatch_check import Tolerance
-from distflow.config import Config, Loaded, UserError, to_yaml
+from distflow.config import Config, Loaded, UserError
 from distflow.config.derived_settings import with_own_policies
 from distflow.data.encoded_prompts import PromptRow
 from distflow.data.encoded_rows_file import EncodedRows, write_encoded
 from distflow.data.python_rows import forget_rows
 from distflow.errors import blaming
-from distflow.graph import BoundPipeline
 from distflow.launch.configured_models import compute_dtype
 from distflow.launch.devices import follow_machines
 from distflow.launch.dry_run_of_user_code import try_algorithms
@@ -59,16 +59,17 @@ def make_spec(loaded: Loaded, say: Say) -> Spec:
             "them"
         )
 
-    loaded, reading = _check_config(follow_machines(loaded), say)
+    reading = _check_config(follow_machines(loaded), say)
+    trainer = reading.config.trainer
 
     # First, since rows from Python code are stored in the folder, which another run may be using.
-    with claimed(loaded.config.trainer.run_dir), lasting(say, "reading models and data"):
-        loaded = with_models_of_runs(loaded, say)
-        if loaded.config.trainer.resume_mode == "never":
-            forget_rows(loaded.config.trainer.run_dir)
-        loaded, reading, data = _check_files(loaded, reading, say)
-        with writing_to(loaded.config.trainer.run_dir):
-            spec = _spec(loaded, reading.pipeline, data)
+    with claimed(trainer.run_dir), lasting(say, "reading models and data"):
+        reading = replace(reading, loaded=with_models_of_runs(reading.loaded, say))
+        if trainer.resume_mode == "never":
+            forget_rows(trainer.run_dir)
+        reading, data = _check_files(reading, say)
+        with writing_to(trainer.run_dir):
+            spec = _spec(reading, data)
         for warning in spec.warnings:
             say(f"warning: {warning}")
 
@@ -84,45 +85,45 @@ def check_run(loaded: Loaded) -> Loaded:
 
     if loaded.config.trainer.launcher == "local":
         loaded = follow_machines(loaded)
-    return _check_files(*_check_config(loaded, quiet), quiet)[0]
+    reading, _ = _check_files(_check_config(loaded, quiet), quiet)
+    return reading.loaded
 
 
-def _check_config(loaded: Loaded, say: Say) -> tuple[Loaded, Reading]:
+def _check_config(loaded: Loaded, say: Say) -> Reading:
     """What the config alone shows, and the user's code that it names."""
     named = named_code(loaded.config)
     for code in named:
         say(f"your code: {code}")
 
     loaded = follow_pipeline(loaded)
-    for code in named_code(loaded.config):
+    config = loaded.config
+    for code in named_code(config):
         if code not in named:  # which a node names
             say(f"your code: {code}")
 
     reading = read_config(loaded)
-    for note in try_algorithms(loaded.config, reading.pipeline):
+    for note in try_algorithms(config, reading.pipeline):
         say(f"note: {note}")
 
-    settings = loaded.config
-    for role, optim in (
-        ("actor_rollout_ref.actor", settings.actor_rollout_ref.actor),
-        ("critic", settings.critic),
-    ):
-        with blaming(f"{role}.optim.optimizer"):
-            check_optimizer(optim.optim.optimizer)
+    with blaming("actor_rollout_ref.actor.optim.optimizer"):
+        check_optimizer(config.actor_rollout_ref.actor.optim.optimizer)
+    with blaming("critic.optim.optimizer"):
+        check_optimizer(config.critic.optim.optimizer)
 
-    return loaded, reading
+    return reading
 
 
-def _check_files(loaded: Loaded, reading: Reading, say: Say) -> tuple[Loaded, Reading, Data]:
+def _check_files(reading: Reading, say: Say) -> tuple[Reading, Data]:
     """What the files of data and model show."""
-    loaded, reading, data = fitted_to_files(loaded, reading)
-    for line in startup_lines(loaded, reading, data):
+    reading, data = fitted_to_files(reading)
+    for line in startup_lines(reading, data):
         say(line)
-    return loaded, reading, data
+    return reading, data
 
 
-def _spec(loaded: Loaded, pipeline: BoundPipeline, data: Data) -> Spec:
-    config = loaded.config
+def _spec(reading: Reading, data: Data) -> Spec:
+    config = reading.config
+    pipeline = reading.pipeline
     train: Sequence[PromptRow] = data.train
     if not isinstance(data.train, LazyRows):
         train = EncodedRows(write_encoded(data.train, config.trainer.run_dir, "train"))
@@ -137,7 +138,6 @@ def _spec(loaded: Loaded, pipeline: BoundPipeline, data: Data) -> Spec:
 
     return Spec(
         config=config,
-        text=to_yaml(config),
         run_dir=config.trainer.run_dir,
         pipeline=partial(rebuild, config),
         factories=settings.factories,
@@ -154,7 +154,7 @@ def _spec(loaded: Loaded, pipeline: BoundPipeline, data: Data) -> Spec:
         ratio_limit=ratio_limit,
         loss_terms=loss_terms(config) if has_losses else (),
         facts=facts(config, data),
-        description=description(loaded, data),
+        description=description(reading.loaded, data),
         needs=settings.needs,
         offloads=settings.offloads,
         predicted=settings.predicted,

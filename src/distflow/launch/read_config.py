@@ -1,6 +1,7 @@
 """Reads a config and its files, and fits the config to them."""
 
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import chain
 
 from transformers import PreTrainedTokenizerBase
@@ -13,7 +14,7 @@ from distflow.data.rows_on_demand import check_by_row, reads_by_row
 from distflow.errors import MissingColumn, UserError
 from distflow.graph import BoundPipeline
 from distflow.launch.check_extensions import check_extensions, explain_missing_column
-from distflow.launch.configured_models import policy_limits, tokenizer_loader
+from distflow.launch.configured_models import load_policy_tokenizer, policy_limits
 from distflow.launch.data_sources import (
     DataSource,
     as_read_by_model,
@@ -39,15 +40,18 @@ from distflow.planning.allocation_expression import follow_allocation
 
 @dataclass(frozen=True)
 class Reading:
-    """What is known from the config alone."""
+    """A config, and what is known from it alone."""
 
+    loaded: Loaded
     pipeline: BoundPipeline
     unused: list[str]
     """Keys of a preset that the pipeline does not read, for messages."""
     train: list[DataSource]
     validation: list[DataSource]
-    lazy: bool
-    """Training rows are read when their groups start."""
+
+    @property
+    def config(self) -> Config:
+        return self.loaded.config
 
 
 @dataclass(frozen=True)
@@ -61,6 +65,11 @@ class Data:
     broken: list[str]
     """Training rows that were left out because no response to them could be scored, with the
     reason."""
+
+    @property
+    def has_template(self) -> bool:
+        """Whether the tokenizer renders chats."""
+        return bool(getattr(self.tokenizer, "chat_template", None))
 
     @property
     def looked_at(self) -> PromptSet:
@@ -118,7 +127,7 @@ def read_config(loaded: Loaded) -> Reading:
             for file in source.files:
                 check_by_row(file, source.key)
 
-    return Reading(pipeline, unused, train, validation, config.data.lazy)
+    return Reading(loaded, pipeline, unused, train, validation)
 
 
 def follow_pipeline(loaded: Loaded) -> Loaded:
@@ -162,39 +171,40 @@ def _bind(config: Config) -> BoundPipeline:
         raise explain_missing_column(error, config) or error from error
 
 
-def fitted_to_files(loaded: Loaded, reading: Reading) -> tuple[Loaded, Reading, Data]:
+def fitted_to_files(reading: Reading) -> tuple[Reading, Data]:
     """The config and the pipeline within what model and files allow, and the rows. Raises UserError
     for files and rows that cannot be used."""
-    limits = policy_limits(loaded.config)
-    loaded, reading = _fitted(loaded, reading, limits)
-    run_dir = loaded.config.trainer.run_dir
-    to_train = as_read_by_model(reading.train, loaded.config)
-    to_validate = as_read_by_model(reading.validation, loaded.config)
+    limits = policy_limits(reading.config)
+    reading = _fitted(reading, limits)
+    config = reading.config
+    run_dir = config.trainer.run_dir
+    to_train = as_read_by_model(reading.train, config)
+    to_validate = as_read_by_model(reading.validation, config)
 
     # All files are read before anything is loaded. Validation comes first: `eval` has nothing else.
     validation_rows = read_sources(to_validate, run_dir)
 
-    if reading.lazy:
+    if config.data.lazy:
         wanted = [source.first() for source in to_train]
     else:
         wanted = to_train
 
     train_rows = read_sources(wanted, run_dir)
-    load_tokenizer = tokenizer_loader(loaded.config)
-    tokenizer = load_tokenizer()
+    tokenizer = load_policy_tokenizer(config)
     validation = {source.domain: source.encode(rows, tokenizer) for source, rows in validation_rows}
     read = PromptSet.joined([source.encode(rows, tokenizer) for source, rows in train_rows])
     broken = list[str]()
     for _, (_, bad) in train_rows:
         broken += bad.broken
     train: PromptSet | LazyRows = read
-    if reading.lazy:
-        train = LazyRows(to_train, read, run_dir / "data", load_tokenizer)
+    if config.data.lazy:
+        load = partial(load_policy_tokenizer, config)
+        train = LazyRows(to_train, read, run_dir / "data", load)
     if any(prompts.has_images for prompts in (read, *validation.values())):
-        _check_images(loaded.config, reading.pipeline)
-    loaded, reading = _fitted(loaded, reading, replace(limits, rows=len(train)))
+        _check_images(config, reading.pipeline)
+    reading = _fitted(reading, replace(limits, rows=len(train)))
 
-    return loaded, reading, Data(tokenizer, train, validation, broken)
+    return reading, Data(tokenizer, train, validation, broken)
 
 
 def _check_images(config: Config, pipeline: BoundPipeline) -> None:
@@ -223,10 +233,8 @@ def _check_images(config: Config, pipeline: BoundPipeline) -> None:
         )
 
 
-def _fitted(loaded: Loaded, reading: Reading, limits: RunLimits) -> tuple[Loaded, Reading]:
+def _fitted(reading: Reading, limits: RunLimits) -> Reading:
     """The config within these limits, reread if it changed. Raises ConfigError if something does
     not fit."""
-    fitted = fit_to(loaded, limits)
-    if fitted is loaded:
-        return (loaded, reading)
-    return (fitted, read_config(fitted))
+    fitted = fit_to(reading.loaded, limits)
+    return reading if fitted is reading.loaded else read_config(fitted)

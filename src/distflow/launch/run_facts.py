@@ -68,8 +68,7 @@ def _prompt_format(config: Config, data: Data) -> str:
         return "chat"
 
     sends_messages = config.actor_rollout_ref.rollout.workflow in ("agent", "verifiers")
-    has_template = bool(getattr(data.tokenizer, "chat_template", None))
-    return "chat" if sends_messages and has_template else "text"
+    return "chat" if sends_messages and data.has_template else "text"
 
 
 def _validation_rows(data: Data) -> str:

@@ -12,7 +12,7 @@ from distflow.data.dataset_columns import listed
 from distflow.data.encoded_prompts import PromptRow, PromptSet
 from distflow.errors import UserError, count_of, hint
 from distflow.graph import NodeRole
-from distflow.launch.configured_models import tokenizer_loader
+from distflow.launch.configured_models import load_policy_tokenizer
 from distflow.launch.lazy_rows import num_rows_of
 from distflow.launch.read_config import Data, Reading
 from distflow.models.loading import end_token_ids
@@ -26,36 +26,37 @@ _ACCURACY = "val_correct/"
 _TOOLS = "actor_rollout_ref.rollout.workflow_kwargs.tools"
 
 
-def startup_lines(loaded: Loaded, reading: Reading, data: Data) -> Iterator[str]:
+def startup_lines(reading: Reading, data: Data) -> Iterator[str]:
     """The data and settings of the run. Raises UserError for a domain without a reward function,
     and for settings that the data contradict."""
-    config = loaded.config
+    config = reading.config
 
     # `distflow eval`
     only_validates = not config.data.domains and config.data.train_files == config.data.val_files
     if data.train is not data.looked_at:
         yield f"train data: {data.how_many}, each read when its group starts; checked so far:"
     if not only_validates:
-        yield from _lines_on_rows("train", data.looked_at, config, reading)
+        yield from _lines_on_rows("train", data.looked_at, reading)
     for name, found in data.validation.items():
-        yield from _lines_on_rows(f"validation {name}".rstrip(), found, config, reading)
+        yield from _lines_on_rows(f"validation {name}".rstrip(), found, reading)
     _check_accuracies(config, data)
     yield from _lines_on_template(config, data)
     if data.broken:
         yield f"left out: {listed(data.broken, 'training row', 'whose tests are broken')}"
-    for fitted in loaded.fitted:
+    for fitted in reading.loaded.fitted:
         yield f"made to fit: {fitted}"
     if reading.unused:
         yield f"not used by the pipeline '{reading.pipeline.graph_id}': {', '.join(reading.unused)}"
     if not is_rl(config):
         return
 
-    yield from _notes(loaded, reading, data)
+    yield from _notes(reading, data)
     if not only_validates:
-        yield from _lines_on_advantages(config, reading)
+        yield from _lines_on_advantages(reading)
 
 
-def _lines_on_rows(name: str, rows: PromptSet, config: Config, reading: Reading) -> Iterator[str]:
+def _lines_on_rows(name: str, rows: PromptSet, reading: Reading) -> Iterator[str]:
+    config = reading.config
     yield f"{name} data: {', '.join(rows.report.lines())}"
     if len(rows.domains) > 1 and config.data.domains:
         numbers = num_rows_of(config, rows).items()
@@ -79,9 +80,9 @@ def _lines_on_template(config: Config, data: Data) -> Iterator[str]:
         yield f"chat template: {'; '.join(turns)}"
 
 
-def _lines_on_advantages(config: Config, reading: Reading) -> Iterator[str]:
+def _lines_on_advantages(reading: Reading) -> Iterator[str]:
     nodes = [node for node in reading.pipeline.nodes if node.node_role is NodeRole.ADVANTAGE]
-    for domain, algorithm in algorithms(config):
+    for domain, algorithm in algorithms(reading.config):
         options = options_of(nodes[0], domain) if nodes else {}
         of_domain = f" of '{domain}'" if domain else ""
         yield f"advantages{of_domain}: {describe_estimator(algorithm.adv_estimator, options)}"
@@ -110,7 +111,7 @@ def template_lines(model: str) -> Iterator[str]:
     Raises UserError for a model without a tokenizer."""
     settings = [f"actor_rollout_ref.model.path={model}"]
     thinks = "data.enable_thinking"
-    tokenizer = tokenizer_loader(load_config("grpo", settings, complete=False).config)()
+    tokenizer = load_policy_tokenizer(load_config("grpo", settings, complete=False).config)
     ends = end_token_ids(tokenizer)
     yield f"end of a turn: {', '.join(repr(tokenizer.decode([end])) for end in ends)}"
     said = set[str]()
@@ -136,9 +137,10 @@ def _is_chat(row: PromptRow) -> bool:
     return PROMPT_CHAT in (row.extra_info or {})
 
 
-def _notes(loaded: Loaded, reading: Reading, data: Data) -> Iterator[str]:
+def _notes(reading: Reading, data: Data) -> Iterator[str]:
     """Notes on settings and rows that are valid but probably mistakes."""
-    config = loaded.config
+    loaded = reading.loaded
+    config = reading.config
     algorithm = config.algorithm
     actor = config.actor_rollout_ref.actor
     corrects = (
@@ -156,8 +158,7 @@ def _notes(loaded: Loaded, reading: Reading, data: Data) -> Iterator[str]:
         )
 
     is_default = loaded.origin("data.prompt_format") == "default"
-    has_template = bool(getattr(data.tokenizer, "chat_template", None))
-    if is_default and has_template and not data.looked_at.has_messages:
+    if is_default and data.has_template and not data.looked_at.has_messages:
         yield (
             "note: the model has a chat template, but prompts are plain text: an instruction-tuned "
             "model needs data.prompt_format=chat"

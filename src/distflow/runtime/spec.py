@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import torch
 
 from distflow.algorithms.mismatch_check import Tolerance
-from distflow.config import Config
+from distflow.config import Config, to_yaml
 from distflow.config.derived_settings import agent_sampling
 from distflow.data.encoded_prompts import PromptRow
 from distflow.graph import BoundPipeline
@@ -128,8 +128,6 @@ class Spec:
     data and the model before the start."""
 
     config: Config
-    text: str
-    """The resolved config as YAML."""
     run_dir: Path
     pipeline: Callable[[], BoundPipeline]
     """Builds and binds the pipeline."""
@@ -171,6 +169,11 @@ class Spec:
     """False for a user's own loop, whose steps no pipeline describes."""
     warnings: tuple[str, ...] = ()
     """Found before the start, e.g. about validation rows that are trained on."""
+
+    @property
+    def text(self) -> str:
+        """The resolved config as YAML."""
+        return to_yaml(self.config)
 
     @property
     def update_frequency(self) -> int:

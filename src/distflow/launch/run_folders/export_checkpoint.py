@@ -27,7 +27,7 @@ from distflow.config.derived_settings import config_of_policy, trained_policies
 from distflow.config.keys.dag import FIRST_POLICY
 from distflow.config.keys.schema import with_values
 from distflow.errors import UserError
-from distflow.launch.configured_models import copy_weights, load_policy, tokenizer_loader
+from distflow.launch.configured_models import copy_weights, load_policy, load_policy_tokenizer
 from distflow.launch.run_facts import PROMPT_FORMAT
 from distflow.launch.user_code import (
     code_of_run,
@@ -112,7 +112,7 @@ def export_checkpoint(
         return target
 
     model = _trained_model(config, trained, source)
-    tokenizer = tokenizer_loader(config)()
+    tokenizer = load_policy_tokenizer(config)
     export_model(model, tokenizer, target, note=(NOTE, note), adapter=adapter)
     say(f"exported to {target}")
 
@@ -123,7 +123,7 @@ def _export_policies(
     config: Config, trained: Mapping[str, Tensor], source: Path, target: Path
 ) -> None:
     """Each to a folder with its name. The names of its weights begin with it."""
-    tokenizer = tokenizer_loader(config)()
+    tokenizer = load_policy_tokenizer(config)
     for name in trained_policies(config):
         own = {}
         for weight, tensor in trained.items():

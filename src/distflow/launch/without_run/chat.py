@@ -16,7 +16,7 @@ from distflow.data.dataset_columns import BadRows, RawRow
 from distflow.data.encode_rows import encode_rows
 from distflow.data.encoded_prompts import PromptOptions
 from distflow.errors import UserError
-from distflow.launch.configured_models import load_policy, policy_limits, tokenizer_loader
+from distflow.launch.configured_models import load_policy, load_policy_tokenizer, policy_limits
 from distflow.launch.devices import choose_device
 from distflow.launch.run_facts import PROMPT_FORMAT
 from distflow.launch.run_folders.export_checkpoint import NOTE, with_models_of_runs, write_config_of
@@ -122,7 +122,7 @@ def load_chat(
         raise UserError(f"--temperature {given:g}: it must be 0 (greedy) or more")
 
     config = load_config_of(path, overrides, folder, note, options.trust_code)
-    tokenizer = tokenizer_loader(config)()
+    tokenizer = load_policy_tokenizer(config)
     data = config.data
     has_template = _reads_messages(path, tokenizer)
     if is_of_a_run(path):

@@ -17,9 +17,9 @@ from distflow.errors import UserError
 from distflow.launch.check_extensions import check_extensions
 from distflow.launch.configured_models import (
     compute_dtype,
+    load_policy_tokenizer,
     policy_limits,
     policy_source,
-    tokenizer_loader,
 )
 from distflow.launch.devices import choose_device
 from distflow.launch.engines import make_factories
@@ -94,7 +94,7 @@ def _base_model(config: Config, name: str, folder: Path) -> BaseModel:
     source = policy_source(config)
     model = load_model(**source, device=device)
     plain = copy.deepcopy(model)
-    tokenizer = tokenizer_loader(config)()
+    tokenizer = load_policy_tokenizer(config)
 
     def make(adapter: Path | None) -> RolloutEngine:
         merged = copy.deepcopy(plain)
