@@ -57,20 +57,7 @@ def check_log_probs(recorded: RecordedStep) -> str | None:
     if not chosen:
         return "no sample is short enough to hold the logits of all its tokens, or it has numbers"
 
-    takes_engines = policy == "old_log_probs" and (
-        recorded.is_written("prox_alpha")
-        or recorded.config.algorithm.recompute_old_log_probs == "false"
-    )
-    if takes_engines and recorded.is_ours(policy):
-        _check_copied(recorded)
-
-    if isinstance(resources.actor, OpenEngine):
-        recorded.plain |= policy_scores(recorded, resources.actor, chosen)
-        # else the check of the loss compares it as the input of the loss
-        if policy in recorded.batch and not takes_engines and recorded.is_ours(policy):
-            for sample in chosen:
-                _same(recorded, sample, policy, recorded.plain[sample["uid"]].log_probs)
-
+    _check_policy(recorded, policy, chosen)
     if plain_forward.model_of(resources.ref) is not None and recorded.is_ours("ref_log_prob"):
         score = _log_probs_at(lambda sample: 1.0)
         if is_rl(recorded.config):
@@ -96,6 +83,26 @@ def check_log_probs(recorded: RecordedStep) -> str | None:
     if hidden:
         return f"the model that computes {', '.join(hidden)} is not exposed"
     return None
+
+
+def _check_policy(recorded: RecordedStep, column: str, chosen: Sequence[Sample]) -> None:
+    """column: has the policy's log-probs before the step."""
+    takes_engines = column == "old_log_probs" and (
+        recorded.is_written("prox_alpha")
+        or recorded.config.algorithm.recompute_old_log_probs == "false"
+    )
+    if takes_engines and recorded.is_ours(column):
+        _check_copied(recorded)
+
+    actor = recorded.run.resources.actor
+    if not isinstance(actor, OpenEngine):
+        return
+
+    recorded.plain |= policy_scores(recorded, actor, chosen)
+    # else the check of the loss compares it as the input of the loss
+    if column in recorded.batch and not takes_engines and recorded.is_ours(column):
+        for sample in chosen:
+            _same(recorded, sample, column, recorded.plain[sample["uid"]].log_probs)
 
 
 def _check_copied(recorded: RecordedStep) -> None:

@@ -25,7 +25,7 @@ import signal
 import socket
 import sys
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from functools import partial
 from tempfile import TemporaryFile
@@ -285,21 +285,20 @@ def main() -> None:
         end_children()
 
 
+_Minder = tuple[socket.socket, int]
+"""Our end of its socket, and a pidfd."""
+
+
 def _serve(
     control: socket.socket, keeper: int, mind: Callable[[int, socket.socket, bytes], NoReturn]
 ) -> None:
     """Fork minders, and end those whose other end is closed or which have ended. Returns when the
     keeper has ended."""
-    running: dict[int, tuple[socket.socket, int]] = {}  # by pid: its end of the socket, and a pidfd
+    running: dict[int, _Minder] = {}  # by pid
     own = children()  # processes started by the user's modules, which all episodes use
 
     while True:
-        poll = select.poll()
-        for watched in (control.fileno(), keeper, *(handle for _, handle in running.values())):
-            poll.register(watched, select.POLLIN)
-        for channel, _ in running.values():
-            poll.register(channel, 0)  # reports that our end is closed
-        ready = {descriptor for descriptor, _ in poll.poll()}
+        ready = _wait(control, keeper, running.values())
         if keeper in ready:
             return
 
@@ -330,6 +329,18 @@ def _serve(
 
         os.close(server)
         running[pid] = (channel, os.pidfd_open(pid))
+
+
+def _wait(control: socket.socket, keeper: int, minders: Iterable[_Minder]) -> set[int]:
+    """The descriptors on which something has happened: a request, an end, or a closed socket."""
+    poll = select.poll()
+    poll.register(control, select.POLLIN)
+    poll.register(keeper, select.POLLIN)
+    for channel, handle in minders:
+        poll.register(channel, 0)  # reports that our end is closed
+        poll.register(handle, select.POLLIN)
+
+    return {descriptor for descriptor, _ in poll.poll()}
 
 
 def _end(minder: int, channel: socket.socket, handle: int) -> None:

@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from itertools import starmap
 from typing import NamedTuple
 
 from distflow.builtin_names import is_own
@@ -286,6 +287,10 @@ class CheckResult:
         return sum(kind.num_faults for kind in self.kinds.values())
 
 
+_Request = tuple[Row, Response]
+_Answered = tuple[Row, Response, RewardResult]
+
+
 async def check_reward(
     pool: RewardPool, name: str, rows: Sequence[Row], num_workers: int
 ) -> CheckResult:
@@ -298,7 +303,7 @@ async def check_reward(
     known = [(row, answer) for row, answer in zip(rows, answers, strict=True) if answer is not None]
     result.answers = len(known) or sum(row.response is not None for row in rows)
 
-    async def ask(row: Row, response: Response) -> tuple[Row, Response, RewardResult] | None:
+    async def ask(row: Row, response: Response) -> _Answered | None:
         async with free:
             if result.hangs:
                 return None
@@ -309,12 +314,15 @@ async def check_reward(
             result.num_hangs += isinstance(reward_result, Timeout)
             return row, response, reward_result
 
-    right: list[tuple[Row, Response]] = []
+    async def ask_all(requests: Iterable[_Request]) -> list[_Answered]:
+        return [*filter(None, await asyncio.gather(*starmap(ask, requests)))]
+
+    right: list[_Request] = []
     for row, answer in zip(rows, answers, strict=True):
         for response in right_responses(answer, row.response):
             right.append((row, response))
 
-    answered = [*filter(None, await asyncio.gather(*(ask(*asked) for asked in right)))]
+    answered = await ask_all(right)
     result.read.update({response.form: 0 for _, response in right})
     result.read.update(
         response.form for _, response, reward_result in answered if scored_right(reward_result)
@@ -327,21 +335,27 @@ async def check_reward(
 
     _count(result, [entry for entry in answered if entry[1].form in forms])
 
-    texts = [answer for _, answer in known]
-    wrong: list[tuple[Row, Response]] = []
-    for number, (row, answer) in enumerate(known):
-        neighbours = (texts[number + 1 :] + texts[:number])[:_NEIGHBOURS]
-        for form in forms:
-            if form in FORMS:
-                wrong += [(row, each) for each in wrong_responses(answer, neighbours, form)]
+    wrong = _wrong_requests(known, [form for form in forms if form in FORMS])
     wrong += [(row, Response("empty response", "", "")) for row in rows]
     wrong += [(rows[0], Response(HOSTILE_KIND, "", text)) for text in HOSTILE]
-    _count(result, filter(None, await asyncio.gather(*(ask(*asked) for asked in wrong))))
+    _count(result, await ask_all(wrong))
 
     return result
 
 
-def _count(result: CheckResult, answered: Iterable[tuple[Row, Response, RewardResult]]) -> None:
+def _wrong_requests(known: Sequence[tuple[Row, str]], forms: Sequence[str]) -> list[_Request]:
+    """Wrong responses to each row, in each form, of which some are the answers of other rows."""
+    requests: list[_Request] = []
+    texts = [answer for _, answer in known]
+    for number, (row, answer) in enumerate(known):
+        neighbours = (texts[number + 1 :] + texts[:number])[:_NEIGHBOURS]
+        for form in forms:
+            requests += [(row, each) for each in wrong_responses(answer, neighbours, form)]
+
+    return requests
+
+
+def _count(result: CheckResult, answered: Iterable[_Answered]) -> None:
     for row, response, reward_result in answered:
         kind = result.kinds.setdefault(response.kind, Kind(response.is_right))
         kind.asked += 1

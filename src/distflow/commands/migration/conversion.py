@@ -379,30 +379,36 @@ def _without_unread_keys(draft: Conversion, loaded: Loaded) -> Loaded:
         if not found:
             draft.missing.append(f"{key} must be set: it is not in the file")
 
-    why = "it may run on another machine than this one"
-    elsewhere: list[tuple[str, object, str]] = [
-        ("trainer.device", "cpu", why),
-        ("trainer.launcher", "ray", why),
-    ]
-    for key in schema_keys():
-        if key.endswith(("_offload", "offload_policy")):
-            elsewhere.append((key, False, why))
-
     while model and any(files.values()):
         try:
-            read_config(with_changes(loaded, elsewhere))
+            read_config(_on_any_machine(loaded))
             break
         except InertKeys as error:
             for name in [*draft.overrides]:
-                for key, reason in error.keys.items():
-                    if name in draft.overrides and f"{name}.".startswith(f"{key}."):
-                        draft.drop(name, f"it has no effect: {reason or f'with {draft.preset}'}")
+                below = f"{name}."
+                reasons = [why for key, why in error.keys.items() if below.startswith(f"{key}.")]
+                if reasons:
+                    draft.drop(name, f"it has no effect: {reasons[0] or f'with {draft.preset}'}")
             loaded = compose(draft)
         except UserError as error:
             draft.missing.append(f"a run would be rejected: {error}")
             break
 
     return loaded
+
+
+def _on_any_machine(loaded: Loaded) -> Loaded:
+    """The config without what this machine may lack."""
+    why = "it may run on another machine than this one"
+    changes: list[tuple[str, object, str]] = [
+        ("trainer.device", "cpu", why),
+        ("trainer.launcher", "ray", why),
+    ]
+    for key in schema_keys():
+        if key.endswith(("_offload", "offload_policy")):
+            changes.append((key, False, why))
+
+    return with_changes(loaded, changes)
 
 
 def _print_missing(draft: Conversion, to: Path | None) -> None:

@@ -348,17 +348,19 @@ def _why_fails(
         if number < num_fresh:
             program.end_process()
 
+        answer: list[Any]
         try:
             value = program.call(tests.names[name], args, kwargs)
-            result = f"it returned {_short(value)}"
-            answer = ["value", value]
-            if not tests.any_number and _is_special(value):
-                return result
         except Raised as error:
             result = f"it raised {error}"
             answer = ["raised", error.type, error.text]
         except Broken as error:
             return error.reason
+        else:
+            result = f"it returned {_short(value)}"
+            answer = ["value", value]
+            if not tests.any_number and _is_special(value):
+                return result
 
         try:
             step = runner.step("resume", answer)
@@ -373,8 +375,7 @@ def _why_fails(
             return ""
 
         if step[0] == "failed":
-            is_clear = step[1] == "AssertionError" or answer[0] == "raised"
-            if is_clear:
+            if step[1] == "AssertionError" or answer[0] == "raised":
                 return result
             return f"{result}, and the test raised {': '.join(step[1:])}"
 
