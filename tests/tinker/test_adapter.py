@@ -14,14 +14,20 @@ from transformers import AutoModelForCausalLM
 
 from distflow.models.loading import load_model
 from distflow.models.lora import merge_adapter
-from distflow.tinker.adapter import AdapterConfig, SharedBase, StepOptions, TrainedAdapter
+from distflow.tinker.adapter import (
+    AdapterConfig,
+    SharedBase,
+    StepOptions,
+    TrainedAdapter,
+    read_state,
+)
 from distflow.tinker.losses import LOSSES
 from distflow.tinker.messages import BadRequest, Datum, PassRequest
 from distflow.tinker.model_memory import ModelMemory
 from distflow.training.torch_engine import TorchScorer
 from tests.tiny_models import CHARACTERS, write_tiny_model
 
-pytest.importorskip("peft")
+peft = pytest.importorskip("peft")
 CONFIG = AdapterConfig(rank=4, seed=7, attention=True, mlp=True)
 SCALE = 32 / CONFIG.rank
 ROUNDING = 1e-5
@@ -492,7 +498,7 @@ def test_a_checkpoint_of_another_form_is_refused_with_nothing_changed(
     for each in (adapter, untouched):
         train(each, 2)
         each.run(request(random_data()))
-    with pytest.raises(BadRequest, match="another rank or other layers"):
+    with pytest.raises(BadRequest, match="another rank or scale"):
         adapter.load(tmp_path, with_optimizer)
 
     assert_equal(weights_of(base), weights_of(same))
@@ -639,3 +645,68 @@ def test_a_model_that_cannot_be_written_stays_in_memory(folder: Path, tmp_path: 
     assert base.parameters("two") == {}
     made(base, "two").close()
     train(adapter, 1)
+
+
+def peft_folder(model: Path, folder: Path, **changes: Any) -> Any:
+    """An adapter that PEFT wrote itself, and its model in float64."""
+    causal = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float64)
+    options: dict[str, Any] = {"r": 3, "lora_alpha": 12, "target_modules": ["q_proj", "v_proj"]}
+    found = peft.get_peft_model(causal, peft.LoraConfig(**options, **changes))
+    generator = torch.Generator().manual_seed(4)
+    for path, parameter in found.named_parameters():
+        if "lora_" in path:
+            parameter.data.normal_(std=0.05, generator=generator)
+    found.save_pretrained(str(folder))
+    return found
+
+
+def test_an_adapter_of_peft_starts_a_model_and_trains_on(folder: Path, tmp_path: Path) -> None:
+    """With its own scale and layers, of which a save tells too."""
+    theirs = peft_folder(folder, tmp_path / "theirs")
+    config = AdapterConfig(**read_state(tmp_path / "theirs")["config"])
+    adapter = TrainedAdapter(make_base(folder), "one", config)
+    with pytest.raises(BadRequest, match="for sampling"):
+        adapter.load(tmp_path / "theirs", with_optimizer=True)
+    adapter.load(tmp_path / "theirs", with_optimizer=False)
+
+    data = random_data()
+    log_probs, _ = adapter.run(request(data))
+    for own, datum in zip(log_probs, data, strict=True):
+        logits = theirs(datum.token_ids[None]).logits[0]
+        targets = datum.inputs["target_tokens"][:, None]
+        expected = logits.log_softmax(-1).gather(1, targets)[:, 0].detach()
+        torch.testing.assert_close(own.double(), expected, rtol=0, atol=1e-5)
+
+    adapter.step(StepOptions(learning_rate=0.01))
+    adapter.save(tmp_path, with_optimizer=False)
+    expected = adapter.run(request(data))[1]
+    again = TrainedAdapter(
+        make_base(folder), "one", AdapterConfig(**read_state(tmp_path)["config"])
+    )
+    again.load(tmp_path, with_optimizer=False)
+    assert again.run(request(data))[1] == expected
+    loaded = peft.PeftModel.from_pretrained(load_model(folder), tmp_path)
+    assert loaded.peft_config["default"].lora_alpha == 12
+
+
+@pytest.mark.parametrize("changes", [{"use_rslora": True}, {"alpha_pattern": {"q_proj": 3}}])
+def test_another_kind_of_adapter_is_refused(
+    folder: Path, tmp_path: Path, changes: dict[str, Any]
+) -> None:
+    peft_folder(folder, tmp_path, **changes)
+    with pytest.raises(BadRequest, match=next(iter(changes))):
+        read_state(tmp_path)
+
+
+def test_a_checkpoint_of_another_base_is_refused(folder: Path, tmp_path: Path) -> None:
+    """Of the same shapes."""
+    made(make_base(folder)).save(tmp_path, with_optimizer=True)
+    model = load_model(folder)
+    base = SharedBase(model.bfloat16().float(), None, ModelMemory(math.inf, folder))
+    made(base).load(tmp_path, with_optimizer=True)
+
+    with torch.no_grad():
+        model.get_output_embeddings().weight += 0.01
+    base = SharedBase(model, None, ModelMemory(math.inf, folder))
+    with pytest.raises(BadRequest, match="another base"):
+        made(base).load(tmp_path, with_optimizer=True)

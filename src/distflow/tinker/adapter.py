@@ -1,12 +1,13 @@
 """A model that a client trains: a LoRA adapter over the base that all share, with gradients that
 add up until a step, and an optimizer of its own."""
 
+import hashlib
 import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -15,9 +16,10 @@ from transformers import PreTrainedModel
 
 from distflow.data.bin_packing import pack
 from distflow.device_transfer import send
-from distflow.models.lora import add_lora, unwrapped
+from distflow.models.lora import ADAPTER_CONFIG, add_lora, unwrapped
 from distflow.models.packed_forward import ModelInputs
 from distflow.models.packed_layout import shared_prefixes
+from distflow.observe.crash_safe_files import read_object
 from distflow.tinker.losses import LOSSES, Loss, Settings
 from distflow.tinker.messages import BadRequest, Datum, PassRequest
 from distflow.tinker.model_memory import ModelMemory
@@ -34,11 +36,10 @@ _WEIGHTS = "adapter_model.safetensors"
 _MOMENTS = "optimizer.safetensors"
 _GRADIENTS = "gradients.safetensors"
 _STATE = "distflow.json"
+_VARIANTS = ("use_rslora", "use_dora", "rank_pattern", "alpha_pattern", "modules_to_save")
 _BYTES = 16
 """For each trained number: itself, its gradient and two moments."""
 _MOST_RANK = 4096
-_ALPHA = 32.0
-"""What the Tinker API scales adapters by, whatever their rank."""
 
 
 @dataclass(frozen=True)
@@ -51,6 +52,10 @@ class AdapterConfig:
     """On the projections of attention."""
     mlp: bool
     """On all other linear layers but the output head."""
+    alpha: float = 32.0
+    """By default what the Tinker API scales adapters by, whatever their rank."""
+    layers: Sequence[str] = ()
+    """On these instead, by their whole names."""
 
 
 @dataclass(frozen=True)
@@ -74,6 +79,7 @@ class SharedBase:
         self.memory = memory
         self._model: Any = model
         self._compute_dtype = compute_dtype
+        self.digest = _digest(model)
         self._in_use = ""
 
     def num_bytes(self, config: AdapterConfig) -> int:
@@ -94,7 +100,7 @@ class SharedBase:
         self._model = add_lora(
             self._model,
             rank=config.rank,
-            alpha=_ALPHA,
+            alpha=config.alpha,
             target_modules=targets,
             seed=config.seed,
             name=name,
@@ -130,6 +136,15 @@ class SharedBase:
         return self._model.peft_config[name]
 
 
+def _digest(model: nn.Module) -> str:
+    """Tells base models apart, not the types of their weights."""
+    found = hashlib.sha256()
+    for parameter in model.parameters():
+        some = parameter.detach().flatten()[:64].bfloat16().float()
+        found.update(some.cpu().numpy().tobytes())
+    return found.hexdigest()
+
+
 def _linear_layers(model: nn.Module, config: AdapterConfig) -> dict[str, nn.Linear]:
     found = {}
     head = model.get_output_embeddings()  # type: ignore[operator]  # transformers'
@@ -140,7 +155,8 @@ def _linear_layers(model: nn.Module, config: AdapterConfig) -> dict[str, nn.Line
             continue
 
         is_attention = "attn" in path or "attention" in path
-        if config.attention if is_attention else config.mlp:
+        is_chosen = config.attention if is_attention else config.mlp
+        if path in config.layers or is_chosen and not config.layers:
             found[path] = module
 
     return found
@@ -240,6 +256,7 @@ class TrainedAdapter:
 
         config = asdict(self.config)
         state = {"config": config, "num_steps": self.num_steps, "user_metadata": metadata}
+        state["base"] = self._base.digest
         if with_optimizer:
             moments, meta = optimizer_state(self._optimizer, self._parameters)
             save_file(_on_host(moments), folder / _MOMENTS)
@@ -255,10 +272,15 @@ class TrainedAdapter:
         fits = weights.keys() == self._parameters.keys() and all(
             weights[name].shape == each.shape for name, each in self._parameters.items()
         )
-        if not fits:
-            raise BadRequest("the checkpoint is of an adapter of another rank or other layers")
-
         state = read_state(folder)
+        if not fits or AdapterConfig(**state["config"]).alpha != self.config.alpha:
+            raise BadRequest(
+                "the checkpoint is of an adapter of another rank or scale, or other layers"
+            )
+
+        if state.get("base", self._base.digest) != self._base.digest:
+            raise BadRequest("the checkpoint is of another base model than this server has")
+
         if with_optimizer and "optimizer" not in state:
             raise BadRequest("the checkpoint has no state of the optimizer: it is for sampling")
 
@@ -306,11 +328,36 @@ class TrainedAdapter:
         del self._optimizer
 
 
-def read_state(folder: Path) -> dict[str, Any]:
-    """What `TrainedAdapter.save` noted: `config`, `num_steps`, `user_metadata`, and `optimizer` if
-    it is there."""
+def read_note(folder: Path) -> dict[str, Any]:
+    """What `TrainedAdapter.save` noted, or what else is in its file; empty if there is none."""
+    if not (folder / _STATE).exists():
+        return {}
     found: dict[str, Any] = json.loads(read_file(folder / _STATE, folder))
     return found
+
+
+def read_state(folder: Path) -> dict[str, Any]:
+    """What `TrainedAdapter.save` noted: `config`, `num_steps`, `user_metadata`, `base`, and
+    `optimizer` if it is there. Of another folder of PEFT, such as `distflow export --adapter`
+    writes, the first two. Raises BadRequest."""
+    found = read_note(folder)
+    if "config" not in found:
+        found = {"config": asdict(_config_of(folder)), "num_steps": 0}
+    return found
+
+
+def _config_of(folder: Path) -> AdapterConfig:
+    given = read_object(folder / ADAPTER_CONFIG, folder)
+    if given.get("peft_type") != "LORA" or any(given.get(name) for name in _VARIANTS):
+        raise BadRequest(f"the checkpoint is no LoRA adapter, or has one of {', '.join(_VARIANTS)}")
+
+    layers = set()
+    for name in load_file(check_tensors(folder / _WEIGHTS, folder)):
+        layers.add(name.removeprefix("base_model.model.").partition(".lora_")[0])
+
+    rank = cast(int, given["r"])
+    alpha = cast(float, given["lora_alpha"])
+    return AdapterConfig(rank, 0, True, True, alpha, sorted(layers))
 
 
 def _share(

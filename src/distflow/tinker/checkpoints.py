@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from distflow.observe.crash_safe_files import sync, write_atomically
-from distflow.tinker.adapter import read_state
+from distflow.tinker.adapter import read_note, read_state
 from distflow.tinker.messages import BadRequest
 
 Json = dict[str, Any]
@@ -173,7 +173,7 @@ def _listed(path: str, place: Path) -> Json:
         "time": when(written),
         "tinker_path": path,
         "size_bytes": sum(each.st_size for each in files),
-        "user_metadata": read_state(place).get("user_metadata"),
+        "user_metadata": read_note(place).get("user_metadata"),
         "expires_at": when(expires) if expires else None,
     }
 
