@@ -20,6 +20,7 @@ from distflow.tinker.adapter import (
     StepOptions,
     TrainedAdapter,
     read_state,
+    with_weights,
 )
 from distflow.tinker.losses import LOSSES
 from distflow.tinker.messages import BadRequest, Datum, PassRequest
@@ -710,3 +711,107 @@ def test_a_checkpoint_of_another_base_is_refused(folder: Path, tmp_path: Path) -
     base = SharedBase(model, None, ModelMemory(math.inf, folder))
     with pytest.raises(BadRequest, match="another base"):
         made(base).load(tmp_path, with_optimizer=True)
+
+
+WHOLE = replace(CONFIG, rank=None)
+
+
+@pytest.fixture(scope="module", params=[False, True])
+def any_model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """With an output head of its own, and without."""
+    made = tmp_path_factory.mktemp("whole") / "model"
+    return write_tiny_model(made, "qwen3", tie_word_embeddings=request.param)
+
+
+def test_all_weights_train_as_in_plain_torch(any_model: Path) -> None:
+    """Beside an adapter over the same base, which does not change."""
+    causal = AutoModelForCausalLM.from_pretrained(any_model, dtype=torch.float64)
+    options = StepOptions(learning_rate=1e-3, weight_decay=0.1)
+    adamw = torch.optim.AdamW(
+        causal.parameters(),
+        lr=options.learning_rate,
+        betas=(options.beta1, options.beta2),
+        eps=options.eps,
+        weight_decay=options.weight_decay,
+    )
+    base = make_base(any_model)
+    adapter = made(base, "small")
+    whole = TrainedAdapter(base, "one", WHOLE)
+    data = random_data()
+    before = adapter.run(request(data, forward_only=True))[1]
+
+    for _ in range(3):
+        losses = []
+        for datum in data:
+            log_probs = causal(datum.token_ids[None]).logits[0].log_softmax(-1)
+            of_targets = log_probs.gather(1, datum.inputs["target_tokens"][:, None])[:, 0]
+            losses.append(-(of_targets * datum.inputs["weights"]).sum())
+        loss = torch.stack(losses).sum()
+        loss.backward()
+        adamw.step()
+        adamw.zero_grad()
+
+        _, metrics = whole.run(request(data))
+        assert metrics["loss:sum"] == pytest.approx(float(loss), rel=ROUNDING)
+        whole.step(options)
+
+    expected = {name: each.detach() for name, each in causal.named_parameters()}
+    own = weights_of(base)
+    assert own.keys() == expected.keys()
+    for name, weight in own.items():
+        torch.testing.assert_close(weight.double(), expected[name], rtol=0, atol=2e-5, msg=name)
+    assert adapter.run(request(data, forward_only=True))[1] == before
+
+
+def test_all_weights_are_saved_as_a_model_and_go_on_to_the_bit(
+    any_model: Path, tmp_path: Path
+) -> None:
+    base = make_base(any_model)
+    whole = TrainedAdapter(base, "one", WHOLE)
+    train(whole, 1)
+    whole.save(tmp_path, with_optimizer=True)
+    loss = whole.run(request(random_data(), forward_only=True))[1]["loss:sum"]
+    again = TrainedAdapter(make_base(tmp_path), "one", WHOLE)
+    assert again.run(request(random_data(), forward_only=True))[1]["loss:sum"] == loss
+    merged = TrainedAdapter(
+        SharedBase(
+            with_weights(load_model(any_model), tmp_path), None, ModelMemory(math.inf, tmp_path)
+        ),
+        "one",
+        CONFIG,
+    )
+    assert merged.run(request(random_data(), forward_only=True))[1]["loss:sum"] == loss
+
+    other = make_base(any_model)
+    loaded = TrainedAdapter(other, "one", AdapterConfig(**read_state(tmp_path)["config"]))
+    loaded.load(tmp_path, with_optimizer=True)
+    train(whole, 2)
+    train(loaded, 2)
+    assert_equal(weights_of(other), weights_of(base))
+    with pytest.raises(BadRequest, match="another rank or scale"):
+        made(other, "two").load(tmp_path, with_optimizer=True)
+    loaded.close()
+    assert base.parameters("one") and not other.parameters("one")
+
+
+def test_all_weights_leave_memory_for_an_adapter_and_come_back_equal(
+    folder: Path, tmp_path: Path
+) -> None:
+    size = make_base(folder).num_bytes(WHOLE)
+    base = SharedBase(load_model(folder), None, ModelMemory(size, tmp_path))
+    whole = TrainedAdapter(base, "one", WHOLE)
+    twin = TrainedAdapter(make_base(folder), "one", WHOLE)
+    for each in (whole, twin):
+        train(each, 1)
+        each.run(request(random_data()))
+    adapter = made(base, "two")
+    assert base.parameters("one") == {}
+
+    for each in (whole, twin):
+        each.step(StepOptions(learning_rate=0.01))
+    last = [each.run(request(random_data()))[1] for each in (whole, twin)]
+    assert last[0] == last[1]
+    adapter.close()
+    less = SharedBase(load_model(folder), None, ModelMemory(size - 1, tmp_path))
+    with pytest.raises(BadRequest, match="GB for models: choose an adapter"):
+        TrainedAdapter(less, "one", WHOLE)

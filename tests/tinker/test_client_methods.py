@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 from safetensors.torch import load_file
 
@@ -293,3 +294,18 @@ def test_saved_weights_are_downloaded_by_their_addresses(
 
     with pytest.raises(tinker.RequestFailedError, match="age_encryption_recipients"):
         model.save_weights_external("secret", age_encryption_recipients=["age1"]).result()
+
+
+def test_a_model_without_an_adapter_trains_all_weights(service: Any, served: Served) -> None:
+    """The client has no method for it, but the request."""
+    session = new_model(service, served).model_id.partition(":")[0]
+    asked = {"session_id": session, "model_seq_id": 99, "base_model": served.model}
+    with httpx.Client(
+        base_url=f"{served.url}/api/v1", headers={"X-API-Key": served.key}, timeout=60
+    ) as http:
+        answer = http.post("create_model", json=asked).json()
+        made = http.post("retrieve_future", json={"request_id": answer["request_id"]}).json()
+        info = http.post("get_info", json={"model_id": made["model_id"]}).json()
+    assert (info["is_lora"], info["lora_rank"]) == (False, None)
+    run = service.create_rest_client().get_training_run(made["model_id"]).result()
+    assert not run.is_lora

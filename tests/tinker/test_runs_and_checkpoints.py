@@ -26,13 +26,19 @@ def loss_of(folder: Path) -> float:
     return -float(log_probs.gather(1, ids[0, 1:, None]).sum())
 
 
-def test_a_runs_adapter_goes_to_a_client_and_back_to_a_run(tmp_path: Path) -> None:
+LORA = (f"{MODEL}.lora_rank=3", f"{MODEL}.target_modules=[q_proj,down_proj]")
+
+
+@pytest.mark.parametrize(("options", "kind"), [(LORA, ["--adapter"]), ((), [])])
+def test_a_runs_weights_go_to_a_client_and_back_to_a_run(
+    tmp_path: Path, options: tuple[str, ...], kind: list[str]
+) -> None:
+    """Those of an adapter, and all."""
     ground = Playground(tmp_path)
-    lora = (f"{MODEL}.lora_rank=3", f"{MODEL}.target_modules=[q_proj,down_proj]")
     steps = ("trainer.total_training_steps=1", "trainer.save_freq=1")
-    ground.run("grpo", *lora, *steps, "actor_rollout_ref.actor.optim.lr=0.03", name="first")
+    ground.run("grpo", *options, *steps, "actor_rollout_ref.actor.optim.lr=0.03", name="first")
     exported = tmp_path / "exported"
-    assert main(["export", str(tmp_path / "first"), "--to", str(exported), "--adapter"]) == 0
+    assert main(["export", str(tmp_path / "first"), "--to", str(exported), *kind]) == 0
 
     kept = tmp_path / "checkpoints"
     shutil.copytree(exported, kept / "first" / "weights" / "final")
@@ -43,6 +49,8 @@ def test_a_runs_adapter_goes_to_a_client_and_back_to_a_run(tmp_path: Path) -> No
     with tinker_server(tmp_path, checkpoints=kept) as served:
         client = tinker.ServiceClient(base_url=served.url, api_key=served.key)
         model = client.create_training_client_from_state("tinker://first/weights/final").result()
+        assert model.get_info().is_lora == bool(kind)
+        assert model.get_info().lora_rank == (3 if kind else None)
         passed = model.forward_backward([datum], "cross_entropy").result()
         assert passed.metrics["loss:sum"] == pytest.approx(loss_of(exported), rel=1e-5)
         assert loss_of(exported) != pytest.approx(loss_of(tmp_path / "model"), rel=1e-5)
@@ -50,6 +58,9 @@ def test_a_runs_adapter_goes_to_a_client_and_back_to_a_run(tmp_path: Path) -> No
         model.optim_step(tinker.types.AdamParams(learning_rate=0.01)).result()
         path = model.save_state("trained").result().path
         trained = model.forward([datum], "cross_entropy").result().metrics["loss:sum"]
+        sampler = model.save_weights_and_get_sampling_client().result()
+        scored = sampler.compute_logprobs(tinker.types.ModelInput.from_ints(IDS)).result()
+        assert -sum(scored[1:]) == pytest.approx(trained, rel=1e-4)
         client.close("success").result()
 
     saved = kept / path.removeprefix("tinker://")

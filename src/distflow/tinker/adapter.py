@@ -1,6 +1,7 @@
 """A model that a client trains: a LoRA adapter over the base that all share, with gradients that
 add up until a step, and an optimizer of its own."""
 
+import copy
 import hashlib
 import json
 import math
@@ -16,7 +17,7 @@ from transformers import PreTrainedModel
 
 from distflow.data.bin_packing import pack
 from distflow.device_transfer import send
-from distflow.models.lora import ADAPTER_CONFIG, add_lora, unwrapped
+from distflow.models.lora import ADAPTER_CONFIG, add_lora, has_adapter, merge_adapter, unwrapped
 from distflow.models.packed_forward import ModelInputs
 from distflow.models.packed_layout import shared_prefixes
 from distflow.observe.crash_safe_files import read_object
@@ -46,7 +47,8 @@ _MOST_RANK = 4096
 class AdapterConfig:
     """Where an adapter is, and how it starts."""
 
-    rank: int
+    rank: int | None
+    """None for no adapter but all weights, of a copy of the base."""
     seed: int
     attention: bool
     """On the projections of attention."""
@@ -81,15 +83,26 @@ class SharedBase:
         self._compute_dtype = compute_dtype
         self.digest = _digest(model)
         self._in_use = ""
+        self._copies: dict[str, Any] = {}
+        """Of the base, by the models that train all of its weights."""
 
     def num_bytes(self, config: AdapterConfig) -> int:
-        """Of an adapter, its gradients and its optimizer's state."""
+        """Of a model's weights, their gradients and its optimizer's state."""
+        if config.rank is None:
+            return _BYTES * unwrapped(self._model).num_parameters()
+
         layers = _linear_layers(unwrapped(self._model), config).values()
         widths = sum(each.in_features + each.out_features for each in layers)
         return _BYTES * config.rank * widths
 
     def add(self, name: str, config: AdapterConfig) -> None:
         """Raises BadRequest for an adapter of nothing, or of more than the layers have."""
+        if config.rank is None:
+            copied = copy.deepcopy(self._model)
+            own = copied.unload() if has_adapter(copied) else copied
+            self._copies[name] = own.float().requires_grad_(True)
+            return
+
         targets = list(_linear_layers(unwrapped(self._model), config))
         if not 1 <= config.rank <= _MOST_RANK or not targets:
             raise BadRequest(
@@ -108,6 +121,9 @@ class SharedBase:
         self._in_use = name
 
     def remove(self, name: str) -> None:
+        if self._copies.pop(name, None) is not None:
+            return
+
         self._in_use = ""
         others = [each for each in self._model.peft_config if each != name]
         if not others:
@@ -119,21 +135,29 @@ class SharedBase:
         self._model.delete_adapter(name)
 
     def use(self, name: str) -> TorchScorer:
+        if name in self._copies:
+            return TorchScorer(self._copies[name], compute_dtype=self._compute_dtype)
+
         if self._in_use != name:
             self._model.set_adapter(name)
             self._in_use = name
         return TorchScorer(self._model, compute_dtype=self._compute_dtype)
 
     def parameters(self, name: str) -> dict[str, nn.Parameter]:
-        """Of that adapter, by the names that PEFT gives them in files."""
+        """Of that model, by their names in files."""
+        if name in self._copies:
+            return dict(self._copies[name].named_parameters())
+
         own = {}
         for path, parameter in self._model.named_parameters():
             if f".{name}." in path:
                 own[path.replace(f".{name}.", ".")] = parameter
         return own
 
-    def peft_config(self, name: str) -> Any:
-        return self._model.peft_config[name]
+    def write_config(self, name: str, folder: Path) -> None:
+        """What PEFT or transformers need beside the weights."""
+        found = self._copies[name].config if name in self._copies else self._model.peft_config[name]
+        found.save_pretrained(str(folder))
 
 
 def _digest(model: nn.Module) -> str:
@@ -248,11 +272,12 @@ class TrainedAdapter:
         return {"grad_norm": norm, "learning_rate": options.learning_rate}
 
     def save(self, folder: Path, with_optimizer: bool, metadata: object = None) -> None:
-        """Write a folder that PEFT loads too. metadata: JSON data of the client."""
+        """Write a folder that PEFT loads too, or for all weights transformers. metadata: JSON data
+        of the client."""
         self._base.memory.use(self._name, self)
         weights = {name: each.detach() for name, each in self._parameters.items()}
-        save_file(_on_host(weights), folder / _WEIGHTS)
-        self._base.peft_config(self._name).save_pretrained(str(folder))
+        save_file(_on_host(weights), folder / _file_of(self.config), {"format": "pt"})
+        self._base.write_config(self._name, folder)
 
         config = asdict(self.config)
         state = {"config": config, "num_steps": self.num_steps, "user_metadata": metadata}
@@ -268,12 +293,13 @@ class TrainedAdapter:
         """Take weights, and on request the optimizer's state. Raises BadRequest, with nothing
         changed, for an adapter of another form."""
         self._base.memory.use(self._name, self)
-        weights = load_file(check_tensors(folder / _WEIGHTS, folder))
+        state = read_state(folder)
+        config = AdapterConfig(**state["config"])
+        weights = load_file(check_tensors(folder / _file_of(config), folder))
         fits = weights.keys() == self._parameters.keys() and all(
             weights[name].shape == each.shape for name, each in self._parameters.items()
         )
-        state = read_state(folder)
-        if not fits or AdapterConfig(**state["config"]).alpha != self.config.alpha:
+        if not fits or config.alpha != self.config.alpha:
             raise BadRequest(
                 "the checkpoint is of an adapter of another rank or scale, or other layers"
             )
@@ -338,7 +364,7 @@ def read_note(folder: Path) -> dict[str, Any]:
 
 def read_state(folder: Path) -> dict[str, Any]:
     """What `TrainedAdapter.save` noted: `config`, `num_steps`, `user_metadata`, `base`, and
-    `optimizer` if it is there. Of another folder of PEFT, such as `distflow export --adapter`
+    `optimizer` if it is there. Of another folder of PEFT or transformers, such as `distflow export`
     writes, the first two. Raises BadRequest."""
     found = read_note(folder)
     if "config" not in found:
@@ -346,7 +372,26 @@ def read_state(folder: Path) -> dict[str, Any]:
     return found
 
 
+def with_weights(model: PreTrainedModel, folder: Path) -> PreTrainedModel:
+    """The base with the adapter of a checkpoint merged into it, or with its weights."""
+    config = AdapterConfig(**read_state(folder)["config"])
+    if config.rank is not None:
+        return merge_adapter(model, str(folder))
+
+    weights = load_file(check_tensors(folder / _file_of(config), folder))
+    # tied ones are there once
+    model.load_state_dict(weights, strict=False)
+    return model
+
+
+def _file_of(config: AdapterConfig) -> str:
+    return "model.safetensors" if config.rank is None else _WEIGHTS
+
+
 def _config_of(folder: Path) -> AdapterConfig:
+    if (folder / "config.json").exists():
+        return AdapterConfig(None, 0, attention=True, mlp=True)
+
     given = read_object(folder / ADAPTER_CONFIG, folder)
     if given.get("peft_type") != "LORA" or any(given.get(name) for name in _VARIANTS):
         raise BadRequest(f"the checkpoint is no LoRA adapter, or has one of {', '.join(_VARIANTS)}")

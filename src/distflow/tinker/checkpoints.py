@@ -30,14 +30,14 @@ class Checkpoints:
         self._folder = folder
 
     def begin(
-        self, model_id: str, base_model: str, rank: int, metadata: Mapping[str, str] | None
+        self, model_id: str, base_model: str, rank: int | None, metadata: Mapping[str, str] | None
     ) -> None:
         """Note a new model."""
         note = {
             "training_run_id": model_id,
             "base_model": base_model,
             "model_owner": "local",
-            "is_lora": True,
+            "is_lora": rank is not None,
             "lora_rank": rank,
             "user_metadata": metadata,
         }
@@ -100,7 +100,7 @@ class Checkpoints:
         config = read_state(self.find(path))["config"]
         return {
             "base_model": base_model,
-            "is_lora": True,
+            "is_lora": config["rank"] is not None,
             "lora_rank": config["rank"],
             "train_unembed": False,
             "train_mlp": config["mlp"],

@@ -43,7 +43,7 @@ class ModelMemory:
         if model.num_bytes > self._max_bytes:
             raise BadRequest(
                 f"the model needs {model.num_bytes / 1e9:,.2f} GB to train, and this server has "
-                f"{self._max_bytes / 1e9:,.2f} GB for models: choose a smaller rank or fewer layers"
+                f"{self._max_bytes / 1e9:,.2f} GB for models: choose an adapter of a smaller rank"
             )
 
         is_there = self._there.pop(name, None) is not None

@@ -109,16 +109,15 @@ class Service:
         self._check_base(body.get("base_model"))
         given = body.get("lora_config")
         if given is None:
-            raise BadRequest(
-                "lora_config is missing: this server trains adapters, not full weights"
+            config = AdapterConfig(None, 0, attention=True, mlp=True)
+        else:
+            config = AdapterConfig(
+                int(given["rank"]),
+                int(given.get("seed") or 0),
+                bool(given.get("train_attn", True)),
+                bool(given.get("train_mlp", True)),
             )
 
-        config = AdapterConfig(
-            int(given["rank"]),
-            int(given.get("seed") or 0),
-            bool(given.get("train_attn", True)),
-            bool(given.get("train_mlp", True)),
-        )
         await self._add_model(model_id, config, body)
 
         return {"type": "create_model", "model_id": model_id}
@@ -254,7 +253,7 @@ class Service:
             "type": "get_info",
             "model_data": data,
             "model_id": model_id,
-            "is_lora": True,
+            "is_lora": rank is not None,
             "lora_rank": rank,
             "model_name": base.name,
         }

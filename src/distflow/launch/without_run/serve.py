@@ -32,7 +32,7 @@ from distflow.launch.rollout_engines import (
 from distflow.launch.run_settings import sampling_params
 from distflow.launch.threads import make_process_ready
 from distflow.models.loading import load_model, stop_token_ids
-from distflow.models.lora import merge_adapter, require_peft
+from distflow.models.lora import require_peft
 from distflow.models.model_paths import resolve_path
 from distflow.pipelines.serve_without_run import ServedPolicy, serve_policy
 from distflow.planning.plan import RankPlan
@@ -40,7 +40,7 @@ from distflow.rollout.conformance import Finding, check_engine
 from distflow.rollout.engine import RolloutEngine
 from distflow.rollout.engine_bench import Bench
 from distflow.runtime.spec import Get
-from distflow.tinker.adapter import SharedBase
+from distflow.tinker.adapter import SharedBase, with_weights
 from distflow.tinker.model_memory import ModelMemory, max_model_bytes
 from distflow.tinker.server import TinkerServer
 from distflow.tinker.service import BaseModel, Service
@@ -99,7 +99,7 @@ def _base_model(config: Config, name: str, folder: Path) -> BaseModel:
     def make(adapter: Path | None) -> RolloutEngine:
         merged = copy.deepcopy(plain)
         if adapter is not None:
-            merged = merge_adapter(merged, str(adapter))
+            merged = with_weights(merged, adapter)
         cast_weights(merged, engine_dtype(config))
         return make_engine(config, merged, tokenizer, False, policy_engine_options(config))
 
