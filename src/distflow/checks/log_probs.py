@@ -272,7 +272,11 @@ def joined_logits(parts: Sequence[Tensor]) -> Tensor:
 
 def is_beyond(gap: Tensor, limits: tuple[float, float]) -> bool:
     """Whether differences `(tokens,)` exceed the limit for their mean or maximum; NaN does."""
-    return bool(len(gap)) and not (float(gap.mean()) <= limits[0] and float(gap.max()) <= limits[1])
+    if not len(gap):
+        return False
+
+    is_small = float(gap.mean()) <= limits[0] and float(gap.max()) <= limits[1]
+    return not is_small  # also if it is NaN
 
 
 def _fixed(model: torch.nn.Module) -> list[Sample]:

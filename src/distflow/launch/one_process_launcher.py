@@ -136,7 +136,7 @@ def _running(
         with recorder.phases("start"):
             run_start.write_facts(spec, resources.facts, recorder, total_steps)
             if checkpoint:
-                run_start.note_resume(recorder, checkpoint, built.differences, spec)
+                run_start.note_resume(recorder, checkpoint, built.differences)
             ports = local_ports(coordinator, recorder.waits, queued)
 
             if own_loop:

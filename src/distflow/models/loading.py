@@ -487,9 +487,9 @@ def own_aligned_memory(model: nn.Module) -> None:
             parameter.data = parameter.data.clone()
 
 
-def _few(names: list[str], shown: int = 4) -> str:
-    more = f" and {len(names) - shown} more" if len(names) > shown else ""
-    return ", ".join(sorted(names)[:shown]) + more
+def _few(names: list[str]) -> str:
+    more = f" and {len(names) - 4} more" if len(names) > 4 else ""
+    return ", ".join(sorted(names)[:4]) + more
 
 
 # Ends of a chat turn. They count only if the tokenizer has them as one special token.

@@ -70,8 +70,10 @@ def num_problems(validations: Sequence[Ends]) -> dict[str, int]:
     """The number of distinct problems in the first validation: of "all", and of each domain."""
     counts: Counter[str] = Counter()
     for first, _ in validations:
-        counts.update(str(rows[0].get("domain") or "") for rows in first.problems.values())
+        for rows in first.problems.values():
+            counts[str(rows[0].get("domain") or "")] += 1
         counts["all"] += len(first.problems)
+
     return dict(counts)
 
 

@@ -305,11 +305,12 @@ def _checked_row(row: PromptRow) -> Row:
 def _first_rows(spec: Spec, number: int) -> list[PromptRow]:
     """The first rows of each source, about `number` in total."""
     rows = list[PromptRow]()
-    first = 0
-
     sources = spec.data.sources
+    of_each = max(1, number // len(sources))
+
+    first = 0
     for source in sources:
-        rows += spec.rows[first : first + min(source.num_rows, max(1, number // len(sources)))]
+        rows += spec.rows[first : first + min(of_each, source.num_rows)]
         first += source.num_rows
 
     return rows
