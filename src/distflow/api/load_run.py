@@ -108,9 +108,12 @@ class Run:
         rows = Table()
         for name in run_reader.sample_splits(self.folder) if split is None else [split]:
             steps = run_reader.sample_steps(self.folder, name)
-            for number in [
-                n for n in steps if step is None or n == (steps[-1] if step == -1 else step)
-            ]:
+            if step == -1:
+                steps = steps[-1:]
+            elif step is not None:
+                steps = [number for number in steps if number == step]
+
+            for number in steps:
                 found = run_reader.read_samples(self.folder, number, name, timeline, max_bytes=None)
                 rows += [{"step": number, "split": name, **row} for row in found]
 
