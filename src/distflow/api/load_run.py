@@ -46,10 +46,9 @@ class Run:
         """Raises UserError if the folder is not a run's."""
         self.folder = Path(folder).expanduser().resolve()
         if not (self.folder / "events.jsonl").is_file():
+            where = "is not there"
             if self.folder.is_dir():
                 where = "has no file events.jsonl"
-            else:
-                where = "is not there"
             raise UserError(f"{self.folder} is not a run's folder: it {where}")
 
     @property

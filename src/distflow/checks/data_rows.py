@@ -155,10 +155,9 @@ def _said(messages: object, role: str) -> list[str]:
     """The texts of the messages with this role."""
     found = list[str]()
     for message in messages if isinstance(messages, list) else ():
+        content = None
         if isinstance(message, Mapping):
             content = message.get("content")
-        else:
-            content = None
         if isinstance(content, str) and message.get("role") == role:
             found.append(content)
 

@@ -46,10 +46,9 @@ def check_log_probs(recorded: RecordedStep) -> str | None:
         return NOT_APPLICABLE
 
     resources = recorded.run.resources
+    policy = "old_log_probs"
     if recorded.is_written("prox_log_probs"):
         policy = "prox_log_probs"
-    else:
-        policy = "old_log_probs"
 
     chosen = scored_samples(recorded)
     if not chosen and plain_forward.model_of(resources.actor) is None:

@@ -128,7 +128,7 @@ def run_train(arguments: argparse.Namespace, base: str = "grpo") -> int:
     return 0
 
 
-def _make_specs(runs: Sequence[Loaded], say: Callable[[str], None]) -> "list[Spec]":
+def _make_specs(runs: "Sequence[Loaded]", say: Callable[[str], None]) -> "list[Spec]":
     """The specs of all runs, which are described, with the user's code tried."""
     from distflow.config import describe
 

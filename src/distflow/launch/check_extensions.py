@@ -93,10 +93,9 @@ def _choices(config: Config) -> Iterator[tuple[str, str, str]]:
 
     yield "rollout engine", "actor_rollout_ref.rollout.name", settings.rollout.name
     for key, name in named_algorithms(config):
+        kind = "advantage estimator"
         if key.endswith("policy_loss"):
             kind = "policy loss"
-        else:
-            kind = "advantage estimator"
         yield kind, key, name
 
     for key, _, parts in named_rewards(config):

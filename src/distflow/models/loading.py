@@ -584,10 +584,9 @@ def end_token_ids(tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
     """Ids that end a turn, ascending: the tokenizer's eos id, and the turn ends that its chat
     template writes."""
     ids = {int(tokenizer.eos_token_id)}
+    template = ""
     if isinstance(tokenizer.chat_template, str):
         template = tokenizer.chat_template
-    else:
-        template = ""
 
     added = tokenizer.get_added_vocab()
     ids.update(added[token] for token in CHAT_END_TOKENS if token in added and token in template)

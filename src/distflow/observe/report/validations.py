@@ -30,10 +30,9 @@ def read_validations(run_dir: Path, timeline: Timeline) -> list[Ends]:
     found = []
     for split in sample_splits(run_dir):
         steps = sample_steps(run_dir, split)
+        first = None
         if split.startswith("val"):
             first = _first_there(run_dir, split, steps, timeline)
-        else:
-            first = None
 
         if first is None:
             continue

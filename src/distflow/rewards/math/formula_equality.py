@@ -505,10 +505,9 @@ def _is_division(gold: str, answer: str) -> bool:
         return False
 
     above, below = (int(number) for number in found.groups() if number)
+    is_decimal = False
     if below:
         is_decimal = above % below > 0 and str(below).strip("0") == "1"
-    else:
-        is_decimal = False
 
     return above >= _LARGE and above > below and math.gcd(above, below) > 1 and not is_decimal
 

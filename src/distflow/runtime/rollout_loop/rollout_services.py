@@ -170,18 +170,16 @@ class RolloutServices:
 
         writes_stacks: of all threads, into the run's folder, if the engine hangs.
         """
+        check_rewards = None
         if spec.tests_rewards:
             check_rewards = partial(_check_rewards, spec)
-        else:
-            check_rewards = None
 
         timeout_s = spec.config.actor_rollout_ref.rollout.timeout_s
         stacks = spec.run_dir / STACKS if writes_stacks else None
 
+        deadline = None
         if timeout_s is not None:
             deadline = Deadline(timeout_s, stacks)
-        else:
-            deadline = None
 
         blocked_after_s = spec.config.reward.timeout_s * max(
             each.group_size or spec.data.group_size for each in spec.data.sources
