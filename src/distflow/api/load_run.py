@@ -169,9 +169,9 @@ class Run:
 
     def compare(self, others: "Sequence[Run | str | Path]") -> Table:
         """A row for each headline metric and other run: `metric`, `run`, the means `a` of this run
-        and `b` of the other over their last 50 common steps, `difference` with its 95 % interval
-        from `low` to `high`, and whether it `differs` by more than noise (None with fewer than 12
-        steps)."""
+        and `b` of the other over the last 50 steps at which both have it, `difference` with its
+        95 % interval from `low` to `high`, and whether it `differs` by more than noise (None with
+        fewer than 12 steps)."""
         from distflow.observe.report.metric_differences import compared_metrics
         from distflow.observe.run_records import RunRecords
 
