@@ -74,6 +74,23 @@ def test_values_and_gradients_are_those_of_full_logits(
         torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-12)
 
 
+@pytest.mark.parametrize("rows_in_chunk", [4, ROWS])
+def test_several_targets_of_a_row_have_the_log_probs_of_each(rows_in_chunk: int) -> None:
+    """Also a target that is there twice."""
+    head, hidden, first = inputs()
+    targets = torch.stack([first, (first + 1) % VOCABULARY, first], 1)
+    weights = torch.randn(ROWS, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    expected = head(hidden).log_softmax(-1).gather(1, targets)
+    wanted = torch.autograd.grad((expected * weights).sum(), [hidden, head.weight, head.bias])
+
+    found, _ = token_log_probs(
+        head, hidden, targets, vocabulary=VOCABULARY, chunk_elements=rows_in_chunk * VOCABULARY
+    )
+    grads = torch.autograd.grad((found * weights).sum(), [hidden, head.weight, head.bias])
+    for ours, theirs in zip((found, *grads), (expected, *wanted), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-12)
+
+
 def test_logits_of_minus_infinity_leave_entropy_and_gradients_finite() -> None:
     head, hidden, targets = inputs()
     forbidden = torch.zeros(VOCABULARY, dtype=torch.float64)

@@ -190,6 +190,39 @@ def test_log_probs_loss_and_gradients_are_those_of_the_merged_model(
     assert_close(gradients_of(base), wanted_gradients)
 
 
+def test_positions_may_have_several_targets_with_a_weight_each(folder: Path, plain: Any) -> None:
+    """As a teacher's most likely tokens; next to data with fewer of them."""
+    base = make_base(folder)
+    adapter = made(base)
+    leaves = {path: each.double().requires_grad_() for path, each in weights_of(base).items()}
+    generator = torch.Generator().manual_seed(3)
+    data = [random_datum(0, 9)]
+    for seed, width in ((1, 3), (2, 2)):
+        datum = changed(
+            random_datum(seed, 6),
+            "target_tokens",
+            torch.randint(3, 90, (6, width), generator=generator),
+        )
+        data.append(changed(datum, "weights", torch.rand(6, width, generator=generator)))
+    log_probs, metrics = adapter.run(request(data))
+
+    total = torch.zeros((), dtype=torch.float64)
+    for own, datum in zip(log_probs, data, strict=True):
+        weights = merged(plain, leaves)
+        out = torch.func.functional_call(
+            plain, weights, kwargs={"input_ids": datum.token_ids[None]}
+        )
+        targets = datum.inputs["target_tokens"]
+        columns = targets.reshape(len(targets), -1)
+        wanted = out.logits[0].log_softmax(-1).gather(1, columns).reshape(targets.shape)
+        torch.testing.assert_close(own.double(), wanted.detach(), rtol=ROUNDING, atol=ROUNDING)
+        total = total - (wanted * datum.inputs["weights"].double()).sum()
+
+    assert metrics["loss:sum"] == pytest.approx(float(total.detach()), rel=ROUNDING)
+    gradients = torch.autograd.grad(total, list(leaves.values()))
+    assert_close(gradients_of(base), dict(zip(leaves, gradients, strict=True)))
+
+
 def test_files_hold_what_peft_merges_to_the_same_model(folder: Path, tmp_path: Path) -> None:
     base = make_base(folder)
     adapter = made(base)

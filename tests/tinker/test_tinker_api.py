@@ -138,6 +138,25 @@ def test_rl_raises_the_reward_of_its_samples(client: Any, served: Served) -> Non
     assert sum(rewards[-3:]) / 3 > sum(rewards[:2]) / 2 + 0.2
 
 
+def test_several_targets_of_a_position_have_their_log_probs(client: Any, served: Served) -> None:
+    """Next to data with one: the loss is the sum over all."""
+    model = client.create_lora_training_client(base_model=served.model, rank=4, seed=1).result()
+    length = len(IDS) - 1
+    soft = tinker.types.Datum(
+        model_input=tinker.types.ModelInput.from_ints(IDS[:-1]),
+        loss_fn_inputs={
+            "target_tokens": torch.tensor([IDS[1:], IDS[:-1]]).T,
+            "weights": torch.tensor([[0.75, 0.25]] * length),
+        },
+    )
+    passed = model.forward([datum(), soft], "cross_entropy").result()
+    one, two = (each["logprobs"].to_torch() for each in passed.loss_fn_outputs)
+    assert two.shape == (length, 2)
+    assert one.tolist() == pytest.approx(two[:, 0].tolist(), rel=1e-4)
+    wanted = -one.sum() - 0.75 * two[:, 0].sum() - 0.25 * two[:, 1].sum()
+    assert passed.metrics["loss:sum"] == pytest.approx(float(wanted), rel=1e-4)
+
+
 def test_a_client_continues_from_a_checkpoint_and_others_read_it(
     client: Any, served: Served
 ) -> None:

@@ -27,20 +27,21 @@ _NEVER = -1e4
 
 
 class _LogProbs(Function):
-    """Log-probs of `targets` int64 `(n,)` under softmax(logits `(n, vocabulary)`) and, if wanted,
-    its entropies, both `(n,)`, differentiable once. A logit of −inf adds 0 to the entropy. Logits
-    that require a gradient are overwritten."""
+    """Log-probs of `targets` int64 `(n,)`, or k of each row `(n, k)`, under softmax(logits
+    `(n, vocabulary)`) and, if wanted, its entropies `(n,)`, differentiable once. A logit of −inf
+    adds 0 to the entropy. Logits that require a gradient are overwritten."""
 
     @staticmethod
     def forward(
         ctx: Any, logits: Tensor, targets: Tensor, with_entropy: bool
     ) -> tuple[Tensor, Tensor | None]:
         memory = logits.detach() if ctx.needs_input_grad[0] else None
-        chosen = logits.new_empty(len(logits))
+        columns = targets.reshape(len(logits), -1)
+        chosen = logits.new_empty(columns.shape)
         entropy = logits.new_empty(len(logits)) if with_entropy else None
         for rows in _blocks(logits):
             log_probs = logits[rows].log_softmax(-1)
-            chosen[rows] = log_probs.gather(-1, targets[rows, None])[:, 0]
+            chosen[rows] = log_probs.gather(-1, columns[rows])
 
             if memory is not None or with_entropy:
                 log_probs = torch.clamp(
@@ -50,9 +51,9 @@ class _LogProbs(Function):
             if entropy is not None:
                 entropy[rows] = log_probs.exp().mul_(log_probs).sum(-1).neg_()
 
-        ctx.save_for_backward(memory, targets, entropy)
+        ctx.save_for_backward(memory, columns, entropy)
         ctx.set_materialize_grads(False)
-        return chosen, entropy
+        return chosen.view(targets.shape), entropy
 
     @staticmethod
     @once_differentiable
@@ -61,19 +62,21 @@ class _LogProbs(Function):
     ) -> tuple[Tensor | None, None, None]:
         """With p the probabilities and H the entropy: d log p_t / dz = 1_t − p, dH / dz = −p (log p
         + H)."""
-        grad, targets, entropy = ctx.saved_tensors
+        grad, columns, entropy = ctx.saved_tensors
         if of_chosen is None:
-            of_chosen = grad.new_zeros(len(grad))
+            of_chosen = grad.new_zeros(columns.shape)
+        of_chosen = of_chosen.reshape(columns.shape)
+        of_rows = of_chosen.sum(-1, keepdim=True)
 
         for rows in _blocks(grad):
             block = grad[rows]
-            weight = -of_chosen[rows, None]
+            weight = -of_rows[rows]
             if of_entropy is not None:
                 of_log = -of_entropy[rows, None]
                 weight = torch.addcmul(weight + of_log * entropy[rows, None], block, of_log)
             block.exp_().mul_(weight)
 
-        return grad.scatter_add_(-1, targets[:, None], of_chosen[:, None]), None, None
+        return grad.scatter_add_(-1, columns, of_chosen), None, None
 
 
 def _blocks(matrix: Tensor) -> Iterator[slice]:
@@ -101,13 +104,13 @@ def token_log_probs(
     with_entropy: bool = True,
     chunk_elements: int | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """Log-probs of `targets` and entropies under softmax(logits / temperature), both `(n,)`, with
+    """Log-probs of `targets` and entropies `(n,)` under softmax(logits / temperature), with
     gradient.
 
-    hidden: `(n, width)`, the states that predict `targets` `(n,)`. temperature: of all rows, or
-    float `(n,)`. vocabulary: logits per row. The softmax is in float32 (float64 for such models),
-    whatever the head's precision. A logit of −inf adds 0 to the entropy, which is None unless
-    requested. Numbers have the log-density and the entropy of their normal
+    hidden: `(n, width)`, the states that predict `targets` `(n,)` or `(n, k)`. temperature: of all
+    rows, or float `(n,)`. vocabulary: logits per row. The softmax is in float32 (float64 for such
+    models), whatever the head's precision. A logit of −inf adds 0 to the entropy, which is None
+    unless requested. Numbers have the log-density and the entropy of their normal
     distribution, which the temperature does not change. Raises ValueError for a temperature that is
     not above 0; those already on a device are not checked.
     """

@@ -205,7 +205,7 @@ class ModelInputs:
     predicting: Tensor
     """int64 `(n,)`: the positions whose outputs are wanted, each once."""
     targets: Tensor | NumberTargets
-    """int64 `(n,)`: the tokens that follow them."""
+    """int64 `(n,)`: the tokens that follow them; or `(n, k)`, of which each has its log-prob."""
     sharing: Sharing | None = None
     """The tokens that need not be computed for each sequence, on the CPU; None computes all."""
     images: ImageInputs | None = None
@@ -223,7 +223,8 @@ def attach_packed_forward(model: nn.Module) -> None:
 def packed_forward(
     model: nn.Module, inputs: ModelInputs, outputs: tuple[str, ...], *, temperature: float | Tensor
 ) -> dict[str, Tensor]:
-    """The wanted outputs at the predicting positions, each `(n,)`, with gradient.
+    """The wanted outputs at the predicting positions, each `(n,)` (log-probs as the targets), with
+    gradient.
 
     outputs: of "log_probs" (of the targets, under softmax(logits / temperature)), "entropy" (of the
     same distribution), "values" or "text_scores" (of a value head, a reward model's). temperature:

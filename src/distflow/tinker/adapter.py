@@ -210,7 +210,10 @@ class TrainedAdapter:
         loss = LOSSES.get(request.loss)
         if loss is None:
             known = ", ".join(LOSSES)
-            raise BadRequest(f"loss_fn is {request.loss!r:.60}; there are {known}")
+            raise BadRequest(
+                f"loss_fn is {request.loss!r:.60}; there are {known} (the formula of "
+                "stable_reinforce is not published: use importance_sampling)"
+            )
 
         settings = {**loss.settings, **request.settings}
         if unknown := sorted(settings.keys() - loss.settings.keys()):
@@ -423,9 +426,12 @@ def _share(
 
 
 def _forward(scorer: TorchScorer, data: Sequence[Datum]) -> list[Tensor]:
-    """The log-probs of each datum's targets."""
+    """The log-probs of each datum's targets, in their shape."""
     ids = torch.cat([each.token_ids for each in data])
-    targets = torch.cat([each.inputs["target_tokens"] for each in data])
+    own = [each.inputs["target_tokens"] for each in data]
+    columns = [each.reshape(len(each), -1) for each in own]
+    widest = max(each.shape[1] for each in columns)
+    targets = torch.cat([nn.functional.pad(each, (0, widest - each.shape[1])) for each in columns])
     lengths = torch.tensor([len(each.token_ids) for each in data])
     device = scorer.device
     sharing = shared_prefixes(ids, lengths)
@@ -435,13 +441,16 @@ def _forward(scorer: TorchScorer, data: Sequence[Datum]) -> list[Tensor]:
     )
     log_probs = scorer.run(inputs, ("log_probs",), 1.0)["log_probs"]
 
-    return list(log_probs.split(lengths.tolist()))
+    found = list[Tensor]()
+    for each, column, passed in zip(own, columns, log_probs.split(lengths.tolist()), strict=True):
+        found.append(passed[:, : column.shape[1]].reshape(each.shape))
+    return found
 
 
 def _with_inputs(number: int, datum: Datum, wanted: Sequence[str]) -> Datum:
     inputs: Mapping[str, Tensor] = datum.inputs
     if "weights" in wanted and "weights" not in inputs:
-        ones = torch.ones(len(datum.token_ids))
+        ones = torch.ones(datum.inputs["target_tokens"].shape)
         return Datum(datum.token_ids, {**inputs, "weights": ones})
 
     for name in wanted:

@@ -1,8 +1,8 @@
 """The losses of the Tinker API: raw sums over the tokens of one sequence, as its documentation
 defines them (tinker-docs.thinkingmachines.ai/losses).
 
-Each takes the log-probs of the targets `(n,)`, with gradient, and the datum's inputs, each float32
-`(n,)`.
+Each takes the log-probs of the targets, `(n,)` or `(n, k)`, with gradient, and the datum's inputs,
+each float32 of that shape.
 """
 
 from collections.abc import Callable, Mapping

@@ -1,9 +1,11 @@
 """The messages of the Tinker API that are protobuf, as the client's own classes read them (extra
 `tinker`)."""
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
+from itertools import groupby
 from typing import Any
 
 import numpy as np
@@ -14,6 +16,8 @@ from distflow.errors import UserError
 
 _NUMPY = {1: np.float32, 2: np.int64}
 """By the numbers of the protocol's types: floats and integers, the only ones that clients send."""
+_MOST_VALUES = 2**26
+"""Of one tensor, of which few may be sent if it is sparse."""
 
 
 class BadRequest(ValueError):
@@ -27,8 +31,8 @@ class Datum:
     token_ids: Tensor
     """int64 `(n,)`."""
     inputs: dict[str, Tensor]
-    """`target_tokens`, int64 `(n,)`: what each position is to predict. All others are float32
-    `(n,)`."""
+    """`target_tokens`, int64 `(n,)`: what each position is to predict, or `(n, k)` for k tokens
+    each. All others are float32 of that shape."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +71,9 @@ def parse_pass(body: bytes) -> Any:
     try:
         message.ParseFromString(body)
     except Exception as error:  # protobuf's DecodeError, whichever implementation it has
-        raise BadRequest("the body is not the protobuf message of forward_backward") from error
+        raise BadRequest(
+            "the body is not the protobuf message of forward_backward: clients since 0.25 send it"
+        ) from error
     return message
 
 
@@ -91,7 +97,10 @@ def _read_datum(number: int, message: Any) -> Datum:
         kind = chunk.WhichOneof(chunk.DESCRIPTOR.oneofs[0].name)
         if kind != "encoded_text":
             raise BadRequest(f"datum {number}: model_input has a chunk of {kind}: only text trains")
-        tokens.append(torch.from_numpy(np.frombuffer(chunk.encoded_text.tokens, np.int32).copy()))
+        try:
+            tokens.append(_read_array(chunk.encoded_text.tokens, np.int32))
+        except ValueError as error:
+            raise BadRequest(f"datum {number}: model_input is no list of int32") from error
 
     ids = torch.cat(tokens).long() if tokens else torch.zeros(0, dtype=torch.int64)
     if not len(ids):
@@ -100,7 +109,7 @@ def _read_datum(number: int, message: Any) -> Datum:
     inputs = {}
     for name, tensor in message.loss_fn_inputs.items():
         values = _read_tensor(f"datum {number}: {name}", tensor)
-        if values.shape != ids.shape:
+        if values.ndim not in (1, 2) or not values.numel() or len(values) != len(ids):
             raise BadRequest(
                 f"datum {number}: {name} has the shape {tuple(values.shape)}, model_input has "
                 f"{len(ids)} tokens"
@@ -112,30 +121,60 @@ def _read_datum(number: int, message: Any) -> Datum:
     targets = inputs.get("target_tokens")
     if targets is None or targets.dtype != torch.int64:
         raise BadRequest(f"datum {number}: target_tokens are missing, or no integers")
+
+    for name, values in inputs.items():
+        if values.shape != targets.shape:
+            raise BadRequest(
+                f"datum {number}: {name} has the shape {tuple(values.shape)}, target_tokens have "
+                f"{tuple(targets.shape)}"
+            )
     return Datum(ids, inputs)
 
 
 def _read_tensor(place: str, message: Any) -> Tensor:
     kind = _NUMPY.get(message.dtype)
-    if kind is None or message.WhichOneof("encoding") != "dense":
-        raise BadRequest(f"{place} is no dense tensor of float32 or int64")
+    is_sparse = message.WhichOneof("encoding") == "sparse_csr"
+    if kind is None or not (is_sparse or message.WhichOneof("encoding") == "dense"):
+        raise BadRequest(f"{place} is no tensor of float32 or int64")
+    if math.prod(message.shape) > _MOST_VALUES:
+        raise BadRequest(f"{place} has more than {_MOST_VALUES:,} values")
 
     try:
-        flat = torch.from_numpy(np.frombuffer(message.dense, kind).copy())
+        if is_sparse:
+            return _read_rows(message.sparse_csr, kind, tuple(message.shape))
+        flat = _read_array(message.dense, kind)
         return flat.reshape(tuple(message.shape)) if message.shape else flat
-    except (ValueError, RuntimeError) as error:
+    except (ValueError, RuntimeError, IndexError) as error:
         raise BadRequest(f"{place}: its bytes do not fill its shape") from error
+
+
+def _read_rows(message: Any, kind: type, shape: tuple[int, ...]) -> Tensor:
+    """From the values of a matrix that are not 0. Raises ValueError, RuntimeError, IndexError."""
+    values = _read_array(message.values, kind)
+    lengths = _read_array(message.crow_indices, np.int64).diff()
+    rows = torch.arange(len(lengths)).repeat_interleave(lengths)
+    dense = torch.zeros(shape, dtype=values.dtype)
+    dense[rows, _read_array(message.col_indices, np.int64)] = values
+    return dense
+
+
+def _read_array(data: bytes, kind: type) -> Tensor:
+    return torch.from_numpy(np.frombuffer(data, kind).copy())
 
 
 def write_pass(log_probs: Sequence[Tensor], metrics: Mapping[str, float]) -> bytes:
     """The log-probs of each datum's targets, and metrics of the whole request."""
     message = protocol().ForwardBackwardOutput(loss_fn_output_type="ArrayRecord")
-    record = message.loss_fn_outputs.add(type_tag="ArrayRecord", num_datums=len(log_probs))
-    arrays = [values.float().cpu().numpy() for values in log_probs]
-    field = record.fields["logprobs"]
-    field.dtype = 1
-    field.data = b"".join(array.tobytes() for array in arrays)
-    field.offsets = np.cumsum([0, *(array.nbytes for array in arrays)]).astype(np.int64).tobytes()
+    # a record has one number of targets at each position
+    for width, alike in groupby(log_probs, lambda each: each.shape[1:]):
+        arrays = [values.float().cpu().numpy() for values in alike]
+        record = message.loss_fn_outputs.add(type_tag="ArrayRecord", num_datums=len(arrays))
+        field = record.fields["logprobs"]
+        field.dtype = 1
+        field.trailing_shape.extend(width)
+        field.data = b"".join(array.tobytes() for array in arrays)
+        ends = np.cumsum([0, *(array.nbytes for array in arrays)])
+        field.offsets = ends.astype(np.int64).tobytes()
 
     for name, value in metrics.items():
         message.metrics[name] = value
