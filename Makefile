@@ -16,7 +16,7 @@ UV := .lock/bin/uv
 export UV_SYSTEM_CERTS := 1
 PIP_COMPILE := $(UV) pip compile --quiet --extra dev --no-emit-package torch --no-emit-index-url --no-annotate --no-header
 
-.PHONY: install lock quickstart test types tests test-slow test-faults mutants test-processors test-agents test-verifiers test-gpu bench-gpu test-device test-lowest \
+.PHONY: install lock quickstart test types tests test-slow test-faults mutants test-processors test-agents test-verifiers test-tinker test-gpu bench-gpu test-device test-lowest \
 	test-newest vllm test-vllm bench-peers docs clean
 
 install: $(INSTALLED)
@@ -86,6 +86,16 @@ test-verifiers: $(INSTALLED)
 	.venv-verifiers/bin/python $(PIP_INSTALL) --no-compile -e ".[dev,verifiers]"
 	.venv-verifiers/bin/python -m pytest -m "slow or not slow" -n 0 tests/environments/test_verifiers_episode.py \
 		tests/rewards/test_verifiers_reward.py
+
+# Recipes of the Tinker cookbook, three minutes. Its renderers for some models are in no registry, so it comes without its
+# dependencies.
+COOKBOOK := aiohttp blobfile chz math-verify pylatexenc pyrage termcolor tiktoken
+test-tinker: $(INSTALLED)
+	test -x .venv-tinker/bin/python || $(PYTHON) -m venv .venv-tinker
+	.venv-tinker/bin/python $(PIP_INSTALL) --no-compile $(TORCH)
+	.venv-tinker/bin/python $(PIP_INSTALL) --no-compile -e ".[dev,tinker]" $(COOKBOOK)
+	.venv-tinker/bin/python $(PIP_INSTALL) --no-compile --no-deps "tinker-cookbook==0.6.1"
+	.venv-tinker/bin/python -m pytest -m "slow or not slow" -n 0 tests/tinker/test_cookbook.py
 
 # Those of the slow tests that strike real processes.
 test-faults: $(INSTALLED)
@@ -165,4 +175,4 @@ docs: $(INSTALLED)
 	$(BIN)/python scripts/make_site.py
 
 clean:
-	rm -rf $(VENV) .venv-vllm .venv-lowest .venv-newest .lock runs build dist src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .venv-vllm .venv-tinker .venv-lowest .venv-newest .lock runs build dist src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

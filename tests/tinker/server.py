@@ -27,10 +27,12 @@ class Served:
 
 
 @contextmanager
-def tinker_server(folder: Path, checkpoints: Path | None = None) -> Iterator[Served]:
-    """The model is in the folder, and stays there. checkpoints: a folder that outlives the
-    server."""
-    model = folder / "model"
+def tinker_server(
+    folder: Path, checkpoints: Path | None = None, name: str = "model"
+) -> Iterator[Served]:
+    """The model is in the folder under the name, and stays there. checkpoints: a folder that
+    outlives the server."""
+    model = folder / name
     if not model.exists():
         write_tiny_model(model)
 

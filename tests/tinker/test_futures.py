@@ -188,16 +188,65 @@ def test_too_many_that_nobody_fetches_are_refused(
 
     async def run() -> None:
         known = Futures()
-        for name in ("a", "b", "c"):
+        for name in ("s:a", "s:b", "s:c"):
             known.submit(name, b"1", answering(name))
         with pytest.raises(TooMany, match="3 results"):
-            known.submit("d", b"1", answering("d"))
-        known.submit("a", b"1", answering("a"))
-        assert await known.result("b", LONG_S) == {"value": "b"}
+            known.submit("s:d", b"1", answering("s:d"))
+        known.submit("s:a", b"1", answering("s:a"))
+        assert await known.result("s:b", LONG_S) == {"value": "s:b"}
 
         clock.now += 2 * KEPT_S
-        known.submit("d", b"1", answering("d"))
-        assert await known.result("d", LONG_S) == {"value": "d"}
+        known.submit("s:d", b"1", answering("s:d"))
+        assert await known.result("s:d", LONG_S) == {"value": "s:d"}
+
+    asyncio.run(run())
+
+
+def test_what_one_session_leaves_behind_leaves_room_for_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(futures, "_MAX_WAITING", 2)
+
+    async def run() -> None:
+        known = Futures()
+        for name in ("one:train:0:1", "one:sample:0:1"):
+            known.submit(name, b"1", answering(name))
+        with pytest.raises(TooMany, match="2 results"):
+            known.submit("one:train:1:1", b"1", answering("more"))
+        known.submit("two:train:0:1", b"1", answering("other"))
+        assert await known.result("two:train:0:1", LONG_S) == {"value": "other"}
+
+        known.cancel_all("one:")
+        known.submit("one:train:1:1", b"1", answering("more"))
+        assert await known.result("one:train:1:1", LONG_S) == {"value": "more"}
+
+    asyncio.run(run())
+
+
+def test_a_number_that_never_comes_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those after it keep their order; nothing is given up while the next is at work."""
+    monkeypatch.setattr(futures, "_MISSING_S", 0.05)
+
+    async def run() -> None:
+        turns = Turns()
+        done: list[str] = []
+        event = asyncio.Event()
+        running = asyncio.ensure_future(turns.take(1, waiting_for(event)))
+        later = [
+            asyncio.ensure_future(turns.take(number, answering(str(number), done)))
+            for number in (5, 4)
+        ]
+        await asyncio.sleep(0.2)
+        assert done == []
+
+        event.set()
+        assert await running == {"value": "late"}
+        await asyncio.wait_for(asyncio.gather(*later), LONG_S)
+        assert done == ["4", "5"]
+        with pytest.raises(BadRequest, match="seq_id 3 was used: the next is 6"):
+            await turns.take(3, answering("third", done))
+        await turns.take(6, answering("6", done))
+        assert done == ["4", "5", "6"]
 
     asyncio.run(run())
 

@@ -339,10 +339,7 @@ async def _timed(chat: Chat, on: str, waits: Awaitable[T]) -> T:
 
 def _first(steps: Sequence[bool], before: bool) -> list[float]:
     """1 at the step of the episode's first success."""
-    marks = [0.0] * len(steps)
-    if True in steps and not before:
-        marks[steps.index(True)] = 1.0
-    return marks
+    return [float(won and not before and not any(steps[:place])) for place, won in enumerate(steps)]
 
 
 def _store_images(seen: Observation, chat: Chat) -> list[str]:

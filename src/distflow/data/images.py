@@ -36,8 +36,7 @@ def read_images(found: object, name: str, folder: Path | None, store: Path) -> t
     paths = list[str]()
     for number, value in enumerate(values, 1):
         what = f"image {number} (column '{name}')"
-        image = _decoded(_bytes_of(value, what, folder), what)
-        paths.append(str(_keep(image, store)))
+        paths.append(str(_keep(_decoded(_bytes_of(value, what, folder), what), store)))
 
     return tuple(paths)
 

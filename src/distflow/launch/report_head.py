@@ -51,8 +51,7 @@ def _num_bases(preset: str) -> int:
 
 def description(loaded: Loaded, data: Data) -> dict[str, object]:
     """The head of the report, with the changes from the preset."""
-    config = loaded.config
-    preset, changed = changes(loaded)
+    config, (preset, changed) = loaded.config, changes(loaded)
     counts = {
         "for validation": sum(map(len, data.validation.values())),
         "left out, with broken tests": len(data.broken),

@@ -156,9 +156,8 @@ def _arrow_type(kind: str) -> "pyarrow.DataType":
 def _array(kind: str, values: Sequence[Any]) -> "pyarrow.Array":
     import pyarrow
 
-    bits = 0
-    for place, value in enumerate(values):
-        bits |= (value is not None) << place
+    # the first is the lowest
+    bits = int("".join("01"[value is not None] for value in reversed(values)) or "0", 2)
 
     buffers = [pyarrow.py_buffer(bits.to_bytes(-(-len(values) // 8), "little"))]
     if kind in ("number", "whole"):

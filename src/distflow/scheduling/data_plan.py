@@ -85,8 +85,7 @@ def grouped(items: Iterable[int], groups: Sequence[int] | None) -> list[list[int
     each is alone."""
     members: dict[int, list[int]] = {}
     for item in items:
-        group = item if groups is None else int(groups[item])
-        members.setdefault(group, []).append(item)
+        members.setdefault(item if groups is None else int(groups[item]), []).append(item)
     return list(members.values())
 
 

@@ -3,7 +3,9 @@ until its result is fetched."""
 
 import asyncio
 import time
+from collections import Counter
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +14,10 @@ from distflow.tinker.messages import BadRequest
 Result = bytes | dict[str, Any]
 """A protobuf message or a JSON object."""
 _MAX_WAITING = 20_000
+"""Of one session."""
 _KEPT_S = 600.0
+_MISSING_S = 60.0
+"""Until a number is given up that does not come, as its request was refused before its turn."""
 
 
 class Conflict(Exception):
@@ -38,6 +43,8 @@ class Futures:
 
     def __init__(self) -> None:
         self._known: dict[str, _Known] = {}
+        self._counts = Counter[str]()
+        """Of those that are known, by session."""
         self._fetched: dict[str, float] = {}
         """When a result was last sent, the longest ago first."""
 
@@ -50,12 +57,14 @@ class Futures:
             return
 
         self._forget_fetched()
-        if len(self._known) >= _MAX_WAITING:
-            raise TooMany(f"{len(self._known):,} results wait to be fetched")
+        session = _session_of(request_id)
+        if self._counts[session] >= _MAX_WAITING:
+            raise TooMany(f"{self._counts[session]:,} results wait to be fetched")
 
         task = asyncio.ensure_future(work())
         task.add_done_callback(_look_at)
         self._known[request_id] = _Known(digest, task)
+        self._counts[session] += 1
 
     async def result(self, request_id: str, within_s: float) -> Result | None:
         """None if it is not there in time. Raises Gone, BadRequest for a client's mistake, and what
@@ -78,7 +87,7 @@ class Futures:
 
     def cancel(self, request_id: str) -> None:
         """Cancel and forget the request, if it is known."""
-        known = self._known.pop(request_id, None)
+        known = self._forget(request_id)
         self._fetched.pop(request_id, None)
         if known is not None:
             known.task.cancel()
@@ -94,7 +103,20 @@ class Futures:
             if fetched > old:
                 break
             del self._fetched[request_id]
-            del self._known[request_id]
+            self._forget(request_id)
+
+    def _forget(self, request_id: str) -> _Known | None:
+        known = self._known.pop(request_id, None)
+        if known is not None:
+            session = _session_of(request_id)
+            self._counts[session] -= 1
+            if not self._counts[session]:
+                del self._counts[session]
+        return known
+
+
+def _session_of(request_id: str) -> str:
+    return request_id.partition(":")[0]
 
 
 def _look_at(task: "asyncio.Task[Result]") -> None:
@@ -105,10 +127,12 @@ def _look_at(task: "asyncio.Task[Result]") -> None:
 
 class Turns:
     """Requests of one model are carried out in the order of their numbers, from 1, in whatever
-    order they come."""
+    order they come. One that does not come in time is given up."""
 
     def __init__(self) -> None:
         self._next = 1
+        self._moved = time.monotonic()
+        """When the next number became that."""
         self._unfinished: dict[int, asyncio.Event] = {}
         self._ended = set[int]()
         """Numbers that were cancelled before their turn, and are skipped then."""
@@ -125,16 +149,26 @@ class Turns:
             turn.set()
 
         try:
-            await turn.wait()
+            while not turn.is_set():
+                with suppress(TimeoutError):
+                    await asyncio.wait_for(turn.wait(), _MISSING_S)
+                self._skip_missing()
             return await work()
         finally:
             del self._unfinished[number]
             self._ended.add(number)
             self._go_on()
 
+    def _skip_missing(self) -> None:
+        is_late = time.monotonic() - self._moved >= _MISSING_S
+        if self._next not in self._unfinished and is_late:
+            self._next = min(self._unfinished)
+            self._go_on()
+
     def _go_on(self) -> None:
         while self._next in self._ended:
             self._ended.remove(self._next)
             self._next += 1
+            self._moved = time.monotonic()
         if self._next in self._unfinished:
             self._unfinished[self._next].set()

@@ -3,6 +3,7 @@
 import asyncio
 import hashlib
 import json
+import re
 import secrets
 import signal
 import socket
@@ -22,6 +23,7 @@ from distflow.tinker.service import Service
 MAX_BODY_BYTES = 64 * 2**20
 _PROTOBUF = "application/x-protobuf"
 _BODY_TYPES = frozenset({"application/json", _PROTOBUF})
+_OLDEST_CLIENT = (0, 25)
 _WAITS_S = 20.0
 """For a result, before the client asks again."""
 _STOPS_WITHIN_S = 5
@@ -116,6 +118,7 @@ class TinkerServer:
         return {"status": "accepted"}
 
     async def _create_session(self, request: Any) -> Json:
+        _check_client((await _body(request)).get("sdk_version"))
         return {"type": "create_session", "session_id": self._service.create_session()}
 
     async def _heartbeat(self, request: Any) -> Json:
@@ -130,31 +133,33 @@ class TinkerServer:
         body = await _body(request)
         model_id = _new_model(self._service, body)
         work = partial(self._service.create_model, model_id, body)
-        return self._submit(f"{model_id}:0", model_id, await _digest(request), work)
+        return self._submit(f"{model_id}:0", model_id, _digest(body), work)
 
     async def _info(self, request: Any) -> Json:
         return self._service.info((await _body(request))["model_id"])
 
     async def _pass(self, request: Any) -> Json:
-        message = parse_pass(await request.body())
+        message = parse_pass(await _content(request))
         # a client that sends a request again may write its maps in another order
         digest = hashlib.sha256(message.SerializeToString(deterministic=True)).digest()
         work = partial(self._service.run, message)
         return self._in_turn(message.model_id, message.seq_id, digest, work)
 
     async def _ordered(self, work: Ordered, request: Any) -> Json:
-        body = await _body(request)
+        return self._queue(work, await _body(request))
+
+    def _queue(self, work: Ordered, body: Json) -> Json:
         model_id = body["model_id"]
         own = partial(work, model_id, body)
-        return self._in_turn(model_id, body.get("seq_id"), await _digest(request), own)
+        return self._in_turn(model_id, body.get("seq_id"), _digest(body), own)
 
     async def _load(self, request: Any) -> Json:
         body = await _body(request)
         if body.get("session_id") is None:
-            return await self._ordered(self._service.load, request)
+            return self._queue(self._service.load, body)
         model_id = _new_model(self._service, body)
         work = partial(self._service.create_from, model_id, body)
-        return self._submit(f"{model_id}:0", model_id, await _digest(request), work)
+        return self._submit(f"{model_id}:0", model_id, _digest(body), work)
 
     async def _open_sampling(self, request: Any) -> Json:
         body = await _body(request)
@@ -177,7 +182,7 @@ class TinkerServer:
             request_id = f"{name}:{number}"
 
         work = partial(self._service.sample, number, body)
-        answer = self._submit(request_id, None, await _digest(request), work)
+        answer = self._submit(request_id, None, _digest(body), work)
         count = int(body.get("num_samples", 1))
         ids = [f"{request_id}:{index}" for index in range(count)]
 
@@ -233,19 +238,54 @@ class TinkerServer:
         return {"request_id": request_id, "model_id": model_id}
 
 
+def _check_client(version: object) -> None:
+    """Raises BadRequest for one that sends JSON where others send protobuf."""
+    parts = re.match(r"(\d+)\.(\d+)", str(version))
+    if parts and (int(parts[1]), int(parts[2])) < _OLDEST_CLIENT:
+        raise BadRequest(
+            f"client {version!r:.40} speaks an older protocol: pip install 'tinker>=0.38,<0.40'"
+        )
+
+
 def _new_model(service: Service, body: Json) -> str:
     """Raises KeyError for an unknown session."""
     service.heartbeat(body["session_id"])
     return f"{body['session_id']}:train:{int(body['model_seq_id'])}"
 
 
-async def _digest(request: Any) -> bytes:
-    return hashlib.sha256(await request.body()).digest()
+def _digest(body: Json) -> bytes:
+    """The same for the same fields in any order."""
+    return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).digest()
+
+
+async def _content(request: Any) -> bytes:
+    """What a request sends, unpacked. Raises BadRequest."""
+    coding = request.headers.get("content-encoding", "identity")
+    if coding not in ("identity", "zstd"):
+        raise BadRequest(f"Content-Encoding is {coding!r:.40}: send zstd, or no encoding")
+
+    content = bytearray()
+    async for part in request.stream():
+        content += part
+        if len(content) > MAX_BODY_BYTES:
+            break
+
+    if coding == "zstd":
+        zstandard = import_module("zstandard")
+        packed = zstandard.ZstdDecompressor().stream_reader(bytes(content))
+        try:
+            content = packed.read(MAX_BODY_BYTES + 1)
+        except zstandard.ZstdError as error:
+            raise BadRequest(f"the body is no zstd: {error}") from error
+
+    if len(content) > MAX_BODY_BYTES:
+        raise BadRequest(f"a request may have at most {MAX_BODY_BYTES:,} bytes: send fewer data")
+    return bytes(content)
 
 
 async def _body(request: Any) -> Json:
     try:
-        body = json.loads(await request.body())
+        body = json.loads(await _content(request))
     except (ValueError, RecursionError) as error:
         raise BadRequest(f"the body is no JSON: {error}") from error
 

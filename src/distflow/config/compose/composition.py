@@ -356,7 +356,10 @@ def check_interpolations(values: dict[str, object]) -> None:
 def _at(value: object, path: tuple[str, ...]) -> object:
     for name in path:
         if isinstance(value, list):
-            value = dict(enumerate(value)).get(int(name)) if name.isdecimal() else None
+            if name.isdecimal():
+                value = dict(enumerate(value)).get(int(name))
+            else:
+                value = None
         else:
             value = value.get(name) if isinstance(value, dict) else None
 
@@ -368,11 +371,9 @@ def _references(path: tuple[str, ...], text: str) -> Iterator[tuple[str, ...]]:
     string's group."""
     for inner in text.split("${")[1:]:
         for name in re.split("[:,]", inner.partition("}")[0]):
-            names = re.findall(r"[^\s.\[\]]+", name)
             dots = len(name.lstrip()) - len(name.lstrip(" ."))
-            if dots:
-                names = [*path[: max(len(path) - dots, 0)], *names]
-            yield tuple(names)
+            names = re.findall(r"[^\s.\[\]]+", name)
+            yield (*(path[: max(len(path) - dots, 0)] if dots else ()), *names)
 
 
 def _plain(composed: object, resolve: bool = True) -> dict[str, object]:

@@ -232,9 +232,10 @@ class MeasuredRun:
             if not node.engines:
                 continue
 
-            part = "forward"
             if node.phase.startswith("train"):
                 part = "update"
+            else:
+                part = "forward"
 
             planned[part] += times.node(node)
             if node.phase not in phases:

@@ -93,9 +93,7 @@ class LocalSampleQueue(SharedSampleQueue[Batch]):
 
             rows = list(chain.from_iterable(group.rows or () for group in own))
             batch = own[0].data
-            if rows != list(range(len(batch))):
-                batch = batch.select(rows)
-            found.append(batch)
+            found.append(batch if rows == list(range(len(batch))) else batch.select(rows))
 
         return found
 
