@@ -211,10 +211,9 @@ class Guard:
             if is_same(kept.get(cookie, ""), token):
                 return
 
+        where = "send it as 'Authorization: Bearer ...'"
         if self.cookie:
             where = "open the whole address that it printed"
-        else:
-            where = "send it as 'Authorization: Bearer ...'"
 
         raise Refused(HTTPStatus.UNAUTHORIZED, f"this server wants its token: {where}")
 

@@ -73,10 +73,9 @@ def model_fault(text: str) -> tuple[str, str] | None:
 
     path = Path(text).expanduser()
     if path.is_file():
+        gguf = ""
         if path.suffix == ".gguf":
             gguf = f", and its name as actor_rollout_ref.model.gguf_file={path.name}"
-        else:
-            gguf = ""
         return "is a file", f"use its folder, {path.parent}{gguf}"
 
     looks_like_a_path = text.startswith((".", "/", "~")) or not HUB_MODEL.fullmatch(text)

@@ -113,22 +113,17 @@ def load_module(name: str) -> ModuleType:
 
 
 @contextmanager
-def users_code(
-    what: str, passes: type[Exception] | tuple[()] = (), advice: str = ""
-) -> Iterator[None]:
-    """Turns an error of user code inside into a LoadError, which begins with `what`, names the line
-    of that code and ends with `advice`. passes: errors that are raised unchanged."""
+def users_code(what: str, passes: type[Exception] | tuple[()] = ()) -> Iterator[None]:
+    """Turns an error of user code inside into a LoadError, which begins with `what` and names the
+    line of that code. passes: errors that are raised unchanged."""
     try:
         yield
     except passes:
         raise
     except Exception as error:  # user code may raise anything
         place = f" (at {found})" if (found := users_place(error)) else ""
-        if isinstance(error, UserError):
-            kind = ""
-        else:
-            kind = f"{type(error).__name__}: "
-        raise LoadError(f"{what} {kind}{error}{place}{advice}") from error
+        kind = "" if isinstance(error, UserError) else f"{type(error).__name__}: "
+        raise LoadError(f"{what} {kind}{error}{place}") from error
 
 
 def check_server_packages(what: str, extra: str) -> None:

@@ -26,7 +26,7 @@ from distflow.commands.dashboard import PAGES, make_server
 from distflow.commands.dashboard_page_data import Dashboard
 from distflow.data.batch import Batch
 from distflow.observe.crash_safe_files import encode
-from distflow.observe.writing.run_folder import RunFolder
+from distflow.observe.writing.run_folder import RunFolder, claimed
 from distflow.runtime.saved_groups import TOKEN_TEXTS, keep_groups
 from tests.observe.conftest import HOSTILE, write_asynchronous_run, write_run
 
@@ -290,6 +290,23 @@ def test_a_run_without_an_end_is_running_or_has_crashed(tmp_path: Path) -> None:
         assert states() == {"crashed"}
         (tmp_path / "run" / ".writer").write_text("pid 7 on elsewhere since today")
         assert states() == {"no end yet"}
+
+
+def test_the_folder_of_a_refused_start_is_no_run(tmp_path: Path) -> None:
+    refused = tmp_path / "runs" / "refused"
+    with claimed(refused):
+        (refused / "data").mkdir()
+    assert Dashboard(tmp_path).answer("runs", [], {})["runs"] == []
+
+    claim = f"from pathlib import Path; claim = claimed(Path({str(refused)!r})); claim.__enter__()"
+    code = f"from {claimed.__module__} import claimed; {claim}; print(flush=True); input()"
+    command = [sys.executable, "-c", code]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe) as starting:
+        assert starting.stdout is not None and starting.stdout.readline()
+        (row,) = Dashboard(tmp_path).answer("runs", [], {})["runs"]
+        assert row["run"] == "runs/refused"
+        starting.kill()
 
 
 def test_a_run_without_an_end_is_read_again_only_if_its_files_changed(

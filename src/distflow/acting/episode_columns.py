@@ -72,10 +72,9 @@ def add_episode_columns(pipeline: Pipeline, config: Config) -> None:
 @node(role=NodeRole.REWARD, writes="token_level_scores", scope="group")
 def place_rewards(config: Config) -> Callable[..., object]:
     """The node for `algorithm.reward_level`, action or chunk."""
+    dim = None
     if config.algorithm.reward_level == "action":
         dim = tokens_of_action(config)
-    else:
-        dim = None
     return partial(reward_steps, dim=dim)
 
 

@@ -19,10 +19,9 @@ def action_head(config: Config) -> str | None:
     options = config.actor_rollout_ref.rollout.workflow_kwargs
     for own in (options, *options.values()):  # of domains
         actions = own.get("actions") if isinstance(own, Mapping) else None
+        head = None
         if isinstance(actions, Mapping):
             head = actions.get("head")
-        else:
-            head = None
 
         if head not in (None, "action_tokens"):
             return str(head)
@@ -33,10 +32,9 @@ def action_head(config: Config) -> str | None:
 def noise_of_flow(config: Config) -> Findings:
     """A flow that draws actions has noise."""
     actions: Any = config.actor_rollout_ref.rollout.workflow_kwargs.get("actions", {})
+    noise = 0.5
     if action_head(config) == "flow_sde":
         noise = actions.get("noise", 0.5)
-    else:
-        noise = 0.5
 
     if not (isinstance(noise, int | float) and noise > 0):
         yield Finding(

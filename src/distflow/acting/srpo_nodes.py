@@ -65,10 +65,9 @@ def keep_group(
     """A group whose share of successes is out of bounds, or that has a truncated episode, is
     replaced. Episodes with a reward error do not count."""
     valid = valid.bool()
+    share = 0.0
     if bool(valid.any()):
         share = float(success[valid].double().mean())
-    else:
-        share = 0.0
 
     if share < bounds[0]:
         return Drop(TOO_HARD)

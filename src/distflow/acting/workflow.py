@@ -339,7 +339,10 @@ async def _timed(chat: Chat, on: str, waits: Awaitable[T]) -> T:
 
 def _first(steps: Sequence[bool], before: bool) -> list[float]:
     """1 at the step of the episode's first success."""
-    return [float(won and not before and not any(steps[:place])) for place, won in enumerate(steps)]
+    marks = [0.0] * len(steps)
+    if True in steps and not before:
+        marks[steps.index(True)] = 1.0
+    return marks
 
 
 def _store_images(seen: Observation, chat: Chat) -> list[str]:

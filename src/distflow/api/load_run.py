@@ -46,10 +46,9 @@ class Run:
         """Raises UserError if the folder is not a run's."""
         self.folder = Path(folder).expanduser().resolve()
         if not (self.folder / "events.jsonl").is_file():
+            where = "is not there"
             if self.folder.is_dir():
                 where = "has no file events.jsonl"
-            else:
-                where = "is not there"
             raise UserError(f"{self.folder} is not a run's folder: it {where}")
 
     @property
@@ -108,9 +107,12 @@ class Run:
         rows = Table()
         for name in run_reader.sample_splits(self.folder) if split is None else [split]:
             steps = run_reader.sample_steps(self.folder, name)
-            for number in [
-                n for n in steps if step is None or n == (steps[-1] if step == -1 else step)
-            ]:
+            if step == -1:
+                steps = steps[-1:]
+            elif step is not None:
+                steps = [number for number in steps if number == step]
+
+            for number in steps:
                 found = run_reader.read_samples(self.folder, number, name, timeline, max_bytes=None)
                 rows += [{"step": number, "split": name, **row} for row in found]
 
@@ -167,9 +169,9 @@ class Run:
 
     def compare(self, others: "Sequence[Run | str | Path]") -> Table:
         """A row for each headline metric and other run: `metric`, `run`, the means `a` of this run
-        and `b` of the other over their last 50 common steps, `difference` with its 95 % interval
-        from `low` to `high`, and whether it `differs` by more than noise (None with fewer than 12
-        steps)."""
+        and `b` of the other over the last 50 steps at which both have it, `difference` with its
+        95 % interval from `low` to `high`, and whether it `differs` by more than noise (None with
+        fewer than 12 steps)."""
         from distflow.observe.report.metric_differences import compared_metrics
         from distflow.observe.run_records import RunRecords
 

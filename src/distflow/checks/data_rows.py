@@ -40,20 +40,22 @@ def check_data(run: CheckedRun) -> str | None:
         lines = set[str]()
         for row in _some(rows, is_lazy):
             place = ORIGIN.fullmatch(row.origin)
+            file = Path(place[1]) if place else None
 
             # a conversation may give several texts, and a stream begins again
             may_repeat = row.turns is not None or is_lazy or not row.origin
-            if place is not None and named[Path(place[1]).stem] > 1:
+            if file is not None and named[file.stem] > 1:
                 may_repeat = True
             if row.origin in lines and not may_repeat:
                 raise Wrong(f"{row.origin} is used twice: rows were duplicated")
 
             lines.add(row.origin)
-            if place is None:
+            if place is None or file is None:
                 continue
 
-            if _is_readable(Path(place[1])):
-                _check_row(run, row, read(Path(place[1]))(int(place[2])))
+            if _is_readable(file):
+                row_of_file = read(file)(int(place[2]))
+                _check_row(run, row, row_of_file)
             else:
                 unread.add(place[1])
 
@@ -153,10 +155,9 @@ def _said(messages: object, role: str) -> list[str]:
     """The texts of the messages with this role."""
     found = list[str]()
     for message in messages if isinstance(messages, list) else ():
+        content = None
         if isinstance(message, Mapping):
             content = message.get("content")
-        else:
-            content = None
         if isinstance(content, str) and message.get("role") == role:
             found.append(content)
 

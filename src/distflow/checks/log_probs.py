@@ -46,10 +46,9 @@ def check_log_probs(recorded: RecordedStep) -> str | None:
         return NOT_APPLICABLE
 
     resources = recorded.run.resources
+    policy = "old_log_probs"
     if recorded.is_written("prox_log_probs"):
         policy = "prox_log_probs"
-    else:
-        policy = "old_log_probs"
 
     chosen = scored_samples(recorded)
     if not chosen and plain_forward.model_of(resources.actor) is None:
@@ -272,7 +271,11 @@ def joined_logits(parts: Sequence[Tensor]) -> Tensor:
 
 def is_beyond(gap: Tensor, limits: tuple[float, float]) -> bool:
     """Whether differences `(tokens,)` exceed the limit for their mean or maximum; NaN does."""
-    return bool(len(gap)) and not (float(gap.mean()) <= limits[0] and float(gap.max()) <= limits[1])
+    if not len(gap):
+        return False
+
+    is_small = float(gap.mean()) <= limits[0] and float(gap.max()) <= limits[1]
+    return not is_small  # also if it is NaN
 
 
 def _fixed(model: torch.nn.Module) -> list[Sample]:

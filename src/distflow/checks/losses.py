@@ -344,10 +344,9 @@ def _is_users(loss: LossFn) -> bool:
 
 
 def _users_fault(loss: LossFn) -> str:
+    name = "the loss"
     if isinstance(loss, PolicyObjective):
         name = f"the loss '{loss.policy_loss.name}'"
-    else:
-        name = "the loss"
 
     return (
         f"{name} gives a sample alone other gradients than in its micro-batch: it reads outside "
@@ -369,10 +368,9 @@ def _message(
     row = int(batch.rows()[place])
     token = place - int(batch.lengths("response")[:row].sum())
 
+    alone = "for the sample alone"
     if is_whole:
         alone = "for the whole mini-batch at once"
-    else:
-        alone = "for the sample alone"
 
     return (
         f"the gradient of the {update.role}'s loss by {name} is {float(found[place]):.4g} at token "

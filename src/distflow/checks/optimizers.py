@@ -66,10 +66,9 @@ def _factor(recorded: RecordedStep, role: str, settings: OptimConfig, step: int)
     config = recorded.config
     passes, num_prompts = plan_of(config, role)
 
+    warmup = 0
     if role != "critic" and is_rl(config):
         warmup = config.trainer.critic_warmup
-    else:
-        warmup = 0
 
     num_steps = recorded.run.spec.data.total_steps - warmup
     per_step = passes * -(-config.data.train_batch_size // num_prompts)

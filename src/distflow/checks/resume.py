@@ -113,10 +113,9 @@ class Memory:
         if changed:
             self._tolerated |= dict.fromkeys((POSITION, QUEUED, "ref"), f"{changed[0]} has changed")
 
+        point = None
         if self._rank == 0:
             point = self._inputs.ports.queue.resume_point()
-        else:
-            point = None
 
         self._compare(self.models() | self.others(self._inputs.state, point))
 

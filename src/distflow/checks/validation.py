@@ -53,10 +53,9 @@ def sample_facts(run: CheckedRun, records: Sequence[GroupRecord], rows: Facts) -
         _, name, kind = group.stream.split("/")
         asked = sets[name][group.row]
 
+        wrong_request = ""
         if is_ours:
             wrong_request = _wrong_request(run, record, asked)
-        else:
-            wrong_request = ""
 
         for i in range(group.group_size):
             row = shown.get((name, kind, f"{group.group_id}-{i}"), {})

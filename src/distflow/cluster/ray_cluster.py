@@ -75,10 +75,9 @@ def joined_ray(address: str) -> Iterator[None]:
         ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
     # not running, no token, or other versions
     except (ConnectionError, RuntimeError, ValueError) as err:
+        token = ""
         if "InvalidAuthToken" in str(err.__cause__):
             token = _TOKEN_ADVICE
-        else:
-            token = ""
         raise UserError(f"the Ray at RAY_ADDRESS={address} cannot be used: {err}{token}") from err
 
     keep_exit_statuses()

@@ -144,7 +144,7 @@ class WorkerActor:
                 if place.leads:
                     write_facts(spec, self._resources.facts, recorder, progress.total_steps)
                     if checkpoint:
-                        note_resume(recorder, checkpoint, differences, spec)
+                        note_resume(recorder, checkpoint, differences)
 
                 self._recorder.set_result(recorder)
                 for rank, other in others.items():

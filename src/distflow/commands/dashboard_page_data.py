@@ -22,7 +22,7 @@ from distflow.observe.report.build import RunPages
 from distflow.observe.report.trace import trace
 from distflow.observe.run_reader import read_samples, sample_files
 from distflow.observe.sample_files import SAMPLES
-from distflow.observe.writing.run_folder import MARK
+from distflow.observe.writing.run_folder import MARK, writer_of
 
 MAX_SAMPLES_BYTES = 8 * 2**20
 MAX_PICTURE_BYTES = 2**24
@@ -112,9 +112,12 @@ class Dashboard:
         found: list[Path] = []
         for root, below, names in os.walk(self.folder):
             path = Path(root)
-            if _MARKS & {*names}:
-                found.append(path)
+            marks = _MARKS & {*names}
+            if marks:
                 below.clear()
+                # the mark alone: a run that is starting, or a start that was refused
+                if marks != {MARK} or writer_of(path) is not None:
+                    found.append(path)
             elif len(path.relative_to(self.folder).parts) >= _MAX_DEPTH or len(found) >= _MAX_FOUND:
                 below.clear()
 

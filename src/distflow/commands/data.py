@@ -119,18 +119,16 @@ def _response(row: "PromptRow", tokenizer: "PreTrainedTokenizerBase") -> Iterato
         yield from _tokens("rejected", row.rejected_ids, tokenizer)
     elif row.response_ids is not None:
         for segment in row.answer(0):
+            trained = "not trained on"
             if segment.owner == "policy":
                 trained = "trained on"
-            else:
-                trained = "not trained on"
             yield from _tokens(f"response, {trained}", segment.token_ids, tokenizer)
 
 
 def _tokens(what: str, ids: Sequence[int], tokenizer: "PreTrainedTokenizerBase") -> Iterator[str]:
+    rest = ""
     if len(ids) > _MAX_IDS:
         rest = f" … {len(ids) - _MAX_IDS:,} more"
-    else:
-        rest = ""
     yield f"  {what}, {len(ids):,} tokens: {_quoted(tokenizer.decode(list(ids)))}"
     yield f"    ids {' '.join(map(str, ids[:_MAX_IDS]))}{rest}"
 

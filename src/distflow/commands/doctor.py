@@ -136,10 +136,9 @@ def _examine(run_dir: Path, as_json: bool, trusted: bool) -> int:
 def _own_rules(config: "Mapping[str, JSON]", trusted: bool) -> list[str]:
     """Import the run's modules, which may register rules; what to say if they are not trusted."""
     trainer = config.get("trainer")
+    modules = None
     if isinstance(trainer, dict):
         modules = trainer.get("imports")
-    else:
-        modules = None
 
     if not modules or not isinstance(modules, list):
         return []

@@ -67,7 +67,7 @@ def run_eval(arguments: argparse.Namespace) -> int:
                 from distflow.launch.without_run.evaluate import evaluate
                 from distflow.runtime.rollout_loop.rollout_services import try_rewards
 
-            spec = make_spec(loaded, say=say)
+            spec = make_spec(loaded, say=say, trains=False)
             for line in try_rewards(spec):
                 say(line)
             found = evaluate(spec, say)

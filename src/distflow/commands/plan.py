@@ -146,10 +146,9 @@ def lines(planner: "RunPlanner") -> Iterator[str]:
 def _graph(planner: "RunPlanner") -> Iterator[str]:
     for node in planner.pipeline.nodes:
         ranks = [rank.rank for rank in planner.run.plan.ranks if node.node_id in rank.nodes]
+        engines = ""
         if node.engines:
             engines = f", {' and '.join(node.engines)}"
-        else:
-            engines = ""
 
         after = f" after {', '.join(node.deps)}" if node.deps else ""
         yield f"  {node.node_id} ({node.plane}{engines}) on {_ranks(ranks)}{after}"

@@ -86,10 +86,9 @@ def run_reward(arguments: argparse.Namespace) -> int:
     from distflow.rewards.reward_check import check_reward
 
     target = _target(arguments.reward, arguments.response_key is not None)
+    answer_key = "answer"
     if is_own(arguments.reward):
         answer_key = arguments.answer_key
-    else:
-        answer_key = "answer"
 
     target = with_answer_key(target, arguments.options, answer_key)
     rows, skipped = _rows(arguments)

@@ -39,11 +39,11 @@ def find_sample(run_dir: Path, uid: str, step: int | None) -> FoundSample:
         wanted = step
         if step is None and group is not None and split == "train":
             wanted = group.step
+        steps = sorted(sample_steps(run_dir, split), reverse=True)
+        if wanted is not None:
+            steps = [each for each in steps if each == wanted]
 
-        for found in sorted(sample_steps(run_dir, split), reverse=True):
-            if wanted not in (None, found):
-                continue
-
+        for found in steps:
             samples = read_samples(run_dir, found, split, timeline, None)
             rows = [row for row in samples if str(row.get("uid")).partition("-")[0] == name]
             for row in rows:

@@ -91,10 +91,9 @@ def _run(arguments: argparse.Namespace) -> int:
     sys.stdout.flush()
     sys.stderr.write(ran.stderr)
 
+    cut = ""
     if ran.cut:
         cut = f"; only the first {sandbox.limits.output_bytes:,} bytes of each stream are shown"
-    else:
-        cut = ""
 
     print(
         (

@@ -19,7 +19,7 @@ from distflow.runtime.stop_signals import exit_status
 
 if TYPE_CHECKING:
     from distflow.config import Loaded
-    from distflow.runtime.spec import Launch
+    from distflow.runtime.spec import Launch, Spec
 
 
 def add_sft_arguments(parser: argparse.ArgumentParser) -> None:
@@ -84,7 +84,6 @@ def split_configs(preset: str, words: Sequence[str]) -> dict[str, list[str]]:
 def run_train(arguments: argparse.Namespace, base: str = "grpo") -> int:
     """Policies of one graph train one after another, over Ray concurrently. All are checked before
     the first starts."""
-    from distflow.config import describe
     from distflow.config.derived_settings import check_keys, launch_target
     from distflow.observe.writing.run_folder import claimed
 
@@ -108,28 +107,16 @@ def run_train(arguments: argparse.Namespace, base: str = "grpo") -> int:
         stack.enter_context(rewards_ahead(runs[0].config))
 
         with importing():
-            from distflow.launch.dry_run_of_user_code import try_users_code
-            from distflow.launch.make_spec import make_spec
             from distflow.runtime.spec import LaunchOptions
 
             launch = cast("Launch", load(launch_target(runs[0].config)))
 
-        specs = []
-        for loaded in runs:
-            if len(runs) > 1:
-                say(f"policy {loaded.config.dag.policy}, in {loaded.config.trainer.run_dir}")
-            specs.append(make_spec(loaded, say))
-            for line in describe(specs[-1].config):
-                say(line)
-            if specs[-1].predicted:
-                say(specs[-1].predicted["line"])
-
-        specs[0] = try_users_code(specs[0], say)
-        for spec in specs:
+        options = LaunchOptions(tuple(arguments.allow_change), say)
+        for spec in _make_specs(runs, say):
             if len(runs) > 1:
                 say(f"training policy {spec.config.dag.policy}")
 
-            outcome = launch(spec, LaunchOptions(tuple(arguments.allow_change), say))
+            outcome = launch(spec, options)
             if outcome is None:
                 continue
 
@@ -139,6 +126,30 @@ def run_train(arguments: argparse.Namespace, base: str = "grpo") -> int:
                 return exit_status(outcome.signal)
 
     return 0
+
+
+def _make_specs(runs: "Sequence[Loaded]", say: Callable[[str], None]) -> "list[Spec]":
+    """The specs of all runs, which are described, with the user's code tried."""
+    from distflow.config import describe
+
+    with importing():
+        from distflow.launch.dry_run_of_user_code import try_users_code
+        from distflow.launch.make_spec import make_spec
+
+    specs = []
+    for loaded in runs:
+        if len(runs) > 1:
+            say(f"policy {loaded.config.dag.policy}, in {loaded.config.trainer.run_dir}")
+
+        spec = make_spec(loaded, say)
+        for line in describe(spec.config):
+            say(line)
+        if spec.predicted:
+            say(spec.predicted["line"])
+        specs.append(spec)
+
+    specs[0] = try_users_code(specs[0], say)
+    return specs
 
 
 def _load_runs(

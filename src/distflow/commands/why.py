@@ -215,10 +215,9 @@ def _last_done(lineage: StepLineage, responses: Mapping[int, "Responses"]) -> tu
         return [said], ""
 
     longest = max(lengths, key=lengths.__getitem__)
+    tokens = ""
     if lengths[longest]:
         tokens = f" of {lengths[longest]:,.0f} tokens"
-    else:
-        tokens = ""
 
     return [f"{said}; its longest response is {_short(longest)}{tokens}"], longest
 
@@ -227,21 +226,18 @@ def _group_row(group: Group, lineage: StepLineage, own: "Responses") -> dict[str
     """own: its responses. The row is unknown if it began in another run's folder."""
     scored = [response for response in own if not response.get("errors")]
     is_dropped = group.state == "dropped"
-    version = group.version
-    if is_dropped:
-        version = group.engine_version
+    version = group.engine_version if is_dropped else group.version
+
     stale = None
     if version is not None and lineage.consumed_at is not None and not is_dropped:
         stale = lineage.step - 1 - version
-    state = group.state
-    if state in ("trained", "dropped"):
-        state = ""
+
     shown = {
         "group": group.group_id,
         "domain": _short(group.domain or ""),
         "epoch": "?" if group.epoch is None else group.epoch,
         "row": "?" if group.row is None else group.row,
-        "state": state,
+        "state": "" if group.state in ("trained", "dropped") else group.state,
         "version": version,
         "stale": stale,
         "worker": _short(group.worker or ""),

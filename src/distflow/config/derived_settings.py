@@ -31,10 +31,9 @@ from distflow.errors import UserError, allow_change_advice
 
 def algorithm_of(config: Config, domain: str | None) -> AlgorithmConfig:
     """The settings of a domain; those of the run for None or a domain without overrides."""
+    own = None
     if domain is not None:
         own = config.algorithm.domains.get(domain)
-    else:
-        own = None
 
     if own is None:
         return config.algorithm

@@ -39,10 +39,9 @@ def _step(config: Config) -> str:
     staleness = config.async_.max_staleness
     prompts = config.data.train_batch_size
 
+    first = "the first on-policy"
     if optimizer_steps_a_step(config, "actor") == 1:
         first = "on-policy"
-    else:
-        first = "the first on-policy"
 
     if staleness == 0:
         policy = first
@@ -106,10 +105,9 @@ def _kl(config: Config) -> str:
     terms = []
     if algorithm.use_kl_in_reward:
         control = algorithm.kl_ctrl
+        follows = ""
         if control.target_kl is not None:
             follows = f", adaptive to {control.target_kl:g}"
-        else:
-            follows = ""
         terms.append(f"in the reward ({algorithm.kl_penalty} × {control.kl_coef:g}{follows})")
 
     if actor.use_kl_loss:
@@ -159,10 +157,9 @@ def _run(config: Config) -> str:
         length = count_of(trainer.total_training_steps, "step")
 
     saves = f"checkpoint {_every(trainer, 'save_freq')}"
+    validation = "no validation data"
     if validates(config):
         validation = f"validation {_every(trainer, 'test_freq')}"
-    else:
-        validation = "no validation data"
 
     return f"{length}, {saves}, {validation}, in {trainer.run_dir}"
 

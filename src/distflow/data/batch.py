@@ -19,7 +19,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from distflow.data.sample import Sample
+from distflow.data.sample import Sample, Segment
 from distflow.device_transfer import send
 from distflow.graph.fields import (
     DERIVED,
@@ -98,8 +98,13 @@ class Batch:
     @staticmethod
     def from_samples(samples: Sequence[Sample]) -> "Batch":
         """The standard columns of finished trajectories."""
-        segments = list(chain.from_iterable(s.response_segments for s in samples))
-        responses = [sum(len(seg.token_ids) for seg in s.response_segments) for s in samples]
+        owners = list[list[object]]()
+        """Of each sample, by segment: who wrote it, and its tokens."""
+        responses = list[int]()
+        for s in samples:
+            owners.append([[part.owner, len(part.token_ids)] for part in s.response_segments])
+            responses.append(sum(len(part.token_ids) for part in s.response_segments))
+
         batch = Batch(
             torch.tensor([len(s.prompt_ids) for s in samples], dtype=torch.int64),
             torch.tensor(responses, dtype=torch.int64),
@@ -109,24 +114,26 @@ class Batch:
         batch._put("forks", [[list(fork) for fork in s.forks] for s in samples])
         batch._put("conversation", [[dict(turn) for turn in s.conversation] for s in samples])
         batch._put("images", [_images(s) for s in samples])
-        owners: list[object] = []
-        for s in samples:
-            owners.append([[part.owner, len(part.token_ids)] for part in s.response_segments])
         batch._put("owners", owners)
-        batch._put("response_ids", [seg.token_ids for seg in segments])
-        is_drawn = [[float(seg.owner == "policy")] * len(seg.token_ids) for seg in segments]
-        batch._put("response_mask", is_drawn)
 
-        for name, missing in _OF_DRAWN_TOKENS.items():
-            found = [getattr(seg, name) or [missing] * len(seg.token_ids) for seg in segments]
-            batch._put(name, found)
-
+        segments = list(chain.from_iterable(s.response_segments for s in samples))
+        batch._put_segments(segments)
         if any(s.head for s in samples):
             batch["number_head"] = [s.head and dict(s.head) for s in samples]
             values = [seg.values or [0.0] * len(seg.token_ids) for seg in segments]
             batch["action_values"] = _flat_tensor(values, np.float32)
 
         return batch
+
+    def _put_segments(self, segments: Sequence[Segment]) -> None:
+        """Store the columns of response tokens. segments: of all samples, in order."""
+        self._put("response_ids", [seg.token_ids for seg in segments])
+        is_drawn = [[float(seg.owner == "policy")] * len(seg.token_ids) for seg in segments]
+        self._put("response_mask", is_drawn)
+
+        for name, missing in _OF_DRAWN_TOKENS.items():
+            found = [getattr(seg, name) or [missing] * len(seg.token_ids) for seg in segments]
+            self._put(name, found)
 
     def _put(self, name: str, values: list[Any]) -> None:
         """Store a standard column whose length is right: segments have checked theirs."""

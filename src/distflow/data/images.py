@@ -36,7 +36,8 @@ def read_images(found: object, name: str, folder: Path | None, store: Path) -> t
     paths = list[str]()
     for number, value in enumerate(values, 1):
         what = f"image {number} (column '{name}')"
-        paths.append(str(_keep(_decoded(_bytes_of(value, what, folder), what), store)))
+        image = _decoded(_bytes_of(value, what, folder), what)
+        paths.append(str(_keep(image, store)))
 
     return tuple(paths)
 

@@ -176,10 +176,9 @@ def _tool_calls(found: JSON, what: str) -> list[JSON]:
     calls: list[JSON] = []
     for call in found if isinstance(found, list) else [found]:
         call = _without_nulls(call)
+        function = None
         if isinstance(call, dict):
             function = call.get("function", call)
-        else:
-            function = None
 
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
             raise RowError(f"{what} has a tool call without the name of a function: {kind(call)}")

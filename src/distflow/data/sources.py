@@ -90,21 +90,12 @@ def load_rows(
         if wanted == 0:
             break
 
+        file = None
         if run_folder is not None:
             file = run_folder / "data" / f"{name}-{number}.rows"
-        else:
-            file = None
 
-        text = str(source)
         most = -1 if columns.domain_of_tag else wanted
-
-        if is_function(text):
-            file_rows = rows_of_function(text, file, key, most)
-        elif text.startswith(tuple(f"{package}:" for package in PACKAGES)):
-            file_rows = read_package_rows(text, key, most)
-        else:
-            file_rows = rows_of(text, key)
-
+        file_rows = _rows_of_any(str(source), key, most, file)
         found = read_rows(file_rows, columns, bad, f"'{source}'")
         rows.extend(found if wanted < 0 else islice(found, wanted))
 
@@ -117,6 +108,15 @@ def load_rows(
         raise UserError(f"{key}: no rows in {named or 'an empty list'}{skipped}")
 
     return rows, bad
+
+
+def _rows_of_any(source: str, key: str, most: int, file: Path | None) -> Iterable[FileRow]:
+    """most: rows that are wanted, -1 for all. file: of the rows of a function."""
+    if is_function(source):
+        return rows_of_function(source, file, key, most)
+    if source.startswith(tuple(f"{package}:" for package in PACKAGES)):
+        return read_package_rows(source, key, most)
+    return rows_of(source, key)
 
 
 def is_function(source: str) -> bool:

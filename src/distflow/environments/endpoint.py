@@ -269,10 +269,9 @@ def _failed(request: Any, error: RequestError) -> Any:
         kind = "server_error"
 
     # Without a key nobody holds a connection, whose body would come next.
+    closes = None
     if error.status in (401, 410, 413):
         closes = {"connection": "close"}
-    else:
-        closes = None
 
     shown = {"message": str(error), "type": kind, "code": error.code, "param": None}
     return _response(error.status, {"type": "error", "error": shown}, closes)

@@ -144,10 +144,9 @@ def find_registered(env: str) -> Callable[..., Any]:
             "'distflow[gymnasium]'"
         ) from None
     except gymnasium.error.Error as error:
+        advice = "; if a package registers it at its import, write package:ID"
         if module:
             advice = ""
-        else:
-            advice = "; if a package registers it at its import, write package:ID"
         raise UserError(f"gymnasium has no environment '{name}': {error}{advice}") from None
 
     return partial(gymnasium.make, name)

@@ -28,10 +28,9 @@ class EnvironmentWorkflow(MadeByOptions):
         """env: module:Class, file.py:function, a gymnasium id, or the address of an OpenEnv server.
         timeout_s: of each `reset` and `step`. Raises UserError."""
         self._options = options_of(locals())
+        kind = "TextEnv"
         if env.startswith(("http://", "https://")):
             kind = "OpenEnv"
-        else:
-            kind = "TextEnv"
 
         target = f"{environment_adapters.__name__}:{kind}"
         self._server = ProcessServer(target, {"env": env, "options": dict(env_kwargs or {})})

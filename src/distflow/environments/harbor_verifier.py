@@ -194,10 +194,9 @@ def _clean(task: Task, shell: Shell) -> None:
 
 def _is_loaded(file: Path, files: Path, environment: Path) -> bool:
     """Whether tools load a file by its name that the task does not begin with."""
+    original = None
     if file.is_relative_to(files):
         original = environment / file.relative_to(files)
-    else:
-        original = None
 
     if file.name in _PYTEST_SECTIONS:
         if original and original.is_file():

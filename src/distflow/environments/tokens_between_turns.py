@@ -95,19 +95,17 @@ class TurnTokens:
     def control_word(self, messages: Sequence[Message], is_drawn: Callable[[str], bool]) -> str:
         """Why these messages would be templated twice; empty if they would not. is_drawn: whether
         the policy has written that word itself, which may then come back in any message."""
+        words = None
         if self._tokenizer.chat_template:
             words = control_words(self._tokenizer)
-        else:
-            words = None
 
         if words is None:
             return ""
 
         for message in messages:
+            word = ""
             if message.get("role") != "assistant":
                 word = find_control_word(message.get("content"), words)
-            else:
-                word = ""
 
             if word and not is_drawn(word):
                 return (

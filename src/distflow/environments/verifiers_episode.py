@@ -156,7 +156,8 @@ def _environment(name: str, settings: Mapping[str, Any], options: Mapping[str, A
     sys.modules.setdefault(_HARNESS, sys.modules[__name__])
 
     try:
-        seats = list(agent_config_fields(env_config_type(name, str(options.get("id", "")))()))
+        defaults = env_config_type(name, str(options.get("id", "")))()
+        seats = list(agent_config_fields(defaults))
         own = {seat: {**_SEAT, **options.get(seat, {})} for seat in seats}
         environment = load_environment(
             resolve_env_config({**options, **own, "taskset": {**settings, "id": name}})

@@ -236,15 +236,12 @@ def _resolve_options(
     node = configured.node
     key = configured.config_key
 
+    fixed: dict[str, object] = {}
     if isinstance(node.fn, functools.partial):
-        preset = node.fn.keywords
-    else:
-        preset = {}
-
-    fixed = {
-        **{name: value for name, value in preset.items() if name in contract.options},
-        **node.own_options,
-    }
+        for name, value in node.fn.keywords.items():
+            if name in contract.options:
+                fixed[name] = value
+    fixed |= node.own_options
 
     values: dict[str, object] = {}
     keys = list[str]()

@@ -177,30 +177,25 @@ class Node:
     def _settle_role_and_type(self) -> None:
         contract = contract_of(self)
         if self.node_role is None:
+            default = NodeRole.REWARD
             if contract.form is Form.WIRED:
                 default = NodeRole.DEFAULT
-            else:
-                default = NodeRole.REWARD
             object.__setattr__(self, "node_role", self.spec.role or default)
 
         if is_factory(self.fn):
             return  # the function depends on the config
 
+        engines = engines_of(self, contract)
         if self.node_type is None:
-            engines = engines_of(self, contract)
-            trains = any(engine != "rollout" for engine in engines)
-            if trains:
-                inferred = NodeType.MODEL_TRAIN
-            else:
+            inferred = NodeType.COMPUTE
+            if engines:
                 inferred = NodeType.MODEL_INFERENCE
+            if {*engines} - {"rollout"}:
+                inferred = NodeType.MODEL_TRAIN
+            object.__setattr__(self, "node_type", inferred)
 
-            object.__setattr__(self, "node_type", inferred if engines else NodeType.COMPUTE)
-
-        if (
-            self.retry_limit
-            and self.node_type is NodeType.MODEL_TRAIN
-            and not self.only_forward_compute
-        ):
+        trains = self.node_type is NodeType.MODEL_TRAIN and not self.only_forward_compute
+        if self.retry_limit and trains:
             raise PipelineError(
                 f"{self.where}: retry_limit={self.retry_limit}, but a node that trains has side "
                 "effects and cannot run again; set only_forward_compute=True if it changes no "
@@ -208,7 +203,7 @@ class Node:
             )
 
         takes_own = "engine" in contract.reserved
-        if (self.node_type in ENGINE_TYPES or takes_own) and not engines_of(self, contract):
+        if (self.node_type in ENGINE_TYPES or takes_own) and not engines:
             with_one = [role.name for role, defaults in ROLE_DEFAULTS.items() if defaults.engine]
             raise PipelineError(
                 f"{self.where} uses an engine, but neither its function nor its role "

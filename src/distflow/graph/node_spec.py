@@ -117,10 +117,9 @@ def as_member(kind: type[_Member], value: object, where: str) -> _Member:
     if isinstance(value, kind):
         return value
 
+    name = ""
     if isinstance(value, str):
         name = value.removeprefix(f"{kind.__name__}.").upper()
-    else:
-        name = ""
 
     if name in kind.__members__:
         return kind[name]

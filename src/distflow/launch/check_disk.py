@@ -43,18 +43,13 @@ def checkpoint_bytes(config: Config, engines: Collection[str]) -> float:
     to nothing."""
     total = 0.0
     settings = config.actor_rollout_ref
+    trained = {"actor": settings.actor.optim, "critic": config.critic.optim}
 
-    for role, size in model_sizes(
-        config, [role for role in engines if role in ("actor", "critic")]
-    ).items():
+    for role, size in model_sizes(config, trained.keys() & engines).items():
         if role == "actor" and settings.model.lora_rank:
             continue
 
-        if role == "actor":
-            optim = settings.actor.optim
-        else:
-            optim = config.critic.optim
-
+        optim = trained[role]
         stored = trained_bytes(size, size, optim.optimizer)
         total += stored["weights"] + stored["optimizer"]
         if role == "actor" and config.trainer.save_hf_model:

@@ -93,10 +93,9 @@ def _choices(config: Config) -> Iterator[tuple[str, str, str]]:
 
     yield "rollout engine", "actor_rollout_ref.rollout.name", settings.rollout.name
     for key, name in named_algorithms(config):
+        kind = "advantage estimator"
         if key.endswith("policy_loss"):
             kind = "policy loss"
-        else:
-            kind = "advantage estimator"
         yield kind, key, name
 
     for key, _, parts in named_rewards(config):
@@ -158,11 +157,7 @@ def explain_missing_column(error: MissingColumn, config: Config) -> UserError | 
     """The error for a column that no node can write, as an estimator or a loss has a parameter that
     is not a column."""
     for kind, key, name in _choices(config):
-        if kind in _REGISTRIES:
-            known = _REGISTRIES[kind].get(name)
-        else:
-            known = None
-
+        known = _REGISTRIES[kind].get(name) if kind in _REGISTRIES else None
         if known is not None and error.column in inspect.signature(known.fn).parameters:
             function = getattr(known.fn, "__qualname__", name)
             meant = f"column of the batch{hint(error.column, STANDARD_FIELDS)}".removesuffix("?")

@@ -160,10 +160,9 @@ def prediction(config: Config, pipeline: BoundPipeline, plan: Plan, rows: int) -
     does not know, or if this process has no such device. rows: of the training data. Raises
     UserError for a run that cannot calibrate it."""
     kind = choose_device(config).type
+    measured = None
     if config.trainer.plan_from:
         measured = measured_run(config.trainer.plan_from)
-    else:
-        measured = None
 
     if kind not in ("cpu", accelerator()) or not pipeline.engines:
         return {}

@@ -76,10 +76,9 @@ def choose_device(config: Config) -> torch.device:
     if wanted in ("cpu", found) or is_elsewhere:
         return torch.device(wanted)
 
+    more = ""
     if wanted == "gpu":
         more = " (torch calls the GPUs of NVIDIA and AMD cuda)"
-    else:
-        more = ""
 
     raise UserError(
         f"trainer.device={wanted}, but torch finds no {wanted} device here: set "
@@ -127,10 +126,9 @@ def describe_hardware() -> list[str]:
     """Cores, memory, native code and accelerators of this machine, one line each."""
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     native = outcome()
+    by_native = "yes"
     if isinstance(native, NotNative):
         by_native = f"no, and torch is several times slower: {native}"
-    else:
-        by_native = "yes"
 
     names = torch.get_device_module()
     devices = [names.get_device_name(i) for i in range(torch.accelerator.device_count())]

@@ -33,10 +33,9 @@ def check_importable(config: Config) -> None:
         plain = innermost(fn)
         if not _can_be_imported(plain.__module__):
             name = getattr(plain, "__qualname__", repr(fn))
+            named = "trainer.imports=[my_code]"
             if key == "dag.pipeline":
                 named = f"my_code:{name} instead"
-            else:
-                named = "trainer.imports=[my_code]"
 
             raise UserError(
                 f"{key}: the function {name} is in '{plain.__module__}', which a worker in another "

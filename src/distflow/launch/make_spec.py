@@ -49,9 +49,9 @@ from distflow.training.optimizer import check_optimizer
 Say = Callable[[str], None]
 
 
-def make_spec(loaded: Loaded, say: Say) -> Spec:
-    """say: called with a line for everything that is loaded, beginning with user code. Raises
-    UserError or PipelineError."""
+def make_spec(loaded: Loaded, say: Say, trains: bool = True) -> Spec:
+    """say: called with a line for everything that is loaded, beginning with user code. trains:
+    false if the caller only validates. Raises UserError or PipelineError."""
     if policies := with_own_policies(loaded.config):
         names = ", ".join(policies)
         raise UserError(
@@ -67,7 +67,7 @@ def make_spec(loaded: Loaded, say: Say) -> Spec:
         reading = replace(reading, loaded=with_models_of_runs(reading.loaded, say))
         if trainer.resume_mode == "never":
             forget_rows(trainer.run_dir)
-        reading, data = _check_files(reading, say)
+        reading, data = _check_files(reading, say, trains)
         with writing_to(trainer.run_dir):
             spec = _spec(reading, data)
         for warning in spec.warnings:
@@ -113,10 +113,10 @@ def _check_config(loaded: Loaded, say: Say) -> Reading:
     return reading
 
 
-def _check_files(reading: Reading, say: Say) -> tuple[Reading, Data]:
+def _check_files(reading: Reading, say: Say, trains: bool = True) -> tuple[Reading, Data]:
     """What the files of data and model show."""
     reading, data = fitted_to_files(reading)
-    for line in startup_lines(reading, data):
+    for line in startup_lines(reading, data, trains):
         say(line)
     return reading, data
 

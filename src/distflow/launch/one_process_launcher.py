@@ -136,7 +136,7 @@ def _running(
         with recorder.phases("start"):
             run_start.write_facts(spec, resources.facts, recorder, total_steps)
             if checkpoint:
-                run_start.note_resume(recorder, checkpoint, built.differences, spec)
+                run_start.note_resume(recorder, checkpoint, built.differences)
             ports = local_ports(coordinator, recorder.waits, queued)
 
             if own_loop:
@@ -175,10 +175,9 @@ def local_ports(
 def _note_stop(name: str, spec: Spec, recorder: Recorder) -> None:
     """Report the first signal, what follows, and what the run waits for if that takes long. name:
     of the signal."""
+    saving = "not saving (trainer.save_freq is off)"
     if spec.data.saves:
         saving = "saving"
-    else:
-        saving = "not saving (trainer.save_freq is off)"
 
     waits = reversed(recorder.waits.now())
 

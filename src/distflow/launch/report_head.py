@@ -51,7 +51,8 @@ def _num_bases(preset: str) -> int:
 
 def description(loaded: Loaded, data: Data) -> dict[str, object]:
     """The head of the report, with the changes from the preset."""
-    config, (preset, changed) = loaded.config, changes(loaded)
+    config = loaded.config
+    preset, changed = changes(loaded)
     counts = {
         "for validation": sum(map(len, data.validation.values())),
         "left out, with broken tests": len(data.broken),

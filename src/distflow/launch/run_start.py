@@ -130,9 +130,7 @@ def model_lines(spec: Spec, sizes: ModelSizes) -> list[str]:
     return lines
 
 
-def note_resume(
-    recorder: Recorder, checkpoint: Checkpoint, differences: list[str], spec: Spec
-) -> None:
+def note_resume(recorder: Recorder, checkpoint: Checkpoint, differences: list[str]) -> None:
     """Report the checkpoint that the run resumes from, and what differs."""
     recorder.note("info", f"resumed from {checkpoint.path.name}")
     for warning in (checkpoint.message, *differences, *read_damage(recorder.folder.path)):

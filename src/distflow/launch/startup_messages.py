@@ -8,6 +8,7 @@ from distflow.builtin_names import PROMPT_CHAT
 from distflow.config import Config, Loaded, load_config
 from distflow.config.derived_settings import algorithms, is_rl, reward_functions
 from distflow.config.keys.trainer import StopCondition
+from distflow.config.rules.optimizers import optims
 from distflow.data.dataset_columns import listed
 from distflow.data.encoded_prompts import PromptRow, PromptSet
 from distflow.errors import UserError, count_of, hint
@@ -26,16 +27,13 @@ _ACCURACY = "val_correct/"
 _TOOLS = "actor_rollout_ref.rollout.workflow_kwargs.tools"
 
 
-def startup_lines(reading: Reading, data: Data) -> Iterator[str]:
-    """The data and settings of the run. Raises UserError for a domain without a reward function,
-    and for settings that the data contradict."""
+def startup_lines(reading: Reading, data: Data, trains: bool = True) -> Iterator[str]:
+    """The data and settings of the run. trains: false for `distflow eval`. Raises UserError for a
+    domain without a reward function, and for settings that the data contradict."""
     config = reading.config
-
-    # `distflow eval`
-    only_validates = not config.data.domains and config.data.train_files == config.data.val_files
-    if data.train is not data.looked_at:
-        yield f"train data: {data.how_many}, each read when its group starts; checked so far:"
-    if not only_validates:
+    if trains:
+        if data.train is not data.looked_at:
+            yield f"train data: {data.how_many}, each read when its group starts; checked so far:"
         yield from _lines_on_rows("train", data.looked_at, reading)
     for name, found in data.validation.items():
         yield from _lines_on_rows(f"validation {name}".rstrip(), found, reading)
@@ -47,11 +45,14 @@ def startup_lines(reading: Reading, data: Data) -> Iterator[str]:
         yield f"made to fit: {fitted}"
     if reading.unused:
         yield f"not used by the pipeline '{reading.pipeline.graph_id}': {', '.join(reading.unused)}"
+    for key, optim in optims(config):
+        if trains and not optim.lr:
+            yield f"note: {key}.lr=0: its updates change no weight"
     if not is_rl(config):
         return
 
     yield from _notes(reading, data)
-    if not only_validates:
+    if trains:
         yield from _lines_on_advantages(reading)
 
 

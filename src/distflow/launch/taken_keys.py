@@ -192,9 +192,7 @@ class TakenKeys:
         config = self._config
         nodes = self._pipeline.rollout_nodes
         has_engine = "rollout" in self._engines
-        goes_elsewhere = any(
-            "rollout" in rank.engines and not rank.training_nodes for rank in self._plan.ranks
-        )
+        goes_elsewhere = bool(self._plan.generating_only)
         is_sync = config.async_.max_staleness == 0
         by_others = config.trainer.launcher != "local"
         scores = any(node.node_role is NodeRole.REWARD for node in nodes)

@@ -35,10 +35,9 @@ from distflow.training.torch_engine import ScorerOptions, TorchScorer
 def build_policy(config: Config, get: Get, device: torch.device) -> nn.Module:
     """The policy's model: sharded where it is trained, whole where it only generates."""
     on_host = config.actor_rollout_ref.actor.fsdp_config.offload_policy
+    sharding = None
     if get.planned("actor"):
         sharding = sharding_of(config, get, on_host)
-    else:
-        sharding = None
     return load_adapted(policy_source(config), policy_adapter(config), device, sharding)
 
 

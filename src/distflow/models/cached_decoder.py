@@ -426,12 +426,12 @@ class DecoderView:
             found.append(self.logits(decode(ids[positions], positions, keys, values)))
 
         self._module.train(was_training)
-        difference = (torch.cat(found).float() - expected[[4, 2, 5, 3, 6, 4]]).abs().max().item()
+        gaps = torch.cat(found).float() - expected[[4, 2, 5, 3, 6, 4]]
+        difference = gaps.abs().max().item()
 
+        relative = 0.1
         if (self._low or self.dtype) == torch.float32:
             relative = 1e-3
-        else:
-            relative = 0.1
 
         tolerance = relative * max(1.0, expected.abs().max().item())
         if not difference <= tolerance:

@@ -487,9 +487,9 @@ def own_aligned_memory(model: nn.Module) -> None:
             parameter.data = parameter.data.clone()
 
 
-def _few(names: list[str], shown: int = 4) -> str:
-    more = f" and {len(names) - shown} more" if len(names) > shown else ""
-    return ", ".join(sorted(names)[:shown]) + more
+def _few(names: list[str]) -> str:
+    more = f" and {len(names) - 4} more" if len(names) > 4 else ""
+    return ", ".join(sorted(names)[:4]) + more
 
 
 # Ends of a chat turn. They count only if the tokenizer has them as one special token.
@@ -584,10 +584,9 @@ def end_token_ids(tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
     """Ids that end a turn, ascending: the tokenizer's eos id, and the turn ends that its chat
     template writes."""
     ids = {int(tokenizer.eos_token_id)}
+    template = ""
     if isinstance(tokenizer.chat_template, str):
         template = tokenizer.chat_template
-    else:
-        template = ""
 
     added = tokenizer.get_added_vocab()
     ids.update(added[token] for token in CHAT_END_TOKENS if token in added and token in template)

@@ -66,32 +66,28 @@ def require_files(resolved: str, patterns: tuple[str, ...], what: str) -> None:
         return
 
     for file in Path(resolved).iterdir():  # links may lead elsewhere, e.g. into the hub's cache
-        if file.suffix not in (*_TEXTS, *_TENSORS) or file.is_dir():
-            continue
+        if file.suffix in (*_TEXTS, *_TENSORS) and not file.is_dir():
+            _check_file_of_model(file)
 
-        try:
-            check_file(file, max_bytes=_MAX_TEXT_BYTES if file.suffix in _TEXTS else None)
-            if file.suffix == ".safetensors":
-                check_tensors(file)
-            if file.name == _INDEX:
-                _check_index(file)
-        except OSError as error:
-            raise unreadable(file, error) from error
+    if any(any(Path(resolved).glob(pattern)) for pattern in patterns):
+        return
 
-    if not any(any(Path(resolved).glob(pattern)) for pattern in patterns):
-        if patterns == (what,):
-            listed = ""
-        else:
-            listed = f" ({', '.join(patterns)})"
+    listed = "" if patterns == (what,) else f" ({', '.join(patterns)})"
+    new = " (model.init=random makes new ones)" if what == "weights" else ""
+    raise UserError(
+        f"model folder '{resolved}' has no {what}{listed}: is it a complete model folder?{new}"
+    )
 
-        if what == "weights":
-            new = " (model.init=random makes new ones)"
-        else:
-            new = ""
 
-        raise UserError(
-            f"model folder '{resolved}' has no {what}{listed}: is it a complete model folder?{new}"
-        )
+def _check_file_of_model(file: Path) -> None:
+    try:
+        check_file(file, max_bytes=_MAX_TEXT_BYTES if file.suffix in _TEXTS else None)
+        if file.suffix == ".safetensors":
+            check_tensors(file)
+        if file.name == _INDEX:
+            _check_index(file)
+    except OSError as error:
+        raise unreadable(file, error) from error
 
 
 _TEXTS = (".json", ".jinja", ".txt", ".model")

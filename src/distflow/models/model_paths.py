@@ -32,10 +32,9 @@ def resolve_path(path: str | Path) -> str:
     if text.startswith(PACKAGE_PREFIX):
         # of an installed Python package, which is not imported
         name = text.removeprefix(PACKAGE_PREFIX)
+        found = None
         if name.isidentifier():
             found = importlib.util.find_spec(name)
-        else:
-            found = None
 
         if found is None or not found.submodule_search_locations:
             raise UserError(

@@ -214,10 +214,9 @@ def square_sum(tensors: Iterable[Tensor]) -> float:
     of the mesh, which all call this."""
     sums: dict[tuple[DeviceMesh, tuple[Placement, ...]] | None, Tensor] = {}
     for tensor in tensors:
+        over = None
         if isinstance(tensor, DTensor):
             over = (tensor.device_mesh, tensor.placements)
-        else:
-            over = None
         own = own_part(tensor.detach()).double().square().sum()
         sums[over] = sums[over] + own if over in sums else own
 

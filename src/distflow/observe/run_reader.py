@@ -194,10 +194,9 @@ def read_damage(run_dir: Path) -> list[str]:
             found.append(f"{lines} of {name} cannot be read: their content is missing here")
 
         file = run_dir / name
+        left_out = 0
         if file.is_file():
             left_out = file.stat().st_size - MAX_BYTES
-        else:
-            left_out = 0
 
         if left_out > 0:
             found.append(f"{name} is too long: its first {left_out:,} bytes are missing here")

@@ -156,8 +156,9 @@ def _arrow_type(kind: str) -> "pyarrow.DataType":
 def _array(kind: str, values: Sequence[Any]) -> "pyarrow.Array":
     import pyarrow
 
-    # the first is the lowest
-    bits = int("".join("01"[value is not None] for value in reversed(values)) or "0", 2)
+    bits = 0
+    for place, value in enumerate(values):
+        bits |= (value is not None) << place
 
     buffers = [pyarrow.py_buffer(bits.to_bytes(-(-len(values) // 8), "little"))]
     if kind in ("number", "whole"):

@@ -11,7 +11,7 @@ from distflow.config import Config
 from distflow.config.derived_settings import is_one_process, offload_keys
 from distflow.config.keys.reward import scoring_models
 from distflow.errors import UserError
-from distflow.graph import BoundPipeline
+from distflow.graph import BoundNode, BoundPipeline
 from distflow.planning.allocation_expression import (
     KEY,
     Allocation,
@@ -362,16 +362,21 @@ def _check_engines_lie_together(pipeline: BoundPipeline, dp_groups: Sequence[DpG
 
     for node in pipeline.nodes:
         for dp_group in dp_groups:
-            if node.node_id not in dp_group.nodes or dp_group.roles.keys() >= {*node.engines}:
-                continue
+            if node.node_id in dp_group.nodes:
+                _check_engines_of(node, dp_group)
 
-            apart = [engine for engine in node.engines if engine not in dp_group.roles]
-            here = [f"'{engine}'" for engine in dp_group.roles if engine in node.engines]
-            others = here[0] if here else "the engines of its plane"
-            raise UserError(
-                f"{KEY}: node '{node.node_id}' uses '{apart[0]}', which is not on the devices "
-                f"of {others}: join them with '|'"
-            )
+
+def _check_engines_of(node: BoundNode, dp_group: DpGroup) -> None:
+    apart = [engine for engine in node.engines if engine not in dp_group.roles]
+    if not apart:
+        return
+
+    here = [f"'{engine}'" for engine in dp_group.roles if engine in node.engines]
+    others = here[0] if here else "the engines of its plane"
+    raise UserError(
+        f"{KEY}: node '{node.node_id}' uses '{apart[0]}', which is not on the devices "
+        f"of {others}: join them with '|'"
+    )
 
 
 def _shard(role: str, engine: str, sizes: Sizes, config: Config) -> int | None:

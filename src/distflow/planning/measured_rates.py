@@ -31,10 +31,9 @@ class Rates:
 
     def sentence(self) -> str:
         parts = ", ".join(f"{part} {getattr(self, part):.3g}" for part in PARTS)
+        scored = ""
         if self.score:
             scored = f"; the scoring of a group takes {self.score:.3g} s"
-        else:
-            scored = ""
 
         return (
             f"seconds for each of the roofline's: {parts}; {self.rest * 1e3:.3g} ms a sample for "

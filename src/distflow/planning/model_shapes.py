@@ -118,10 +118,9 @@ def _shape_of(kind: str, config: Mapping[str, Any]) -> ModelShape:
     hidden = int(config["hidden_size"])
     heads = int(config["num_attention_heads"])
 
+    inner = "intermediate_size"
     if kind == "qwen3_moe":
         inner = "moe_intermediate_size"
-    else:
-        inner = "intermediate_size"
 
     experts = 0
     active_experts = 1

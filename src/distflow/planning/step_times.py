@@ -204,18 +204,16 @@ class StepTimes:
         samples = self.samples
         times = 1
         if updates:
+            times = 3
             if settings.model.enable_gradient_checkpointing:
                 times = 4
-            else:
-                times = 3
             if is_rl(self.config) or role == "critic":
                 samples *= trainer_keys(self.config, role).ppo_epochs
 
         tokens = samples * self.lengths.sequence
+        logits = 0.0
         if role in ("actor", "ref"):
             logits = samples * self.lengths.response
-        else:
-            logits = 0
 
         flops = times * shape.forward_flops(tokens, self.lengths.sequence / 2, logits)
         seconds = flops / (self.flops * sizes.num_devices)

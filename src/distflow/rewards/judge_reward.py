@@ -86,21 +86,12 @@ async def compute_score(
         answer = _content(await create(**asked))
         result = read_score(_without(secret, answer) if isinstance(answer, str) else answer)
     except openai.OpenAIError as error:
-        why = f"the judge did not reply: {type(error).__name__}: {error}"
-        if isinstance(error, openai.APIStatusError):
-            # Older clients do not write the status into their message.
-            why += f" (status {error.status_code})"
-
-        if error.__cause__ is not None:
-            why += f" ({error.__cause__})"
+        why = _why_no_reply(error)
         if structured and isinstance(error, _REJECTED):
             why += "; if the server takes no JSON schemas, set the option structured: false"
-
         if isinstance(error, openai.AuthenticationError):
-            why += (
-                f"; the environment variable {key_variable} "
-                f"{'holds its key' if secret else 'is not set'}"
-            )
+            holds = "holds its key" if secret else "is not set"
+            why += f"; the environment variable {key_variable} {holds}"
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
         body = _without(secret, str(getattr(error, "doc", error)))
         why = f"the judge's reply is not a chat completion: {beginning(body)}"
@@ -111,6 +102,16 @@ async def compute_score(
         return result
 
     raise ValueError(_without(secret, f"{why} (model '{model}' at {base_url or 'OpenAI'})"))
+
+
+def _why_no_reply(error: openai.OpenAIError) -> str:
+    why = f"the judge did not reply: {type(error).__name__}: {error}"
+    if isinstance(error, openai.APIStatusError):
+        # Older clients do not write the status into their message.
+        why += f" (status {error.status_code})"
+    if error.__cause__ is not None:
+        why += f" ({error.__cause__})"
+    return why
 
 
 def _secret(key_variable: str, base_url: str) -> str:

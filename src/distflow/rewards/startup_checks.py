@@ -33,14 +33,13 @@ async def startup_check_scores(
     failures: dict[str, list[tuple[object, RewardResult]]] = {}
     totals: dict[str, int] = {}
     for domain, ground_truth, extra_info in rows:
+        gold = ground_truth
+        if isinstance(ground_truth, list | tuple) and ground_truth:
+            gold = ground_truth[0]
+        response = f"\\boxed{{{bare_answer(str(gold))}}}"
+
         for name in (part.name for part in router.functions_of(domain) if part.name in scorable):
             totals[domain] = totals.get(domain, 0) + 1
-            if isinstance(ground_truth, list | tuple) and ground_truth:
-                golds = ground_truth
-            else:
-                golds = [ground_truth]
-
-            response = f"\\boxed{{{bare_answer(str(golds[0]))}}}"
             reward_result = await router.pools.call(
                 name, call_arguments("self_check", response, ground_truth, extra_info)
             )
@@ -50,10 +49,9 @@ async def startup_check_scores(
     for domain, failed in failures.items():
         if 2 * len(failed) > totals[domain]:
             ground_truth, reward_result = failed[0]
+            result = str(reward_result)
             if isinstance(reward_result, Error):
                 result = reward_result.reason
-            else:
-                result = str(reward_result)
 
             raise UserError(
                 f"{len(failed)} of {totals[domain]} answers of domain '{domain}' do not score 1 "

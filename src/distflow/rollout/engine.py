@@ -279,10 +279,9 @@ class RequestLog(ActivityLog):
 
     def responded(self, request: GenerateRequest, responses: Sequence[Segment]) -> None:
         """A request is answered."""
+        lane = "eval"
         if request.stream.name.partition("/")[0] == TRAIN:
             lane = TRAIN
-        else:
-            lane = "eval"
 
         now = time.time()
         num_tokens = 0

@@ -84,10 +84,9 @@ class EngineWeights:
         """Raises RuntimeError after a copy that failed midway, and while the memory of the weights
         is freed."""
         if not self.is_whole:
+            had = "loaded only a part of its last weights"
             if self._released:
                 had = "has released its weights"
-            else:
-                had = "loaded only a part of its last weights"
             raise RuntimeError(f"the rollout engine {had}, and does not use them")
 
     def release(self) -> None:

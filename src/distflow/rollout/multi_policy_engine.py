@@ -92,10 +92,9 @@ class MultiPolicyRollout:
 
         receipts = dict[str, WeightReceipt]()
         for policy, engine in self._engines.items():
+            own = None
             if weights is not None and policy in parts:
                 own = parts[policy]
-            else:
-                own = None
             receipts[policy] = await engine.load_weights(version, own)
 
         hashes = dict[str, str]()

@@ -26,10 +26,9 @@ class Callbacks:
     def __post_init__(self) -> None:
         for field in fields(self):
             function = getattr(self, field.name)
+            second = "metrics"
             if field.name == "on_save":
                 second = "checkpoint"
-            else:
-                second = "metrics"
 
             if function is not None and not _takes_two(function):
                 raise UserError(

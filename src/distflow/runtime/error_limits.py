@@ -96,10 +96,9 @@ class GroupFailures:
         if self._number & (self._number - 1):
             return
 
+        then = "generated again, unless this was its third attempt"
         if failure.users:
             then = "dropped"
-        else:
-            then = "generated again, unless this was its third attempt"
 
         message = escape_control(failure.message, _SHOWN_CHARACTERS)
         self.warn(

@@ -74,15 +74,13 @@ class Judge(FrozenWeights):
 
     def _question(self, batch: Batch, row: int) -> list[int]:
         """The tokens of the model's question. Raises ValueError if it cannot be asked."""
+        extra = None
         if "extra_info" in batch:
             extra = batch["extra_info"][row]
-        else:
-            extra = None
 
+        truth = None
         if "ground_truth" in batch:
             truth = batch["ground_truth"][row]
-        else:
-            truth = None
 
         response = str(batch["responses"][row])
         for token in self.tokenizer.get_added_vocab():  # no added token may end the question

@@ -217,11 +217,8 @@ class Spec:
     @property
     def frees_engine(self) -> bool:
         """Whether the engine frees its memory while its worker trains."""
-        elsewhere = any(
-            "rollout" in rank.engines and not rank.training_nodes for rank in self.plan.ranks
-        )
         settings = self.config.actor_rollout_ref.rollout
-        takes_turns = self.config.async_.max_staleness == 0 and not elsewhere
+        takes_turns = self.config.async_.max_staleness == 0 and not self.plan.generating_only
         return settings.free_cache_engine and takes_turns and self.plan.generates
 
     def temperature_of_agent(self, agent: str) -> float:

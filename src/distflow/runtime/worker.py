@@ -198,10 +198,9 @@ class Worker:
 
     def check_taken(self, group_ids: tuple[int, ...], batch: Batch) -> None:
         """Check this rank's part of a step that was taken. group_ids: of all ranks."""
+        engine_version = None
         if self._spec.plan.generates:
             engine_version = self.weight_sync.step
-        else:
-            engine_version = None
         with self._phases("check"):
             self.checks.step_taken(self.step, group_ids, batch, engine_version)
 
@@ -317,10 +316,9 @@ class Worker:
         if version % self._spec.update_frequency:
             return False, {}
 
+        phase = "release"
         if self._spec.plan.generates:
             phase = "update_weights"
-        else:
-            phase = "release"
 
         with self._phases(phase):
             return self.weight_sync.send(Version(self._version.restart, version))
@@ -399,10 +397,9 @@ class Worker:
             return False
 
         everyone = self._ports.everyone
+        why = ""
         if everyone.rank == 0:
             why = self._metric_stop.reason(metrics)
-        else:
-            why = ""
 
         if why:
             self._ports.queue.end_run(why)
@@ -442,10 +439,9 @@ class Worker:
         best = self._spec.keep_best
         self._saved_at = step
 
+        metric = None
         if best is not None and validated:
             metric = score(best, validated)
-        else:
-            metric = None
 
         everyone = self._ports.everyone
         with self._phases("save"):

@@ -85,7 +85,8 @@ def grouped(items: Iterable[int], groups: Sequence[int] | None) -> list[list[int
     each is alone."""
     members: dict[int, list[int]] = {}
     for item in items:
-        members.setdefault(item if groups is None else int(groups[item]), []).append(item)
+        group = item if groups is None else int(groups[item])
+        members.setdefault(group, []).append(item)
     return list(members.values())
 
 

@@ -311,15 +311,13 @@ def model_inputs(
         lengths = torch.ones(1, dtype=torch.int64)
 
     positions = send(micro.response_positions(), ids.device)
+    images = None
     if processor is not None:
         images = _images(micro, processor, device)
-    else:
-        images = None
 
+    sharing = None
     if ids.device.type == "cpu" and images is None:
         sharing = shared_prefixes(ids, lengths)
-    else:
-        sharing = None
 
     ids, predicting, targets = (
         send(each, device) for each in (ids, positions - before, ids[positions])

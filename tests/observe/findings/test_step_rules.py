@@ -402,6 +402,23 @@ def test_what_a_run_warned_of_is_a_problem(
     assert "none of 8 rows' own answers" in out
 
 
+@pytest.mark.parametrize("ends", [True, False])
+def test_a_short_run_is_judged_by_what_kept_it_from_learning_once_it_has_ended(
+    ends: bool, tmp_path: Path
+) -> None:
+    """As the run says at its end. Others of its findings may still pass."""
+    with RunFolder(tmp_path / "run", 0) as run:
+        run.event("start", "started")
+        for step in (1, 2):
+            metrics = {"reward/max": 0.0, "reward/min": 0.0, "rollout/truncated": 0.9}
+            run.metrics(step, "train", metrics)
+        if ends:
+            run.event("end", "finished", status="finished")
+
+    problems = examine(RunRecords(tmp_path / "run")).problems()
+    assert [found.rule for found in problems] == ["reward-constant"] * ends
+
+
 @pytest.mark.parametrize("kind", ["float64", "float32"])
 def test_lost_differences_have_a_unit_and_a_meaning(kind: str) -> None:
     metric = find_metric(f"reward/lost_in_{kind}_frac")

@@ -43,6 +43,15 @@ def test_a_run_equals_itself_and_a_short_one_tells_nothing() -> None:
     assert compared_metrics(run_of([math.nan]), run_of([1.0])) == []
 
 
+def test_only_steps_count_at_which_both_runs_have_the_metric() -> None:
+    """Validation is seldom, and each run has its own steps of it."""
+    first: Steps = {0: {"val": 1.0}, 5: {"val": 7.0}, 10: {"val": 3.0}, 16: {"x": 0.0}}
+    second: Steps = {0: {"val": 2.0}, 5: {"val": math.nan}, 10: {"val": 6.0}, 16: {"val": 100.0}}
+    (found,) = compared_metrics(first, second)
+    assert (found["a"], found["b"], found["values"]) == (2.0, 4.0, 2)
+    assert compared_metrics({0: {"val": 1.0}, 3: {}}, {0: {}, 3: {"val": 1.0}}) == []
+
+
 @pytest.mark.parametrize(("correlation", "most"), [(0.0, 10), (0.5, 12), (0.8, 18)])
 def test_equal_runs_seldom_differ_also_if_their_steps_are_correlated(
     correlation: float, most: int

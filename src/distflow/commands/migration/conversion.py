@@ -357,10 +357,9 @@ def _check_target(path: Path) -> None:
             f"--to {path}: the file must be NAME.yaml, where NAME has no dots and is not a preset's"
         )
     if path.exists() or not path.parent.is_dir():
+        what = "is in a folder that does not exist"
         if path.exists():
             what = "is there already"
-        else:
-            what = "is in a folder that does not exist"
         raise UserError(f"--to {path}: it {what}; name another file")
 
 

@@ -58,10 +58,9 @@ def read_options(words: Iterable[str]) -> Iterator[tuple[str, object]]:
             raise UserError(f"a key has more than {MAX_KEY_LENGTH} characters")
 
         if override:
+            key = override[1]
             if word.startswith("--"):
-                key = override[1].replace("-", "_")
-            else:
-                key = override[1]
+                key = key.replace("-", "_")
             yield key, read_value([override[2]])
         elif word.startswith("--"):
             name = word[2:]

@@ -72,13 +72,20 @@ class Computed:
     idle: set[str] = field(default_factory=set)
     """Their keys that formulas read, and that change nothing."""
 
-    def write(self, ours: str, result: object, sources: set[str]) -> None:
-        """Set a key of ours. sources: their keys that the result comes from."""
+    def take(self, ours: str, result: object, sources: set[str], is_given: bool) -> None:
+        """Set a key of ours, unless the name is that of an intermediate result. sources: their
+        keys that the result comes from, of which the file sets one or none."""
+        if result is None:  # it says nothing of a key that is theirs too
+            self.idle |= sources - {ours}
+            return
+        if not is_known(ours):
+            self.idle |= sources
+            return
+
         self.used |= sources
-        if result == "null":
-            self.overrides[ours] = "null"
-        else:
-            self.overrides[ours] = tables.as_override(result)
+        self.overrides[ours] = "null" if result == "null" else tables.as_override(result)
+        if is_given:
+            self.given.add(ours)
 
 
 class Uncomputed(Unread):
@@ -107,7 +114,7 @@ def compute(
     known: dict[str, object] = {**values, "devices": devices}
     sources: dict[str, set[str]] = {}
     """Their keys that each result comes from."""
-    in_another_unit = set[str]()
+    computed = Computed()
     for ours, formula in formulas.items():
         inputs = {key: known.get(key) for key in _keys_in(formula)}
         result = _whole(ours, _evaluate(formula, inputs, values.get("max_steps")), missing)
@@ -115,27 +122,17 @@ def compute(
 
         if isinstance(result, Unread):
             same = {key for key in inputs if _is_same(key, ours, theirs, table)}
-            in_another_unit |= same
+            computed.used |= same  # in another unit
             # what the file does not say is reported where its own key is converted
             if same or (is_known(ours) and isinstance(result, Uncomputed)):
                 missing.append(_why_unread(ours, result, same))
             continue
 
-        sources[ours] = set()
+        own = set[str]()
         for key in inputs:
-            sources[ours] |= {key} if key == ours else sources.get(key, {key})
-
-    computed = Computed(used=in_another_unit)
-    for ours, own in sources.items():
-        result = known[ours]
-        if result is None:  # it says nothing of a key that is theirs too
-            computed.idle |= own - {ours}
-        elif is_known(ours):
-            computed.write(ours, result, own)
-            if not own.isdisjoint(theirs.values):
-                computed.given.add(ours)
-        else:
-            computed.idle |= own
+            own |= {key} if key == ours else sources.get(key, {key})
+        sources[ours] = own
+        computed.take(ours, result, own, is_given=not own.isdisjoint(theirs.values))
 
     for key in computed.used | computed.idle:
         if _is_apart(key, values.get(key), table, theirs.method, formulas):

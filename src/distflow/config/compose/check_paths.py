@@ -59,10 +59,9 @@ def find_missing(
 ) -> Iterator[Problem]:
     for key, path, fault in _named(config):
         try:
+            found = None
             if _DOMAINS.sub("data", key) in needed:
                 found = fault(path)
-            else:
-                found = None
         # in a folder of somebody else's, too long, or of an unknown ~user
         except (OSError, RuntimeError) as error:
             found = f"cannot be read: {getattr(error, 'strerror', None) or error}", "check the path"
@@ -230,10 +229,9 @@ def _content_fault(file: Path, function: str, advice: str) -> tuple[str, str] | 
     try:
         source = SourceFile(read_file(file, max_bytes=MAX_SOURCE_BYTES))
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+        line = ""
         if isinstance(error, SyntaxError):
             line = f" (line {error.lineno})"
-        else:
-            line = ""
 
         return (
             f"is not valid Python: {type(error).__name__}: {error.args[0]}{line}",
@@ -248,10 +246,9 @@ def _content_fault(file: Path, function: str, advice: str) -> tuple[str, str] | 
     functions = list(source.functions)
     meant = nearest(function, functions) or (functions[0] if len(functions) == 1 else "")
 
+    listed = "it has no function"
     if functions:
         listed = f"it has {', '.join(functions)}"
-    else:
-        listed = "it has no function"
 
     return f"it binds no '{function}': {listed}", advice.format(meant or "FUNCTION")
 

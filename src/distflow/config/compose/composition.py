@@ -356,10 +356,7 @@ def check_interpolations(values: dict[str, object]) -> None:
 def _at(value: object, path: tuple[str, ...]) -> object:
     for name in path:
         if isinstance(value, list):
-            if name.isdecimal():
-                value = dict(enumerate(value)).get(int(name))
-            else:
-                value = None
+            value = dict(enumerate(value)).get(int(name)) if name.isdecimal() else None
         else:
             value = value.get(name) if isinstance(value, dict) else None
 
@@ -371,9 +368,11 @@ def _references(path: tuple[str, ...], text: str) -> Iterator[tuple[str, ...]]:
     string's group."""
     for inner in text.split("${")[1:]:
         for name in re.split("[:,]", inner.partition("}")[0]):
-            dots = len(name.lstrip()) - len(name.lstrip(" ."))
             names = re.findall(r"[^\s.\[\]]+", name)
-            yield (*(path[: max(len(path) - dots, 0)] if dots else ()), *names)
+            dots = len(name.lstrip()) - len(name.lstrip(" ."))
+            if dots:
+                names = [*path[: max(len(path) - dots, 0)], *names]
+            yield tuple(names)
 
 
 def _plain(composed: object, resolve: bool = True) -> dict[str, object]:

@@ -143,10 +143,9 @@ def yaml_problem(error: yaml.YAMLError | UnicodeDecodeError, path: Path) -> Prob
         )
 
     mark = error.problem_mark or error.context_mark
+    where = "the file"
     if mark:
         where = f"line {mark.line + 1}, column {mark.column + 1}"
-    else:
-        where = "the file"
 
     advice = (
         "check that line and the one above: keys of one group start in the same column, after "

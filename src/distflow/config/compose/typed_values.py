@@ -276,10 +276,9 @@ def _convert_scalar(value: object, wanted: object) -> object:
     if wanted in (int, float) and isinstance(value, str) and _EXPONENT.fullmatch(value):
         return _convert_scalar(float(value), wanted)
 
+    or_default = ""
     if value is None:
         or_default = ", or remove the key to use its default"
-    else:
-        or_default = ""
 
     raise Mismatch(
         f"is {show(value)}, not of type {type_name(wanted)}", _advise(value, wanted) + or_default
@@ -337,10 +336,9 @@ def parse_band(value: object, of_shares: bool = False) -> object:
     """[low, high], or None; of_shares: within 0..1. Raises Mismatch."""
     band: Any = convert(value, tuple[float, float] | None)
     if band is not None and not (0 <= band[0] < band[1] <= 1 if of_shares else band[0] <= band[1]):
+        what = "holds no number"
         if of_shares:
             what = "is no range within 0..1"
-        else:
-            what = "holds no number"
         raise Mismatch(f"is {show(value)}, which {what}", "write e.g. [0.1, 0.9]")
 
     return band

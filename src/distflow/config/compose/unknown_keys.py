@@ -100,10 +100,9 @@ def judge_settings(
         if settled.intersection(parents(setting.key)):
             continue
 
+        problem = None
         if len(problems) < _MOST_PROBLEMS:
             problem = _judge(setting, translated, values, accepted)
-        else:
-            problem = None
 
         if problem is not None:
             problems.append(problem)

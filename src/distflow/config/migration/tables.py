@@ -3,7 +3,7 @@
 import re
 import tomllib
 from collections import Counter
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from functools import cache
@@ -153,19 +153,22 @@ def find_synonyms(key: str, value: object, known: Collection[str] = ()) -> list[
     text = str(value).lower()
     found = Counter(_synonyms().get((key, text), ()))
     for table in all_tables().values():
-        pairs = [*table.values.get(key, {}).items()]
-        for name in table.names.values():
-            for theirs, ours in name.values.items():
-                is_override = "=" in ours
-                if f"{key}=" in ours or (name.ours == key and not is_override):
-                    pairs.append((theirs, ours))
-
-        for theirs, ours in pairs:
+        for theirs, ours in _values_of(table, key):
             if isinstance(theirs, str) and theirs.lower() == text:
                 found[ours if " " in ours else ours.removeprefix(f"{key}=")] += 1
 
     likely = [word for word, _ in found.most_common() if "=" in word or word in known]
     return likely[:_MOST_SYNONYMS]
+
+
+def _values_of(table: Table, key: str) -> Iterator[tuple[Any, str]]:
+    """Each of a system's values that is one of our key, or sets it besides: theirs, and ours."""
+    yield from table.values.get(key, {}).items()
+    for name in table.names.values():
+        for theirs, ours in name.values.items():
+            is_override = "=" in ours
+            if f"{key}=" in ours or (name.ours == key and not is_override):
+                yield theirs, ours
 
 
 @cache

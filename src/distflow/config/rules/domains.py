@@ -31,23 +31,26 @@ from distflow.config.rules.pipeline import known_names
 def one_form(config: Config) -> Findings:
     """Files are listed per domain, or once for all domains with tags."""
     domains = config.data.domains
-    if domains:
-        for name in ("train_files", "val_files"):
-            if not getattr(config.data, name):
-                continue
+    if not domains:
+        return
 
-            if not any(domain.tags for domain in domains.values()):
-                advice = (
-                    f"remove data.{name}, turn it into a domain (data.domains.NAME.{name}), or "
-                    "give domains tags"
-                )
-                yield Finding((f"data.{name}", "data.domains"), "both name data", advice)
+    have_tags = any(domain.tags for domain in domains.values())
+    for name in ("train_files", "val_files"):
+        if not getattr(config.data, name):
+            continue
 
-            for each, domain in domains.items():
-                if domain.tags and getattr(domain, name):
-                    what = f"both name data of the domain '{each}', which has tags"
-                    keys = (f"data.{name}", f"data.domains.{each}.{name}")
-                    yield Finding(keys, what, "keep one of the two")
+        if not have_tags:
+            advice = (
+                f"remove data.{name}, turn it into a domain (data.domains.NAME.{name}), or give "
+                "domains tags"
+            )
+            yield Finding((f"data.{name}", "data.domains"), "both name data", advice)
+
+        for each, domain in domains.items():
+            if domain.tags and getattr(domain, name):
+                what = f"both name data of the domain '{each}', which has tags"
+                keys = (f"data.{name}", f"data.domains.{each}.{name}")
+                yield Finding(keys, what, "keep one of the two")
 
 
 def tags(config: Config) -> Findings:

@@ -114,10 +114,9 @@ def tensor_parallel(config: Config) -> Findings:
         able = " or ".join(name for name, entry in ROLLOUT_ENGINES.items() if "t" in entry.sizes)
         option = f"{ROLLOUT}.engine_kwargs.{rollout.name}.{entry.size_option}"
 
+        own = "keep the default 1"
         if entry.size_option:
             own = f"set {option}={size}"
-        else:
-            own = "keep the default 1"
 
         why = f"the engine '{rollout.name}' has one device"
         yield Finding((key, _NAME), why, f"set {_NAME}={able}, or {own}")

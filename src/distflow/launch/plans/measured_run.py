@@ -232,10 +232,9 @@ class MeasuredRun:
             if not node.engines:
                 continue
 
+            part = "forward"
             if node.phase.startswith("train"):
                 part = "update"
-            else:
-                part = "forward"
 
             planned[part] += times.node(node)
             if node.phase not in phases:

@@ -84,10 +84,9 @@ def _find(step: int, records: Iterator[Record]) -> StepLineage | str:
             own = waiting.take(record["group_ids"])
             if record["step"] == step:
                 after: Record = next(records, {"kind": ""})
+                weights = None
                 if after["kind"] == "version":
                     weights = after["weights"]
-                else:
-                    weights = None
 
                 return replace(
                     waiting.lineage(step, own), consumed_at=time_of(record), weights=weights

@@ -159,10 +159,9 @@ def _samples_alone(
 def _non_finite_columns(batch: Batch) -> Iterator[str]:
     for name in batch.names:
         column = batch.flat(name)
+        wrong = 0
         if isinstance(column, Tensor):
             wrong = int((~column.isfinite()).sum())
-        else:
-            wrong = 0
 
         if wrong:
             yield f"column {name}: {wrong} entries are not finite"

@@ -368,10 +368,9 @@ class _AddNorm(Function):
         of_x = torch.empty_like(outputs)
         of_weight = torch.empty_like(weight)
 
+        of_added = None
         if ctx.needs_input_grad[1]:
             of_added = torch.empty_like(of_normed)
-        else:
-            of_added = None
 
         norm = _norm(weight, of_weight, ctx.epsilon)
         sums = weight.new_empty(torch.get_num_threads(), len(weight))

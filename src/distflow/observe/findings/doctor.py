@@ -49,11 +49,16 @@ def examine(run: RunRecords) -> Examination:
     over_run = [rule.find(run.steps, run.steps, run.config) for rule in LEARNING_RULES]
     over_run += [accuracy_counts_nothing(run.steps), reward_errors(run), idle_workers(run)]
 
+    is_long = len(run.steps) >= MANY_STEPS
+    ends = [event.kind for event in run.events if event.kind in ("start", "end")]
+    has_ended = ends[-1:] == ["end"]
     findings: list[Finding] = []
     for found in over_run:
         if found is None:
             continue
-        is_problem = found.tone in ("bad", "flat") and len(run.steps) >= MANY_STEPS
+        # nothing can follow what kept a short run from learning
+        is_judged = is_long or (has_ended and found.hinders)
+        is_problem = is_judged and found.tone in ("bad", "flat")
         findings.append(found if is_problem else found._replace(level=""))
 
     known = {found.rule for found in findings if found.level}

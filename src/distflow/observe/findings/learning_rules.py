@@ -87,10 +87,9 @@ def constant_reward(steps: Steps, config: Config) -> Finding | None:
 
     right = known_values(steps, _ACCURACY_IN_TRAINING)
     path = setting(config, "custom_reward_function.path")
+    function = "the reward function"
     if path:
         function = f"the reward function ({path})"
-    else:
-        function = "the reward function"
 
     if setting(config, _WORKFLOW):
         function = "what scores the episodes"

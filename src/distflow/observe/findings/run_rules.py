@@ -151,10 +151,9 @@ def idle_workers(run: RunRecords) -> Finding | None:
     shares = {cause: idle / total for cause, idle in longest_first[:_MAX_NAMED]}
 
     named = [f"{cause} {part:.0%}" for cause, part in shares.items() if part >= 0.01]
+    waited = ""
     if named:
         waited = f", while something waited for {joined(named)}"
-    else:
-        waited = ""
 
     text = f"Workers were idle in {share:.0%} of the time of the last {len(last)} steps{waited}."
     longest = next(iter(shares), "")

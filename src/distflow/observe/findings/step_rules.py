@@ -229,10 +229,9 @@ def _weights_differ(h: History) -> str | None:
     first = h.last("canary/mean_abs")[0]
     now = h.now("canary/mean_abs")
 
+    rounding = 0.05
     if h.setting("actor_rollout_ref.model.dtype") == "float32":
         rounding = 1e-3
-    else:
-        rounding = 0.05
 
     if now <= max(5 * first, rounding):
         return None

@@ -153,10 +153,9 @@ def _learned_by_accuracy(accuracy: Accuracy) -> Finding:
     last_step, last = accuracy.points[-1]
     noise = accuracy.noise()
 
+    problems = ""
     if accuracy.num_problems:
         problems = f" ({accuracy.num_problems:,} problems)"
-    else:
-        problems = ""
 
     if accuracy.before_training:
         start = "before RL"

@@ -254,10 +254,9 @@ def _config_text(run_dir: Path, run: Mapping[str, JSON]) -> str:
             "utf-8", "replace"
         )
     except FileNotFoundError:
+        text = ""
         if "config" in run:
             text = json.dumps(run["config"], indent=2)
-        else:
-            text = ""
     except OSError as error:
         text = f"(config.yaml cannot be read: {error.strerror})"
 

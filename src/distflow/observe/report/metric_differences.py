@@ -8,7 +8,7 @@ from typing import Any
 from distflow.observe.findings.finding import Steps
 
 LAST = 50
-"""The values of each run that count."""
+"""The steps that count."""
 
 _BLOCKS = 4
 _FEWEST = 12
@@ -18,23 +18,20 @@ _QUANTILE = 2.447
 
 
 def compared_metrics(a: Steps, b: Steps) -> list[dict[str, Any]]:
-    """The metrics that both runs have, over their last common steps. differs: None if unknown."""
+    """The metrics that both runs have, over the last steps at which both have a number. differs:
+    None if unknown."""
     steps = sorted(a.keys() & b.keys())
     names = [set[str]().union(*run.values()) for run in (a, b)]
 
     found = []
     for name in sorted(names[0] & names[1]):
-        first = _last_values(a, name, steps)
-        second = _last_values(b, name, steps)
-        if first and second:
+        both = [(a[step].get(name, math.nan), b[step].get(name, math.nan)) for step in steps]
+        pairs = [pair for pair in both if all(map(math.isfinite, pair))][-LAST:]
+        if pairs:
+            first, second = zip(*pairs, strict=True)
             found.append({"metric": name, **_compare(first, second)})
 
     return found
-
-
-def _last_values(run: Steps, name: str, steps: Sequence[int]) -> list[float]:
-    values = [run[step].get(name, math.nan) for step in steps]
-    return [value for value in values if math.isfinite(value)][-LAST:]
 
 
 def _compare(a: Sequence[float], b: Sequence[float]) -> dict[str, Any]:
@@ -42,9 +39,8 @@ def _compare(a: Sequence[float], b: Sequence[float]) -> dict[str, Any]:
     first = statistics.fmean(a)
     second = statistics.fmean(b)
     moved = second - first
-    number = min(len(a), len(b))
-    found = {"a": first, "b": second, "difference": moved, "values": number}
-    if number < _FEWEST:
+    found = {"a": first, "b": second, "difference": moved, "values": len(a)}
+    if len(a) < _FEWEST:
         return {**found, "low": None, "high": None, "differs": None}
 
     half = _QUANTILE * math.sqrt((_block_variance(a) + _block_variance(b)) / _BLOCKS)

@@ -119,10 +119,9 @@ def thin_samples(
         chosen += evenly([file for file in files if file[0] == split], MAX_STEPS)
     read_bytes = min(run_reader.MAX_SAMPLE_BYTES, _MAX_BYTES // max(len(chosen), 1))
 
+    for_images = 0
     if (run_dir / "data" / "images").is_dir():
         for_images = max_bytes // 3
-    else:
-        for_images = 0
 
     left_bytes = max_bytes - for_images
     shown: list[SampleGroup] = []

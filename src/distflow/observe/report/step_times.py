@@ -108,11 +108,7 @@ def step_times(activity: RunActivity, records: Sequence[MetricsRecord]) -> StepT
         waits = defaultdict[str, list[Interval]](list)
         for actor, of_actor in spans.items():
             kind, _, worker = actor.partition("-")
-            if kind == "training":
-                parts = _loop_parts(of_actor)
-            else:
-                parts = _waits_by_cause(of_actor)
-
+            parts = _loop_parts(of_actor) if kind == "training" else _waits_by_cause(of_actor)
             for (phase, waits_for), intervals in parts.items():
                 times.parts.append(Part(step, actor, phase, waits_for, covered(intervals)))
                 if not waits_for:

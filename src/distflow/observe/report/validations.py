@@ -30,10 +30,9 @@ def read_validations(run_dir: Path, timeline: Timeline) -> list[Ends]:
     found = []
     for split in sample_splits(run_dir):
         steps = sample_steps(run_dir, split)
+        first = None
         if split.startswith("val"):
             first = _first_there(run_dir, split, steps, timeline)
-        else:
-            first = None
 
         if first is None:
             continue
@@ -70,8 +69,10 @@ def num_problems(validations: Sequence[Ends]) -> dict[str, int]:
     """The number of distinct problems in the first validation: of "all", and of each domain."""
     counts: Counter[str] = Counter()
     for first, _ in validations:
-        counts.update(str(rows[0].get("domain") or "") for rows in first.problems.values())
+        for rows in first.problems.values():
+            counts[str(rows[0].get("domain") or "")] += 1
         counts["all"] += len(first.problems)
+
     return dict(counts)
 
 

@@ -132,10 +132,9 @@ class _TrackerThread:
 
     def finish(self, deadline: float) -> None:
         with contextlib.suppress(queue.Full):
+            wait = 0.0
             if self._thread.is_alive():
                 wait = max(deadline - time.monotonic(), 0.0)
-            else:
-                wait = 0.0
             self._queue.put(None, timeout=wait)
 
         self._thread.join(max(deadline - time.monotonic(), 0.0))
@@ -322,10 +321,9 @@ class WandbTracker(_TrackerRun):
 
         mode: Any = os.environ.get("WANDB_MODE")
         if mode not in _WANDB_MODES:
+            mode = "offline"
             if wandb.login(verify=False, prompt=False):
                 mode = "online"
-            else:
-                mode = "offline"
 
             if mode == "offline":
                 run.say(
@@ -390,10 +388,9 @@ class MlflowTracker:
 
         def create() -> str:
             found = client.get_experiment_by_name(run.project)
+            artifacts = None
             if is_local:
                 artifacts = (folder / "mlartifacts").as_uri()
-            else:
-                artifacts = None
 
             if found:
                 experiment = found.experiment_id

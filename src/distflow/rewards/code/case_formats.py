@@ -176,10 +176,9 @@ def _returned(value: object, is_text: bool) -> Any:
 
 
 def _function(name: object) -> str:
+    match = None
     if isinstance(name, str):
         match = _METHOD.fullmatch(name.strip())
-    else:
-        match = None
 
     if match is None:
         raise ValueError(f"{_short(name)} is not a function name")

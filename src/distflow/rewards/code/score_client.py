@@ -58,10 +58,9 @@ def score_at(
 
     if status != HTTPStatus.OK:
         reason = str(reply.get("error", ""))[:_SHOWN]
+        hint = ""
         if status == HTTPStatus.UNAUTHORIZED:
             hint = f" (see {TOKEN})"
-        else:
-            hint = ""
         raise SandboxFault(f"the sandbox at {url} answers {status}: {reason}{hint}")
 
     if "error" in reply:

@@ -203,7 +203,13 @@ def is_approximation(exact: str, decimal: str) -> bool:
     parsed = _parse(exact)
     if number is None or not isinstance(parsed, Expr):
         return False
-    value = _attempt(lambda: float(parsed.evalf()) if parsed.is_number and parsed.is_real else None)
+
+    def evaluated() -> float | None:
+        if parsed.is_number and parsed.is_real:
+            return float(parsed.evalf())
+        return None
+
+    value = _attempt(evaluated)
     return value is not None and _is_rounding(Decimal(value), number)
 
 
@@ -307,8 +313,13 @@ def _divides_by_zero(side: Basic | MatrixBase) -> bool:
 def _is_endless(side: Basic | MatrixBase) -> bool:
     r"""Whether it cannot be evaluated even alone, e.g. `\sum_{k=\pi}^{3/2} k`: then it is not an
     answer."""
+
+    def evaluate() -> None:
+        side.doit().evalf()
+        side.xreplace(_point(side.free_symbols)).evalf()
+
     try:
-        _attempt(lambda: (side.doit().evalf(), side.xreplace(_point(side.free_symbols)).evalf()))
+        _attempt(evaluate)
     except RecursionError:
         return True
     return False
@@ -318,7 +329,10 @@ def _is_endless(side: Basic | MatrixBase) -> bool:
 def _parse(text: str) -> Basic | MatrixBase | None:
     """LaTeX as a sympy expression, with i as the imaginary unit and ° as π/180 in functions; None
     if it is not a formula."""
-    parsed = _attempt(lambda: _to_sympy(text if words(unwrap(text)) is not None else unwrap(text)))
+    inner = unwrap(text)
+    if words(inner) is None:
+        text = inner
+    parsed = _attempt(lambda: _to_sympy(text))
     if isinstance(parsed, Basic | MatrixBase):
         return parsed
     return None
@@ -491,10 +505,9 @@ def _is_division(gold: str, answer: str) -> bool:
         return False
 
     above, below = (int(number) for number in found.groups() if number)
+    is_decimal = False
     if below:
         is_decimal = above % below > 0 and str(below).strip("0") == "1"
-    else:
-        is_decimal = False
 
     return above >= _LARGE and above > below and math.gcd(above, below) > 1 and not is_decimal
 
@@ -511,5 +524,8 @@ def _commands(text: str) -> set[str]:
 
 def _computations(text: str) -> int:
     """The number of uncomputed operations on two numbers, or roots of squares."""
-    squares = sum(math.isqrt(int(a or b)) ** 2 == int(a or b) for a, b in _ROOT.findall(text))
-    return len(_ARITHMETIC.findall(text)) + squares
+    count = len(_ARITHMETIC.findall(text))
+    for short, braced in _ROOT.findall(text):
+        number = int(short or braced)
+        count += math.isqrt(number) ** 2 == number
+    return count

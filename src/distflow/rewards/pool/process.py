@@ -81,10 +81,9 @@ class RewardProcess:
         """The results of the next request, which has that many calls."""
         try:
             reply = self._channel.receive(timeout_s * num_asked)
+            answers = None
             if isinstance(reply, dict):
                 answers = reply.get("answers")
-            else:
-                answers = None
 
             if not isinstance(answers, list) or len(answers) != num_asked:
                 raise ValueError("not an answer to each")

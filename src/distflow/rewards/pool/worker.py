@@ -67,10 +67,9 @@ def score_all(
 def describe(error: Exception) -> str:
     """The type, the message, and the line that raised it."""
     frames = traceback.extract_tb(error.__traceback__)
+    last = "unknown place"
     if frames:
         last = f"{os.path.basename(frames[-1].filename)}:{frames[-1].lineno}"
-    else:
-        last = "unknown place"
 
     place = users_place(error) or last
     return f"{type(error).__name__}: {error}"[:_SHOWN_ERROR_CHARACTERS] + f" (at {place})"
@@ -139,10 +138,9 @@ def _answers(function: Callable[..., object], returned: object, length: int) -> 
         return [_answer(entry) for entry in split_batch(returned, length)]
     except ValueError as error:  # about the returned value: no line of the function raised it
         code = getattr(inspect.unwrap(innermost(function)), "__code__", None)
+        place = ""
         if code:
             place = f" (at {os.path.basename(code.co_filename)}:{code.co_firstlineno})"
-        else:
-            place = ""
         return [{"error": f"{error}{place}"}] * length
 
 

@@ -173,10 +173,9 @@ class HttpEngine(AbstractAsyncContextManager["HttpEngine"], ABC):
         self.socket = self.folder.path / "socket"
 
         at_socket = (self.url or self.own_url) == _AT_SOCKET
+        transport = None
         if at_socket:
             transport = httpx.AsyncHTTPTransport(uds=str(self.socket), limits=_NO_LIMITS)
-        else:
-            transport = None
 
         self.client = httpx.AsyncClient(
             base_url=self.url or self.own_url,

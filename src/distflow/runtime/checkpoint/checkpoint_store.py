@@ -154,10 +154,9 @@ class Writing:
                 )
 
             files = {path.name: describe(path) for path in parts_in(self.partial)}
+            score = None
             if metric is not None and math.isfinite(metric):
                 score = metric
-            else:
-                score = None
 
             write_manifest(self.partial, Manifest(self.step, next_serial(folder), score, files))
             self.store.on_point("manifest")

@@ -75,10 +75,9 @@ def done_message(checkpoint: Checkpoint, spec: Spec, resumes: bool) -> str:
         longer = f"trainer.total_epochs={2 * spec.config.trainer.total_epochs}"
 
     ended = _snapshot(checkpoint).get("ended", {})
+    why = ""
     if ended.get("when") == str(spec.data.stop_when):
         why = f" ({ended['why']})"
-    else:
-        why = ""
 
     longer = "trainer.stop_when=null" if why else longer
     if resumes and by_steps and spec.data.total_steps < checkpoint.step:

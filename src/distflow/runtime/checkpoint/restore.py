@@ -6,7 +6,7 @@ from collections.abc import Mapping
 import numpy as np
 import torch
 
-from distflow.config import changed_keys, config_from_dict
+from distflow.config import Config, changed_keys, config_from_dict
 from distflow.config.keys.schema import diff, schema_keys, show_value
 from distflow.data import global_random_states
 from distflow.data.batch import Batch
@@ -60,26 +60,7 @@ def check_same_facts(checkpoint: Checkpoint, spec: Spec, facts: Mapping[str, obj
             continue
 
         if name.endswith("fingerprint"):
-            what = name.removesuffix("_fingerprint")
-            if what == "data":
-                group = "data."
-            else:
-                group = "actor_rollout_ref.model."
-
-            if what == "data":
-                other = "different data"
-            else:
-                other = f"a different {what}"
-
-            lines = [f"{checkpoint.path} was saved with {other}:"]
-            for key, then, here in diff(config, spec.config):
-                if key.startswith(group):
-                    lines.append(f"  {key}: {then!r} then, {here!r} now")
-
-            if len(lines) == 1:
-                lines.append("  the keys are the same: files that they name have changed")
-            lines.append(as_list({"to resume": "restore it", **ways_to_start(spec)}))
-            raise UserError("\n".join(lines))
+            raise _other_input(name.removesuffix("_fingerprint"), checkpoint, config, spec)
 
         if name == VALIDATION_ROWS:
             what = "the validation rows differ from the checkpoint's"
@@ -92,6 +73,26 @@ def check_same_facts(checkpoint: Checkpoint, spec: Spec, facts: Mapping[str, obj
         )
 
     return notes
+
+
+def _other_input(what: str, checkpoint: Checkpoint, before: Config, spec: Spec) -> UserError:
+    """The error for another model, tokenizer or data, with the keys that tell the difference.
+    before: the checkpoint's config."""
+    other = f"a different {what}"
+    group = "actor_rollout_ref.model."
+    if what == "data":
+        other = "different data"
+        group = "data."
+
+    lines = [f"{checkpoint.path} was saved with {other}:"]
+    for key, then, here in diff(before, spec.config):
+        if key.startswith(group):
+            lines.append(f"  {key}: {then!r} then, {here!r} now")
+
+    if len(lines) == 1:
+        lines.append("  the keys are the same: files that they name have changed")
+    lines.append(as_list({"to resume": "restore it", **ways_to_start(spec)}))
+    return UserError("\n".join(lines))
 
 
 def restore(checkpoint: Checkpoint, resources: Resources) -> NodeState:

@@ -127,10 +127,9 @@ class EngineWatch:
         since = time.strftime("%H:%M:%S", time.localtime(oldest.since))
         others = f" and {more} more requests" if more else ""
 
+        who = ""
         if hasattr(self._engine, "who"):
             who = f" ({self._engine.who})"
-        else:
-            who = ""
 
         return EngineHangs(
             f"the rollout engine {type(self._engine).__name__}{who} hangs: it was asked "

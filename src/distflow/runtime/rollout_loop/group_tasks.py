@@ -196,10 +196,9 @@ class RolloutLoop:
         elif "reward_errors" in batch:
             errors = batch["reward_errors"]
 
+        first = ""
         if num_failed:
             first = f"{next(filter(None, errors), 'no score')} (node '{node.node_id}')"
-        else:
-            first = ""
 
         self.call_counts.add(RewardCounts(num_asked, num_failed, first, as_text=as_text))
 

@@ -84,10 +84,9 @@ class RolloutClient:
     async def load_weights(
         self, version: Version, weights: Iterable[tuple[str, Tensor]] | None
     ) -> WeightReceipt:
+        what = "to number its weights as"
         if weights is not None:
             what = "to load the weights of"
-        else:
-            what = "to number its weights as"
         with self._watch.asking(f"{what} step {version.step}"):
             return await self._engine.load_weights(version, weights)
 

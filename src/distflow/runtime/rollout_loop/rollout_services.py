@@ -170,18 +170,16 @@ class RolloutServices:
 
         writes_stacks: of all threads, into the run's folder, if the engine hangs.
         """
+        check_rewards = None
         if spec.tests_rewards:
             check_rewards = partial(_check_rewards, spec)
-        else:
-            check_rewards = None
 
         timeout_s = spec.config.actor_rollout_ref.rollout.timeout_s
         stacks = spec.run_dir / STACKS if writes_stacks else None
 
+        deadline = None
         if timeout_s is not None:
             deadline = Deadline(timeout_s, stacks)
-        else:
-            deadline = None
 
         blocked_after_s = spec.config.reward.timeout_s * max(
             each.group_size or spec.data.group_size for each in spec.data.sources
@@ -305,11 +303,12 @@ def _checked_row(row: PromptRow) -> Row:
 def _first_rows(spec: Spec, number: int) -> list[PromptRow]:
     """The first rows of each source, about `number` in total."""
     rows = list[PromptRow]()
-    first = 0
-
     sources = spec.data.sources
+    of_each = max(1, number // len(sources))
+
+    first = 0
     for source in sources:
-        rows += spec.rows[first : first + min(source.num_rows, max(1, number // len(sources)))]
+        rows += spec.rows[first : first + min(of_each, source.num_rows)]
         first += source.num_rows
 
     return rows

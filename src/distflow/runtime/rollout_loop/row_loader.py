@@ -45,10 +45,9 @@ class RowLoader:
         nodes: Sequence[BoundNode], rows: Sequence[PromptRow], tokenizer: Any
     ) -> "RowLoader | None":
         """None if the nodes of the rollout loop do more than to load rows."""
+        samples_of_row = None
         if len(nodes) == 1:
             samples_of_row = getattr(nodes[0].fn, SAMPLES_OF_ROW, None)
-        else:
-            samples_of_row = None
 
         if samples_of_row is None:
             return None

@@ -93,7 +93,9 @@ class LocalSampleQueue(SharedSampleQueue[Batch]):
 
             rows = list(chain.from_iterable(group.rows or () for group in own))
             batch = own[0].data
-            found.append(batch if rows == list(range(len(batch))) else batch.select(rows))
+            if rows != list(range(len(batch))):
+                batch = batch.select(rows)
+            found.append(batch)
 
         return found
 

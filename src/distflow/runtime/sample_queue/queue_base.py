@@ -276,11 +276,7 @@ class SharedSampleQueue(Generic[T]):
                     self._failures.refuse(of_steps=1)
                     return None
 
-                if self._uninformed_ranks:
-                    numbers = None
-                else:
-                    numbers = self._ready(step, wanted)
-
+                numbers = None if self._uninformed_ranks else self._ready(step, wanted)
                 if numbers is not None:
                     self._parts = self._divided(step, numbers)
                     self._divided_step = step

@@ -86,7 +86,9 @@ def hash_of(packed: Packed) -> str:
 def _hash_of_tensor(each: tuple[str, str, tuple[int, ...], Tensor]) -> str:
     name, dtype, shape, values = each
     digest = hashlib.sha256(f"{name} {dtype} {shape}\n".encode())
-    digest.update((values if values.device.type == "cpu" else _sum_of(values).cpu()).numpy().data)
+    if values.device.type != "cpu":
+        values = _sum_of(values).cpu()
+    digest.update(values.numpy().data)
     return digest.hexdigest()
 
 
