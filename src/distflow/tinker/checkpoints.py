@@ -84,6 +84,11 @@ class Checkpoints:
             raise BadRequest(f"there is no checkpoint {path!r:.120} on this server")
         return folder
 
+    def version(self, path: str) -> tuple[str, int]:
+        """The model that saved it, and the steps that it had done. Raises BadRequest."""
+        num_steps = int(read_state(self.find(path))["num_steps"])
+        return path.removeprefix("tinker://").partition("/")[0], num_steps
+
     def listed(self, model_id: str = "*") -> list[Json]:
         """Those of a model, or all, the oldest first."""
         listed = list[Json]()

@@ -7,7 +7,7 @@ import secrets
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,8 @@ from distflow.tinker.adapter import (
 from distflow.tinker.checkpoints import EXTERNAL, SAMPLING, TRAINING, Checkpoints, write
 from distflow.tinker.futures import Futures, Result, Turns
 from distflow.tinker.messages import BadRequest, read_pass, write_pass
+from distflow.tinker.model_run import ModelRun
+from distflow.tinker.runs import Runs
 from distflow.tinker.sampler import Sampler, read_sample
 
 Json = dict[str, Any]
@@ -47,11 +49,14 @@ class BaseModel:
     shared: SharedBase
     make_engine: Callable[[Path | None], RolloutEngine]
     """An engine over a copy of the base, with the adapter of a folder merged into it."""
+    decode: Callable[[Sequence[int]], str]
+    """Tokens as text."""
 
 
 @dataclass
 class _Model:
     adapter: TrainedAdapter
+    run: ModelRun
     turns: Turns = field(default_factory=Turns)
 
 
@@ -60,14 +65,18 @@ class _SamplingSession:
     path: str | None
     """Of the weights; None for the base."""
     seed: int
+    version: tuple[str, int] | None
+    """The model of the weights, and the steps that it had done."""
 
 
 class Service:
     """Its coroutines run on one event loop; models are computed on one thread."""
 
     def __init__(self, base: BaseModel, folder: Path) -> None:
-        """folder: of the checkpoints; those in it are there for new clients."""
+        """folder: of the checkpoints and runs; checkpoints in it are there for new clients. Raises
+        UserError if another server has it."""
         self.base = base
+        self._runs = Runs(folder, base.name, base.decode)
         self.futures = Futures()
         self.checkpoints = Checkpoints(folder)
         self._computing = ThreadPoolExecutor(1, "tinker")
@@ -81,6 +90,7 @@ class Service:
         for sampler in self._samplers.values():
             await sampler.close()
         self._computing.shutdown(cancel_futures=True)
+        await asyncio.to_thread(self._runs.close)
 
     def create_session(self) -> str:
         self._end_silent_sessions()
@@ -101,6 +111,7 @@ class Service:
         for model_id in [each for each in self._models if each.startswith(f"{session}:")]:
             model = self._models.pop(model_id)
             self._computing.submit(model.adapter.close)
+            self._runs.end(model_id, "finished")
 
         for name in [each for each in self._samplings if each.startswith(f"{session}:")]:
             del self._samplings[name]
@@ -118,30 +129,37 @@ class Service:
                 bool(given.get("train_mlp", True)),
             )
 
-        await self._add_model(model_id, config, body)
+        await self._add_model(model_id, config, body, 0)
 
         return {"type": "create_model", "model_id": model_id}
 
     async def create_from(self, model_id: str, body: Json) -> Result:
         """A model from a checkpoint."""
         folder = self.checkpoints.find(body["path"])
-        config = AdapterConfig(**read_state(folder)["config"])
-        await self._add_model(model_id, config, body)
-        model = self._models[model_id]
+        state = read_state(folder)
+        config = AdapterConfig(**state["config"])
+        model = await self._add_model(model_id, config, body, int(state["num_steps"]))
         await self._compute(model.adapter.load, folder, bool(body["optimizer"]))
         return {"type": "load_weights", "path": body["path"], "model_id": model_id}
 
     async def load(self, model_id: str, body: Json) -> Result:
         folder = self.checkpoints.find(body["path"])
-        await self._compute(self.model(model_id).adapter.load, folder, bool(body["optimizer"]))
+        model = self.model(model_id)
+        await self._compute(model.adapter.load, folder, bool(body["optimizer"]))
+        await asyncio.wrap_future(model.run.begin(model.adapter.num_steps, resumes=True))
         return {"type": "load_weights", "path": body["path"], "model_id": model_id}
 
     async def run(self, message: Any) -> Result:
         """A `forward_backward`, as a protobuf message."""
-        adapter = self.model(message.model_id).adapter
+        model = self.model(message.model_id)
         # tens of megabytes take a while to read
         request = await asyncio.to_thread(read_pass, message)
-        log_probs, metrics = await self._compute(adapter.run, request)
+        log_probs, metrics = await self._compute(
+            model.run.timed, "forward_backward", model.adapter.run, request
+        )
+        metrics = await asyncio.to_thread(
+            model.run.passed, request, log_probs, metrics, model.adapter.num_steps
+        )
         return write_pass(log_probs, metrics)
 
     async def step(self, model_id: str, body: Json) -> Result:
@@ -154,7 +172,11 @@ class Service:
         except TypeError as error:
             raise BadRequest(f"adam_params: {error}") from error
 
-        return {"metrics": await self._compute(self.model(model_id).adapter.step, options)}
+        model = self.model(model_id)
+        metrics = await self._compute(model.run.timed, "optim_step", model.adapter.step, options)
+        return {
+            "metrics": model.run.stepped(model.adapter.num_steps, options.learning_rate, metrics)
+        }
 
     async def save(self, model_id: str, body: Json) -> Result:
         adapter = self.model(model_id).adapter
@@ -190,12 +212,14 @@ class Service:
     def open_sampling(self, session: str, number: int, path: str | None) -> str:
         """Raises BadRequest for a path that is not there, KeyError for an unknown session."""
         self._sessions[session]
-        if path is not None:
-            self.checkpoints.find(path)
         name = f"{session}:sample:{number}"
         seed = int.from_bytes(hashlib.sha256(name.encode()).digest()[:6], "big")
-        self._samplings.setdefault(name, _SamplingSession(path, seed))
+        self._samplings.setdefault(name, self._sampling(path, seed))
         return name
+
+    def _sampling(self, path: str | None, seed: int) -> _SamplingSession:
+        version = None if path is None else self.checkpoints.version(path)
+        return _SamplingSession(path, seed, version)
 
     def sampling(self, name: str) -> Json:
         """Raises KeyError."""
@@ -211,7 +235,7 @@ class Service:
             path = body.get("model_path")
             if path is None:
                 self._check_base(body.get("base_model"))
-            session = _SamplingSession(path, secrets.randbits(48))
+            session = self._sampling(path, secrets.randbits(48))
 
         request = read_sample(body, self.base.stop_ids, self.base.context)
         if request.seed is None:
@@ -219,8 +243,11 @@ class Service:
         else:
             stream = Stream(request.seed, "seed", 0, 0)
 
+        started = time.time()
         sampler = await self._sampler(session.path)
-        return await sampler.sample(request, stream)
+        result = await sampler.sample(request, stream)
+        self._runs.note_samples(session.version, request, result, started)
+        return result
 
     def sessions(self) -> list[str]:
         """The newest first."""
@@ -258,10 +285,16 @@ class Service:
             "model_name": base.name,
         }
 
-    async def _add_model(self, model_id: str, config: AdapterConfig, body: Json) -> None:
+    async def _add_model(
+        self, model_id: str, config: AdapterConfig, body: Json, num_steps: int
+    ) -> _Model:
+        """num_steps: of the checkpoint that it is to begin with."""
         adapter = await self._compute(TrainedAdapter, self.base.shared, model_id, config)
+        run = self._runs.add(model_id, asdict(config))
+        await asyncio.wrap_future(run.begin(num_steps, resumes=False))
         self.checkpoints.begin(model_id, self.base.name, config.rank, body.get("user_metadata"))
-        self._models[model_id] = _Model(adapter)
+        model = self._models[model_id] = _Model(adapter, run)
+        return model
 
     async def _compute(self, function: Callable[..., Any], *arguments: object) -> Any:
         loop = asyncio.get_running_loop()

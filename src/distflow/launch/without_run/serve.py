@@ -4,6 +4,7 @@ loops of others (`--tinker`), or is tested for all that a run needs (`distflow r
 import asyncio
 import copy
 from collections.abc import AsyncIterator, Callable
+from functools import partial
 from pathlib import Path
 from socket import socket
 
@@ -112,6 +113,7 @@ def _base_model(config: Config, name: str, folder: Path) -> BaseModel:
         stop_token_ids(model, tokenizer),
         SharedBase(model, compute_dtype(config), memory),
         make,
+        partial(tokenizer.decode, skip_special_tokens=False),
     )
 
 
