@@ -52,10 +52,12 @@ def test_a_dropped_sample_one_of_a_run_without_a_ledger_and_none(
 ) -> None:
     run_dir = tmp_path / "run"
     with RunFolder(run_dir, 0) as run:
-        run.samples(1, [{"uid": "3-0", "response": "x"}])
+        run.samples(1, [{"uid": "3-0", "response": "x", "score": 1.0, "reward": 0.75}])
         run.samples(2, [{"uid": "4-0", "response": "x", "errors": ["odd"]}], split="dropped")
 
-    assert printed(capsys, "why", run_dir, "--sample", "3-0")[0].endswith("step 1, train")
+    lines = printed(capsys, "why", run_dir, "--sample", "3-0")
+    assert lines[0].endswith("step 1, train")
+    assert "score     1.0 , net reward 0.75, advantage None" in lines
     lines = printed(capsys, "why", run_dir, "--sample", "4-0")
     assert lines[0].endswith("step 2, dropped") and "errors    ['odd']" in lines
     assert main(["why", str(run_dir), "--sample", "5-0"]) == 2

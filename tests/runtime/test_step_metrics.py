@@ -110,6 +110,19 @@ def test_a_domain_called_like_a_part_has_metrics_of_its_own() -> None:
         assert found[f"reward/math/{name}"] == 0.5
 
 
+def test_a_reward_that_a_node_changed_is_shown_beside_the_score() -> None:
+    batch = group(lengths=(2, 1, 1), valid=(True, True, False))
+    batch["token_level_scores"] = torch.tensor([[0.0, 1.0], [0.5, 0.0], [9.0, 0.0]])
+    assert "reward/mean_reward" not in batch_metrics(Figures.of(batch))
+    assert all("reward" not in row for row in sample_rows(batch))
+
+    batch["token_level_rewards"] = torch.tensor([[-0.25, 0.75], [0.25, 7.0], [8.75, 0.0]])
+    found = batch_metrics(Figures.of(batch))
+    assert found["reward/mean_score"] == 0.75 and found["reward/mean_reward"] == 0.375
+    assert [row["reward"] for row in sample_rows(batch)] == [0.5, 0.25, None]
+    assert [row["score"] for row in sample_rows(batch)] == [1.0, 0.5, None]
+
+
 def test_the_share_of_a_response_that_the_loss_leaves_out() -> None:
     batch = group(lengths=(2, 4, 1), valid=(True, True, False))
     assert "masked" not in sample_rows(batch)[0], "nothing was trained on yet"

@@ -93,7 +93,8 @@ def _facts(row: Mapping[str, JSON]) -> Iterator[str]:
     lengths = f"prompt {row.get('prompt_length')}, response {row.get('response_length')}"
     yield f"tokens    {lengths}, {row.get('finish_reason')}, versions {row.get('versions')}"
     parts = row.get("reward_parts") or ""
-    yield f"score     {row.get('score')} {parts}, advantage {row.get('advantage')}"
+    changed = f", net reward {row['reward']}" if "reward" in row else ""
+    yield f"score     {row.get('score')} {parts}{changed}, advantage {row.get('advantage')}"
     for part, said in remarks(row).items():
         yield f"reports   {part}: {said}"
     if row.get("errors"):

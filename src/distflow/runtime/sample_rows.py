@@ -18,9 +18,8 @@ def sample_rows(batch: Batch) -> SampleRows:
     nothing = [None] * len(batch)
     valid = batch["valid"].tolist()
     errors = _column(batch, "reward_errors", nothing)
-    score: Sequence[object] = nothing
-    if "token_level_scores" in batch:
-        score = sample_scores(batch["token_level_scores"], batch["response_mask"]).tolist()
+    score = scores_of(batch, "token_level_scores")
+    reward = scores_of(batch, "token_level_rewards")
     accuracy = batch["acc"].tolist() if "acc" in batch else nothing
     is_trained = "advantages" in batch
     response_lengths = batch.lengths("response").tolist()
@@ -30,7 +29,7 @@ def sample_rows(batch: Batch) -> SampleRows:
         "prompt": batch["prompts"],
         "response": batch["responses"],
         "ground_truth": batch["ground_truth"],
-        "score": [score[i] if valid[i] else None for i in range(len(batch))],
+        "score": score,
         "acc": [accuracy[i] if valid[i] and not errors[i] else None for i in range(len(batch))],
         "reward_parts": _column(batch, "reward_parts", [{}] * len(batch)),
         "extra": _column(batch, "reward_extra", [{}] * len(batch)),
@@ -42,6 +41,8 @@ def sample_rows(batch: Batch) -> SampleRows:
         "versions": [sorted(set(own.tolist()) - {-1}) for own in versions],
         "domain": batch["domain"],
     }
+    if reward != score:
+        columns["reward"] = reward
     if any(said := _column(batch, "conversation", nothing)):
         columns["conversation"] = said
     if any(shown := _column(batch, "images", [])):
@@ -49,6 +50,16 @@ def sample_rows(batch: Batch) -> SampleRows:
     if is_trained:
         columns["masked"] = [1.0 - share for share in _mean_over_policy_tokens(batch, "loss_mask")]
     return [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
+
+
+def scores_of(batch: Batch, name: str) -> list[float | None]:
+    """The sum of each sample's scores or rewards, by the column's name; None without one, or for a
+    reward error."""
+    if name not in batch:
+        return [None] * len(batch)
+    valid = batch["valid"].tolist()
+    found = sample_scores(batch[name], batch["response_mask"]).tolist()
+    return [found[i] if valid[i] else None for i in range(len(batch))]
 
 
 def _column(batch: Batch, name: str, default: Sequence[Any]) -> Sequence[Any]:

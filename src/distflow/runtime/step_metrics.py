@@ -10,11 +10,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from distflow.algorithms.advantages.group_estimator_base import sample_scores
 from distflow.data.batch import Batch
 from distflow.data.dataset_columns import DEFAULT_DOMAIN
 from distflow.observe.metrics import Measured, find_metric
 from distflow.rewards.reward_results import is_right
+from distflow.runtime.sample_rows import scores_of
 from distflow.scheduling.group_states import GroupCounts
 from distflow.training.engine import Collective
 from distflow.user_values import LARGEST_NUMBER
@@ -39,6 +39,8 @@ class SampleFigures(NamedTuple):
     is_truncated: bool
     score: float | None
     """None if nothing scores, or for a reward error."""
+    reward: float | None
+    """What advantages are computed from: the score, unless a node changed it."""
     acc: float | None
     """None without a score."""
     parts: Mapping[str, float]
@@ -62,15 +64,11 @@ class Figures:
     @staticmethod
     def of(batch: Batch) -> "Figures":
         size = len(batch)
-        scores: list[float | None] = [None] * size
         accuracies: list[float | None] = [None] * size
-        if "token_level_scores" in batch:
+        if "token_level_scores" in batch and "acc" in batch:
             valid = batch["valid"].tolist()
-            found = sample_scores(batch["token_level_scores"], batch["response_mask"]).tolist()
-            scores = [found[i] if valid[i] else None for i in range(size)]
-            if "acc" in batch:
-                found = batch["acc"].tolist()
-                accuracies = [found[i] if valid[i] else None for i in range(size)]
+            found = batch["acc"].tolist()
+            accuracies = [found[i] if valid[i] else None for i in range(size)]
 
         advantages: list[float | None] = [None] * size
         largest = [0.0] * size
@@ -82,7 +80,8 @@ class Figures:
             batch.lengths("prompt").tolist(),
             _longest_responses(batch).tolist(),
             batch["truncated"].tolist(),
-            scores,
+            scores_of(batch, "token_level_scores"),
+            scores_of(batch, "token_level_rewards"),
             accuracies,
             batch["reward_parts"] if "reward_parts" in batch else [{}] * size,  # noqa: SIM401
             advantages,
@@ -149,6 +148,9 @@ def batch_metrics(figures: Figures) -> dict[str, float]:
         "rollout/truncated": sum(sample.is_truncated for sample in samples) / len(samples),
     }
     metrics |= _score_metrics(_scores(samples))
+    rewards = [sample.reward for sample in samples if sample.reward is not None]
+    if rewards != _scores(samples):
+        metrics["reward/mean_reward"] = math.fsum(rewards) / len(rewards)
     metrics |= _compare_scores(samples)
     right = [is_right(sample.acc) for sample in samples if sample.acc is not None]
     if right:

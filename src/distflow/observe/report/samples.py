@@ -25,6 +25,7 @@ _TEXT_KEYS = ("response", "conversation", "errors", "reward_parts")
 _KEYS = (
     "uid",
     "score",
+    "reward",
     "acc",
     "advantage",
     "masked",
@@ -59,12 +60,13 @@ def cut_response(row: Mapping[str, object], max_text: int = MAX_TEXT) -> dict[st
 
     if row.get("errors"):
         shown["score"] = None
+        shown["reward"] = None
         shown["acc"] = None
 
     if shown["acc"] == shown["score"]:
         shown["acc"] = None
 
-    for key in ("score", "advantage", "masked"):
+    for key in ("score", "reward", "advantage", "masked"):
         value = shown[key]
         if isinstance(value, float) and math.isfinite(value):
             shown[key] = float(f"{value:.5g}")

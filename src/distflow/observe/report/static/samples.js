@@ -262,6 +262,7 @@ class Samples {
   response(response, { step, split }) {
     const said = this.found.is_scored ? [el("span", {}, "reward ", scoreBadge(response.score))] : [];
     if (response.uid && data.api) said.unshift(el("a", { href: address("sample", { uid: response.uid, step, split }) }, inert(response.uid)));
+    if (response.reward !== undefined) said.push(el("span", {}, `net reward ${number(response.reward)}`));
     if (typeof response.advantage === "number") said.push(el("span", {}, `advantage ${response.advantage > 0 ? "+" : ""}${number(response.advantage)}`));
     else if (response.advantage !== undefined) said.push(el("span", {}, `advantage ${number(response.advantage)}`));
     if (response.acc !== undefined) said.push(el("span", {}, `accuracy ${number(response.acc)}`));
