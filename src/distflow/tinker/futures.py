@@ -18,6 +18,8 @@ _MAX_WAITING = 20_000
 _KEPT_S = 600.0
 _MISSING_S = 60.0
 """Until a number is given up that does not come, as its request was refused before its turn."""
+_ANY = b""
+"""The digest of a request of which only the result is known."""
 
 
 class Conflict(Exception):
@@ -52,7 +54,7 @@ class Futures:
         """Start the work, unless the same request is known. Raises Conflict, TooMany."""
         known = self._known.get(request_id)
         if known is not None:
-            if known.digest != digest:
+            if known.digest not in (digest, _ANY):
                 raise Conflict(f"{request_id} was another request")
             return
 
@@ -65,6 +67,14 @@ class Futures:
         task.add_done_callback(_look_at)
         self._known[request_id] = _Known(digest, task)
         self._counts[session] += 1
+
+    def restore(self, request_id: str, result: Result) -> None:
+        """Know the result of a request that a server before carried out."""
+
+        async def known() -> Result:
+            return result
+
+        self.submit(request_id, _ANY, known)
 
     async def result(self, request_id: str, within_s: float) -> Result | None:
         """None if it is not there in time. Raises Gone, BadRequest for a client's mistake, and what
@@ -136,6 +146,10 @@ class Turns:
         self._unfinished: dict[int, asyncio.Event] = {}
         self._ended = set[int]()
         """Numbers that were cancelled before their turn, and are skipped then."""
+
+    def start_after(self, number: int) -> None:
+        """Requests up to this number were carried out."""
+        self._next = number + 1
 
     async def take(self, number: int, work: Callable[[], Awaitable[Result]]) -> Result:
         """Wait for the turn of the number, and do the work. Raises BadRequest for a number that was

@@ -1,8 +1,6 @@
 """The HTTP routes of the Tinker API (client 0.38)."""
 
 import asyncio
-import hashlib
-import json
 import re
 import secrets
 import signal
@@ -15,8 +13,9 @@ from typing import Any
 
 from distflow.http_guard import Door, Guard, make_server
 from distflow.import_target import check_server_packages
-from distflow.tinker.futures import Conflict, Gone, Result, TooMany
-from distflow.tinker.messages import BadRequest, parse_pass, protocol
+from distflow.tinker.futures import Conflict, Gone, TooMany
+from distflow.tinker.messages import BadRequest, protocol
+from distflow.tinker.ordered_requests import OrderedRequests, digest_of, read_json
 from distflow.tinker.rest import FILES, Rest
 from distflow.tinker.service import Service
 
@@ -28,7 +27,6 @@ _WAITS_S = 20.0
 """For a result, before the client asks again."""
 _STOPS_WITHIN_S = 5
 Json = dict[str, Any]
-Ordered = Callable[[str, Json], Awaitable[Result]]
 
 
 class TinkerServer:
@@ -39,6 +37,7 @@ class TinkerServer:
         check_server_packages("--tinker", "tinker")
         protocol()
         self._service = service
+        self._requests = OrderedRequests(service)
         route = import_module("starlette.routing").Route
 
         def post(path: str, answer: Callable[[Any], Awaitable[Any]]) -> Any:
@@ -57,11 +56,11 @@ class TinkerServer:
             post("sessions/{session}/finish", self._finish),
             post("create_model", self._create_model),
             post("get_info", self._info),
-            post("forward_backward", self._pass),
-            post("optim_step", partial(self._ordered, service.step)),
-            post("save_weights", partial(self._ordered, service.save)),
-            post("save_weights_for_sampler", partial(self._ordered, service.save_for_sampler)),
-            post("save_weights_external", partial(self._ordered, service.save_external)),
+            post("forward_backward", partial(self._ordered, "forward_backward")),
+            post("optim_step", partial(self._ordered, "optim_step")),
+            post("save_weights", partial(self._ordered, "save_weights")),
+            post("save_weights_for_sampler", partial(self._ordered, "save_weights_for_sampler")),
+            post("save_weights_external", partial(self._ordered, "save_weights_external")),
             post("load_weights", self._load),
             post("create_sampling_session", self._open_sampling),
             get("samplers/{sampler}", self._sampler),
@@ -98,6 +97,7 @@ class TinkerServer:
             loop.add_signal_handler(number, stop)
 
         try:
+            await self._requests.restore()
             await self._server.serve([Door(listening)])
         finally:
             await self._service.close()
@@ -130,36 +130,20 @@ class TinkerServer:
         return {}
 
     async def _create_model(self, request: Any) -> Json:
-        body = await _body(request)
-        model_id = _new_model(self._service, body)
-        work = partial(self._service.create_model, model_id, body)
-        return self._submit(f"{model_id}:0", model_id, _digest(body), work)
+        return self._requests.create("create_model", await _content(request))
 
     async def _info(self, request: Any) -> Json:
         return self._service.info((await _body(request))["model_id"])
 
-    async def _pass(self, request: Any) -> Json:
-        message = parse_pass(await _content(request))
-        # a client that sends a request again may write its maps in another order
-        digest = hashlib.sha256(message.SerializeToString(deterministic=True)).digest()
-        work = partial(self._service.run, message)
-        return self._in_turn(message.model_id, message.seq_id, digest, work)
-
-    async def _ordered(self, work: Ordered, request: Any) -> Json:
-        return self._queue(work, await _body(request))
-
-    def _queue(self, work: Ordered, body: Json) -> Json:
-        model_id = body["model_id"]
-        own = partial(work, model_id, body)
-        return self._in_turn(model_id, body.get("seq_id"), _digest(body), own)
+    async def _ordered(self, kind: str, request: Any) -> Json:
+        return self._requests.accept(kind, await _content(request))
 
     async def _load(self, request: Any) -> Json:
-        body = await _body(request)
-        if body.get("session_id") is None:
-            return self._queue(self._service.load, body)
-        model_id = _new_model(self._service, body)
-        work = partial(self._service.create_from, model_id, body)
-        return self._submit(f"{model_id}:0", model_id, _digest(body), work)
+        """Into a model, or into a new one."""
+        content = await _content(request)
+        if read_json(content).get("session_id") is None:
+            return self._requests.accept("load_weights", content)
+        return self._requests.create("load_weights", content)
 
     async def _open_sampling(self, request: Any) -> Json:
         body = await _body(request)
@@ -182,11 +166,11 @@ class TinkerServer:
             request_id = f"{name}:{number}"
 
         work = partial(self._service.sample, number, body)
-        answer = self._submit(request_id, None, _digest(body), work)
+        self._service.futures.submit(request_id, digest_of(body), work)
         count = int(body.get("num_samples", 1))
         ids = [f"{request_id}:{index}" for index in range(count)]
 
-        return {**answer, "sample_sequence_ids": ids}
+        return {"request_id": request_id, "model_id": None, "sample_sequence_ids": ids}
 
     async def _retrieve(self, request: Any) -> Any:
         request_id = (await _body(request))["request_id"]
@@ -217,26 +201,6 @@ class TinkerServer:
         path = (await _body(request))["tinker_path"]
         return self._service.checkpoints.info(path, self._service.base.name)
 
-    def _in_turn(
-        self, model_id: str, number: object, digest: bytes, work: Callable[[], Awaitable[Result]]
-    ) -> Json:
-        if not isinstance(number, int) or number < 1:
-            raise BadRequest(f"seq_id is {number!r:.40}: requests of a model are numbered from 1")
-        turns = self._service.model(model_id).turns
-        return self._submit(
-            f"{model_id}:{number}", model_id, digest, partial(turns.take, number, work)
-        )
-
-    def _submit(
-        self,
-        request_id: str,
-        model_id: str | None,
-        digest: bytes,
-        work: Callable[[], Awaitable[Result]],
-    ) -> Json:
-        self._service.futures.submit(request_id, digest, work)
-        return {"request_id": request_id, "model_id": model_id}
-
 
 def _check_client(version: object) -> None:
     """Raises BadRequest for one that sends JSON where others send protobuf."""
@@ -245,17 +209,6 @@ def _check_client(version: object) -> None:
         raise BadRequest(
             f"client {version!r:.40} speaks an older protocol: pip install 'tinker>=0.38,<0.40'"
         )
-
-
-def _new_model(service: Service, body: Json) -> str:
-    """Raises KeyError for an unknown session."""
-    service.heartbeat(body["session_id"])
-    return f"{body['session_id']}:train:{int(body['model_seq_id'])}"
-
-
-def _digest(body: Json) -> bytes:
-    """The same for the same fields in any order."""
-    return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).digest()
 
 
 async def _content(request: Any) -> bytes:
@@ -284,14 +237,7 @@ async def _content(request: Any) -> bytes:
 
 
 async def _body(request: Any) -> Json:
-    try:
-        body = json.loads(await _content(request))
-    except (ValueError, RecursionError) as error:
-        raise BadRequest(f"the body is no JSON: {error}") from error
-
-    if not isinstance(body, dict):
-        raise BadRequest("the body is no JSON object")
-    return body
+    return read_json(await _content(request))
 
 
 async def _answered(answer: Callable[[Any], Awaitable[Any]], request: Any) -> Any:

@@ -7,6 +7,7 @@ import secrets
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
@@ -24,8 +25,9 @@ from distflow.tinker.checkpoints import EXTERNAL, SAMPLING, TRAINING, Checkpoint
 from distflow.tinker.futures import Futures, Result, Turns
 from distflow.tinker.messages import BadRequest, read_pass, write_pass
 from distflow.tinker.model_run import ModelRun
-from distflow.tinker.runs import Runs
+from distflow.tinker.runs import SESSIONS, Runs
 from distflow.tinker.sampler import Sampler, read_sample
+from distflow.tinker.saved_sessions import SavedSessions
 
 Json = dict[str, Any]
 _MAX_SAMPLERS = 4
@@ -79,6 +81,9 @@ class Service:
         self._runs = Runs(folder, base.name, base.decode)
         self.futures = Futures()
         self.checkpoints = Checkpoints(folder)
+        self.saved_sessions = SavedSessions(folder / SESSIONS)
+        self._states: dict[str, Path | None] = {}
+        """Of models that a server before had: the folder of the last one that was saved."""
         self._computing = ThreadPoolExecutor(1, "tinker")
         self._sessions: dict[str, float] = {}
         self._models: dict[str, _Model] = {}
@@ -95,17 +100,30 @@ class Service:
     def create_session(self) -> str:
         self._end_silent_sessions()
         session = f"session-{secrets.token_hex(6)}"
+        self.saved_sessions.add(session)
         self._sessions[session] = time.monotonic()
         return session
+
+    def restore_sessions(self) -> list[str]:
+        """Take up those of the server before, with their samplers."""
+        recent = self.saved_sessions.take_recent(_EXPIRES_S)
+        for session in recent:
+            self._sessions[session] = time.monotonic()
+            for number, path in self.saved_sessions.samplers(session):
+                with suppress(BadRequest):  # its weights were deleted
+                    self._add_sampling(session, number, path)
+        return recent
 
     def heartbeat(self, session: str) -> None:
         """Raises KeyError for a session that has ended."""
         self._sessions[session]
         self._sessions[session] = time.monotonic()
+        self.saved_sessions.note_seen(session)
 
     def end_session(self, session: str) -> None:
         """End its requests and forget its models; checkpoints stay. Idempotent."""
         self._sessions.pop(session, None)
+        self.saved_sessions.end(session)
         self.futures.cancel_all(f"{session}:")
 
         for model_id in [each for each in self._models if each.startswith(f"{session}:")]:
@@ -212,6 +230,11 @@ class Service:
     def open_sampling(self, session: str, number: int, path: str | None) -> str:
         """Raises BadRequest for a path that is not there, KeyError for an unknown session."""
         self._sessions[session]
+        name = self._add_sampling(session, number, path)
+        self.saved_sessions.note_sampler(session, number, path)
+        return name
+
+    def _add_sampling(self, session: str, number: int, path: str | None) -> str:
         name = f"{session}:sample:{number}"
         seed = int.from_bytes(hashlib.sha256(name.encode()).digest()[:6], "big")
         self._samplings.setdefault(name, self._sampling(path, seed))
@@ -291,10 +314,32 @@ class Service:
         """num_steps: of the checkpoint that it is to begin with."""
         adapter = await self._compute(TrainedAdapter, self.base.shared, model_id, config)
         run = self._runs.add(model_id, asdict(config))
-        await asyncio.wrap_future(run.begin(num_steps, resumes=False))
+        is_known = model_id in self._states
+        state = self._states.pop(model_id, None)
+        if state is not None:
+            num_steps = int(read_state(state)["num_steps"])
+        await asyncio.wrap_future(run.begin(num_steps, resumes=is_known))
         self.checkpoints.begin(model_id, self.base.name, config.rank, body.get("user_metadata"))
         model = self._models[model_id] = _Model(adapter, run)
         return model
+
+    def expect(self, model_id: str, state: Path | None) -> None:
+        """A model that a server before had is going to be made again. state: a folder that
+        `save_state` wrote."""
+        self._states[model_id] = state
+
+    async def restore_model(self, model_id: str, state: Path, number: int) -> None:
+        """Bring a model to the state after a request."""
+        model = self.model(model_id)
+        await self._compute(model.adapter.load, state, True)
+        model.turns.start_after(number)
+
+    async def save_state(
+        self, model_id: str, write: Callable[[Callable[[Path], None]], None]
+    ) -> None:
+        """write: calls what it is given with a folder. Raises OSError."""
+        save = partial(self.model(model_id).adapter.save, with_optimizer=True)
+        await self._compute(write, save)
 
     async def _compute(self, function: Callable[..., Any], *arguments: object) -> Any:
         loop = asyncio.get_running_loop()

@@ -1,0 +1,132 @@
+"""A server that is killed at any moment and started again on its folder goes on where it was: its
+clients notice nothing."""
+
+import os
+import random
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from distflow.observe.run_reader import read_metrics
+from tests.tiny_models import write_tiny_model
+
+tinker = pytest.importorskip("tinker")
+pytestmark = pytest.mark.slow
+
+IDS = [5, 9, 7, 8, 6, 10, 11]
+KEY = "tml-of-a-test"
+NUM_STEPS = 24
+
+
+class Server:
+    """Always the same one for its clients."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        if not (folder / "model").exists():
+            write_tiny_model(folder / "model")
+        self.checkpoints = folder / "checkpoints"
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            self._port = probe.getsockname()[1]
+        self.start()
+
+    def start(self) -> None:
+        model = self._folder / "model"
+        command = [sys.executable, "-m", "distflow", "serve", str(model), "--tinker"]
+        command += ["--port", str(self._port), "--api-key", KEY, "--folder", str(self.checkpoints)]
+        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        self._process = subprocess.Popen(command, stdout=subprocess.DEVNULL, env=environment)
+
+    def end(self, number: int) -> None:
+        self._process.send_signal(number)
+        self._process.wait(60)
+
+    def client(self) -> Any:
+        return tinker.ServiceClient(base_url=f"http://127.0.0.1:{self._port}", api_key=KEY)
+
+
+def datum(ids: list[int]) -> Any:
+    return tinker.types.Datum(
+        model_input=tinker.types.ModelInput.from_ints(ids[:-1]),
+        loss_fn_inputs={"target_tokens": ids[1:], "weights": [1.0] * (len(ids) - 1)},
+    )
+
+
+def train(client: Any, model_name: str, pause_s: float, losses: list[float]) -> Any:
+    """Two passes for each step, sent before the first is answered; saved and sampled at times."""
+    model = client.create_lora_training_client(base_model=model_name, rank=4, seed=3).result()
+    draw = random.Random(5)
+    for step in range(NUM_STEPS):
+        passes = []
+        for _ in range(2):
+            ids = [draw.randrange(5, 20) for _ in range(9)]
+            passes.append(model.forward_backward([datum(ids)], "cross_entropy"))
+        stepped = model.optim_step(tinker.types.AdamParams(learning_rate=1e-2))
+        losses += [each.result().metrics["loss:sum"] for each in passes]
+        losses.append(stepped.result().metrics["grad_norm"])
+
+        if step % 8 == 3:
+            model.save_state(f"step-{step}").result()
+            sampler = model.save_weights_and_get_sampling_client().result()
+            params = tinker.types.SamplingParams(max_tokens=4, seed=1)
+            prompt = tinker.types.ModelInput.from_ints(IDS)
+            drawn = sampler.sample(prompt, num_samples=1, sampling_params=params).result()
+            losses += list(drawn.sequences[0].logprobs)
+        time.sleep(pause_s)
+    return model
+
+
+def test_a_loop_goes_on_over_kills_of_the_server(tmp_path: Path) -> None:
+    """Bit-equal, with every step once in the model's run."""
+    server = Server(tmp_path)
+    name = str(tmp_path / "model")
+    try:
+        client = server.client()
+        expected: list[float] = []
+        train(client, name, 0.0, expected)
+
+        found: list[float] = []
+        trained: list[Any] = []
+        loop = threading.Thread(
+            target=lambda: trained.append(train(client, name, 0.2, found)), daemon=True
+        )
+        loop.start()
+        draw = random.Random(1)
+        for _ in range(2):
+            seen = len(found)
+            while len(found) < seen + 6:
+                time.sleep(0.05)
+            time.sleep(draw.uniform(1.2, 1.6))
+            server.end(signal.SIGKILL)
+            server.start()
+        loop.join(240)
+        assert not loop.is_alive()
+        assert found == expected
+        client.close("success")
+    finally:
+        server.end(signal.SIGINT)
+
+    run = server.checkpoints / trained[0].model_id
+    assert [each.step for each in read_metrics(run)] == list(range(1, NUM_STEPS + 1))
+
+
+def test_a_session_that_ended_is_not_taken_up(tmp_path: Path) -> None:
+    server = Server(tmp_path)
+    try:
+        client = server.client()
+        client.create_lora_training_client(base_model=str(tmp_path / "model"), rank=4).result()
+        client.close("success")
+        deadline = time.monotonic() + 30
+        while [*(server.checkpoints / "sessions").glob("session-*")]:
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+    finally:
+        server.end(signal.SIGINT)
