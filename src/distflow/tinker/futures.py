@@ -109,7 +109,8 @@ class Futures:
 
     def _forget_fetched(self) -> None:
         old = time.monotonic() - _KEPT_S
-        for request_id, fetched in [*self._fetched.items()]:
+        while self._fetched:
+            request_id, fetched = next(iter(self._fetched.items()))
             if fetched > old:
                 break
             del self._fetched[request_id]
