@@ -13,6 +13,7 @@ from torch import Tensor
 
 from distflow.data.sample import Segment
 from distflow.models.number_head import NumberHead
+from distflow.models.row_adapters import RowAdapter
 from distflow.scheduling.group_states import TRAIN, Version
 
 _LONGEST_LOG: Final = 10_000  # unless it is read
@@ -85,6 +86,8 @@ class GenerateRequest:
     """The one that draws, if an engine serves several."""
     images: tuple[str, ...] = ()
     """Of the prompt, see `data/images.py`."""
+    adapter: RowAdapter | None = None
+    """Added to the weights, by `embedded` and `hf` over a module of `make_row_adaptable`."""
 
 
 async def generate_whole(

@@ -21,6 +21,7 @@ from distflow.data.sample import FinishReason, Segment
 from distflow.models.image_inputs import own_inputs
 from distflow.models.lora import unwrapped
 from distflow.models.number_head import NumberHead, normal_log_probs, normal_of
+from distflow.models.row_adapters import rows_with
 from distflow.rollout.embedded.engine_thread import outcome_of, settle
 from distflow.rollout.engine import GenerateRequest, SamplingParams, WeightReceipt
 from distflow.rollout.engine_weights import EngineWeights
@@ -66,7 +67,7 @@ class HFEngine(AbstractAsyncContextManager["HFEngine"]):
         copies nothing. num_threads: of torch; None leaves the number unchanged."""
         self.version = version
         self.num_generated_tokens = 0
-        self._model: Any = model
+        self.model: Any = model
         self.tokenizer = tokenizer
         self._weights = EngineWeights(model, shares_weights)
         self._worker = ThreadPoolExecutor(
@@ -88,7 +89,7 @@ class HFEngine(AbstractAsyncContextManager["HFEngine"]):
 
         Raises UserError for a request that cannot run.
         """
-        config = self._model.config.get_text_config()
+        config = self.model.config.get_text_config()
         sizes = (config.vocab_size, getattr(config, "max_position_embeddings", None))
         check_request(request.prompt_ids, request.samples, request.params, *sizes)
         await self._open.wait()
@@ -148,7 +149,12 @@ class HFEngine(AbstractAsyncContextManager["HFEngine"]):
             request = pending.request
             alike: object = pending
             if request.images or request.params.head:
-                alike = (len(request.prompt_ids), len(request.images), request.params)
+                alike = (
+                    len(request.prompt_ids),
+                    len(request.images),
+                    request.params,
+                    request.adapter,
+                )
             num_rows[alike] += len(request.samples)
             calls.setdefault((alike, num_rows[alike] // _MOST_ROWS), []).append(pending)
 
@@ -178,14 +184,17 @@ class HFEngine(AbstractAsyncContextManager["HFEngine"]):
             return []
 
         self._weights.check_whole()
-        self._model.eval()
+        self.model.eval()
         prompts = [request.prompt_ids for request in requests]
-        prompt = torch.tensor(prompts, device=self._model.device)
+        prompt = torch.tensor(prompts, device=self.model.device)
         params = requests[0].params
         num_drawn = [request.num_drawn for request in requests]
         draw = _Draw(self, keys, num_drawn, params)
         stop = _Stop(self, prompt.shape[1], params, cancelled)
-        ids = self._run(prompt, [request.images for request in requests], draw, stop)
+        adapters = [request.adapter for request in requests]
+        with rows_with(adapters, prompt.device):
+            ids = self._run(prompt, [request.images for request in requests], draw, stop)
+
         segments = _segments(samples, ids, draw, stop)
 
         return [tuple(islice(segments, len(pending.request.samples))) for pending in call]
@@ -194,13 +203,13 @@ class HFEngine(AbstractAsyncContextManager["HFEngine"]):
         self, prompt: Tensor, images: list[tuple[str, ...]], draw: "_Draw", stop: "_Stop"
     ) -> Tensor:
         """transformers' `generate`; prompts with responses, `(rows, tokens)`."""
-        inputs = own_inputs(self._model, prompt, images) if images[0] else {}
-        causal = unwrapped(self._model)
+        inputs = own_inputs(self.model, prompt, images) if images[0] else {}
+        causal = unwrapped(self.model)
         defaults = causal.generation_config
         causal.generation_config = transformers.GenerationConfig()
 
         try:
-            ids: Tensor = self._model.generate(
+            ids: Tensor = self.model.generate(
                 input_ids=prompt,
                 attention_mask=torch.ones_like(prompt),
                 do_sample=False,  # the processors leave exactly one token to choose

@@ -1,18 +1,21 @@
-"""Samples from a version of the weights: an engine over a copy of the base with one adapter merged
-into it."""
+"""Samples from versions of the weights. One engine over the base serves all low-rank adapters,
+which it decodes together; what is no such adapter has an engine over merged weights."""
 
 import asyncio
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from distflow.data.sample import Segment
 from distflow.models.packed_forward import ModelInputs
+from distflow.models.row_adapters import RowAdapter, read_row_adapter, rows_with
 from distflow.rollout.engine import (
     GenerateRequest,
     RolloutEngine,
@@ -23,7 +26,11 @@ from distflow.rollout.engine import (
 from distflow.tinker.messages import BadRequest, Drawn, write_samples
 from distflow.training.torch_engine import TorchScorer
 
+K = TypeVar("K")
+T = TypeVar("T")
 Json = dict[str, Any]
+_MOST_MERGED = 4
+_MOST_ADAPTERS = 8
 
 
 @dataclass(frozen=True)
@@ -101,41 +108,99 @@ def _stops(
     return (), tuple(int(each) for each in given)
 
 
-class Sampler:
-    """An engine that is entered on first use."""
+class Samplers:
+    """Engines are entered on first use. Of those over merged weights, and of the adapters that are
+    not in use, the last ones stay in memory."""
 
-    def __init__(self, make: Callable[[], RolloutEngine], scoring: Executor) -> None:
-        """make: called on `scoring`, whose thread also computes log-probs of prompts."""
+    def __init__(self, make: Callable[[Path | None], RolloutEngine], scoring: Executor) -> None:
+        """make: an engine over a checkpoint's weights, or over the base, whose module
+        `make_row_adaptable` was given; called on `scoring`, whose thread also computes log-probs of
+        prompts."""
         self._make = make
         self._scoring = scoring
-        self._engine: Any = None
-        self._entering = asyncio.Lock()
-        self.num_running = 0
+        self._engines: dict[Path | None, asyncio.Future[_Sampler]] = {}
+        self._adapters: dict[tuple[Path, int], asyncio.Future[RowAdapter | None]] = {}
 
-    async def sample(self, request: SampleRequest, stream: Stream) -> bytes:
-        self.num_running += 1
+    async def sample(self, folder: Path | None, request: SampleRequest, stream: Stream) -> bytes:
+        """folder: of the checkpoint, or None for the base."""
+        sampler, adapter = await self._find(folder)
+        sampler.num_running += 1
         try:
-            return await self._sample(request, stream)
+            return await sampler.sample(request, stream, adapter)
         finally:
-            self.num_running -= 1
+            sampler.num_running -= 1
 
     async def close(self) -> None:
-        if self._engine is not None:
-            await self._engine.__aexit__(None, None, None)
+        for entered in self._engines.values():
+            await (await entered).engine.__aexit__(None, None, None)
 
-    async def _sample(self, request: SampleRequest, stream: Stream) -> bytes:
+    async def _find(self, folder: Path | None) -> "tuple[_Sampler, RowAdapter | None]":
+        base = await _once(self._engines, None, partial(self._enter, None))
+        if folder is None:
+            return base, None
+
         loop = asyncio.get_running_loop()
-        async with self._entering:
-            if self._engine is None:
-                engine = await loop.run_in_executor(self._scoring, self._make)
-                await engine.__aenter__()
-                self._engine = engine
+        read = partial(
+            loop.run_in_executor, self._scoring, read_row_adapter, folder, base.engine.model
+        )
+        # a checkpoint that is written again has another time
+        adapter = await _once(self._adapters, (folder, folder.stat().st_mtime_ns), read)
+        if len(self._adapters) > _MOST_ADAPTERS:
+            del self._adapters[next(iter(self._adapters))]
+        if adapter is not None:
+            return base, adapter
 
+        sampler = await _once(self._engines, folder, partial(self._enter, folder))
+        idle = []
+        for key, entered in self._engines.items():
+            if key not in (None, folder) and entered.done() and not entered.result().num_running:
+                idle.append(key)
+
+        for key in idle[: max(len(self._engines) - 1 - _MOST_MERGED, 0)]:
+            await self._engines.pop(key).result().engine.__aexit__(None, None, None)
+
+        return sampler, None
+
+    async def _enter(self, folder: Path | None) -> "_Sampler":
+        loop = asyncio.get_running_loop()
+        engine: Any = await loop.run_in_executor(self._scoring, self._make, folder)
+        await engine.__aenter__()
+        return _Sampler(engine, self._scoring)
+
+
+async def _once(kept: dict[K, "asyncio.Future[T]"], key: K, make: Callable[[], Awaitable[T]]) -> T:
+    """What is kept under this key, made for all who ask meanwhile, and again if that failed. The
+    last used one is the last one in `kept`."""
+    made = kept.pop(key, None)
+    if made is None or (made.done() and made.exception()):
+        made = asyncio.ensure_future(make())
+
+    kept[key] = made
+    return await asyncio.shield(made)
+
+
+@dataclass
+class _Sampler:
+    """An engine that has been entered."""
+
+    engine: Any
+    scoring: Executor
+    num_running: int = 0
+    """Requests that it serves."""
+
+    async def sample(
+        self, request: SampleRequest, stream: Stream, adapter: RowAdapter | None
+    ) -> bytes:
         samples = tuple(range(request.num_samples))
         asked = GenerateRequest(
-            request.prompt_ids, samples, request.params, stream, may_continue=True
+            request.prompt_ids,
+            samples,
+            request.params,
+            stream,
+            may_continue=True,
+            adapter=adapter,
         )
-        segments = await generate_whole(self._engine.generate, asked)
+        segments = await generate_whole(self.engine.generate, asked)
 
         responses = list[Drawn]()
         for segment in segments:
@@ -143,7 +208,7 @@ class Sampler:
             if request.top_of_samples and segment.token_ids:
                 ids = (*request.prompt_ids, *segment.token_ids)
                 k = request.top_of_samples
-                tokens, values = await loop.run_in_executor(self._scoring, self._top, ids, k)
+                tokens, values = await self._score(self._top, adapter, ids, k)
                 first = len(request.prompt_ids) - 1
                 top = (tokens[first:], values[first:])
 
@@ -152,15 +217,26 @@ class Sampler:
         of_prompt = None
         top_of_prompt = None
         if request.prompt_log_probs:
-            own = await loop.run_in_executor(self._scoring, self._followers, request.prompt_ids)
+            own = await self._score(self._followers, adapter, request.prompt_ids)
             of_prompt = torch.cat([torch.full((1,), math.nan), own])
         if request.top_of_prompt:
             k = request.top_of_prompt
-            top = await loop.run_in_executor(self._scoring, self._top, request.prompt_ids, k)
+            top = await self._score(self._top, adapter, request.prompt_ids, k)
             top_of_prompt = _from_second(top)
 
         cached = segments[0].num_cached_tokens or 0
         return write_samples(responses, of_prompt, top_of_prompt, cached)
+
+    async def _score(
+        self, function: Callable[..., Any], adapter: RowAdapter | None, *arguments: object
+    ) -> Any:
+        """Of one row."""
+
+        def score() -> Any:
+            with rows_with([adapter]):
+                return function(*arguments)
+
+        return await asyncio.get_running_loop().run_in_executor(self.scoring, score)
 
     @torch.no_grad()
     def _followers(self, ids: Sequence[int]) -> Tensor:
@@ -168,7 +244,7 @@ class Sampler:
         if len(ids) < 2:
             return torch.zeros(0)
 
-        scorer = TorchScorer(self._engine.model)
+        scorer = TorchScorer(self.engine.model)
         given = torch.tensor(ids, dtype=torch.int64, device=scorer.device)
         positions = torch.arange(len(given) - 1, device=scorer.device)
         inputs = ModelInputs(given, torch.tensor([len(given)]), positions, given[1:])
@@ -178,7 +254,7 @@ class Sampler:
     def _top(self, ids: Sequence[int], k: int) -> tuple[Tensor, Tensor]:
         """The k most likely tokens after each token but the last, and their log-probs:
         `(tokens - 1, k)`, on the CPU."""
-        model = self._engine.model
+        model = self.engine.model
         device = next(model.parameters()).device
         logits = model(torch.tensor([list(ids)], device=device)).logits[0, :-1]
         log_probs = logits.float().log_softmax(-1)

@@ -26,11 +26,10 @@ from distflow.tinker.futures import Futures, Result, Turns
 from distflow.tinker.messages import BadRequest, read_pass, write_pass
 from distflow.tinker.model_run import ModelRun
 from distflow.tinker.runs import SESSIONS, Runs
-from distflow.tinker.sampler import Sampler, read_sample
+from distflow.tinker.sampler import Samplers, read_sample
 from distflow.tinker.saved_sessions import SavedSessions
 
 Json = dict[str, Any]
-_MAX_SAMPLERS = 4
 _EXPIRES_S = 1800.0
 """Without a heartbeat, which clients send every 10 s."""
 
@@ -50,7 +49,7 @@ class BaseModel:
     stop_ids: Sequence[int]
     shared: SharedBase
     make_engine: Callable[[Path | None], RolloutEngine]
-    """An engine over a copy of the base, with the adapter of a folder merged into it."""
+    """An engine over the base, or over a copy with the weights of a checkpoint."""
     decode: Callable[[Sequence[int]], str]
     """Tokens as text."""
 
@@ -88,12 +87,11 @@ class Service:
         self._sessions: dict[str, float] = {}
         self._models: dict[str, _Model] = {}
         self._samplings: dict[str, _SamplingSession] = {}
-        self._samplers: dict[str | None, Sampler] = {}
+        self._samplers = Samplers(base.make_engine, self._computing)
 
     async def close(self) -> None:
         self.futures.cancel_all("")
-        for sampler in self._samplers.values():
-            await sampler.close()
+        await self._samplers.close()
         self._computing.shutdown(cancel_futures=True)
         await asyncio.to_thread(self._runs.close)
 
@@ -267,8 +265,8 @@ class Service:
             stream = Stream(request.seed, "seed", 0, 0)
 
         started = time.time()
-        sampler = await self._sampler(session.path)
-        result = await sampler.sample(request, stream)
+        folder = None if session.path is None else self.checkpoints.find(session.path)
+        result = await self._samplers.sample(folder, request, stream)
         self._runs.note_samples(session.version, request, result, started)
         return result
 
@@ -360,20 +358,6 @@ class Service:
             raise BadRequest(
                 f"there is no base model {name!r:.80} here: this server has {self.base.name!r}"
             )
-
-    async def _sampler(self, path: str | None) -> Sampler:
-        """The longest unused of too many is closed."""
-        sampler = self._samplers.pop(path, None)
-        if sampler is None:
-            folder = None if path is None else self.checkpoints.find(path)
-            sampler = Sampler(partial(self.base.make_engine, folder), self._computing)
-
-        self._samplers[path] = sampler
-
-        idle = [key for key, each in self._samplers.items() if not each.num_running and key != path]
-        for key in idle[: max(len(self._samplers) - _MAX_SAMPLERS, 0)]:
-            await self._samplers.pop(key).close()
-        return sampler
 
     def _end_silent_sessions(self) -> None:
         for session, seen in [*self._sessions.items()]:

@@ -35,6 +35,7 @@ from distflow.launch.threads import make_process_ready
 from distflow.models.loading import load_model, stop_token_ids
 from distflow.models.lora import require_peft
 from distflow.models.model_paths import resolve_path
+from distflow.models.row_adapters import make_row_adaptable
 from distflow.pipelines.serve_without_run import ServedPolicy, serve_policy
 from distflow.planning.plan import RankPlan
 from distflow.rollout.conformance import Finding, check_engine
@@ -94,15 +95,20 @@ def _base_model(config: Config, name: str, folder: Path) -> BaseModel:
     device = choose_device(config)
     source = policy_source(config)
     model = load_model(**source, device=device)
-    plain = copy.deepcopy(model)
+    # the base's weights, which the engine over it shares: clients do not change them
+    weights = {id(weight): weight for weight in model.parameters()}
+    plain = copy.deepcopy(model, {**weights})
     tokenizer = load_policy_tokenizer(config)
 
-    def make(adapter: Path | None) -> RolloutEngine:
-        merged = copy.deepcopy(plain)
-        if adapter is not None:
-            merged = with_weights(merged, adapter)
-        cast_weights(merged, engine_dtype(config))
-        return make_engine(config, merged, tokenizer, False, policy_engine_options(config))
+    def make(checkpoint: Path | None) -> RolloutEngine:
+        is_shared = checkpoint is None and model.dtype == engine_dtype(config)
+        own = copy.deepcopy(plain, {**weights} if is_shared else {})
+        if checkpoint is None:
+            make_row_adaptable(own)
+        else:
+            own = with_weights(own, checkpoint)
+        cast_weights(own, engine_dtype(config))
+        return make_engine(config, own, tokenizer, False, policy_engine_options(config))
 
     memory = ModelMemory(max_model_bytes(device), folder)
     return BaseModel(

@@ -8,6 +8,7 @@
 
 #include <math.h>
 #include <omp.h>
+#include <stddef.h>
 #include <stdint.h>
 #include <string.h>
 
@@ -50,7 +51,38 @@ typedef struct {
     void *values; /* the same; in bfloat16 where products are, which made them */
     int64_t layer_stride, row_stride, head_stride;
     const float *cos, *sin; /* (positions, head_dim), the sines of the first half negative */
+    const int64_t *places;  /* the row of each sequence, or NULL where they are in order */
 } Memory;
+
+/* What an adapter adds to a linear map: up · down · x. Without panels nothing. */
+typedef struct {
+    Linear down, up;
+} LowRank;
+
+typedef struct {
+    LowRank query_key_value, output, gate_up, down;
+} AdapterLayer;
+
+typedef struct {
+    int64_t first, last; /* rows */
+    const AdapterLayer *layers;
+} Group;
+
+typedef struct {
+    const Group *groups;
+    int64_t count, most; /* groups; the most columns of a `down` */
+} Adapters;
+
+/* The members of a team that share the columns of each product, or the only one for its rows. */
+typedef struct {
+    int64_t member, members;
+} Team;
+
+static void meet(Team team) {
+    if (team.members > 1) {
+#pragma omp barrier
+    }
+}
 
 int64_t panel_width(void) { return PANEL; }
 
@@ -185,45 +217,71 @@ static void attend_row(const Model *model, const Memory *memory, int64_t offset,
 
 static int64_t panels_of(const Linear *linear) { return up(linear->columns, PANEL) / PANEL; }
 
+static Range panels_for(const Linear *linear, Team team) {
+    return share_of(panels_of(linear), team.member, team.members);
+}
+
+/* y += what the adapters of these rows add to a linear map of a layer. place: of the map in `AdapterLayer`. x: its
+   operand. low, pairs: memory for what `down` makes, and for its pairs. */
+static void adapt(const Adapters *adapters, int64_t layer, size_t place, Range rows, const void *x, float *y,
+                  float *low, uint32_t *pairs, Team team) {
+    for (int64_t i = 0; i < adapters->count; i++) {
+        const Group *group = adapters->groups + i;
+        const LowRank *own = (const LowRank *)((const char *)(group->layers + layer) + place);
+        const int64_t first = larger(group->first, rows.first), last = smaller(group->last, rows.last);
+        if (!own->down.panels || first >= last) continue;
+        const int64_t start = first - rows.first, count = last - first;
+        float *made = low + start * adapters->most;
+        apply(&own->down, (const float *)x + start * depth_of(&own->down), made, count, panels_for(&own->down, team), 0);
+        meet(team);
+        const Range mine = share_of(count, team.member, team.members);
+        const void *given = operand(&own->up, made, mine, pairs + start * pairs_of(adapters->most));
+        if (own->up.halves) meet(team);
+        apply(&own->up, given, y + start * own->up.columns, count, panels_for(&own->up, team), 1);
+    }
+}
+
 /* Numbers that each call of `decode` wants as scratch memory for each of its threads. */
-int64_t scratch_size(const Model *model, int64_t extent) {
+int64_t scratch_size(const Model *model, int64_t most, int64_t extent) {
     const int64_t queries = model->heads * model->head_dim, all = queries + 2 * model->kv_heads * model->head_dim;
     const int64_t pairs = pairs_of(larger(larger(model->hidden, queries), model->intermediate));
-    return CHUNK * (model->hidden + all + queries + 3 * model->intermediate + pairs) + up(extent, LANES);
+    const int64_t of_pairs = pairs + pairs_of(most); /* of more rows than there are, which tiles read */
+    return CHUNK * (model->hidden + all + queries + 3 * model->intermediate + most) +
+           (CHUNK + ROWS_OF_PAIRS) * of_pairs + up(extent, LANES);
 }
 
 /* hidden: (rows, hidden), after the final norm. positions: of the rows' tokens. width: tokens of a sequence, which follow
    one another, and share a row of the memory: each finds the keys before it, since a thread takes whole sequences, or
-   all threads meet when the keys are placed. 0, or 1 and nothing done: a token is outside of the vocabulary, or a
+   all threads meet when the keys are placed. adapters: the rows of a group follow one another. 0, or 1 and nothing done: a token is outside of the vocabulary, or a
    position of the memory's `extent`. */
-int decode(const Model *model, const Memory *memory, const int64_t *tokens, const int64_t *positions, int64_t rows,
-           int64_t width, int64_t extent, float *hidden, float *scratch, int64_t threads) {
+int decode(const Model *model, const Memory *memory, const Adapters *adapters, const int64_t *tokens,
+           const int64_t *positions, int64_t rows, int64_t width, int64_t extent, float *hidden, float *scratch,
+           int64_t threads) {
     const int64_t size = model->hidden, inner = model->intermediate, queries = model->heads * model->head_dim;
     const int64_t all = queries + 2 * model->kv_heads * model->head_dim;
     for (int64_t row = 0; row < rows; row++)
         if (tokens[row] < 0 || tokens[row] >= model->vocabulary || positions[row] < 0 || positions[row] >= extent)
             return 1;
     const Norm norm = {model->norm, NULL, size, model->epsilon};
+    const int64_t room = scratch_size(model, adapters->most, extent);
     const int together = threads > 1 && (rows < threads * TILE || rows / width < threads);
 #pragma omp parallel num_threads(threads)
     {
-        const int64_t thread = omp_get_thread_num(), team = omp_get_num_threads();
-        const int64_t member = together ? thread : 0, members = together ? team : 1;
+        const int64_t thread = omp_get_thread_num(), threads_here = omp_get_num_threads();
+        const Team team = {together ? thread : 0, together ? threads_here : 1};
         const Range whole = share(rows / width);
         const Range mine = together ? (Range){0, rows} : (Range){whole.first * width, whole.last * width};
-        float *normed = scratch + (together ? 0 : thread) * scratch_size(model, extent);
+        float *normed = scratch + (together ? 0 : thread) * room;
         float *projected = normed + CHUNK * size, *mixed = projected + CHUNK * all;
         float *gate_up = mixed + CHUNK * queries, *gated = gate_up + CHUNK * 2 * inner;
-        uint32_t *pairs = (uint32_t *)(gated + CHUNK * inner);
-        float *scores = scratch + (thread + 1) * scratch_size(model, extent) - up(extent, LANES);
+        float *low = gated + CHUNK * inner;
+        uint32_t *low_pairs = (uint32_t *)(low + CHUNK * adapters->most);
+        uint32_t *pairs = low_pairs + (CHUNK + ROWS_OF_PAIRS) * pairs_of(adapters->most);
+        float *scores = scratch + (thread + 1) * room - up(extent, LANES);
         begin_pairs();
-#define MEET                                                                                                           \
-    if (together) {                                                                                                    \
-        _Pragma("omp barrier")                                                                                         \
-    }
         for (int64_t first = mine.first; first < mine.last; first += CHUNK) {
             const int64_t count = smaller(CHUNK, mine.last - first);
-            const Range own = share_of(count, member, members); /* rows of the chunk */
+            const Range own = share_of(count, team.member, team.members); /* rows of the chunk */
             float *x = hidden + first * size;
             for (int64_t row = own.first; row < own.last; row++)
                 memcpy(x + row * size, model->embedding + tokens[first + row] * size, size * sizeof(float));
@@ -231,14 +289,19 @@ int decode(const Model *model, const Memory *memory, const int64_t *tokens, cons
                 const Layer *layer = model->layers + index;
                 const Norm input_norm = {layer->input_norm, NULL, size, model->epsilon};
                 const Norm post_norm = {layer->post_norm, NULL, size, model->epsilon};
-#define PANELS(linear) share_of(panels_of(&layer->linear), member, members)
+#define APPLY(linear, y, adds)                                                                                         \
+    apply(&layer->linear, given, y, count, panels_for(&layer->linear, team), adds);                                    \
+    adapt(adapters, index, offsetof(AdapterLayer, linear), (Range){first, first + count}, given, y, low, low_pairs, team)
                 for (int64_t row = own.first; row < own.last; row++)
                     normalise(&input_norm, x + row * size, normed + row * size, 0);
                 const void *given = operand(&layer->query_key_value, normed, own, pairs);
-                MEET;
-                apply(&layer->query_key_value, given, projected, count, PANELS(query_key_value), 0);
-                MEET;
-#define OFFSET(row) (index * memory->layer_stride + (width > 1 ? (first + row) / width : first + row) * memory->row_stride)
+                meet(team);
+                APPLY(query_key_value, projected, 0);
+                meet(team);
+#define SEQUENCE(row) (width > 1 ? (first + (row)) / width : first + (row))
+#define OFFSET(row)                                                                                                    \
+    (index * memory->layer_stride +                                                                                    \
+     (memory->places ? memory->places[SEQUENCE(row)] : SEQUENCE(row)) * memory->row_stride)
 #define ATTEND(row)                                                                                                    \
     attend_row(model, memory, OFFSET(row), positions[first + row], projected + row * all, scores, mixed + row * queries)
                 for (int64_t row = own.first; row < own.last; row++) {
@@ -246,26 +309,26 @@ int decode(const Model *model, const Memory *memory, const int64_t *tokens, cons
                     if (width == 1) ATTEND(row);
                 }
                 if (width > 1) {
-                    MEET;
+                    meet(team);
                     for (int64_t row = own.first; row < own.last; row++) ATTEND(row);
                 }
                 given = operand(&layer->output, mixed, own, pairs);
-                MEET;
-                apply(&layer->output, given, x, count, PANELS(output), 1);
-                MEET;
+                meet(team);
+                APPLY(output, x, 1);
+                meet(team);
                 for (int64_t row = own.first; row < own.last; row++)
                     normalise(&post_norm, x + row * size, normed + row * size, 0);
                 given = operand(&layer->gate_up, normed, own, pairs);
-                MEET;
-                apply(&layer->gate_up, given, gate_up, count, PANELS(gate_up), 0);
-                MEET;
+                meet(team);
+                APPLY(gate_up, gate_up, 0);
+                meet(team);
                 for (int64_t row = own.first; row < own.last; row++)
                     apply_gate(gate_up + row * 2 * inner, gate_up + (row * 2 + 1) * inner, gated + row * inner, inner,
                                model->halves);
                 given = operand(&layer->down, gated, own, pairs);
-                MEET;
-                apply(&layer->down, given, x, count, PANELS(down), 1);
-                MEET;
+                meet(team);
+                APPLY(down, x, 1);
+                meet(team);
             }
             for (int64_t row = own.first; row < own.last; row++)
                 normalise(&norm, x + row * size, x + row * size, 0);

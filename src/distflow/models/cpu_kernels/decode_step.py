@@ -4,18 +4,31 @@ operations, and for draws from softmax(logits / temperature), row by row.
 
 import ctypes
 import logging
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 
-from distflow.models.cpu_kernels.build import NotNative, addresses, call, counts, library, size
+from distflow.models.cpu_kernels.build import (
+    NotNative,
+    address,
+    addresses,
+    call,
+    counts,
+    library,
+    size,
+)
 from distflow.models.cpu_kernels.weight_layout import (
+    MAKERS,
+    PackedAdapter,
     check_modules,
     head_key,
     layer_modules,
     layout_key,
+    pack_adapter,
     pack_weights,
 )
+from distflow.models.row_adapters import Groups, RowAdaptedLinear, RowAdapter, groups
 
 
 def draw(logits: Tensor, temperature: float, uniform: Tensor) -> tuple[Tensor, Tensor] | None:
@@ -44,8 +57,21 @@ class _Memory(ctypes.Structure):
     _fields_ = [
         *addresses("keys", "values"),
         *counts("layer_stride", "row_stride", "head_stride"),
-        *addresses("cos", "sin"),
+        *addresses("cos", "sin", "places"),
     ]
+
+
+class _Group(ctypes.Structure):
+    _fields_ = [*counts("first", "last"), *addresses("layers")]
+
+
+class _Adapters(ctypes.Structure):
+    _fields_ = [*addresses("groups"), *counts("count", "most")]
+    array: object
+    """What `groups` is the address of."""
+
+
+_NO_ADAPTERS = _Adapters()
 
 
 class NativeStep:
@@ -76,6 +102,7 @@ class NativeStep:
         self._key = layout_key(causal)
         self._packed = pack_weights(causal, self._panel, halves)
         self._scratch = torch.empty(0)
+        self._adapters = WeakKeyDictionary[RowAdapter, PackedAdapter]()
 
     def expire(self) -> None:
         """Free the copies of the weights, which are recreated before the next step."""
@@ -127,24 +154,40 @@ class NativeStep:
                 f"{values.stride()}"
             )
 
-        token_ids = token_ids.contiguous()
-        positions = positions.contiguous()
         model = self._packed.model
         rows = len(token_ids)
+        width = max(1, rows // keys.shape[1])
+
+        places = None
+        adapters = _NO_ADAPTERS
+        if of_rows := groups():
+            adapters = self._adapters_of(of_rows, width)
+            # the rows of an adapter follow one another
+            places = torch.cat([*of_rows.values()])
+            token_ids = token_ids.unflatten(0, (-1, width))[places].flatten()
+            positions = positions.unflatten(0, (-1, width))[places].flatten()
+
+        token_ids = token_ids.contiguous()
+        positions = positions.contiguous()
         extent = keys.shape[-2]
-        wanted = torch.get_num_threads() * size("scratch_size", model, extent)
+        wanted = torch.get_num_threads() * size("scratch_size", model, adapters.most, extent)
         if len(self._scratch) < wanted:
             self._scratch = torch.empty(wanted)
         hidden = torch.empty(rows, model.hidden)
         memory = _Memory(
-            keys.data_ptr(), values.data_ptr(), *keys.stride()[:3], cos.data_ptr(), sin.data_ptr()
+            keys.data_ptr(),
+            values.data_ptr(),
+            *keys.stride()[:3],
+            cos.data_ptr(),
+            sin.data_ptr(),
+            address(places),
         )
 
-        width = max(1, rows // keys.shape[1])
         if call(
             "decode",
             model,
             memory,
+            adapters,
             token_ids,
             positions,
             rows,
@@ -157,7 +200,34 @@ class NativeStep:
                 f"a token is not below {model.vocabulary}, or a position not below {extent}"
             )
 
+        if places is not None:
+            in_order = torch.empty_like(hidden).unflatten(0, (-1, width))
+            in_order[places] = hidden.unflatten(0, (-1, width))
+            return in_order.flatten(0, 1)
+
         return hidden
+
+    def _adapters_of(self, of_rows: Groups, width: int) -> _Adapters:
+        """width: tokens per row of the memory."""
+        made = list[_Group]()
+        most = 0
+        first = 0
+        for adapter, found in of_rows.items():
+            last = first + width * len(found)
+            if adapter is not None:
+                if adapter not in self._adapters:
+                    self._adapters[adapter] = pack_adapter(
+                        self._causal, adapter, self._panel, self._halves
+                    )
+                packed = self._adapters[adapter]
+                made.append(_Group(first, last, ctypes.addressof(packed.layers)))
+                most = max(most, packed.most)
+            first = last
+
+        array = (_Group * len(made))(*made)
+        adapters = _Adapters(ctypes.addressof(array), len(made), most)
+        adapters.array = array
+        return adapters
 
     def logits(self, hidden: Tensor) -> Tensor:
         """`(rows, hidden)` → `(rows, vocab)`."""
@@ -173,4 +243,6 @@ def _check(causal: nn.Module) -> None:
     """Raises NotNative for a model that `decode.c` does not compute."""
     decoder = causal._modules["model"]
     head = causal._modules["lm_head"]
-    check_modules((*layer_modules(decoder), head), causal.config.rms_norm_eps)  # type: ignore[arg-type,union-attr]
+    modules = (*layer_modules(decoder), head)  # type: ignore[arg-type]
+    makers = (*MAKERS, RowAdaptedLinear.__module__)
+    check_modules(modules, causal.config.rms_norm_eps, makers=makers)  # type: ignore[arg-type,union-attr]

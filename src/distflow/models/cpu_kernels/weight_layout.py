@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import _has_any_global_hook
 
 from distflow.models.cpu_kernels.build import NotNative, address, addresses, counts
+from distflow.models.row_adapters import RowAdaptedLinear, RowAdapter
 
 MAKERS = ("torch.nn.", "transformers.")
 PAIRS_UNIT = 32  # `bfloat16_matmul.h`: rows of pairs are padded to a multiple of it
@@ -55,6 +56,24 @@ class Model(ctypes.Structure):
         ),
         *(("epsilon", ctypes.c_float), ("scaling", ctypes.c_float)),
     ]
+
+
+class LowRank(ctypes.Structure):
+    _fields_ = [("down", Linear), ("up", Linear)]
+
+
+class AdapterLayer(ctypes.Structure):
+    _fields_ = [(name, LowRank) for name in ("query_key_value", "output", "gate_up", "down")]
+
+
+@dataclass(frozen=True)
+class PackedAdapter:
+    """memory: holds the tensors at the addresses in `layers`."""
+
+    layers: ctypes.Array[AdapterLayer]
+    most: int
+    """Columns of the widest `down`."""
+    memory: list[object]
 
 
 @dataclass(frozen=True)
@@ -160,16 +179,7 @@ def pack_weights(causal: Any, panel: int, halves: bool) -> PackedWeights:
 
     def linear(*modules: nn.Linear) -> Linear:
         weight, bias = side_by_side(modules, torch.bfloat16 if halves else torch.float32)
-        columns, depth = weight.shape
-        unit = PAIRS_UNIT if halves else 1
-        padded = nn.functional.pad(weight, (0, -depth % unit, 0, -columns % panel))
-        words = padded.view(torch.int32)  # numbers, or pairs of them
-        panels = words.unflatten(0, (-1, panel)).transpose(1, 2).contiguous()
-        if bias is not None:
-            bias = bias.float()
-        memory.append((panels, bias))
-
-        return Linear(address(panels), address(bias), depth, columns, halves)
+        return _in_panels(weight, bias, panel, memory)
 
     def weight(module: Any) -> int | None:
         if module is None:
@@ -209,16 +219,75 @@ def pack_weights(causal: Any, panel: int, halves: bool) -> PackedWeights:
     return PackedWeights(model, linear(causal.lm_head), memory)
 
 
-def check_modules(modules: Iterable[nn.Module], epsilon: float, device: str = "cpu") -> None:
+def _in_panels(weight: Tensor, bias: Tensor | None, panel: int, memory: list[object]) -> Linear:
+    """The layout of a weight `(columns, depth)`, in float32 or bfloat16."""
+    halves = weight.dtype == torch.bfloat16
+    columns, depth = weight.shape
+    unit = PAIRS_UNIT if halves else 1
+    padded = nn.functional.pad(weight, (0, -depth % unit, 0, -columns % panel))
+    words = padded.view(torch.int32)  # numbers, or pairs of them
+    panels = words.unflatten(0, (-1, panel)).transpose(1, 2).contiguous()
+    if bias is not None:
+        bias = bias.float()
+    memory.append((panels, bias))
+
+    return Linear(address(panels), address(bias), depth, columns, halves)
+
+
+@torch.no_grad()
+def pack_adapter(causal: Any, adapter: RowAdapter, panel: int, halves: bool) -> PackedAdapter:
+    """Pack an adapter of a decoder whose weights `pack_weights` packs, with the same panels."""
+    memory: list[object] = []
+    most = 0
+
+    def low_rank(*modules: RowAdaptedLinear) -> LowRank:
+        """Of the maps side by side: ranks side by side too, each for the outputs of its own."""
+        nonlocal most
+        dtype = torch.bfloat16 if halves else torch.float32
+        downs = list[Tensor]()
+        ups = list[Tensor]()
+        for module in modules:
+            nothing = (torch.zeros(0, module.in_features), torch.zeros(module.out_features, 0))
+            down, up = adapter.layers.get(module.path, nothing)
+            downs.append(down)
+            ups.append(up)
+
+        down = torch.cat(downs).to(dtype)
+        if not len(down):
+            return LowRank()
+
+        most = max(most, len(down))
+        up = torch.block_diag(*ups).to(dtype)
+        return LowRank(_in_panels(down, None, panel, memory), _in_panels(up, None, panel, memory))
+
+    layers = (AdapterLayer * len(causal.model.layers))()
+    for place, layer in zip(layers, causal.model.layers, strict=True):
+        attention = layer.self_attn
+        mlp = layer.mlp
+        place.query_key_value = low_rank(attention.q_proj, attention.k_proj, attention.v_proj)
+        place.output = low_rank(attention.o_proj)
+        place.gate_up = low_rank(mlp.gate_proj, mlp.up_proj)
+        place.down = low_rank(mlp.down_proj)
+
+    return PackedAdapter(layers, most, memory)
+
+
+def check_modules(
+    modules: Iterable[nn.Module],
+    epsilon: float,
+    device: str = "cpu",
+    makers: tuple[str, ...] = MAKERS,
+) -> None:
     """Raises NotNative if our kernels do not compute one of these parts of a decoder. epsilon: of
-    all norms. On a CPU all weights are float32."""
+    all norms. On a CPU all weights are float32. makers: what the names of modules' modules begin
+    with."""
     if _has_any_global_hook():
         raise NotNative("a hook of all modules is registered")
 
     for module in modules:
         name = type(module).__name__
         forward = vars(module).get("forward", type(module).forward)
-        if not (forward.__module__.startswith(MAKERS) and name.endswith(KINDS)):
+        if not (forward.__module__.startswith(makers) and name.endswith(KINDS)):
             raise NotNative(f"it does not know {name}, whose forward is from {forward.__module__}")
         if module._forward_hooks or module._forward_pre_hooks:
             raise NotNative(f"{name} has a hook")

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from distflow.models.cached_decoder import DecoderView, PromptKV
+from distflow.models.row_adapters import rows_with
 from distflow.rollout.embedded.decode_state import Lease
 from distflow.rollout.embedded.decode_steps import AsyncSteps
 from distflow.rollout.embedded.page_memory import PageCopy
@@ -43,7 +44,8 @@ class CudaRequestLane:
     steps: AsyncSteps
     _leases: dict[Sequence, Lease] = field(init=False, default_factory=dict)
     _launched: deque[_LaunchedStep] = field(init=False, default_factory=deque)
-    _root: tuple[object, ...] = field(init=False, default=())
+    _loaded: object = field(init=False, default=None)
+    """Identifies the weights of the last step."""
 
     def __post_init__(self) -> None:
         size = self.steps.prefixes.block_tokens
@@ -77,18 +79,21 @@ class CudaRequestLane:
         """See `RequestLane`. No launched step writes to a kept page: it holds tokens that were read
         before the sequence ended."""
         for sequence in finished:
-            if sequence.may_continue and sequence.weights == self._root[-1]:
-                self.steps.keep(self._root, sequence, self._leases[sequence])
+            if sequence.may_continue and sequence.weights == sequence.weights_with(self._loaded):
+                self.steps.keep(self._root(sequence), sequence, self._leases[sequence])
 
     def _found(self, sequence: Sequence) -> list[int]:
         if sequence.may_continue:
-            return self.steps.prefixes.find(self._root, sequence.context[:-1])
+            return self.steps.prefixes.find(self._root(sequence), sequence.context[:-1])
         return []
+
+    def _root(self, sequence: Sequence) -> tuple[object, ...]:
+        return (self.name, *sequence.weights_with(self._loaded))
 
     def step(self, weights: object) -> StepTokens | None:
         """Launch the next step, if any, and read the step launched before the last `lag` steps, if
         any. weights: identifies the decoder's weights."""
-        self._root = (self.name, weights)
+        self._loaded = weights
         if self.scheduler.can_prefill():
             self._prefill(self.scheduler.do_prefill(), weights)
         elif unfinished := [
@@ -137,7 +142,7 @@ class CudaRequestLane:
         hidden: list[Tensor] = []
         fills: list[tuple[PromptKV, list[PageCopy]]] = []
         for sequence in work.sequences:
-            sequence.weights = weights
+            sequence.weights = sequence.weights_with(weights)
 
         for prefill in work.prefills:
             found = [self._found(starts[0]) for starts in prefill.values()]
@@ -145,7 +150,10 @@ class CudaRequestLane:
             # until the leases take over
             self.steps.pages.share(page for pages in found for page in pages)
 
-            places = self._places(prefill, found, weights)
+            adapters = [starts[0].adapter for starts in prefill.values()]
+            with rows_with(adapters, self.decoder.device):
+                places = self._places(prefill, found)
+
             for (forward, row), starts, pages in zip(places, prefill.values(), found, strict=True):
                 leased, parts = self.steps.lease(row, starts, pages)
                 leases += leased
@@ -161,11 +169,10 @@ class CudaRequestLane:
             self.steps.first_draw(fills, torch.cat(hidden), work.sequences, leases),
         )
 
-    def _places(
-        self, prefill: Prefill, found: list[list[int]], weights: object
-    ) -> list[tuple[PromptKV, int]]:
+    def _places(self, prefill: Prefill, found: list[list[int]]) -> list[tuple[PromptKV, int]]:
         """Forward and row of each context. found: pages that hold the start of each."""
         if not any(found):
+            weights = next(iter(prefill.values()))[0].weights
             return self.prompts.rows(weights, list(prefill), self.decoder.prefill)
 
         for pages, starts in zip(found, prefill.values(), strict=True):

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from distflow.device_transfer import free_bytes, send
 from distflow.errors import UserError
 from distflow.models.cached_decoder import DecoderView, PromptKV
+from distflow.models.row_adapters import RowAdapter, rows_with
 from distflow.rollout.embedded.decode_graphs import CudaGraphs
 from distflow.rollout.embedded.decode_state import DecodeState, Laws, Lease
 from distflow.rollout.embedded.page_memory import PageCopy, PageMemory, PagePool, pages_for
@@ -24,6 +25,10 @@ from distflow.rollout.embedded.scheduler import SamplingLaw, Sequence
 MEMORY_SHARE = 0.5
 """The share used of the device memory that is free when keys and values are first needed; the rest
 is the trainer's."""
+
+
+_RECORDED_ADAPTERS = 4
+"""Each has graphs of its own."""
 
 
 @dataclass(frozen=True)
@@ -60,6 +65,8 @@ class AsyncSteps:
         self._num_slots = num_slots
         self._most_pages = pages_for(decoder.max_positions, options.page_tokens)
         self._memory: PageMemory | None = None
+
+        self._adapters: set[RowAdapter] = set()
 
         # by size: the slots written in the tensor
         self._rows: dict[int, tuple[tuple[int, ...], Tensor]] = {}
@@ -177,12 +184,32 @@ class AsyncSteps:
         slots, laws = self._slots_of(leases, size), self._laws_of(sequences, size)
         forward = partial(self._logits, slots, width)
 
-        if len(laws) == 1:  # the only law covers all rows
-            return self.graphs.run(
-                (size, width, laws[0][0]), lambda: self._state.draw(forward(), slots, laws)
-            )
+        adapters = [sequence.adapter for sequence in sequences]
+        nobody = [adapters[0]] * (size - len(adapters))
+        with rows_with([*adapters, *nobody], self._decoder.device):
+            if len({*adapters}) > 1:
+                # which rows have which adapter differs from step to step, so it is not recorded
+                return self._state.draw(forward(), slots, laws)
 
-        return self._state.draw(self.graphs.run((size, width, None), forward), slots, laws)
+            shape = (size, width, self._recorded(adapters[0]))
+            if len(laws) == 1:  # the only law covers all rows
+                return self.graphs.run(
+                    (*shape, laws[0][0]), lambda: self._state.draw(forward(), slots, laws)
+                )
+
+            return self._state.draw(self.graphs.run((*shape, None), forward), slots, laws)
+
+    def _recorded(self, adapter: RowAdapter | None) -> int | None:
+        """The number of an adapter, which lives while graphs read it. Too many drop all graphs."""
+        if adapter is None:
+            return None
+
+        if adapter not in self._adapters and len(self._adapters) == _RECORDED_ADAPTERS:
+            self.graphs.clear()
+            self._adapters.clear()
+
+        self._adapters.add(adapter)
+        return adapter.number
 
     def _logits(self, slots: Tensor, width: int) -> Tensor:
         state = self._state

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from distflow.models.cached_decoder import DecoderView, PromptKV
+from distflow.models.row_adapters import rows_with
 from distflow.rollout.embedded.kv_slots import KeysValues, KVSlots, joined_blocks, num_tokens
 from distflow.rollout.embedded.prefix_cache import PrefixCache
 from distflow.rollout.embedded.prompt_cache import PromptCache
@@ -45,7 +46,8 @@ class RequestLane:
     prefixes: PrefixCache[KeysValues] = field(
         init=False, default_factory=partial(PrefixCache, PREFIX_BLOCK)
     )
-    _root: tuple[object] = field(init=False, default=(None,))
+    _loaded: object = field(init=False, default=None)
+    """Identifies the weights of the last step."""
 
     def __post_init__(self) -> None:
         self.scheduler.num_cached = lambda sequence: num_tokens(self._found(sequence))
@@ -71,7 +73,11 @@ class RequestLane:
     def keep(self, finished: list[Sequence]) -> None:
         """Keep finished sequences that may continue later and still have their slots, except those
         that began with other weights, whose keys and values are mixed."""
-        kept = {each for each in finished if each.may_continue and each.weights == self._root[0]}
+        kept = set[Sequence]()
+        for each in finished:
+            if each.may_continue and each.weights == each.weights_with(self._loaded):
+                kept.add(each)
+
         if not kept:
             return
 
@@ -79,14 +85,14 @@ class RequestLane:
             if sequence in kept:
                 kept_tokens = sequence.context[:-1]  # the last token was not fed
                 content = self.slots.blocks(slot, len(kept_tokens), PREFIX_BLOCK)
-                self.prefixes.add(self._root, kept_tokens, content)
+                self.prefixes.add(sequence.weights_with(self._loaded), kept_tokens, content)
 
         while len(self.prefixes) * PREFIX_BLOCK * self.slots.bytes_per_token > PREFIX_CACHE_BYTES:
             self.prefixes.pop_oldest()
 
     def step(self, weights: object) -> StepTokens:
         """The next step; there must be work. weights: identifies the decoder's weights."""
-        self._root = (weights,)
+        self._loaded = weights
         work = self.scheduler.schedule()
         if work.prefills:
             hidden = self._prefill(work, weights)
@@ -108,10 +114,10 @@ class RequestLane:
             len(each.prompt_ids) + each.params.max_tokens for each in work.sequences
         )
         for sequence in work.sequences:
-            sequence.weights = weights
+            sequence.weights = sequence.weights_with(weights)
 
         for prefill in work.prefills:
-            places = self._places(prefill, weights)
+            places = self._places(prefill)
             places = [
                 place
                 for place, starts in zip(places, prefill.values(), strict=True)
@@ -129,24 +135,28 @@ class RequestLane:
 
         return torch.cat(hidden)
 
-    def _places(self, prefill: Prefill, weights: object) -> list[tuple[PromptKV, int]]:
+    def _places(self, prefill: Prefill) -> list[tuple[PromptKV, int]]:
         """Forward and row of each context."""
-        found = [self._found(starts[0]) for starts in prefill.values()]
-        if not any(found):
-            return self.prompts.rows(weights, list(prefill), self.decoder.prefill)
+        firsts = [starts[0] for starts in prefill.values()]
+        found = [self._found(first) for first in firsts]
+        with rows_with([first.adapter for first in firsts]):
+            if not any(found):
+                return self.prompts.rows(firsts[0].weights, list(prefill), self.decoder.prefill)
 
-        for blocks, starts in zip(found, prefill.values(), strict=True):
-            for sequence in starts:
-                sequence.num_cached_tokens = num_tokens(blocks)
+            for blocks, starts in zip(found, prefill.values(), strict=True):
+                for sequence in starts:
+                    sequence.num_cached_tokens = num_tokens(blocks)
 
-        forward = self.decoder.prefill_after(
-            list(prefill), [joined_blocks(blocks) for blocks in found]
-        )
+            forward = self.decoder.prefill_after(
+                list(prefill), [joined_blocks(blocks) for blocks in found]
+            )
+
         return [(forward, row) for row in range(len(prefill))]
 
     def _found(self, sequence: Sequence) -> list[KeysValues]:
         if sequence.may_continue:
-            return self.prefixes.find(self._root, sequence.context[:-1])
+            root = sequence.weights_with(self._loaded)
+            return self.prefixes.find(root, sequence.context[:-1])
         return []
 
     def _decode(self, work: Work) -> Tensor:
@@ -160,4 +170,5 @@ class RequestLane:
             len(positions), max(positions) + 1, self.scheduler.num_wanted
         )
 
-        return self.decoder.decode(tokens, torch.tensor(positions, device=device), keys, values)
+        with rows_with([sequence.adapter for sequence in work.sequences]):
+            return self.decoder.decode(tokens, torch.tensor(positions, device=device), keys, values)

@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from distflow.data.sample import FinishReason, Segment
+from distflow.models.row_adapters import RowAdapter
 from distflow.rollout.engine import GenerateRequest, SamplingParams
 from distflow.rollout.random_draws import sample_key, uniforms
 
@@ -46,6 +47,7 @@ class Sequence:
     num_drawn: int = 0
     """Numbers that it drew from its stream in earlier turns."""
     may_continue: bool = False
+    adapter: RowAdapter | None = None
     weights: object = None
     """Identifies the weights of its first keys and values."""
     num_cached_tokens: int = 0
@@ -65,6 +67,10 @@ class Sequence:
     def position(self) -> int:
         """The position of the last token, which is the next one to be fed to the model."""
         return len(self.prompt_ids) + len(self.token_ids) - 1
+
+    def weights_with(self, loaded: object) -> tuple[object, ...]:
+        """Identifies what computes it while these weights are loaded."""
+        return (loaded, self.adapter.number if self.adapter else None)
 
     def append(
         self, token_id: int, rollout_log_prob: float, sampling_log_prob: float, version: int
@@ -101,6 +107,7 @@ def sequences_of(number: int, request: GenerateRequest) -> list[Sequence]:
             key=sample_key(request.stream, sample),
             num_drawn=request.num_drawn,
             may_continue=request.may_continue,
+            adapter=request.adapter,
         )
         sequences.append(sequence)
 
@@ -151,8 +158,8 @@ REFILL_FRACTION = 1 / 16
 
 
 Prefill = dict[tuple[int, ...], list[Sequence]]
-"""Distinct contexts of similar lengths to run in one forward, each with the sequences that start
-from it. Either all or none of them begin with a cached prefix."""
+"""Distinct contexts of similar lengths and one adapter to run in one forward, each with the
+sequences that start from it. Either all or none of them begin with a cached prefix."""
 
 
 @dataclass(frozen=True)
@@ -210,31 +217,38 @@ class Scheduler:
 
     def do_prefill(self) -> Work:
         """Admit waiting sequences in order; those with the same context share its prefill."""
-        starts: Prefill = {}
-        rests: dict[tuple[int, ...], int] = {}
+        starts: dict[RowAdapter | None, Prefill] = {}
+        rests: dict[tuple[object, tuple[int, ...]], int] = {}
         num_tokens = 0
         free = self._num_free()
         while self.waiting and free > 0:
+            adapter = self.waiting[0].adapter
             context = self.waiting[0].context
-            if context not in starts:
-                rests[context] = len(context) - self.num_cached(self.waiting[0])
-                num_tokens += rests[context]
+            if (adapter, context) not in rests:
+                rest = len(context) - self.num_cached(self.waiting[0])
+                num_tokens += rest
                 if starts and num_tokens > self.max_prefill_tokens:
                     break
+                rests[adapter, context] = rest
 
-            starts.setdefault(context, []).append(self.waiting.popleft())
+            own = starts.setdefault(adapter, {})
+            own.setdefault(context, []).append(self.waiting.popleft())
             free -= 1
 
         prefills: list[Prefill] = []
-        for is_fresh in (True, False):
-            longest = 0
-            own = [context for context in starts if (rests[context] == len(context)) == is_fresh]
-            for context in sorted(own, key=lambda each: -rests[each]):
-                # In each forward no context is padded to more than twice its length.
-                if 2 * rests[context] < longest or not longest:
-                    prefills.append({})
-                    longest = rests[context]
-                prefills[-1][context] = starts[context]
+        for adapter, own in starts.items():
+            for is_fresh in (True, False):
+                longest = 0
+                for context in sorted(own, key=lambda each: -rests[adapter, each]):
+                    rest = rests[adapter, context]
+                    if (rest == len(context)) != is_fresh:
+                        continue
+
+                    # In each forward no context is padded to more than twice its length.
+                    if 2 * rest < longest or not longest:
+                        prefills.append({})
+                        longest = rest
+                    prefills[-1][context] = own[context]
 
         admitted = [seq for prefill in prefills for group in prefill.values() for seq in group]
         first_slot = len(self.running)
