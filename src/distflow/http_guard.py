@@ -281,9 +281,8 @@ class Door(socket.socket):
 
             while True:
                 oldest = next(iter(self._waiting.values()), None)
-                if oldest is None:
-                    left_s = None
-                else:
+                left_s = None
+                if oldest is not None:
                     left_s = max(oldest.due - time.monotonic(), 0.0)
 
                 happened = poll.poll(left_s)

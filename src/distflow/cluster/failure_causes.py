@@ -95,10 +95,9 @@ class Blame:
     ) -> WorkerDied | None:
         """Ray reports a death a moment later. Errors of user code usually have no such cause.
         Errors of others have the same cause as that of the first."""
+        within_s = STARVED_S
         if isinstance(error, UserError):
             within_s = _DEATH_IS_REPORTED_WITHIN_S
-        else:
-            within_s = STARVED_S
 
         until = time.monotonic() + within_s
         while training and time.monotonic() < until:

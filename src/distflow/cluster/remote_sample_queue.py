@@ -175,9 +175,8 @@ class RemoteSampleQueue:
     ) -> TrainingStep[Batch] | NewWorkers | None:
         """See `SampleQueuePort`; groups that were lost with a worker are generated again."""
         while True:
-            if deadline is None:
-                timeout_s = None
-            else:
+            timeout_s = None
+            if deadline is not None:
                 timeout_s = deadline - time.monotonic()
 
             with self._waits("training", f"step {step + 1}", on="rollout"):

@@ -58,9 +58,8 @@ class RemoteView:
         self._place = place
 
     def note(self, kind: str, message: str) -> None:
-        if self._place.leads:
-            where = ""
-        else:
+        where = ""
+        if not self._place.leads:
             where = f"worker {self._place.rank}: "
         self._send("note", kind, where + message)
 

@@ -74,9 +74,8 @@ def run_eval(arguments: argparse.Namespace) -> int:
 
     for name, value in sorted(found.metrics.items()):
         number = found.num_prompts.get(name)
-        if number is None:
-            interval = ""
-        else:
+        interval = ""
+        if number is not None:
             interval = "  (95 %: {:.4f} to {:.4f})".format(*wilson(value, number))
         print(f"{escape_control(name, one_line=True)}: {value:.4f}{interval}")
 

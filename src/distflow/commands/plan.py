@@ -182,9 +182,8 @@ def _whole_run(run: "PredictedRun") -> Iterator[str]:
         yield f"\nmeasured in {rates.source}: {rates.sentence()}"
 
     if run.why_untimed:
-        if run.steps is None:
-            known = "unknown"
-        else:
+        known = "unknown"
+        if run.steps is not None:
             known = count_of(run.steps, "step")
 
         yield (

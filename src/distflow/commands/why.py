@@ -181,9 +181,8 @@ def _head(lineage: StepLineage, run_dir: Path) -> list[str]:
         return [f"{name} is not finished; states of its groups at the end of the ledger: {states}"]
 
     tokens = sum(group.tokens or 0 for group in lineage.groups)
-    if lineage.max_staleness is None:
-        bound = ""
-    else:
+    bound = ""
+    if lineage.max_staleness is not None:
         bound = f", staleness at most {lineage.max_staleness}"
 
     when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(lineage.consumed_at))

@@ -92,9 +92,8 @@ def config_of(config: Config, domain: str | None) -> Config:
     if "policy_loss" in losses:
         losses = {"policy_loss_kwargs": {}, **losses}
 
-    if domain not in config.data.domains:
-        size = None
-    else:
+    size = None
+    if domain in config.data.domains:
         size = config.data.domains[domain].n
 
     if size is None and not losses:
@@ -228,9 +227,8 @@ def model_of(config: Config, role: str) -> tuple[str, str | None]:
     """The key that names a role's model, and its path."""
     models = scoring_models(config.reward_model)
     if role in models:
-        if role == REWARD_MODEL:
-            key = "reward_model.model.path"
-        else:
+        key = "reward_model.model.path"
+        if role != REWARD_MODEL:
             key = f"reward_model.models.{role}.path"
         return key, models[role].path
     if role == "critic" and config.critic.model.path is not None:
@@ -268,10 +266,9 @@ Role = Literal["actor", "critic"]
 def optimizer_steps(config: Config, role: Role, steps: int) -> int:
     """Optimizer steps of a role in `steps` training steps: the actor takes none while the critic
     warms up."""
+    trained = steps
     if role == "actor":
         trained = steps - config.trainer.critic_warmup
-    else:
-        trained = steps
     return trained * optimizer_steps_a_step(config, role)
 
 

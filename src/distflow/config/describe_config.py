@@ -73,9 +73,8 @@ def _updates(config: Config, group_size: int, *others: int) -> str:
 
 def _objective(config: Config) -> str:
     actor = config.actor_rollout_ref.actor
-    if pipeline_name(config) == CUSTOM:
-        name = "a custom pipeline"
-    else:
+    name = "a custom pipeline"
+    if pipeline_name(config) != CUSTOM:
         name = f"pipeline {pipeline_name(config)}"
 
     details = [actor.loss_agg_mode, *_clips(config)]
@@ -126,9 +125,8 @@ def _tokens(config: Config) -> str:
     limit = config.actor_rollout_ref.actor.ppo_max_token_len_per_gpu
     longest = data.max_prompt_length + data.max_response_length
 
-    if limit is None:
-        micro_batches = "of a size that fits the device"
-    else:
+    micro_batches = "of a size that fits the device"
+    if limit is not None:
         micro_batches = f"of {limit} tokens"
 
     return (

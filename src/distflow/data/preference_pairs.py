@@ -88,10 +88,9 @@ def encode_pair(
     for name in names:
         found: Any = row.extra_info.get(name)
         last = found[-1] if isinstance(found, list) and found else None
+        response = found
         if isinstance(last, dict):
             response = last.get("content")
-        else:
-            response = found
 
         if not isinstance(response, str) or not response:
             what = (

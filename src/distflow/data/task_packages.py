@@ -227,10 +227,9 @@ def _task_rows(
 
         # the environment may open
         prompt = data.get("prompt") or data.get("name") or f"task {task.data.idx}"
+        messages = prompt
         if isinstance(prompt, str):
             messages = [{"role": "user", "content": prompt}]
-        else:
-            messages = prompt
 
         if "system_prompt" in data:
             messages = [{"role": "system", "content": data["system_prompt"]}, *messages]

@@ -74,10 +74,9 @@ class TurnTokens:
 
     def written(self, token_ids: Sequence[int]) -> str:
         """The text of a reply with its special tokens, except the one that ended it."""
+        kept = token_ids
         if token_ids and token_ids[-1] in self._stop_ids:
             kept = token_ids[:-1]
-        else:
-            kept = token_ids
         return str(self._tokenizer.decode(list(kept), skip_special_tokens=False))
 
     def tool_template(self, tools: Sequence[Message]) -> str:

@@ -56,9 +56,8 @@ def _load_policy(config: Config, get: Get, device: torch.device, name: str) -> n
     tokens."""
     source = policy_source(config_of_policy(config, name))
     is_first = name == FIRST_POLICY
-    if is_first:
-        key = "actor_rollout_ref.model.path"
-    else:
+    key = "actor_rollout_ref.model.path"
+    if not is_first:
         key = f"dag.policies.{name}.model.path"
 
     with blaming(key):

@@ -233,9 +233,8 @@ def check_engines(config: Config, engines: Collection[str]) -> None:
     """Raises UserError for an engine that a node of the pipeline requires and the config lacks."""
     models = scoring_models(config.reward_model)
     for engine in sorted({*engines} - ({*ENGINES} - {REWARD_MODEL}) - {*models}):
-        if engine == REWARD_MODEL:
-            key = "reward_model.model.path"
-        else:
+        key = "reward_model.model.path"
+        if engine != REWARD_MODEL:
             key = f"reward_model.models.{engine}"
 
         near = hint(engine, [name for name in (*ENGINES, *models) if name != engine])

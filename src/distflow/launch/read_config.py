@@ -184,10 +184,9 @@ def fitted_to_files(reading: Reading) -> tuple[Reading, Data]:
     # All files are read before anything is loaded. Validation comes first: `eval` has nothing else.
     validation_rows = read_sources(to_validate, run_dir)
 
+    wanted = to_train
     if config.data.lazy:
         wanted = [source.first() for source in to_train]
-    else:
-        wanted = to_train
 
     train_rows = read_sources(wanted, run_dir)
     tokenizer = load_policy_tokenizer(config)

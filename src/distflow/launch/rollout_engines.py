@@ -186,9 +186,8 @@ def _empty_policy(config: Config, dtype: torch.dtype) -> nn.Module:
         model: nn.Module = empty_model(AutoModelForCausalLM, source.config())
     cast_weights(model, dtype)
 
-    if config.actor_rollout_ref.model.lora_merge:
-        adapt = None
-    else:
+    adapt = None
+    if not config.actor_rollout_ref.model.lora_merge:
         adapt = policy_adapter(config)
 
     return adapt(model) if adapt else model

@@ -180,10 +180,9 @@ class DecoderView:
         positions = first[:, None] + torch.arange(width, device=self.device)
         rows = torch.arange(len(prompts), device=self.device)
 
+        longest_native = LONGEST_NATIVE
         if ids.numel() <= FEW_TOKENS:
             longest_native = LONGEST_OF_FEW
-        else:
-            longest_native = LONGEST_NATIVE
 
         if self._native is not None and extent <= longest_native and self._native.refresh():
             rotary = self._rotary_rows(extent, keys)

@@ -170,9 +170,8 @@ class PredictedRun:
     def line(self) -> str:
         """The prediction in one line, without what it cannot predict."""
         worst = self.fullest
-        if self.device.is_cpu:
-            where = ""
-        else:
+        where = ""
+        if not self.device.is_cpu:
             where = f" on each {self.device.name}"
 
         text = (

@@ -60,9 +60,8 @@ class Channel:
         Data that has arrived is read even after the deadline: this process may have been stopped or
         starved.
         """
-        if timeout_s is None:
-            deadline = None
-        else:
+        deadline = None
+        if timeout_s is not None:
             deadline = time.monotonic() + timeout_s
         size = _size_in(self._take(_HEADER.size, deadline))
         return json.loads(self._take(size, deadline))

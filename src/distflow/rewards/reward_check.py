@@ -123,10 +123,9 @@ def _wrong_answers(answer: str, other: str | None) -> Iterator[tuple[str, str]]:
 def reply_of(ground_truth: object) -> str | None:
     """A row's ground truth as text that fits into a box; None if it is not text, like the tests of
     a program."""
+    first = ground_truth
     if isinstance(ground_truth, list | tuple) and ground_truth:
         first = ground_truth[0]
-    else:
-        first = ground_truth
 
     if isinstance(first, bool) or not isinstance(first, str | int | float):
         return None
@@ -393,10 +392,9 @@ def call_first(settings: RewardSettings, rows: Iterable[Row]) -> list[str]:
         if not users:
             continue
 
+        key = DEFAULT_DOMAIN
         if domain in settings.patience_by_domain():
             key = domain
-        else:
-            key = DEFAULT_DOMAIN
 
         with borrowed(pool_settings(settings)[key]) as pool, ThreadPoolExecutor(1) as thread:
             for name in users:

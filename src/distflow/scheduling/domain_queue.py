@@ -117,10 +117,9 @@ class DomainQueue:
 
     def complete(self, number: int, num_tokens: int, version: int | None) -> None:
         self._leave(number)
+        lowest = version
         if version is None:
             lowest = self._groups[number].version
-        else:
-            lowest = version
 
         self._change(number, state=GroupState.QUEUED, num_tokens=num_tokens, lowest_version=lowest)
         self.num_complete += 1

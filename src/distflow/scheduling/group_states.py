@@ -130,9 +130,8 @@ class Places:
 
     def has_place(self, group: PromptGroup) -> bool:
         """Whether the group may be completed, beside the slots reserved for others."""
-        if group in self._reserved:
-            others = 0
-        else:
+        others = 0
+        if group not in self._reserved:
             others = sum(each.domain == group.domain for each in self._reserved)
         return self._free[group.domain] > others
 

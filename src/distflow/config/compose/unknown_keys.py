@@ -248,9 +248,8 @@ def _acceptance(setting: Setting, found: dict[str, Name], values: Mapping[str, o
         else:
             return ""
 
-    if setting.value is NOT_GIVEN:
-        given = ""
-    else:
+    given = ""
+    if setting.value is not NOT_GIVEN:
         given = f"={as_override(setting.value)}"
 
     if reasons:

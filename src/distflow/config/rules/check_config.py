@@ -153,10 +153,9 @@ def _problem(finding: Finding, values: Mapping[str, object], origins: Mapping[st
     places = []
     for key in finding.keys:
         value = values.get(key)
+        subject = key
         if isinstance(value, bool | int | float | str):
             subject = f"{key} = {show(value)}"
-        else:
-            subject = key
         places.append((subject, where(key, origins)))
 
     return Problem(tuple(places), finding.what, finding.advice)

@@ -126,10 +126,9 @@ class _SplitHeads(Function):
         has_norms = norms[0] is not None
         instances = min(INSTANCES // 4, triton.cdiv(rows, _TILE))
 
+        sums = cos
         if has_norms:
             sums = cos.new_empty(instances, all_heads, dim)
-        else:
-            sums = cos
 
         weights = norms if has_norms else [cos, cos]
         given = (

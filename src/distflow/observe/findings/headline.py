@@ -92,9 +92,8 @@ def tiles(accuracy: Accuracy | None, steps: Steps) -> list[dict[str, str]]:
 
 def _accuracy_tiles(accuracy: Accuracy) -> list[tuple[str, str, str]]:
     (first_step, first), (last_step, last) = accuracy.points[0], accuracy.points[-1]
-    if accuracy.before_training:
-        where = "before RL"
-    else:
+    where = "before RL"
+    if not accuracy.before_training:
         where = f"at step {first_step}"
 
     found = [(f"accuracy {where}", f"{first:.2f}", _likely(accuracy, first))]

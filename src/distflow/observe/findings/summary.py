@@ -157,9 +157,8 @@ def _learned_by_accuracy(accuracy: Accuracy) -> Finding:
     if accuracy.num_problems:
         problems = f" ({accuracy.num_problems:,} problems)"
 
-    if accuracy.before_training:
-        start = "before RL"
-    else:
+    start = "before RL"
+    if not accuracy.before_training:
         start = f"at step {first_step}"
 
     moved = (

@@ -157,9 +157,8 @@ def _take(path: Path) -> None:
         raise
     except (OSError, ValueError) as error:
         in_the_way = isinstance(error, FileExistsError | NotADirectoryError)
-        if in_the_way:
-            cause = "a file is in the way"
-        else:
+        cause = "a file is in the way"
+        if not in_the_way:
             cause = getattr(error, "strerror", None) or str(error)
 
         raise RunFolderError(

@@ -147,10 +147,9 @@ def policy_checkpoint(source: Path) -> Checkpoint:
     if not is_of_a_run(folder):
         raise UserError(f"{source} is neither a run's folder nor a checkpoint: {_WANTED}")
 
+    store = folder
     if (folder / CHECKPOINTS).is_dir():
         store = folder / CHECKPOINTS
-    else:
-        store = folder
 
     if (folder / MARK).exists() and not checkpoints_in(store):
         raise UserError(

@@ -126,9 +126,8 @@ class IncomingWeights:
         self._attached.wait()
         assert self._receive is not None, "it is attached"
 
-        if num_buckets is None:
-            weights = None
-        else:
+        weights = None
+        if num_buckets is not None:
             weights = list(chain.from_iterable(buckets))
 
         receipt = self._receive(version, weights)
