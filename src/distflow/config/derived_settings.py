@@ -290,15 +290,12 @@ def optimizer_steps_a_step(config: Config, role: Role) -> int:
 def clip_range(config: Config) -> tuple[float, float]:
     """How far the ratio may fall below 1, and rise above it."""
     actor = config.actor_rollout_ref.actor
-    if actor.clip_ratio_low is None:
+    low = actor.clip_ratio_low
+    if low is None:
         low = actor.clip_ratio
-    else:
-        low = actor.clip_ratio_low
-
-    if actor.clip_ratio_high is None:
+    high = actor.clip_ratio_high
+    if high is None:
         high = actor.clip_ratio
-    else:
-        high = actor.clip_ratio_high
 
     return low, high
 

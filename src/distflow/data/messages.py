@@ -187,8 +187,6 @@ def _tool_calls(found: JSON, what: str) -> list[JSON]:
             arguments = _parsed(text, f"the arguments of '{function['name']}' in {what}")
             if isinstance(arguments, dict):
                 function["arguments"] = arguments
-            else:
-                function["arguments"] = text
 
         calls.append(call)
 

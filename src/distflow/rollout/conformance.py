@@ -328,9 +328,7 @@ async def check_engine(bench: Bench, names: Iterable[str] = PROPERTIES) -> Async
             outcome = "not supported"
         elif isinstance(found, Exception):
             outcome = "failed"
-            if isinstance(found, Fails):
-                text = text
-            else:
+            if not isinstance(found, Fails):
                 text = f"{type(found).__name__}: {text}"
 
         yield Finding(name, outcome, text)

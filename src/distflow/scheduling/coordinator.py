@@ -302,8 +302,6 @@ class Coordinator:
 
         if sent_weights:
             self.weights_step = step + 1
-        else:
-            self.weights_step = self.weights_step
 
         self._journal(
             "consumed",

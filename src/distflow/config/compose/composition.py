@@ -355,8 +355,8 @@ def check_interpolations(values: dict[str, object]) -> None:
 
 def _at(value: object, path: tuple[str, ...]) -> object:
     for name in path:
-        if isinstance(value, list):
-            value = dict(enumerate(value)).get(int(name)) if name.isdecimal() else None
+        if isinstance(value, list) and name.isdecimal():
+            value = dict(enumerate(value)).get(int(name))
         else:
             value = value.get(name) if isinstance(value, dict) else None
 

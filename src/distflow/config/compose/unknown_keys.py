@@ -143,10 +143,9 @@ def look_up(values: Mapping[str, object], key: str) -> object:
     """A key in nested plain values; NOT_GIVEN if it is missing."""
     found: object = values
     for part in key.split("."):
-        if isinstance(found, Mapping):
-            found = found.get(part, NOT_GIVEN)
-        else:
-            found = NOT_GIVEN
+        if not isinstance(found, Mapping):
+            return NOT_GIVEN
+        found = found.get(part, NOT_GIVEN)
 
     return found
 

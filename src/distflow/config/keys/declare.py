@@ -164,9 +164,7 @@ def _described_fields(kind: "type[DataclassInstance]") -> list[tuple[str, object
     found = []
     for item in fields(kind):
         spec = item.metadata.get("key")
-        if isinstance(spec, KeySpec):
-            spec = spec
-        else:
+        if not isinstance(spec, KeySpec):
             spec = KeySpec(str(item.metadata.get("help", "")))
         found.append((item.name, hints[item.name], spec))
 

@@ -60,11 +60,9 @@ class Name:
             text = ours
             break
 
-        if not self.ours or "=" in self.ours:
-            template = self.ours
-        else:
-            template = f"{self.ours}={{}}"
-
+        template = self.ours
+        if template and "=" not in template:
+            template = f"{template}={{}}"
         return template.replace("{}", text)
 
     def answer(self, value: object) -> str:

@@ -91,7 +91,8 @@ def tiles(accuracy: Accuracy | None, steps: Steps) -> list[dict[str, str]]:
 
 
 def _accuracy_tiles(accuracy: Accuracy) -> list[tuple[str, str, str]]:
-    (first_step, first), (last_step, last) = accuracy.points[0], accuracy.points[-1]
+    first_step, first = accuracy.points[0]
+    last_step, last = accuracy.points[-1]
     where = "before RL"
     if not accuracy.before_training:
         where = f"at step {first_step}"

@@ -136,12 +136,12 @@ class LoopThread:
                 place = users_place_of(self._thread.ident)
 
                 # our own code runs, and will end
-                if place is not None:
-                    blocked_s = blocked_s + _POLL_S
-                else:
+                if place is None:
                     blocked_s = 0.0
+                    continue
 
-                if place is not None and blocked_s > self._blocked_after_s:
+                blocked_s += _POLL_S
+                if blocked_s > self._blocked_after_s:
                     error = LoopBlocked(
                         "an async function has blocked everything else for "
                         f"{self._blocked_after_s:g} s (at {place}): it must await instead of "
