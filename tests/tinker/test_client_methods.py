@@ -270,12 +270,13 @@ def test_saved_weights_are_downloaded_by_their_addresses(
 ) -> None:
     """As `tinker checkpoint download` and the cookbook do: without a key."""
     model = new_model(service, served)
-    path = model.save_weights_external("outside").result().path
+    path = model.save_weights_external("outside", ttl_seconds=3600).result().path
     rest = service.create_rest_client()
     urls = rest.get_external_weights_urls(path).result().urls
     for name, url in urls.items():
         urllib.request.urlretrieve(url, tmp_path / name)
 
+    assert not any(name.startswith(".") for name in urls)
     adapter = load_file(tmp_path / "adapter_model.safetensors")
     assert {each.shape[0] for name, each in adapter.items() if "lora_A" in name} == {4}
     assert (tmp_path / "adapter_config.json").is_file()
@@ -309,3 +310,14 @@ def test_a_model_without_an_adapter_trains_all_weights(service: Any, served: Ser
     assert (info["is_lora"], info["lora_rank"]) == (False, None)
     run = service.create_rest_client().get_training_run(made["model_id"]).result()
     assert not run.is_lora
+
+
+def test_a_model_that_cannot_start_is_forgotten(service: Any, served: Served) -> None:
+    model = new_model(service, served)
+    path = model.save_weights_for_sampler("without").result().path
+    rest = service.create_rest_client()
+    session = model.model_id.partition(":")[0]
+    before = rest.get_session(session).result().training_run_ids
+    with pytest.raises(tinker.RequestFailedError, match="for sampling"):
+        service.create_training_client_from_state_with_optimizer(path).result()
+    assert rest.get_session(session).result().training_run_ids == before

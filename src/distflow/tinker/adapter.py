@@ -85,6 +85,9 @@ class SharedBase:
         self._in_use = ""
         self._copies: dict[str, Any] = {}
         """Of the base, by the models that train all of its weights."""
+        self._aside: dict[str, list[tuple[nn.ModuleDict, nn.Module]]] = {}
+        """The parts of adapters that are not in use, each with its place in the model: PEFT walks
+        over all that are there whenever one comes, goes or is used."""
 
     def num_bytes(self, config: AdapterConfig) -> int:
         """Of a model's weights, their gradients and its optimizer's state."""
@@ -110,6 +113,7 @@ class SharedBase:
                 f"{_MOST_RANK:,}, and one of train_attn and train_mlp is on"
             )
 
+        self._put_aside()
         self._model = add_lora(
             self._model,
             rank=config.rank,
@@ -124,6 +128,7 @@ class SharedBase:
         if self._copies.pop(name, None) is not None:
             return
 
+        self.use(name)
         self._in_use = ""
         others = [each for each in self._model.peft_config if each != name]
         if not others:
@@ -139,6 +144,9 @@ class SharedBase:
             return TorchScorer(self._copies[name], compute_dtype=self._compute_dtype)
 
         if self._in_use != name:
+            self._put_aside()
+            for place, part in self._aside.pop(name):
+                place[name] = part
             self._model.set_adapter(name)
             self._in_use = name
         return TorchScorer(self._model, compute_dtype=self._compute_dtype)
@@ -148,11 +156,23 @@ class SharedBase:
         if name in self._copies:
             return dict(self._copies[name].named_parameters())
 
+        if name in self._aside:
+            self.use(name)
         own = {}
         for path, parameter in self._model.named_parameters():
             if f".{name}." in path:
                 own[path.replace(f".{name}.", ".")] = parameter
         return own
+
+    def _put_aside(self) -> None:
+        if not self._in_use:
+            return
+
+        parts = self._aside[self._in_use] = []
+        for module in [*self._model.modules()]:
+            if isinstance(module, nn.ModuleDict) and self._in_use in module:
+                parts.append((module, module.pop(self._in_use)))
+        self._in_use = ""
 
     def write_config(self, name: str, folder: Path) -> None:
         """What PEFT or transformers need beside the weights."""

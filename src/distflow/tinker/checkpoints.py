@@ -19,7 +19,7 @@ EXTERNAL = "external_weights"
 _TYPES = {TRAINING: "training", SAMPLING: "sampler", EXTERNAL: "external"}
 _PATH = re.compile(rf"tinker://(\w[\w:-]*)/({'|'.join(_TYPES)})/(\w[\w.-]{{0,99}})")
 _MODEL = "model.json"
-_EXPIRY = "expires.json"
+_EXPIRY = ".expires"
 
 
 class Checkpoints:
@@ -168,7 +168,7 @@ def _expiry(folder: Path) -> float | None:
 
 
 def _listed(path: str, place: Path) -> Json:
-    files = [each.stat() for each in place.iterdir() if each.name != _EXPIRY]
+    files = [each.stat() for each in place.glob("[!.]*")]
     written = max((each.st_mtime for each in files), default=0.0)
     expires = _expiry(place)
     kind = place.parent.name

@@ -74,7 +74,7 @@ class Rest:
         expires = time.time() + _URLS_LAST_S
         self._shown[secret] = (folder, expires)
         start = f"{str(request.base_url).rstrip('/')}{FILES}{secret}"
-        urls = {file.name: f"{start}/{file.name}" for file in folder.iterdir()}
+        urls = {file.name: f"{start}/{file.name}" for file in folder.glob("[!.]*")}
         return {"urls": urls, "expires": when(expires)}
 
     async def _file(self, request: Any) -> Any:

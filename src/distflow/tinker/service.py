@@ -125,9 +125,7 @@ class Service:
         self.futures.cancel_all(f"{session}:")
 
         for model_id in [each for each in self._models if each.startswith(f"{session}:")]:
-            model = self._models.pop(model_id)
-            self._computing.submit(model.adapter.close)
-            self._runs.end(model_id, "finished")
+            self._forget(model_id)
 
         for name in [each for each in self._samplings if each.startswith(f"{session}:")]:
             del self._samplings[name]
@@ -155,7 +153,13 @@ class Service:
         state = read_state(folder)
         config = AdapterConfig(**state["config"])
         model = await self._add_model(model_id, config, body, int(state["num_steps"]))
-        await self._compute(model.adapter.load, folder, bool(body["optimizer"]))
+        try:
+            await self._compute(model.adapter.load, folder, bool(body["optimizer"]))
+        except BaseException:
+            if model_id in self._models:
+                self._forget(model_id)
+            raise
+
         return {"type": "load_weights", "path": body["path"], "model_id": model_id}
 
     async def load(self, model_id: str, body: Json) -> Result:
@@ -352,6 +356,11 @@ class Service:
         await self._compute(write, place, save)
         self.checkpoints.expire(path, body.get("ttl_seconds"))
         return path
+
+    def _forget(self, model_id: str) -> None:
+        model = self._models.pop(model_id)
+        self._computing.submit(model.adapter.close)
+        self._runs.end(model_id, "finished")
 
     def _check_base(self, name: object) -> None:
         if name not in (self.base.name, self.base.folder):
