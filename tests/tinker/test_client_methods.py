@@ -227,10 +227,28 @@ def test_refused_methods_fail_at_once_and_the_model_trains_on(service: Any, serv
     assert model.save_state("later").result(ANSWERS_WITHIN_S).path.endswith("/weights/later")
 
 
-def test_inflight_samplers_are_refused(service: Any, served: Served) -> None:
+def test_inflight_samplers_take_the_newest_weights_and_snapshots_keep_theirs(
+    service: Any, served: Served
+) -> None:
     model = new_model(service, served)
-    with pytest.raises(Exception, match="kind is 'inflight'"):
-        model.save_weights_and_get_sampling_client(kind="inflight").result(ANSWERS_WITHIN_S)
+    ids = tinker.types.ModelInput.from_ints([5, 9, 7, 8])
+
+    def log_probs(sampler: Any) -> list[float]:
+        return list(sampler.compute_logprobs(ids).result(ANSWERS_WITHIN_S)[1:])
+
+    def sampler(kind: str) -> Any:
+        return model.save_weights_and_get_sampling_client(kind=kind).result(ANSWERS_WITHIN_S)
+
+    first = sampler("inflight")
+    kept = sampler("snapshot")
+    before = log_probs(first)
+    assert log_probs(kept) == before
+
+    finished(train_by(lambda data, log_probs: (log_probs[0].sum(), {}), model))
+    finished(model.optim_step(tinker.types.AdamParams(learning_rate=1e-2)))
+    second = sampler("inflight")
+    assert log_probs(first) == log_probs(second) != before
+    assert log_probs(kept) == before
 
 
 def test_runs_and_sessions_are_told_with_what_they_left(service: Any, served: Served) -> None:

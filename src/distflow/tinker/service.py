@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -68,6 +68,8 @@ class _SamplingSession:
     seed: int
     version: tuple[str, int] | None
     """The model of the weights, and the steps that it had done."""
+    follows: str | None = None
+    """The model whose newest weights for such sessions it takes; None: it keeps its own."""
 
 
 class Service:
@@ -212,11 +214,9 @@ class Service:
 
     async def save_for_sampler(self, model_id: str, body: Json) -> Result:
         """Under a name, or for a sampling session that this opens."""
-        if body.get("kind", "snapshot") != "snapshot":
-            raise BadRequest(
-                "kind is 'inflight': this server samples from snapshots; leave it out and get a "
-                "client for each version"
-            )
+        kind = body.get("kind", "snapshot")
+        if kind not in ("snapshot", "inflight"):
+            raise BadRequest(f"kind is {kind!r:.60}: it is 'snapshot' or 'inflight'")
 
         adapter = self.model(model_id).adapter
         number = body.get("sampling_session_seq_id")
@@ -227,7 +227,18 @@ class Service:
 
         session = model_id.partition(":")[0]
         opened = self.open_sampling(session, number, path)
+        if kind == "inflight":
+            self._publish(model_id, opened, path)
         return {"type": "save_weights_for_sampler", "path": path, "sampling_session_id": opened}
+
+    def _publish(self, model_id: str, opened: str, path: str) -> None:
+        """Have a new session and those that follow the model sample from these weights; what is
+        being drawn goes on with the weights that it began with."""
+        version = self.checkpoints.version(path)
+        for name, each in self._samplings.items():
+            if name == opened or each.follows == model_id:
+                own = replace(each, path=path, version=version, follows=model_id)
+                self._samplings[name] = own
 
     def open_sampling(self, session: str, number: int, path: str | None) -> str:
         """Raises BadRequest for a path that is not there, KeyError for an unknown session."""
