@@ -134,10 +134,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             except Exception as err:
                 return _report_error(err, arguments.debug)
     except KeyboardInterrupt as err:
-        if isinstance(err, Interrupted):
-            number = err.number
-        else:
-            number = signal.SIGINT
+        number = err.number if isinstance(err, Interrupted) else signal.SIGINT
         print(ended_by(number), file=sys.stderr)
         return exit_status(number)
 
@@ -249,10 +246,7 @@ def _report_error(err: Exception, debug: bool) -> int:
             message = f"{type(err).__name__}: {err} (--debug shows where)"
         print(f"distflow: {message}", file=sys.stderr)
 
-    if is_users:
-        status = USER_FAULT
-    else:
-        status = int(getattr(err, "exit_status", OUR_FAULT))
+    status = USER_FAULT if is_users else int(getattr(err, "exit_status", OUR_FAULT))
 
     if isinstance(err, LoopGivenUp):
         for stream in (sys.stdout, sys.stderr):

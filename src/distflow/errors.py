@@ -219,10 +219,7 @@ def _innermost(frames: traceback.StackSummary) -> str | None:
             return f"{frame.name}, line {frame.lineno}"
 
         # a script's may be relative
-        if frame.filename.startswith("<"):
-            file = ""
-        else:
-            file = os.path.abspath(frame.filename)
+        file = "" if frame.filename.startswith("<") else os.path.abspath(frame.filename)
 
         if file and not file.startswith(_library_folders()):
             return f"{Path(frame.filename).name}:{frame.lineno}"

@@ -54,10 +54,7 @@ def _connects(host: str, port: int) -> str | None:
     thread.start()
     thread.join(REACHED_WITHIN_S)
 
-    if outcome:
-        answer = outcome[0]
-    else:
-        answer = f"no answer within {REACHED_WITHIN_S:g} s"
+    answer = outcome[0] if outcome else f"no answer within {REACHED_WITHIN_S:g} s"
 
     return answer and f"{host}: {answer}"
 

@@ -241,10 +241,7 @@ class SourceFile:
 
         module: its name, or the path of its ".py" file.
         """
-        if module.endswith(".py"):
-            files = [Path(module).expanduser()]
-        else:
-            files = []
+        files = [Path(module).expanduser()] if module.endswith(".py") else []
 
         files += module_files(module)
         file = next((file for file in files if file.is_file()), None)

@@ -102,10 +102,7 @@ def reward_steps(
         for decision, rewards in enumerate(step_rewards[row]):
             places = (turns == decision).nonzero()[:, 0].tolist()
             for step, reward in enumerate(rewards):
-                if dim is None:
-                    end = places[-1]
-                else:
-                    end = places[dim * (step + 1) - 1]
+                end = places[-1] if dim is None else places[dim * (step + 1) - 1]
                 placed[row, end] += in_units(reward)
 
         own = (turns >= 0).nonzero()

@@ -35,10 +35,7 @@ class GridReach:
         drawn = int(draws.integers(2))
 
         named = options.get("instruction")
-        if named in COLOURS:
-            self._goal = [*COLOURS].index(named)
-        else:
-            self._goal = drawn
+        self._goal = [*COLOURS].index(named) if named in COLOURS else drawn
 
         self._num_steps = 0
         self._ended = False

@@ -316,10 +316,7 @@ def _first_token(name: str, chat: Chat, options: Mapping[str, Any], size: int) -
     tokens."""
     first = options.get("first_token")
     number = chat.tokens.vocabulary - size if first is None else first
-    if isinstance(number, str):
-        token = chat.tokens.token_id(number)
-    else:
-        token = int(number)
+    token = chat.tokens.token_id(number) if isinstance(number, str) else int(number)
 
     if not 0 <= token <= chat.tokens.vocabulary - size:
         wanted = f"{size} tokens from {token}"

@@ -57,10 +57,7 @@ def check_episodes(recorded: RecordedStep) -> str | None:
 
 def _events(recorded: RecordedStep, sample: Sample) -> list[tuple[Any, ...]]:
     record = recorded.record_of(sample)
-    if record is not None:
-        events = record.events.get(index_of(sample), [])
-    else:
-        events = []
+    events = record.events.get(index_of(sample), []) if record is not None else []
     return _of_trained(recorded, events)
 
 

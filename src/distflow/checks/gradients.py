@@ -44,10 +44,7 @@ def check_gradients(recorded: RecordedStep) -> str | None:
 def check_cleared(role: str, engine: TrainEngine) -> None:
     """Check before an update that nothing is left of another's gradients. Every update has this
     check."""
-    if isinstance(engine, OpenEngine):
-        names = leftover(engine.model)
-    else:
-        names = []
+    names = leftover(engine.model) if isinstance(engine, OpenEngine) else []
 
     if names:
         raise Wrong(

@@ -240,10 +240,7 @@ class RecordedStep:
         """How many tokens of the last reply the workflow used, by the conversation, where it said
         so."""
         record = self.record_of(sample)
-        if record is not None:
-            events = record.events.get(index_of(sample), ())
-        else:
-            events = ()
+        events = record.events.get(index_of(sample), ()) if record is not None else ()
         return {event[1]: event[2] for event in events if event[0] == "kept"}
 
     def turns(self, sample: Sample) -> list[RecordedTurn]:

@@ -107,10 +107,7 @@ def _check_response_of_row(recorded: RecordedStep, sample: Sample, row: PromptRo
     """For fine-tuning: the response is that of the data, and its turns are trained on."""
     response = sample["response_ids"].tolist()
     if row.rejected_ids is not None:
-        if sample["uid"].endswith("-0"):
-            ids = row.response_ids
-        else:
-            ids = row.rejected_ids
+        ids = row.response_ids if sample["uid"].endswith("-0") else row.rejected_ids
         check_same(sample, "response_ids", response, list(ids or ()), "the data")
         return
 

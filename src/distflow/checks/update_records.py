@@ -56,10 +56,7 @@ class MicroRecord:
     def add_gradient(self, name: str, gradient: Tensor) -> None:
         part = gradient.detach().cpu()
         known = self.gradients.get(name)
-        if known is None:
-            self.gradients[name] = part.clone()
-        else:
-            self.gradients[name] = known + part
+        self.gradients[name] = part.clone() if known is None else known + part
 
 
 @dataclass

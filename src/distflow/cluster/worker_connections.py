@@ -47,10 +47,7 @@ class WorkerPorts:
         ready = None
         reshard = None
         if place.dp_group:
-            if among.mesh is None:
-                local = LocalWeights(waits)
-            else:
-                local = StreamedWeights(waits)
+            local = LocalWeights(waits) if among.mesh is None else StreamedWeights(waits)
 
             engine = local
             weights = local

@@ -149,10 +149,7 @@ def _state(run_dir: Path, query: Query) -> dict[str, Any]:
 
 def _step(run: RunPages, query: Query) -> dict[str, Any]:
     steps = [step for step in run.steps if step > 0]
-    if query.get("step"):
-        step = whole(query["step"])
-    else:
-        step = max(steps, default=0)
+    step = whole(query["step"]) if query.get("step") else max(steps, default=0)
 
     return {
         **why.step_page(run.run_dir, step),

@@ -83,10 +83,7 @@ def config_of(config: Config, domain: str | None) -> Config:
     """The config with the settings of a domain; one with its own policy loss does not take over the
     options of the run's."""
     own = replace(config, algorithm=replace(algorithm_of(config, domain), domains={}))
-    if domain is None:
-        changes = {}
-    else:
-        changes = {**config.algorithm.domains.get(domain, {})}
+    changes = {} if domain is None else {**config.algorithm.domains.get(domain, {})}
 
     losses = {name: value for name, value in changes.items() if name in DIFFERING_LOSS}
     if "policy_loss" in losses:
@@ -100,10 +97,7 @@ def config_of(config: Config, domain: str | None) -> Config:
         return own
 
     group = own.actor_rollout_ref
-    if size is None:
-        rollout = group.rollout
-    else:
-        rollout = replace(group.rollout, n=size)
+    rollout = group.rollout if size is None else replace(group.rollout, n=size)
 
     actor = changed(group.actor, losses)
     return replace(own, actor_rollout_ref=replace(group, rollout=rollout, actor=actor))

@@ -44,9 +44,6 @@ def _from_buffers(buffers: Buffers) -> Batch:
     for name, values in buffers.items():
         # torch cannot read an empty array of numpy as another dtype
         empty = torch.empty(0, dtype=torch.uint8)
-        if values.size:
-            copies[name] = torch.from_numpy(values.copy())
-        else:
-            copies[name] = empty
+        copies[name] = torch.from_numpy(values.copy()) if values.size else empty
 
     return Batch.from_tensors(copies)

@@ -249,10 +249,7 @@ def _missing_column(key: str, name: str, columns: Columns, source: str, seen: se
     usual = (each for each in _USUAL_NAMES.get(key, ()) if each.partition(".")[0] in seen)
 
     near = nearest(name, seen) or next(usual, "")
-    if near:
-        advice = f"did you mean {key}={near}?"
-    else:
-        advice = f"set {key} to one of them"
+    advice = f"did you mean {key}={near}?" if near else f"set {key} to one of them"
 
     if key == "data.answer_key" and not near:
         advice += ", or custom_reward_function.path to a reward of your own"

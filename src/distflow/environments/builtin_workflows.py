@@ -115,10 +115,7 @@ class ByDomain:
 
 
 def _workflow_of_domain(domain: str, entry: Any) -> Workflow:
-    if isinstance(entry, Mapping):
-        options = dict(entry)
-    else:
-        options = {"workflow": entry}
+    options = dict(entry) if isinstance(entry, Mapping) else {"workflow": entry}
 
     if "workflow" not in options:
         raise UserError(

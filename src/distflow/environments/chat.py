@@ -316,10 +316,7 @@ class Chat:
             if self.segments:
                 begun.append(Segment("prompt", self.token_ids))
         else:
-            if messages != ():
-                history = _messages(messages, "fork")
-            else:
-                history = []
+            history = _messages(messages, "fork") if messages != () else []
 
         self._num_forks += 1
         name = f"{self.name}.{self._num_forks}".removeprefix(".")
@@ -390,10 +387,7 @@ class Chat:
             text = "".join(str(message.get("content", "")) for message in history) + content
             return self.tokens.of_text(text, begins=begins), [_user(content)]
 
-        if isinstance(content, str):
-            said = [_user(content)]
-        else:
-            said = _messages(content)
+        said = [_user(content)] if isinstance(content, str) else _messages(content)
 
         self.check_contents([*history, *said])
         if begins:

@@ -67,10 +67,7 @@ class Endpoint:
         self._socket = listening or socket.create_server(("127.0.0.1", 0))
 
         host, port = self._socket.getsockname()[:2]
-        if ":" in host:
-            self.url = f"http://[{host}]:{port}"
-        else:
-            self.url = f"http://{host}:{port}"
+        self.url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
         self._sessions: dict[str, Session] = {}
         routes = []
@@ -261,10 +258,7 @@ def _failed(request: Any, error: RequestError) -> Any:
     is_ours = error.status >= 500
     kind = "invalid_request_error"
     if "anthropic-version" in request.headers:
-        if is_ours:
-            kind = "api_error"
-        else:
-            kind = _ANTHROPIC_TYPES.get(error.status, kind)
+        kind = "api_error" if is_ours else _ANTHROPIC_TYPES.get(error.status, kind)
     elif is_ours:
         kind = "server_error"
 

@@ -268,10 +268,7 @@ def _rewards(text: str, name: str, task: Task, ran: Ran) -> Mapping[str, float]:
     """Rewards by name; the score is the one called reward, or else the sum. Raises
     TestsFailedError."""
     try:
-        if name == "reward.json":
-            found = json.loads(text)
-        else:
-            found = {"reward": float(text)}
+        found = json.loads(text) if name == "reward.json" else {"reward": float(text)}
 
         rewards = {
             str(key): finite_number(float(value), "it wrote") for key, value in found.items()

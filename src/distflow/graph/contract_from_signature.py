@@ -289,9 +289,6 @@ def _options(form: Form, parameters: list[Parameter], declared: Declared) -> dic
             is_option = _role_of(p, declared) == "option"
 
         if is_option:
-            if p.default is Parameter.empty:
-                options[p.name] = REQUIRED
-            else:
-                options[p.name] = p.default
+            options[p.name] = REQUIRED if p.default is Parameter.empty else p.default
 
     return options

@@ -143,10 +143,7 @@ class Node:
             if getattr(self, name) is not None:
                 settle(self, name, as_member(kind, getattr(self, name), f"{where}: {name}"))
 
-        if self.func is None:
-            func = _WITHOUT_FUNC.get(self.node_type)
-        else:
-            func = self.func
+        func = _WITHOUT_FUNC.get(self.node_type) if self.func is None else self.func
 
         if func is None:
             raise PipelineError(f'{where} has no func; pass a function or "module:function"')
@@ -303,10 +300,7 @@ def split_arguments(arguments: Mapping[str, Any]) -> dict[str, Any]:
     """The arguments of a node, with those that are none of its settings under `options`."""
     settings: dict[str, Any] = {"options": {}}
     for name, value in arguments.items():
-        if name in NODE_SETTINGS:
-            target = settings
-        else:
-            target = settings["options"]
+        target = settings if name in NODE_SETTINGS else settings["options"]
         target[name] = value
 
     return settings

@@ -12,6 +12,7 @@ from distflow.launch.user_code import remember_own_run
 from distflow.observe.crash_safe_files import remove_asides, sync
 from distflow.observe.run_reader import VALIDATION_ROWS, read_damage
 from distflow.observe.writing.run_folder import claimed, finish_moving, join, set_aside
+from distflow.observe.writing.trackers import check_trackers
 from distflow.processes.survivors import survivors_ended
 from distflow.runtime import fault_injection
 from distflow.runtime.checkpoint.checkpoint_store import Checkpoint, CheckpointStore
@@ -69,7 +70,7 @@ def starting(spec: Spec, allow_change: tuple[str, ...]) -> Iterator[Start]:
     """Claims the run's folder for this process and finds where the run begins. Raises UserError for
     a checkpoint of another config or other data, an engine that cannot train, a tracker that is not
     installed, or a disk that is too small for its checkpoints."""
-    spec.check_can_train()
+    check_trackers(spec.config.trainer.logger)
     check_disk(spec)
     with writing_to(spec.run_dir), claimed(spec.run_dir) as owner, survivors_ended():
         yield find_start(spec, spec.config.trainer.resume_mode, allow_change, owner)

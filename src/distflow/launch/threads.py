@@ -64,10 +64,7 @@ def places_of(spec: Spec) -> list[Place]:
             # of the training loop: its engine computes meanwhile
             threads = share_threads(cores, trainer, rollout)[0]
 
-        if rank.rank in generators:
-            number = generators.index(rank.rank)
-        else:
-            number = -1
+        number = generators.index(rank.rank) if rank.rank in generators else -1
 
         places.append(Place(rank.rank, dp_groups, generators, threads, home, number))
 

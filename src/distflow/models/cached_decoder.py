@@ -83,10 +83,7 @@ class DecoderView:
         self._body = causal.model
         self._module = causal
 
-        if compute_dtype == torch.float32:
-            self._low = None
-        else:
-            self._low = compute_dtype
+        self._low = None if compute_dtype == torch.float32 else compute_dtype
 
         self._fused = self.device.type != "cpu" and _has_plain_norms(self._body)
         self.num_layers: int = config.num_hidden_layers

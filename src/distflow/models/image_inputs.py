@@ -151,10 +151,7 @@ def text_decoder(model: nn.Module) -> Any:
     causal = unwrapped(model)
 
     # Llama 4 names itself its base
-    if causal.base_model is causal:
-        decoder = causal.model
-    else:
-        decoder = causal.base_model
+    decoder = causal.model if causal.base_model is causal else causal.base_model
 
     return getattr(decoder, "language_model", decoder)
 

@@ -133,10 +133,7 @@ def code_of(path: str | Path) -> list[str]:
         repository, _, reference = name.rpartition("--")
         module, _, attribute = reference.rpartition(".")
 
-        if repository:
-            file = f"{module}.py"
-        else:
-            file = f"{Path(source, module)}.py"
+        file = f"{module}.py" if repository else f"{Path(source, module)}.py"
 
         shown.append(
             f"{file}:{attribute}" + (f" of the hub's repository {repository}" if repository else "")

@@ -242,10 +242,7 @@ def packed_forward(
     found: dict[str, Tensor] = {}
     if "values" in outputs:
         values = output_head(model)(hidden)[:, 0]
-        if values.dtype == torch.float64:
-            found["values"] = values
-        else:
-            found["values"] = values.float()
+        found["values"] = values if values.dtype == torch.float64 else values.float()
 
     if "text_scores" in outputs:
         wide = torch.promote_types(hidden.dtype, torch.float32)

@@ -259,10 +259,7 @@ def at_places(tensor: Tensor, places: Tensor) -> tuple[Tensor, Tensor]:
     inside = torch.ones(len(places), dtype=torch.bool)
     own = torch.zeros_like(places)
 
-    if tensor.dim():
-        coordinates = torch.unravel_index(places, tensor.shape)
-    else:
-        coordinates = ()
+    coordinates = torch.unravel_index(places, tensor.shape) if tensor.dim() else ()
 
     for coordinate, first, length in zip(coordinates, start, shape, strict=True):
         inside &= (coordinate >= first) & (coordinate < first + length)

@@ -130,10 +130,7 @@ def _parse_part(text: str, has_rollout: bool) -> AllocatedPart:
         theirs = find_synonyms(STRATEGY, engine, TRAIN_ENGINES) or find_synonyms(
             NAME, engine, ROLLOUT_ENGINES
         )
-        if theirs:
-            meant = f"; did you mean '{theirs[0]}'?"
-        else:
-            meant = hint(engine, _ENGINES)
+        meant = f"; did you mean '{theirs[0]}'?" if theirs else hint(engine, _ENGINES)
 
         _refuse(text, f"there is no engine '{engine}'{meant}")
 

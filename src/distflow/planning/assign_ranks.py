@@ -113,10 +113,7 @@ def plan_ray(
     ranks = [replace(rank, rollout_group=_rollout_group(rank, ranks, layouts)) for rank in ranks]
 
     # An offloaded engine may have to send from host memory, which nccl cannot.
-    if offload_keys(config):
-        threshold = 1
-    else:
-        threshold = config.dag.backend_threshold
+    threshold = 1 if offload_keys(config) else config.dag.backend_threshold
 
     return Plan(
         pipeline.graph_id,

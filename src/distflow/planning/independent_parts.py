@@ -156,10 +156,7 @@ def _quotas(weights: list[Fraction], num_devices: int) -> list[Fraction]:
         quotas = []
         below = set()
         for part, weight in enumerate(weights):
-            if part in small:
-                quota = Fraction(1)
-            else:
-                quota = weight * left / total
+            quota = Fraction(1) if part in small else weight * left / total
 
             quotas.append(quota)
             if quota < 1:

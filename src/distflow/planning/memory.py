@@ -303,10 +303,7 @@ class _Needs:
         longest = self.token_bytes * longest_sequence(self.config)
 
         taken = self.taken_in_advance(beside)
-        if taken is None:
-            cache = running * longest
-        else:
-            cache = max(taken, longest)
+        cache = running * longest if taken is None else max(taken, longest)
 
         # The embedded engine's cache shrinks to nothing when a step's groups are complete, unless
         # it was taken in advance.

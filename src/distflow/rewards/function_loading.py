@@ -208,10 +208,7 @@ def fingerprint_target(target: str) -> str:
     """Fingerprint of the file of a "module:function" or "file:function"; empty if it cannot be
     read."""
     path = split_name(target)[0]
-    if path.endswith((".py", PICKLED)):
-        files = [Path(path)]
-    else:
-        files = module_files(path)
+    files = [Path(path)] if path.endswith((".py", PICKLED)) else module_files(path)
 
     try:
         content = next(file for file in files if file.is_file()).read_bytes()

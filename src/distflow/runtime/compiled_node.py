@@ -243,10 +243,7 @@ class Step:
             if not isinstance(values, Tensor) or not values.is_floating_point():
                 continue
 
-            if axis is Axis.SAMPLE:
-                rows = torch.arange(len(batch))
-            else:
-                rows = batch.rows(axis)
+            rows = torch.arange(len(batch)) if axis is Axis.SAMPLE else batch.rows(axis)
 
             counts = batch.flat("valid")[rows]
             if axis is Axis.RESPONSE:
@@ -321,10 +318,7 @@ def _measured(output: object, num_samples: int) -> tuple[object, Measured]:
     if not isinstance(output, NodeOutput):
         return output, ({}, float(num_samples))
 
-    if output.weight is None:
-        weight = float(num_samples)
-    else:
-        weight = output.weight
+    weight = float(num_samples) if output.weight is None else output.weight
 
     return output.batch, (dict(output.metrics or {}), weight)
 

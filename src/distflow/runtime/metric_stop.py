@@ -11,10 +11,7 @@ class MetricStop:
         # not at every command's start
         from distflow.config.keys.trainer import StopCondition
 
-        if condition is None:
-            self.condition = None
-        else:
-            self.condition = StopCondition.of(condition)
+        self.condition = None if condition is None else StopCondition.of(condition)
 
         self._warn = warn
         self._seen = set[str]()

@@ -102,10 +102,7 @@ def _all_columns(batch: Batch) -> dict[str, object]:
 def _written(output: object, batch: Batch, before: Mapping[str, object]) -> NodeOutput:
     """The columns that the function added or replaced. before: the columns that it was called
     with."""
-    if isinstance(output, NodeOutput):
-        returned = output
-    else:
-        returned = NodeOutput(output)
+    returned = output if isinstance(output, NodeOutput) else NodeOutput(output)
 
     columns = returned.batch
     if isinstance(columns, Batch):

@@ -86,10 +86,7 @@ def writing_to(run_dir: Path) -> Iterator[None]:
         if err.errno not in (*_DISK, *_IN_THE_WAY):
             raise
 
-        if err.filename:
-            what = f"{err.strerror}: {err.filename}"
-        else:
-            what = str(err.strerror)
+        what = f"{err.strerror}: {err.filename}" if err.filename else str(err.strerror)
 
         raise UserError(
             f"the run's folder {run_dir} cannot be written ({what}). Its checkpoints are complete. "

@@ -225,10 +225,7 @@ class Recorder(AbstractContextManager["Recorder"]):
     def training_step(self, step: int, metrics: Mapping[str, float], batch: Batch) -> None:
         """A finished step, counted from 1. metrics: of all ranks. batch: this rank's share."""
         self._step = step
-        if self._process.share is not None:
-            rows = sample_rows(batch)
-        else:
-            rows = []
+        rows = sample_rows(batch) if self._process.share is not None else []
 
         if rows:
             self.folder.samples(step, rows)

@@ -13,7 +13,6 @@ from distflow.config import Config, to_yaml
 from distflow.config.derived_settings import agent_sampling
 from distflow.data.encoded_prompts import PromptRow
 from distflow.graph import BoundPipeline
-from distflow.observe.writing.trackers import check_trackers
 from distflow.planning.plan import Plan, RankPlan
 from distflow.rollout.engine import SamplingParams
 from distflow.runtime.callbacks import Callbacks
@@ -224,10 +223,6 @@ class Spec:
     def temperature_of_agent(self, agent: str) -> float:
         """In training. agent: its name, empty for the first one."""
         return agent_sampling(self.config, agent).get("temperature", self.sampling.temperature)
-
-    def check_can_train(self) -> None:
-        """Raises UserError if a tracker is not installed."""
-        check_trackers(self.config.trainer.logger)
 
 
 @dataclass(frozen=True)

@@ -357,10 +357,7 @@ def over_ranks(measured: Sequence[Measured], collective: Collective) -> dict[str
 
         weighted = [(value, weight) for value, weight in pairs if weight]
         total = sum(weight for _, weight in weighted)
-        if total:
-            found[name] = sum(v * w for v, w in weighted) / total
-        else:
-            found[name] = 0.0
+        found[name] = sum(v * w for v, w in weighted) / total if total else 0.0
 
     return found
 

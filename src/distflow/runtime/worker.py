@@ -134,10 +134,7 @@ class Worker:
         while not self._stop.wanted:
             with self._recorder.profiled(self.step + 1):
                 step = self.take()
-                if step is None:
-                    counts = RewardCounts()
-                else:
-                    counts = step.reward_counts
+                counts = RewardCounts() if step is None else step.reward_counts
 
                 rewards = self.reward_metrics(counts)
                 if step is None:

@@ -164,10 +164,7 @@ def make_schedule(
     if name == "constant":
         return lambda step: 1.0
 
-    if warmup_steps >= 0:
-        warmup = warmup_steps
-    else:
-        warmup = int(warmup_ratio * total_steps)
+    warmup = warmup_steps if warmup_steps >= 0 else int(warmup_ratio * total_steps)
 
     def factor(step: int) -> float:
         if step < warmup:

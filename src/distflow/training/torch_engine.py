@@ -230,10 +230,7 @@ def micro_batches(
     computed once. With `whole_groups` the samples of a prompt group always do. Every rank of
     `group` gets as many as the one that needs most, if necessary empty ones.
     """
-    if whole_groups:
-        families = _groups(batch)
-    else:
-        families = _families(batch, max_tokens)
+    families = _groups(batch) if whole_groups else _families(batch, max_tokens)
 
     lengths = batch.lengths("sequence")
     sizes = [int(lengths[family].sum()) for family in families]
@@ -294,10 +291,7 @@ def model_inputs(
     empty = (micro.lengths("prompt") < before) & (micro.lengths("response") > 0)
     if bool(empty.any()):
         index = int(empty.nonzero()[0])
-        if "uid" in micro:
-            who = micro.flat("uid")[index]
-        else:
-            who = f"number {index}"
+        who = micro.flat("uid")[index] if "uid" in micro else f"number {index}"
 
         raise ValueError(
             f"sample {who} has an empty prompt: its first token cannot be predicted; add a BOS "

@@ -75,10 +75,7 @@ def figures_of(run_dir: Path) -> Figures:
     checkpoint = CheckpointStore(run_dir / CHECKPOINTS).load()
     weights = list[Tensor]()
     for role in ("actor", "critic"):
-        if role in checkpoint.files:
-            tensors = checkpoint.load(role)
-        else:
-            tensors = {}
+        tensors = checkpoint.load(role) if role in checkpoint.files else {}
 
         weights += [
             tensors[name].flatten() for name in sorted(tensors) if name.startswith("model.")

@@ -73,10 +73,7 @@ def names_in_defaults(root: yaml.Node | None) -> list[str]:
     if chosen is None:
         return []
 
-    if isinstance(chosen, yaml.SequenceNode):
-        entries = chosen.value
-    else:
-        entries = [chosen]
+    entries = chosen.value if isinstance(chosen, yaml.SequenceNode) else [chosen]
 
     return [entry.value if isinstance(entry, yaml.ScalarNode) else "" for entry in entries]
 

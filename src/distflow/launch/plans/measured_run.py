@@ -254,10 +254,7 @@ class MeasuredRun:
             waits = waits if times.overlaps else seconds["generate"]
             planned["generate"] = times.generate()
 
-            if times.overlaps:
-                planned["rewards"] = 0.0
-            else:
-                planned["rewards"] = times.rewards()
+            planned["rewards"] = 0.0 if times.overlaps else times.rewards()
 
         seconds["rest"] = max(0.0, rest - waits)
         return seconds, planned

@@ -221,10 +221,7 @@ def _policies_in(folder: Path, config: Config) -> dict[str, Any]:
     policies = {}
     for name, given in config.dag.policies.items():
         own = {"model.path": str(folder / name), "model.init": "pretrained"}
-        if (folder / name).is_dir():
-            policies[name] = {**given, **own}
-        else:
-            policies[name] = given
+        policies[name] = {**given, **own} if (folder / name).is_dir() else given
 
     return {_MODELS[0]: str(folder / FIRST_POLICY), "dag.policies": policies}
 

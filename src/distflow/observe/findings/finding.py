@@ -78,10 +78,7 @@ def draws_numbers(config: Config) -> bool:
     workflow = workflow_of(config)
     options: object = config
     for name in ("actor_rollout_ref", "rollout", "workflow_kwargs"):
-        if isinstance(options, Mapping):
-            options = options.get(name)
-        else:
-            options = None
+        options = options.get(name) if isinstance(options, Mapping) else None
 
     if workflow is None or not workflow.draws_numbers or not isinstance(options, Mapping):
         return False

@@ -264,10 +264,7 @@ class LearningRule(NamedTuple):
         """What it finds in some steps, unless it follows from a policy that came apart. whole:
         with the first steps."""
         broken = broken_policy(whole, config)
-        if self.check is broken_policy:
-            found = broken
-        else:
-            found = self.check(steps, config)
+        found = broken if self.check is broken_policy else self.check(steps, config)
 
         if found is None:
             return None

@@ -53,10 +53,7 @@ def cut_response(row: Mapping[str, object], max_text: int = MAX_TEXT) -> dict[st
     versions = row.get("versions")
     if isinstance(versions, list):
         known = [version for version in versions if isinstance(version, int) and version >= 0]
-        if known:
-            shown["versions"] = sorted({min(known), max(known)})
-        else:
-            shown["versions"] = []
+        shown["versions"] = sorted({min(known), max(known)}) if known else []
 
     if row.get("errors"):
         shown["score"] = None

@@ -120,10 +120,7 @@ def _mean_score(rows: Sequence[Row]) -> float | None:
     without a score."""
     scores = []
     for row in rows:
-        if row.get("acc") is None:
-            score = row.get("score")
-        else:
-            score = row.get("acc")
+        score = row.get("score") if row.get("acc") is None else row.get("acc")
         if isinstance(score, float) and not row.get("errors"):
             scores.append(score)
 
