@@ -36,7 +36,7 @@ class _LogProbs(Function):
         ctx: Any, logits: Tensor, targets: Tensor, with_entropy: bool
     ) -> tuple[Tensor, Tensor | None]:
         memory = logits.detach() if ctx.needs_input_grad[0] else None
-        columns = targets.reshape(len(logits), -1)
+        columns = targets if targets.dim() == 2 else targets[:, None]
         chosen = logits.new_empty(columns.shape)
         entropy = logits.new_empty(len(logits)) if with_entropy else None
         for rows in _blocks(logits):
