@@ -87,9 +87,9 @@ test-verifiers: $(INSTALLED)
 	.venv-verifiers/bin/python -m pytest -m "slow or not slow" -n 0 tests/environments/test_verifiers_episode.py \
 		tests/rewards/test_verifiers_reward.py
 
-# Recipes of the Tinker cookbook, three minutes. Its renderers for some models are in no registry, so it comes without its
+# Recipes of the Tinker cookbook, four minutes. Its renderers for some models are in no registry, so it comes without its
 # dependencies.
-COOKBOOK := aiohttp blobfile chz math-verify pylatexenc pyrage termcolor tiktoken
+COOKBOOK := aiohttp blobfile chz chromadb google-genai math-verify pylatexenc pyrage termcolor "textarena==0.7.4" tiktoken
 test-tinker: $(INSTALLED)
 	test -x .venv-tinker/bin/python || $(PYTHON) -m venv .venv-tinker
 	.venv-tinker/bin/python $(PIP_INSTALL) --no-compile $(TORCH)

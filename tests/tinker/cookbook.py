@@ -5,11 +5,13 @@ import json
 from collections.abc import Iterable
 from pathlib import Path
 
+from datasets import Dataset
+
 from tests.tiny_models import tiny_tokenizer, write_tiny_model
 
 MODEL = "Qwen/Qwen3.5-9B"
 """What several recipes train, or ask, by default."""
-CONTEXT = 2048
+CONTEXT = 8192
 OF_CHATS = ("<|im_start|>", "<|im_end|>", "<think>", "</think>")
 """Tokens that the cookbook writes around the messages of this model."""
 GSM8K = Path(__file__).parents[1] / "data" / "sets" / "gsm8k_train_60.jsonl"
@@ -66,6 +68,15 @@ def write_kitchen(folder: Path) -> None:
     _write(folder / "Anthropic/hh-rlhf", {"train": pairs, "test": pairs[:8]})
     _write(folder / "hicai-zju/SciKnowEval", {"test": choices})
     (folder / "rubric.jsonl").write_text(_lines(graded))
+
+    # the recipe downloads this file to the user's home
+    home = folder / ".cache/tinker-cookbook/PeterJinGo/nq_hotpotqa_train/train"
+    home.mkdir(parents=True)
+    searched = [
+        {"question": question, "golden_answers": [answer], "data_source": "nq"}
+        for question, answer in chats
+    ]
+    Dataset.from_list(searched).to_parquet(home / "train.parquet")
 
 
 def _chat(first: int, second: int) -> tuple[str, str]:

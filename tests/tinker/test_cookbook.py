@@ -4,16 +4,18 @@ test-tinker` installs it."""
 import json
 import os
 import re
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
 
 pytest.importorskip("tinker_cookbook", reason="wants the Tinker cookbook: make test-tinker")
 
+from tests.patience import wait_until  # noqa: E402
 from tests.source_trees import SOURCE  # noqa: E402
 from tests.tinker.cookbook import MODEL, write_kitchen  # noqa: E402
 from tests.tinker.server import Served, tinker_server  # noqa: E402
@@ -71,6 +73,11 @@ RECIPES = {
     ),
     "multiplayer_rl.guess_number.train": Recipe(f"{STUDENT} {SMALL_RL} {NO_TESTS}", 1),
     "multiplayer_rl.twenty_questions.train": Recipe(f"{STUDENT} {SMALL_RL} {NO_TESTS}", 1),
+    "multiplayer_rl.text_arena.train": Recipe(
+        f"{STUDENT} batch_size=4 num_train_datapoints=8 num_test_datapoints=2 max_tokens=8 "
+        f"max_steps=1 {NO_TESTS}",
+        1,
+    ),
     "preference.shorter.train": Recipe(f"{STUDENT} {SMALL_RL} {NO_TESTS}", 1),
     "rubric.train": Recipe(
         f"{RL} grader_llm_name={MODEL} groups_per_batch=4 max_tokens=8 max_steps=1 {NO_TESTS} "
@@ -78,6 +85,11 @@ RECIPES = {
         1,
     ),
     "sdft.train": Recipe(f"{STUDENT} {SMALL_SDFT} {NO_TESTS}", 2),
+}
+WITH_CHROMA = {
+    "search_tool.train": Recipe(
+        f"{STUDENT} {SMALL_RL} chroma_host=127.0.0.1 chroma_port={{port}}", 1
+    )
 }
 AFTER_SL = {
     "math_rl.train": Recipe(
@@ -122,6 +134,10 @@ def run(served: Served, kitchen: Path, name: str, recipe: Recipe) -> Path:
         "HF_HUB_OFFLINE": "1",
         "HF_HOME": str(kitchen / "cache"),
         "OMP_NUM_THREADS": "1",
+        # of `search_tool`: its data lie in the home, and its embeddings are never asked for
+        "HOME": str(kitchen),
+        "GCP_VERTEXAI_PROJECT_NUMBER": "0",
+        "GCP_VERTEXAI_REGION": "none",
     }
     module = f"tinker_cookbook.recipes.{name}"
     command = [sys.executable, "-m", module, f"log_path={log}", *recipe.arguments.split()]
@@ -152,6 +168,38 @@ def test_a_recipe_runs(served: Served, kitchen: Path, name: str) -> None:
     run(served, kitchen, name, RECIPES[name])
 
 
+def answers(port: int) -> bool:
+    with socket.socket() as asking:
+        return asking.connect_ex(("127.0.0.1", port)) == 0
+
+
+@pytest.fixture
+def chroma_port(kitchen: Path) -> Iterator[int]:
+    """Of a real server with one document."""
+    chroma = pytest.importorskip("chromadb")
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port: int = free.getsockname()[1]
+    folder = kitchen / "chroma"
+    chroma.PersistentClient(str(folder)).create_collection("wiki_embeddings").add(
+        ids=["one"], embeddings=[[0.1] * 768], documents=["One is a number."]
+    )
+
+    command = [Path(sys.executable).with_name("chroma"), "run", "--host", "127.0.0.1"]
+    command += ["--port", str(port), "--path", str(folder)]
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as server:
+        try:
+            wait_until(lambda: answers(port), "Chroma answers")
+            yield port
+        finally:
+            server.terminate()
+
+
+def test_a_recipe_with_a_tool_runs(served: Served, kitchen: Path, chroma_port: int) -> None:
+    for name, recipe in WITH_CHROMA.items():
+        arguments = recipe.arguments.format(port=chroma_port)
+        run(served, kitchen, name, replace(recipe, arguments=arguments))
+
+
 def test_recipes_go_on_from_what_another_trained(served: Served, kitchen: Path) -> None:
     log = run(served, kitchen, "sl_loop", RECIPES["sl_loop"])
     saved = json.loads((log / "checkpoints.jsonl").read_text().splitlines()[-1])
@@ -159,17 +207,12 @@ def test_recipes_go_on_from_what_another_trained(served: Served, kitchen: Path) 
         arguments = recipe.arguments.format(
             state=saved["state_path"], sampler=saved["sampler_path"]
         )
-        run(
-            served,
-            kitchen,
-            name,
-            Recipe(arguments, recipe.num_steps, recipe.metric, recipe.rises),
-        )
+        run(served, kitchen, name, replace(recipe, arguments=arguments))
 
 
 def test_the_table_lists_these_recipes() -> None:
     rows = re.findall(r"^\| `([\w.]+)` \| yes \|([^|]*)\|", PAGE.read_text(), re.MULTILINE)
-    tested = {**RECIPES, **AFTER_SL}
+    tested = {**RECIPES, **WITH_CHROMA, **AFTER_SL}
     assert {name for name, _ in rows} == tested.keys()
     assert {name for name, learns in rows if learns.strip()} == {
         name for name, recipe in tested.items() if recipe.metric
