@@ -40,13 +40,15 @@ class Journal:
         else:
             _write(self._folder / f"{number:09d}.json", json.dumps(result).encode())
 
-    def save(self, number: int, save: Callable[[Path], None]) -> None:
-        """The state after a request, if it is time to. save: writes it to a folder. Raises
-        OSError."""
-        started = time.monotonic()
-        if started - self._saved_at < max(_EVERY_S, _SHARE * self._took_s):
-            return
+    @property
+    def is_due(self) -> bool:
+        """Whether it is time to save a state."""
+        since = time.monotonic() - self._saved_at
+        return since >= max(_EVERY_S, _SHARE * self._took_s)
 
+    def save(self, number: int, save: Callable[[Path], None]) -> None:
+        """The state after a request. save: writes it to a folder. Raises OSError."""
+        started = time.monotonic()
         write(self._folder / f"{number:09d}{_STATE}", save)
         self._saved_at = time.monotonic()
         self._took_s = self._saved_at - started

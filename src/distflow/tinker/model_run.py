@@ -35,6 +35,8 @@ class ModelRun:
         self._recording = recording
         self._writer: RunWriter | None = None
         self._data: list[TrainedDatum] = []
+        self._spans: list[Span] = []
+        """Of its passes and steps, not yet written."""
         self._sums = defaultdict[str, float](float)
         """Of the passes since the last step: losses, clipped tokens, seconds by phase."""
         self._named = set[str]()
@@ -58,16 +60,14 @@ class ModelRun:
         result = function(*arguments)
         ended = time.time()
         self._sums[f"timing_s/{phase}"] += ended - started
-        span = Span(started, ended, "phase", phase)
-        self._write(lambda writer: writer.span("training", span))
+        self._spans.append(Span(started, ended, "phase", phase))
         return result
 
     def drawn(self, draws: Sequence[Draw]) -> None:
         """Samples of a version of this model."""
         group = draws[0].group
         decoded = Span(group.started, group.ended, "decode", TRAINING, version=group.version)
-        self._write(lambda writer: writer.span("engine", decoded))
-        self._write(lambda writer: writer.drawn(draws))
+        self._write(lambda writer: writer.drawn(draws, decoded))
 
     def passed(
         self, request: PassRequest, log_probs: Sequence[Tensor], metrics: Metrics, num_steps: int
@@ -109,7 +109,9 @@ class ModelRun:
         role = "sft" if "sft/loss" in values else "actor"
         values[f"{role}/grad_norm"] = norm
         values[f"{role}/lr"] = learning_rate
-        self._write(lambda writer: writer.step(step, data, values))
+        spans = self._spans
+        self._spans = []
+        self._write(lambda writer: writer.step(step, data, values, spans))
         return {**metrics, **{f"warning/{name}": 1.0 for name in mistakes}}
 
     def end(self, status: str) -> None:

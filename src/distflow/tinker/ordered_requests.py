@@ -1,7 +1,6 @@
 """The numbered requests of models: each is on disk before it is carried out, so that a server that
 was killed carries it out again."""
 
-import asyncio
 import hashlib
 import json
 import logging
@@ -136,8 +135,8 @@ class OrderedRequests:
             result = {"error": str(error), "category": "user"}
 
         try:
-            await asyncio.to_thread(journal.answer, number, result)
-            if kind == _STEP:
+            journal.answer(number, result)
+            if kind == _STEP and journal.is_due:
                 await self._service.save_state(model_id, partial(journal.save, number))
         except OSError as error:
             _log.warning("%s: a killed server would not restore it: %s", model_id, error)

@@ -68,15 +68,24 @@ class RunWriter:
     def event(self, kind: str, message: str, step: int) -> None:
         self._folder.event(kind, message, step=step)
 
-    def span(self, actor: str, span: Span) -> None:
-        self._folder.span(actor, span, self._step + 1)
-
-    def drawn(self, draws: Sequence[Draw]) -> None:
-        """Keep samples, until a step trains on them or two have not."""
+    def drawn(self, draws: Sequence[Draw], span: Span) -> None:
+        """Keep samples, until a step trains on them or two have not. span: in which they were
+        drawn."""
+        self._folder.span("engine", span, self._step + 1)
         for draw in draws[:_MOST_UNUSED]:
             self._unused[draw.key] = (draw, self._step)
 
-    def step(self, step: int, data: Sequence[TrainedDatum], values: Mapping[str, float]) -> None:
+    def step(
+        self,
+        step: int,
+        data: Sequence[TrainedDatum],
+        values: Mapping[str, float],
+        spans: Sequence[Span],
+    ) -> None:
+        """spans: of the training, since the last step."""
+        for span in spans:
+            self._folder.span("training", span, step)
+
         self._step = step
         for datum in data:
             for draw in datum.draws:
