@@ -4,7 +4,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,10 +28,13 @@ class Served:
 
 @contextmanager
 def tinker_server(
-    folder: Path, checkpoints: Path | None = None, name: str = "model"
+    folder: Path,
+    checkpoints: Path | None = None,
+    name: str = "model",
+    options: Sequence[str] = (),
 ) -> Iterator[Served]:
     """The model is in the folder under the name, and stays there. checkpoints: a folder that
-    outlives the server."""
+    outlives the server. options: keys of the config."""
     model = folder / name
     if not model.exists():
         write_tiny_model(model)
@@ -39,6 +42,7 @@ def tinker_server(
     command = [sys.executable, "-m", "distflow", "serve", str(model), "--tinker", "--port", "0"]
     if checkpoints is not None:
         command += ["--folder", str(checkpoints)]
+    command += options
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as process:
         assert process.stdout is not None

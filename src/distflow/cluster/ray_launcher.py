@@ -24,7 +24,7 @@ from distflow.observe.report.build import write_report
 from distflow.planning.plan import Plan
 from distflow.processes.survivors import survivors_ended
 from distflow.runtime.run_recorder import reported
-from distflow.runtime.spec import LAUNCH_DEFAULTS, LaunchOptions, Outcome, Spec
+from distflow.runtime.spec import LAUNCH_DEFAULTS, LaunchOptions, Outcome, Spec, WorkerNeeds
 
 if TYPE_CHECKING:
     from distflow.cluster.own_loop_driver import OwnLoop
@@ -87,6 +87,22 @@ def _bundles(spec: Spec, start: Start, say: Callable[[str], None]) -> "Iterator[
         reported(spec.run_dir, say),
     ):
         yield bundles
+
+
+@contextmanager
+def ray_for(
+    plan: Plan, needs: WorkerNeeds, folder: Path, say: Callable[[str], None]
+) -> "Iterator[dict[int, Bundle]]":
+    """Ray for a server, with a bundle for each node of the plan. folder: of the server. Raises
+    UserError."""
+    if not is_installed():
+        raise UserError(f"trainer.launcher=ray {NEEDED}")
+
+    with _private_ray(folder):
+        from distflow.cluster.ray_cluster import bundles_of, connect_ray
+
+        with connect_ray(plan, say) as ends, bundles_of(plan, needs, say, ends) as bundles:
+            yield bundles
 
 
 def gpus_of_machines() -> list[int]:

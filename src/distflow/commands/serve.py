@@ -5,10 +5,11 @@ import argparse
 import asyncio
 import os
 import secrets
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING
 
 from distflow import __version__
 from distflow.commands.arguments import (
@@ -19,7 +20,12 @@ from distflow.commands.arguments import (
 )
 from distflow.commands.quick_start import importing
 
+if TYPE_CHECKING:
+    from distflow.tinker.service import BaseModel
+
 _KEY = "DISTFLOW_API_KEY"
+_OF_WORKERS = ("trainer.launcher=", "trainer.n_gpus_per_node=", "trainer.allocation=")
+"""How overrides begin that ask for workers; those of a run are for training it."""
 
 
 def add_serve_arguments(parser: argparse.ArgumentParser) -> None:
@@ -63,8 +69,9 @@ def run_serve(arguments: argparse.Namespace) -> int:
     listening = listen(arguments.host, arguments.port)
 
     with importing():
+        from distflow.config.derived_settings import is_one_process
         from distflow.launch.without_run.chat import load_config_of
-        from distflow.launch.without_run.serve import serve, serve_tinker
+        from distflow.launch.without_run.serve import base_model, serve, serve_tinker
 
     chosen = arguments.api_key or os.environ.get(_KEY)
     key = chosen or secrets.token_urlsafe(24)
@@ -93,8 +100,18 @@ def run_serve(arguments: argparse.Namespace) -> int:
             asyncio.run(serve(config, arguments.model, key, listening, report))
             return 0
 
-        kept = arguments.folder or Path(folder) / "checkpoints"
+        kept = (arguments.folder or Path(folder) / "checkpoints").absolute()
         kept.mkdir(parents=True, exist_ok=True)
-        asyncio.run(serve_tinker(config, arguments.model, key, listening, kept, report_tinker))
+        asked = any(word.startswith(_OF_WORKERS) for word in arguments.overrides)
+        if is_one_process(config) or not asked:
+            own = base_model(config, arguments.model, kept)
+            base: AbstractContextManager[BaseModel] = nullcontext(own)
+        else:
+            from distflow.cluster.tinker_workers import tinker_workers
+
+            base = tinker_workers(config, arguments.model, kept, say)
+
+        with base as ready:
+            asyncio.run(serve_tinker(ready, key, listening, kept, report_tinker))
 
     return 0

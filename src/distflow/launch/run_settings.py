@@ -60,7 +60,7 @@ def settle_run(config: Config, pipeline: BoundPipeline, num_rows: Mapping[str, i
     return RunSettings(
         plan,
         data,
-        _worker_needs(config, plan.ranks),
+        worker_needs(config, plan.ranks),
         _offloads(config, pipeline, plan),
         make_factories(config, pipeline.engines, pipeline.services, data.total_steps),
         prediction(config, pipeline, plan, sum(num_rows.values())),
@@ -121,7 +121,7 @@ def validation_params(
     return greedy, sampled, settings.n
 
 
-def _worker_needs(config: Config, ranks: Sequence[RankPlan]) -> WorkerNeeds:
+def worker_needs(config: Config, ranks: Sequence[RankPlan]) -> WorkerNeeds:
     """Raises UserError for a role that no workers of the plan have exclusively."""
     _check_worker_roles(config.trainer.worker_roles, ranks)
     roles = {}

@@ -24,13 +24,14 @@ from distflow.observe.crash_safe_files import read_object
 from distflow.tinker.losses import LOSSES, Loss, Settings
 from distflow.tinker.messages import BadRequest, Datum, PassRequest
 from distflow.tinker.model_memory import ModelMemory
+from distflow.training.engine import Collective, OneRank
 from distflow.training.optimizer import (
     load_optimizer_state,
     make_optimizer,
     move_optimizer_state,
     optimizer_state,
 )
-from distflow.training.torch_engine import TorchScorer, clip_gradients
+from distflow.training.torch_engine import TorchScorer, clip_gradients, sum_gradients
 from distflow.untrusted_files import check_tensors, read_file
 
 _WEIGHTS = "adapter_model.safetensors"
@@ -76,9 +77,15 @@ class SharedBase:
     """The base model under all adapters; one of them is in use at a time. Used by one thread."""
 
     def __init__(
-        self, model: PreTrainedModel, compute_dtype: torch.dtype | None, memory: ModelMemory
+        self,
+        model: PreTrainedModel,
+        compute_dtype: torch.dtype | None,
+        memory: ModelMemory,
+        group: Collective | None = None,
     ) -> None:
+        """group: the workers with a copy, which sum their gradients."""
         self.memory = memory
+        self.group = group or OneRank()
         self._model: Any = model
         self._compute_dtype = compute_dtype
         self.digest = _digest(model)
@@ -250,7 +257,7 @@ class TrainedAdapter:
         log_probs: list[Tensor] = [torch.empty(0)] * len(data)
         total = 0.0
 
-        before = {name: _clone(each.grad) for name, each in self._parameters.items()}
+        before = self.gradients()
         try:
             for bin in pack([len(each.token_ids) for each in data], scorer.max_tokens):
                 with torch.set_grad_enabled(not request.forward_only):
@@ -262,8 +269,7 @@ class TrainedAdapter:
                     share.backward()
                 total += float(share.detach())
         except BaseException:
-            for name, parameter in self._parameters.items():
-                parameter.grad = before[name]
+            self.set_gradients(before)
             raise
 
         return log_probs, {"loss:sum": total}
@@ -273,9 +279,12 @@ class TrainedAdapter:
         there are none, or if they are not finite; then nothing is trained."""
         self._base.memory.use(self._name, self)
         own = self._parameters.values()
-        if all(each.grad is None for each in own):
+        among = self._base.group
+        if not among.max(float(any(each.grad is not None for each in own))):
             raise BadRequest("optim_step without gradients: call forward_backward first")
 
+        if among.size > 1:
+            sum_gradients(own, among)
         norm = float(clip_gradients(list(own), options.grad_clip_norm or None))
         if not math.isfinite(norm):
             self._optimizer.zero_grad(set_to_none=True)
@@ -293,6 +302,15 @@ class TrainedAdapter:
         self.num_steps += 1
 
         return {"grad_norm": norm, "learning_rate": options.learning_rate}
+
+    def gradients(self) -> dict[str, Tensor | None]:
+        """Copies of those so far."""
+        self._base.memory.use(self._name, self)
+        return {name: _clone(each.grad) for name, each in self._parameters.items()}
+
+    def set_gradients(self, gradients: Mapping[str, Tensor | None]) -> None:
+        for name, parameter in self._parameters.items():
+            parameter.grad = gradients[name]
 
     def save(self, folder: Path, with_optimizer: bool, metadata: object = None) -> None:
         """Write a folder that PEFT loads too, or for all weights transformers. metadata: JSON data

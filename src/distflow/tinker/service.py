@@ -6,19 +6,17 @@ import hashlib
 import secrets
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from distflow.rollout.engine import RolloutEngine, Stream
+from distflow.rollout.engine import Stream
 from distflow.tinker.adapter import (
     AdapterConfig,
-    SharedBase,
     StepOptions,
-    TrainedAdapter,
     read_state,
 )
 from distflow.tinker.checkpoints import EXTERNAL, SAMPLING, TRAINING, Checkpoints, write
@@ -26,7 +24,7 @@ from distflow.tinker.futures import Futures, Result, Turns
 from distflow.tinker.messages import BadRequest, read_pass, write_pass
 from distflow.tinker.model_run import ModelRun
 from distflow.tinker.runs import SESSIONS, Runs
-from distflow.tinker.sampler import Samplers, read_sample
+from distflow.tinker.sampler import read_sample
 from distflow.tinker.saved_sessions import SavedSessions
 
 Json = dict[str, Any]
@@ -47,16 +45,18 @@ class BaseModel:
     context: int
     """In tokens."""
     stop_ids: Sequence[int]
-    shared: SharedBase
-    make_engine: Callable[[Path | None], RolloutEngine]
-    """An engine over the base, or over a copy with the weights of a checkpoint."""
+    make_adapter: Callable[[str, AdapterConfig], Any]
+    """A `TrainedAdapter`, or one that is divided over workers."""
+    make_samplers: Callable[[Executor], Any]
+    """`Samplers`, or those of workers."""
     decode: Callable[[Sequence[int]], str]
     """Tokens as text."""
 
 
 @dataclass
 class _Model:
-    adapter: TrainedAdapter
+    adapter: Any
+    """Of `BaseModel.make_adapter`."""
     run: ModelRun
     turns: Turns = field(default_factory=Turns)
 
@@ -89,7 +89,7 @@ class Service:
         self._sessions: dict[str, float] = {}
         self._models: dict[str, _Model] = {}
         self._samplings: dict[str, _SamplingSession] = {}
-        self._samplers = Samplers(base.make_engine, self._computing)
+        self._samplers = base.make_samplers(self._computing)
 
     async def close(self) -> None:
         self.futures.cancel_all("")
@@ -325,7 +325,7 @@ class Service:
         self, model_id: str, config: AdapterConfig, body: Json, num_steps: int
     ) -> _Model:
         """num_steps: of the checkpoint that it is to begin with."""
-        adapter = await self._compute(TrainedAdapter, self.base.shared, model_id, config)
+        adapter = await self._compute(self.base.make_adapter, model_id, config)
         run = self._runs.add(model_id, asdict(config))
         is_known = model_id in self._states
         state = self._states.pop(model_id, None)

@@ -42,10 +42,12 @@ from distflow.rollout.conformance import Finding, check_engine
 from distflow.rollout.engine import RolloutEngine
 from distflow.rollout.engine_bench import Bench
 from distflow.runtime.spec import Get
-from distflow.tinker.adapter import SharedBase, with_weights
+from distflow.tinker.adapter import SharedBase, TrainedAdapter, with_weights
 from distflow.tinker.model_memory import ModelMemory, max_model_bytes
+from distflow.tinker.sampler import Samplers
 from distflow.tinker.server import TinkerServer
 from distflow.tinker.service import BaseModel, Service
+from distflow.training.engine import Collective
 
 LONGEST = 4096
 NUM_PROMPTS = 200
@@ -71,17 +73,21 @@ async def serve(
 
 
 async def serve_tinker(
-    config: Config, name: str, key: str, listening: socket, folder: Path, say: Callable[[], None]
+    base: BaseModel, key: str, listening: socket, folder: Path, say: Callable[[], None]
 ) -> None:
     """Serve the Tinker API until cancelled. folder: of the checkpoints. say: called when it
     listens. Raises UserError."""
     host = listening.getsockname()[0]
-    server = TinkerServer(Service(_base_model(config, name, folder), folder), key, host)
+    server = TinkerServer(Service(base, folder), key, host)
     say()
     await server.serve(listening)
 
 
-def _base_model(config: Config, name: str, folder: Path) -> BaseModel:
+def base_model(
+    config: Config, name: str, folder: Path, group: Collective | None = None
+) -> BaseModel:
+    """The base in this process. folder: for models that leave memory. group: see `SharedBase`.
+    Raises UserError."""
     engine = config.actor_rollout_ref.rollout.name
     if ROLLOUT_ENGINES[engine].in_server:
         raise UserError(
@@ -117,8 +123,8 @@ def _base_model(config: Config, name: str, folder: Path) -> BaseModel:
         model.config.model_type,
         policy_limits(config).context or LONGEST,
         stop_token_ids(model, tokenizer),
-        SharedBase(model, compute_dtype(config), memory),
-        make,
+        partial(TrainedAdapter, SharedBase(model, compute_dtype(config), memory, group)),
+        partial(Samplers, make),
         partial(tokenizer.decode, skip_special_tokens=False),
     )
 
