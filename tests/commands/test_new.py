@@ -1,12 +1,14 @@
 """`distflow new` writes what trains as it is; every command's help."""
 
 from pathlib import Path
+from statistics import mean
 
 import pytest
 
 from distflow.cli import COMMANDS, main, make_parser
 from distflow.config import load_config
 from distflow.config.compose.check_paths import NEEDED_TO_TRAIN
+from distflow.observe.run_reader import read_metrics
 
 
 @pytest.mark.slow
@@ -34,7 +36,7 @@ def test_what_it_writes_trains_and_passes_the_reward_check(
             [
                 "train",
                 "first run/config.yaml",
-                "trainer.total_training_steps=2",
+                "trainer.total_training_steps=60",
                 "data.val_max_samples=10",
             ]
         )
@@ -43,7 +45,13 @@ def test_what_it_writes_trains_and_passes_the_reward_check(
     capsys.readouterr()
     assert main(["runs"]) == 0
     (line,) = capsys.readouterr().out.splitlines()
-    assert line.startswith("runs/first run/first") and "finished, step 2, reward" in line
+    assert line.startswith("runs/first run/first") and "finished, step 60, reward" in line
+
+    records = read_metrics(tmp_path / "runs" / "first run" / "first", max_bytes=None)
+    name = "reward/mean_score"
+    rewards = [each.values[name] for each in records if name in each.values]
+    assert rewards[0] < 0.1
+    assert mean(rewards[-10:]) > 0.25
 
     for taken in (["new", "first run"], ["eval", "first run/config.yaml", "--to", "first run"]):
         assert main(taken) == 2

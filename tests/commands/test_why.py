@@ -144,6 +144,7 @@ def test_the_newest_run_of_the_folder_is_meant(
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
+        (("run",), "name a step of run,"),
         (("run", "9"), "no step 9: it has steps 1 to 2"),
         (("no/such/run", "1"), "there is no folder no/such/run"),
         (("empty", "1"), "empty is not a run's folder: it has no file events.jsonl"),

@@ -50,3 +50,13 @@ def test_a_learning_rate_of_0_is_noted() -> None:
         f"note: {key}: its updates change no weight" for key in zero
     ]
     assert not any("lr=0" in line for line in lines_of(rows))
+
+
+def test_a_likely_column_of_answers_is_named_to_a_reward_of_the_users(tmp_path: Path) -> None:
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"prompt": "1+1=", "solution": "2", "level": "easy"}\n')
+    reward = tmp_path / "reward.py"
+    reward.write_text("def compute_score(solution_str, ground_truth):\n    return 1.0\n")
+    lines = lines_of(rows, f"custom_reward_function.path={reward}")
+    (note,) = (line for line in lines if "ground_truth=None" in line)
+    assert note.endswith("did you mean data.answer_key=solution?")

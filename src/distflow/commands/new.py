@@ -15,13 +15,21 @@ REWARD = '''\
 
 
 def compute_score(solution_str, ground_truth):
-    """The share of characters that are right; `acc` says whether the response is correct."""
+    """Part of the score for a digit and for the length, so that the first responses, which are
+    random, differ in score; `acc` says whether the response is correct."""
     given = solution_str.strip()
-    same = sum(a == b for a, b in zip(given, ground_truth))
-    return {{"score": same / max(len(given), len(ground_truth)), "acc": given == ground_truth}}
+    right = given == ground_truth
+
+    score = 0.7 * given.startswith(ground_truth)
+    if given[:1].isdigit():
+        score += 0.1
+    if len(given) == len(ground_truth):
+        score += 0.2
+
+    return {{"score": score, "acc": right}}
 '''
 FILES = {"problems": "problems.jsonl", "validation": "validation.jsonl", "reward": "reward.py"}
-NUM_VALIDATION = 100
+NUM_VALIDATION = 20
 
 
 def add_new_arguments(parser: argparse.ArgumentParser) -> None:
@@ -35,13 +43,14 @@ def run_new(arguments: argparse.Namespace) -> int:
     folder = empty_folder(arguments.folder)
     folder.mkdir(parents=True, exist_ok=True)
 
-    sums = []
-    for a in range(10, 50):
-        for b in range(10, 50):
-            sums.append({"prompt": f"{a}+{b}=", "answer": str(a + b)})
+    problems = []
+    for a in range(10):
+        for b in range(10):
+            problems.append({"prompt": f"max {a} {b}:", "answer": str(max(a, b))})
 
-    Random(0).shuffle(sums)
-    for name, rows in (("problems", sums[NUM_VALIDATION:]), ("validation", sums[:NUM_VALIDATION])):
+    Random(0).shuffle(problems)
+    validation = problems[:NUM_VALIDATION]
+    for name, rows in (("problems", problems[NUM_VALIDATION:]), ("validation", validation)):
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     files = {name: str(folder / file) for name, file in FILES.items()}
     texts = {"name": folder.resolve().name, **files}

@@ -140,6 +140,9 @@ def _run_and_step(arguments: argparse.Namespace) -> tuple[str | None, int | None
         word = run_dir
         run_dir = None
 
+    if run_dir is None and Path(word).is_dir():
+        raise UserError(f"name a step of {word}, counted from 1: `distflow why RUN STEP`")
+
     try:
         return run_dir, at_least(0 if arguments.sample else 1, word)
     except argparse.ArgumentTypeError as error:

@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import date, time
 from decimal import Decimal
@@ -237,6 +237,12 @@ def _is_conversation(values: Values, columns: Columns) -> bool:
     return find(values, columns.prompt) is None or find(values, columns.response) is None
 
 
+def likely_column(key: str, name: str, seen: Collection[str]) -> str:
+    """Which of the columns of a source the key probably means by the name; empty if none."""
+    usual = (each for each in _USUAL_NAMES.get(key, ()) if each.partition(".")[0] in seen)
+    return nearest(name, seen) or next(usual, "")
+
+
 def _missing_column(key: str, name: str, columns: Columns, source: str, seen: set[str]) -> str:
     """The message: what the source has instead, and what to set."""
     if name in seen:
@@ -246,9 +252,8 @@ def _missing_column(key: str, name: str, columns: Columns, source: str, seen: se
     if columns.messages is not None and name in (columns.prompt, columns.response):
         also = f", nor one of conversations, '{columns.messages}' (data.messages_key)"
     shown = ", ".join(sorted(seen)[:100]) or "none"
-    usual = (each for each in _USUAL_NAMES.get(key, ()) if each.partition(".")[0] in seen)
 
-    near = nearest(name, seen) or next(usual, "")
+    near = likely_column(key, name, seen)
     advice = f"did you mean {key}={near}?" if near else f"set {key} to one of them"
 
     if key == "data.answer_key" and not near:

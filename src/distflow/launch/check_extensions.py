@@ -160,11 +160,12 @@ def explain_missing_column(error: MissingColumn, config: Config) -> UserError | 
         known = _REGISTRIES[kind].get(name) if kind in _REGISTRIES else None
         if known is not None and error.column in inspect.signature(known.fn).parameters:
             function = getattr(known.fn, "__qualname__", name)
-            meant = f"column of the batch{hint(error.column, STANDARD_FIELDS)}".removesuffix("?")
+            meant = hint(error.column, STANDARD_FIELDS)
+            end = "" if meant.endswith("?") else "."
             return UserError(
                 f"{key}: {kind} '{name}' ({shown_name(known.fn)}) takes '{error.column}', not a "
-                f"{meant}. If it is an option, put it after a *: def {function}(..., *, "
-                f"{error.column}=...)"
+                f"column of the batch{meant}{end} If it is an option, put it after a *: def "
+                f"{function}(..., *, {error.column}=...)"
             )
 
     return None

@@ -9,7 +9,7 @@ from distflow.config import Config, Loaded, load_config
 from distflow.config.derived_settings import algorithms, is_rl, reward_functions
 from distflow.config.keys.trainer import StopCondition
 from distflow.config.rules.optimizers import optims
-from distflow.data.dataset_columns import listed
+from distflow.data.dataset_columns import likely_column, listed
 from distflow.data.encoded_prompts import PromptRow, PromptSet
 from distflow.errors import UserError, count_of, hint
 from distflow.graph import NodeRole
@@ -203,10 +203,15 @@ def _notes_on_answers(loaded: Loaded, data: Data) -> Iterator[str]:
         return
 
     absent = f"no row has the column '{key}' (data.answer_key)"
-    if not loaded.origin("data.answer_key").startswith(("default", "presets/")):
-        columns = set[str]()
-        for row in rows[:_NUM_ROWS_CHECKED]:
-            columns |= {*(row.extra_info or ())}
-        raise UserError(f"{absent}{hint(key, columns - {PROMPT_CHAT})}")
+    columns = set[str]()
+    for row in rows[:_NUM_ROWS_CHECKED]:
+        columns |= {*(row.extra_info or ())}
+    columns.discard(PROMPT_CHAT)
 
-    yield f"note: {absent}: the reward is called with ground_truth=None"
+    if not loaded.origin("data.answer_key").startswith(("default", "presets/")):
+        raise UserError(f"{absent}{hint(key, columns)}")
+
+    note = f"note: {absent}: the reward is called with ground_truth=None"
+    if likely := likely_column("data.answer_key", key, columns):
+        note += f"; did you mean data.answer_key={likely}?"
+    yield note

@@ -98,7 +98,7 @@ def refuse_inert_keys(loaded: Loaded, taken: "TakenKeys", pipeline: BoundPipelin
     raise InertKeys(
         {key: reasons.get(key, "") for key in users},
         f"keys without effect in pipeline '{pipeline.graph_id}':\n{shown}\n"
-        f"Remove them, or choose a pipeline, estimator or loss that uses them{more}",
+        f"Remove them, or choose a pipeline, engine, estimator or loss that uses them{more}",
     )
 
 

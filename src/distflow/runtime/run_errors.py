@@ -36,6 +36,9 @@ def repair_advice(first: str) -> str:
             "its ground truths (data.answer_key)"
         )
 
+    if "APIConnectionError" in first:
+        what += ". An agent makes its client inside its function: only there its base URL is set"
+
     is_late = re.search(rf"{TIMED_OUT} \d|within [\d.]+ s \(reward\.timeout_s", first)
     if is_late:
         return f"{what}; if it is slow, raise reward.timeout_s"
