@@ -71,7 +71,9 @@ class BuiltinPipeline(Entry):
     by_estimator: bool = False
     """It trains a critic if an estimator of the run or of a domain reads values."""
     reads_pairs: bool = False
-    """It trains a reward model on pairs of responses."""
+    """Its rows are pairs of responses."""
+    trains_scores: bool = False
+    """It trains a reward model."""
     workflow_type: str = ""
     """The value of `algorithm.workflow_type` that selects it."""
     oversample_factor: str = ""
@@ -150,6 +152,7 @@ def _entries(table: str, kind: type[Kind]) -> dict[str, Kind]:
 
 ESTIMATORS = _entries("ESTIMATORS", Estimator)
 POLICY_LOSSES = _entries("POLICY_LOSSES", PolicyLoss)
+PREFERENCE_LOSSES = _entries("PREFERENCE_LOSSES", Entry)
 REWARDS, PIPELINES = _entries("REWARDS", Reward), _entries("PIPELINES", BuiltinPipeline)
 TRAIN_ENGINES = _entries("TRAIN_ENGINES", TrainEngineEntry)
 ROLLOUT_ENGINES = _entries("ROLLOUT_ENGINES", RolloutEngineEntry)

@@ -1,5 +1,5 @@
-"""The objectives of policy, critic, SFT and reward models: losses per token or pair, aggregated
-exactly over the mini-batch, with their metrics.
+"""The objectives of policy, critic, SFT, preference pairs and reward models: losses per token or
+pair, aggregated exactly over the mini-batch, with their metrics.
 
 They implement the train engines' `LossFn`: `outputs`, `counts`, a call for each micro-batch,
 `finish`. PPO's clipped value loss (arXiv:1707.06347; clipping as in the original code) is here too.
@@ -7,7 +7,7 @@ They implement the train engines' `LossFn`: `outputs`, `counts`, a call for each
 
 from collections.abc import Mapping
 from dataclasses import KW_ONLY, dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -24,7 +24,12 @@ from distflow.algorithms.masked_reductions import (
     under_mask,
     weighted_sum,
 )
-from distflow.algorithms.registry import PolicyLoss, find_policy_loss
+from distflow.algorithms.registry import (
+    PolicyLoss,
+    PreferenceLoss,
+    find_policy_loss,
+    find_preference_loss,
+)
 from distflow.algorithms.rollout_correction import Correction, interpolate, off_policy_sequence_mask
 from distflow.algorithms.scalar_loss_adapter import ScalarLossAdapter
 from distflow.data.batch import Batch
@@ -83,6 +88,8 @@ _PER_TOKEN = "token/"
 
 class _Objective:
     """The common part of the train engines' `LossFn`."""
+
+    whole_groups = False
 
     def counts(self, batch: Batch) -> Counts:
         return loss_counts(batch["loss_mask"])
@@ -535,6 +542,7 @@ class PairObjective(_Objective):
     rejected)."""
 
     outputs: tuple[str, ...] = ("text_scores",)
+    whole_groups = True
     reads = ("loss_mask",)
 
     def __call__(
@@ -555,6 +563,101 @@ class PairObjective(_Objective):
         sums = {name: column.sum() / num_pairs for name, column in columns.items()}
 
         return sums["loss"], _without_gradient(sums)
+
+
+@dataclass(eq=False)
+class PreferenceObjective(_Objective):
+    """The mean over pairs of a preference loss; the rows of a pair are adjacent, the chosen
+    response first.
+
+    Metrics, means over pairs with TRL's names: `loss`, `rewards/chosen`, `rewards/rejected`,
+    `rewards/margins`, `rewards/accuracies` (the share of pairs whose chosen response has the higher
+    reward), `logps/chosen`, `logps/rejected`. Raises ValueError for an unknown loss or option.
+    """
+
+    outputs: tuple[str, ...] = field(default=("log_probs",), init=False)
+    whole_groups = True
+
+    loss: str | PreferenceLoss = "dpo"
+    options: Mapping[str, object] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if isinstance(self.loss, str):
+            self.preference_loss = find_preference_loss(self.loss)
+        else:
+            self.preference_loss = self.loss
+        self.options = self.preference_loss.call_options(self.options)
+
+    @property
+    def reads(self) -> tuple[str, ...]:
+        if self.preference_loss.has_reference:
+            return ("loss_mask", "ref_log_prob")
+        return ("loss_mask",)
+
+    def counts(self, batch: Batch) -> Counts:
+        """Also `chosen_tokens`: those of the chosen responses."""
+        mask = batch["loss_mask"]
+        return {**super().counts(batch), "chosen_tokens": float((mask[::2] > 0).sum())}
+
+    def __call__(
+        self, outputs: Mapping[str, Tensor], micro: Batch, counts: Counts
+    ) -> tuple[Tensor, Sums]:
+        """The micro-batch's share of the loss, and of the means over pairs. outputs: log_probs,
+        padded `(bs, response_length)`."""
+        num_pairs = counts["rows"] / 2
+        values = self.values(outputs["log_probs"], micro, counts)
+        losses, chosen, rejected = self.compare(values)
+
+        columns = {
+            "loss": losses,
+            "rewards/chosen": chosen,
+            "rewards/rejected": rejected,
+            "rewards/margins": chosen - rejected,
+            "rewards/accuracies": (chosen > rejected).double(),
+            "logps/chosen": values["chosen"],
+            "logps/rejected": values["rejected"],
+        }
+        sums = {name: column.sum() / num_pairs for name, column in columns.items()}
+        return sums["loss"], _without_gradient(sums)
+
+    def values(self, log_probs: Tensor, micro: Batch, counts: Counts) -> dict[str, Tensor]:
+        """What a loss may read, `(pairs,)` each. log_probs: padded `(bs, response_length)`. counts:
+        of the whole mini-batch."""
+        mask = micro["loss_mask"]
+        summed = under_mask(log_probs, mask).sum(-1)
+        tokens = (mask > 0).sum(-1).to(summed.dtype)
+        values = {
+            "chosen": summed[::2],
+            "rejected": summed[1::2],
+            "chosen_tokens": tokens[::2],
+            "rejected_tokens": tokens[1::2],
+        }
+        mean_tokens = max(counts["chosen_tokens"], 1.0) / (counts["rows"] / 2)
+        values["nll"] = -values["chosen"] / mean_tokens
+
+        if self.preference_loss.has_reference:
+            reference = under_mask(_in_dtype(micro["ref_log_prob"], summed), mask).sum(-1)
+            values |= {"ref_chosen": reference[::2], "ref_rejected": reference[1::2]}
+        return values
+
+    def compare(self, values: Mapping[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+        """The losses, and the rewards of chosen and rejected responses, `(pairs,)` each. Raises
+        UserError if the loss returns others."""
+        read = {name: values[name] for name in self.preference_loss.reads}
+        returned: Any = self.preference_loss.fn(**read, **self.options)
+        wanted = values["chosen"].shape
+
+        if not (
+            isinstance(returned, tuple)
+            and len(returned) == 3
+            and all(isinstance(each, Tensor) and each.shape == wanted for each in returned)
+        ):
+            raise UserError(
+                f"preference loss '{self.preference_loss.name}' must return (losses, rewards of "
+                "the chosen responses, rewards of the rejected ones), each with a number per pair, "
+                f"{tuple(wanted)}. It returned {_shown(returned)}"
+            )
+        return returned
 
 
 def _shown(returned: object) -> str:

@@ -131,7 +131,55 @@ class PolicyLoss:
         return {name: value for name, value in values.items() if name in self.selection_options}
 
 
-Registered = TypeVar("Registered", AdvEstimator, PolicyLoss)
+@dataclass(frozen=True)
+class PreferenceLoss:
+    """A registered loss over pairs of responses. Its positional parameters are what it reads (see
+    `algorithms/losses/preference.py`), its keyword-only ones are options.
+    """
+
+    name: str
+    fn: Callable[..., object]
+
+    def __post_init__(self) -> None:
+        unknown = [name for name in self.reads if name not in PREFERENCE_VALUES]
+        if unknown or "chosen" not in self.reads or "rejected" not in self.reads:
+            wrong = f"there is no '{unknown[0]}'" if unknown else "it compares no two responses"
+            raise ValueError(
+                f"preference loss '{self.name}' ({shown_name(self.fn)}) cannot be called: {wrong}. "
+                f"Write def loss(chosen, rejected, ..., *, options), with parameters among "
+                f"{', '.join(PREFERENCE_VALUES)}"
+            )
+
+    @property
+    def reads(self) -> tuple[str, ...]:
+        parameters = inspect.signature(self.fn).parameters.values()
+        return tuple(p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD)
+
+    @property
+    def has_reference(self) -> bool:
+        return any(name.startswith("ref_") for name in self.reads)
+
+    def call_options(self, settings: Mapping[str, object]) -> dict[str, object]:
+        """All options with their values. Raises ValueError for one that is unknown or of the wrong
+        type."""
+        what = f"preference loss '{self.name}' (algorithm.preference_loss_kwargs)"
+        known = _options(self.fn)
+        check_options(what, settings, known)
+        return {**known, **converted(what, settings, self.fn)}
+
+
+PREFERENCE_VALUES = (
+    "chosen",
+    "rejected",
+    "ref_chosen",
+    "ref_rejected",
+    "chosen_tokens",
+    "rejected_tokens",
+    "nll",
+)
+"""What a preference loss may read."""
+
+Registered = TypeVar("Registered", AdvEstimator, PolicyLoss, PreferenceLoss)
 
 
 class Registry(dict[str, Registered]):
@@ -166,7 +214,7 @@ class Registry(dict[str, Registered]):
         """The entry for a function (from its decorator if it has one) or an unpickled entry, under
         that name. Raises ValueError if the function cannot be called."""
         entry = next((entry for entry in self.values() if entry.fn is found), None)
-        if entry is None and not isinstance(found, AdvEstimator | PolicyLoss):
+        if entry is None and not isinstance(found, AdvEstimator | PolicyLoss | PreferenceLoss):
             if not callable(found) or isinstance(found, type):
                 raise ValueError(f"{self._what} '{name}' is {found!r:.80}: give a function")
             entry = self._make(name, found)
@@ -245,6 +293,23 @@ def register_policy_loss(
     def register(fn: Fn) -> Fn:
         loss = read_policy_loss(name, fn)
         POLICY_LOSSES.add(name, replace(loss, check=check, selects=selects, every_row=every_row))
+        return fn
+
+    return register
+
+
+def register_preference_loss(name: str) -> Callable[[Fn], Fn]:
+    """Register a loss over pairs, `(chosen, rejected, ..., *, options) -> (losses, rewards of the
+    chosen responses, rewards of the rejected ones)`, each `(pairs,)`.
+
+    `algorithms/losses/preference.py` says what its parameters may be; one that begins with `ref_`
+    makes the run keep a reference.
+
+    Registering a name again replaces the function, with a warning. Raises ValueError for other
+    parameters."""
+
+    def register(fn: Fn) -> Fn:
+        PREFERENCE_LOSSES.add(name, PreferenceLoss(name, fn))
         return fn
 
     return register
@@ -381,5 +446,9 @@ ADV_ESTIMATORS: Registry[AdvEstimator] = Registry(
 POLICY_LOSSES: Registry[PolicyLoss] = Registry(
     "policy loss", names.POLICY_LOSSES, "register_policy_loss", read_policy_loss
 )
+PREFERENCE_LOSSES: Registry[PreferenceLoss] = Registry(
+    "preference loss", names.PREFERENCE_LOSSES, "register_preference_loss", PreferenceLoss
+)
 find_adv_est = ADV_ESTIMATORS.find
 find_policy_loss = POLICY_LOSSES.find
+find_preference_loss = PREFERENCE_LOSSES.find

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
-from distflow.algorithms.objectives import PolicyObjective
+from distflow.algorithms.objectives import PolicyObjective, PreferenceObjective
 from distflow.checks.check import Wrong, check, is_builtin
 from distflow.checks.log_probs import dtype_of, ids_of, joined_logits, sequences_of
 from distflow.checks.plain_forward import (
@@ -27,7 +27,7 @@ from distflow.checks.update_records import OpenEngine, PlainPass, UpdateRecord, 
 from distflow.config.derived_settings import is_rl
 from distflow.data.batch import Batch
 from distflow.models.sharding import is_spread
-from distflow.training.engine import LossFn
+from distflow.training.engine import LossFn, compares_samples
 
 NUM_SEQUENCES = 2
 MOST_TRIED = 16
@@ -64,13 +64,13 @@ def run_plainly(recorded: RecordedStep, update: UpdateRecord) -> str | None:
     if is_spread(engine.model):
         return "the model is sharded: no pass with gradient is made beside the engine's"
 
-    rows = _drawn_rows(recorded, update, engine.model)
-    if not rows:
+    drawn = _drawn_rows(recorded, update, engine.model)
+    if not drawn:
         return "no sequence is short enough"
 
     names, weights = zip(*striped(trained(engine.model), recorded.step), strict=True)
     plain = PlainPass()
-    apart = [_plain_gradients(recorded, update, engine, row, weights, plain) for row in rows]
+    apart = [_plain_gradients(recorded, update, engine, rows, weights, plain) for rows in drawn]
 
     outputs = compute(update.batch.select(plain.rows), update.loss.outputs)
     packed_loss = torch.zeros((), device=next(iter(outputs.values())).device)
@@ -138,7 +138,7 @@ def _check_update(recorded: RecordedStep, update: UpdateRecord) -> str | None:
     if update.plain is not None:
         for row, plain in zip(update.plain.rows, update.plain.outputs, strict=True):
             _same_outputs(recorded, update, row, plain, outputs)
-            compared.append([row])
+        compared += _compared_together(update, update.plain.rows)
 
     for rows in compared:
         wrong = _wrong_gradients(update, rows, outputs, gradients)
@@ -250,8 +250,21 @@ def _recorded(update: UpdateRecord) -> tuple[list[dict[str, Tensor]], list[dict[
     return outputs, gradients
 
 
-def _drawn_rows(recorded: RecordedStep, update: UpdateRecord, model: nn.Module) -> list[int]:
-    """Rows of a few short sequences of the mini-batch with tokens that count."""
+def _compared_together(update: UpdateRecord, rows: Sequence[int]) -> list[list[int]]:
+    """The rows one by one, or those of a prompt group together if the loss compares them."""
+    if not compares_samples(update.loss):
+        return [[row] for row in rows]
+
+    numbers = update.batch["group_index"].tolist()
+    groups = dict[int, list[int]]()
+    for row in rows:
+        groups.setdefault(numbers[row], []).append(row)
+    return list(groups.values())
+
+
+def _drawn_rows(recorded: RecordedStep, update: UpdateRecord, model: nn.Module) -> list[list[int]]:
+    """Rows of a few short sequences of the mini-batch with tokens that count, those together that
+    the loss compares."""
     batch = update.batch
     if "number_head" in batch:  # numbers have no softmax
         return []
@@ -259,35 +272,40 @@ def _drawn_rows(recorded: RecordedStep, update: UpdateRecord, model: nn.Module) 
     lengths = batch.lengths("response").tolist()
     counted = torch.zeros(len(batch)).index_add(0, batch.rows(), batch.flat("loss_mask").float())
     rows = [row for row, number in enumerate(counted.tolist()) if number > 0]
-    drawn = random.Random(recorded.step).sample(rows, min(MOST_TRIED, len(rows)))
+    together = _compared_together(update, rows)
+    drawn = random.Random(recorded.step).sample(together, min(MOST_TRIED, len(together)))
     most = MOST_ENTRIES // vocabulary_of(model)
+    short = [rows for rows in drawn if all(lengths[row] <= most for row in rows)]
 
-    return [row for row in drawn if lengths[row] <= most][:NUM_SEQUENCES]
+    return short[:NUM_SEQUENCES]
 
 
 def _plain_gradients(
     recorded: RecordedStep,
     update: UpdateRecord,
     engine: OpenEngine,
-    row: int,
+    rows: Sequence[int],
     weights: Sequence[nn.Parameter],
     found: PlainPass,
 ) -> list[Tensor]:
-    """The gradient of some weights by the loss of this row alone, through a padded pass, which
-    `found` receives."""
-    batch = update.batch.select([row])
-    (sample,) = samples_of(batch)
+    """The gradient of some weights by the loss of these rows alone, through a padded pass of each,
+    which `found` receives."""
+    batch = update.batch.select(rows)
 
     with plainly(engine.model, compute_dtype=dtype_of(engine)):
-        parts = logits_of(nn.Module.__call__, engine.model, sequences_of(sample))
-        flat = _outputs_of(recorded, update.loss, sample, joined_logits([*parts]))
-        known = {name: values.detach().cpu() for name, values in flat.items()}
+        flat: list[dict[str, Tensor]] = []
+        for sample in samples_of(batch):
+            parts = logits_of(nn.Module.__call__, engine.model, sequences_of(sample))
+            flat.append(_outputs_of(recorded, update.loss, sample, joined_logits([*parts])))
+
+        found.rows += rows
+        found.outputs += [{name: doubles(values) for name, values in each.items()} for each in flat]
+        joined = {name: torch.cat([each[name] for each in flat]) for name in flat[0]}
+        known = {name: values.detach().cpu() for name, values in joined.items()}
         cotangents = call_loss(update.loss, batch, known, update.counts)[1]
-        found.rows.append(row)
-        found.outputs.append({name: doubles(values) for name, values in flat.items()})
         found.gradients.append(cotangents)
         total = torch.zeros(())
-        for name, values in flat.items():
+        for name, values in joined.items():
             total = total + (values * cotangents[name].to(values)).sum().cpu()
         return _gradients(total, weights)
 
@@ -337,6 +355,8 @@ def _same_outputs(
 
 
 def _is_users(loss: LossFn) -> bool:
+    if isinstance(loss, PreferenceObjective):
+        return not is_builtin(loss.preference_loss.fn)
     if not isinstance(loss, PolicyObjective):
         return not is_builtin(type(loss))
     parts = [loss, *loss.domains.values()]
@@ -347,6 +367,8 @@ def _users_fault(loss: LossFn) -> str:
     name = "the loss"
     if isinstance(loss, PolicyObjective):
         name = f"the loss '{loss.policy_loss.name}'"
+    elif isinstance(loss, PreferenceObjective):
+        name = f"the loss '{loss.preference_loss.name}'"
 
     return (
         f"{name} gives a sample alone other gradients than in its micro-batch: it reads outside "

@@ -7,7 +7,7 @@ import torch
 from distflow.checks.check import NOT_APPLICABLE, Wrong, check, check_same, shortened
 from distflow.checks.recorded_step import RecordedStep
 from distflow.checks.samples import Sample
-from distflow.config.derived_settings import response_limit
+from distflow.config.derived_settings import response_limit, trains_scores
 from distflow.data.encoded_prompts import PromptRow
 from distflow.data.sample import Segment
 from distflow.models.image_inputs import images_of
@@ -42,6 +42,8 @@ def check_responses(recorded: RecordedStep) -> str | None:
 
         is_any_known = True
         row = recorded.run.row(group.row)
+        if row.rejected_ids is not None and not sample["uid"].endswith("-0"):
+            row = row.rejected
         _check_prompt(sample, row)
 
         requests = recorded.requests(sample)
@@ -104,17 +106,13 @@ def _check_generated(sample: Sample, generation: Segment, version: int) -> None:
 
 
 def _check_response_of_row(recorded: RecordedStep, sample: Sample, row: PromptRow) -> None:
-    """For fine-tuning: the response is that of the data, and its turns are trained on."""
+    """The response is that of the data, and its turns are trained on."""
     response = sample["response_ids"].tolist()
-    if row.rejected_ids is not None:
-        ids = row.response_ids if sample["uid"].endswith("-0") else row.rejected_ids
-        check_same(sample, "response_ids", response, list(ids or ()), "the data")
-        return
-
     wanted = list(row.response_ids or ())
     check_same(sample, "response_ids", response, wanted, "the data")
     is_full = len(wanted) >= recorded.config.data.max_response_length
-    if not is_full and wanted[-1] not in recorded.run.resources.stop_token_ids:
+    has_end = not trains_scores(recorded.config)
+    if has_end and not is_full and wanted[-1] not in recorded.run.resources.stop_token_ids:
         raise Wrong(f"the response of sample {sample['uid']} does not end with a stop token")
 
     turns = torch.zeros(len(wanted), dtype=torch.bool)

@@ -14,7 +14,15 @@ from torch.distributed.tensor import DTensor
 
 from distflow.data.batch import Batch
 from distflow.models.sharding import at_places, own_part, square_sum
-from distflow.training.engine import Collective, Counts, LossFn, OneRank, Sums, TrainEngine
+from distflow.training.engine import (
+    Collective,
+    Counts,
+    LossFn,
+    OneRank,
+    Sums,
+    TrainEngine,
+    compares_samples,
+)
 
 STRIPE = 256
 """Sampled elements of a weight."""
@@ -91,7 +99,7 @@ class PlainPass:
     outputs: list[dict[str, Tensor]] = field(default_factory=list)
     """Of each row, float64 on the CPU."""
     gradients: list[dict[str, Tensor]] = field(default_factory=list)
-    """Of the loss of each row by its outputs."""
+    """By its outputs, of the loss of each row, or of the rows that it compares."""
 
 
 @dataclass
@@ -130,6 +138,7 @@ class UpdateWatch:
         """Ranks that share the mini-batch call it together."""
         self.record = UpdateRecord(role, engine, loss, batch)
         self.outputs = loss.outputs
+        self.whole_groups = compares_samples(loss)
         self._handles = list[Any]()
         self._group: Collective = getattr(engine, "group", OneRank())
         self.record.counts = _over_ranks(loss.counts(batch), self._group)

@@ -156,7 +156,7 @@ def check_validation(seen: Validated) -> str | None:
     only = ""
     if "sft/val_loss" in seen.metrics:
         only = "loss"
-    elif "rm/val_loss" in seen.metrics:
+    elif {"rm/val_loss", "preference/val_loss"} & seen.metrics.keys():
         only = "pair"
 
     _check_places(seen, only)

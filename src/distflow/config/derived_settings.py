@@ -47,14 +47,16 @@ def algorithms(config: Config) -> Iterator[tuple[str | None, AlgorithmConfig]]:
 
 
 POLICY_LOSS = "actor_rollout_ref.actor.policy_loss"
+PREFERENCE_LOSS = "algorithm.preference_loss"
 ADV_ESTIMATOR = "algorithm.adv_estimator"
 
 
 def named_algorithms(config: Config) -> list[tuple[str, str]]:
-    """(key, name) of policy loss and estimator, and of those that domains override; empty unless
-    the pipeline is RL."""
+    """(key, name) of policy loss and estimator, and of those that domains override; of a pipeline
+    that does not generate, that of its preference loss, if it has one."""
     if not is_rl(config):
-        return []
+        is_preference = reads_pairs(config) and not trains_scores(config)
+        return [(PREFERENCE_LOSS, config.algorithm.preference_loss)] if is_preference else []
 
     run = config.algorithm.adv_estimator
     named = [(POLICY_LOSS, config.actor_rollout_ref.actor.policy_loss), (ADV_ESTIMATOR, run)]
@@ -166,9 +168,15 @@ def is_rl(config: Config) -> bool:
 
 
 def reads_pairs(config: Config) -> bool:
-    """Whether the pipeline trains a reward model, on pairs of responses."""
+    """Whether the rows of the pipeline are pairs of responses."""
     pipeline = find_pipeline(config)
     return pipeline is not None and pipeline.reads_pairs
+
+
+def trains_scores(config: Config) -> bool:
+    """Whether the pipeline trains a reward model."""
+    pipeline = find_pipeline(config)
+    return pipeline is not None and pipeline.trains_scores
 
 
 def may_have_critic(config: Config) -> bool:
@@ -227,8 +235,16 @@ def model_of(config: Config, role: str) -> tuple[str, str | None]:
         return key, models[role].path
     if role == "critic" and config.critic.model.path is not None:
         return "critic.model.path", config.critic.model.path
+    if role == "ref" and config.actor_rollout_ref.ref.path is not None:
+        return "actor_rollout_ref.ref.path", config.actor_rollout_ref.ref.path
 
     return "actor_rollout_ref.model.path", config.actor_rollout_ref.model.path
+
+
+def is_own_reference(config: Config) -> bool:
+    """Whether the reference is the policy with its adapter switched off."""
+    settings = config.actor_rollout_ref
+    return settings.model.lora_rank > 0 and settings.ref.path is None
 
 
 def offload_keys(config: Config) -> list[str]:

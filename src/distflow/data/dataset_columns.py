@@ -11,6 +11,7 @@ from pathlib import Path
 from distflow.data import messages as chat_messages
 from distflow.data.images import place_images, read_images
 from distflow.data.messages import RowError, kind
+from distflow.data.pair_columns import Names, with_prompt
 from distflow.errors import UserError, hint, nearest
 from distflow.observe.crash_safe_files import JSON, is_deep
 
@@ -57,6 +58,8 @@ class Columns:
     only_domain: str = DEFAULT_DOMAIN
     group: str = "data"
     """Of the config keys that name the columns, for messages."""
+    pair: Names | None = None
+    """To learn from (preference pairs), see `with_prompt`."""
     tag: str | None = None
     """Every row must have it."""
     domain_of_tag: Mapping[str, str] = field(default_factory=dict)
@@ -150,6 +153,8 @@ def read_rows(
 
             num_read += 1
             _strike_found(missing, values, columns)
+            if columns.pair is not None:
+                values = _with_prompt(values, columns, columns.pair)
             row = _raw_row(origin, values, columns, tag)
         except RowError as error:
             bad.add(origin, str(error))
@@ -170,6 +175,14 @@ def read_rows(
     message = _missing_column(key, missing[key], columns, source, seen)
     group = "data" if key == "data.tag_key" else columns.group
     raise UserError(message.replace(key, key.replace("data.", f"{group}.", 1)))
+
+
+def _with_prompt(values: Values, columns: Columns, names: Names) -> Values:
+    """The row of a pair with its prompt apart."""
+    read = {str(name): plain(value) for name, value in values.items()}
+    for name in (columns.prompt, *names):
+        read[name] = plain(find(values, name))
+    return with_prompt(read, columns.prompt, names)
 
 
 def _readable(found: Values | str) -> Values:
@@ -218,8 +231,11 @@ def find(values: Values, name: str) -> object:
 
 def _required(columns: Columns) -> dict[str, str]:
     """The names of the columns that a source must have, by config key."""
+    chosen, rejected = columns.pair or (None, None)
     required = {
-        "data.prompt_key": columns.prompt,
+        "data.prompt_key": None if columns.pair else columns.prompt,
+        "data.chosen_key": chosen,
+        "data.rejected_key": rejected,
         "data.answer_key": columns.answer if columns.answer_required else None,
         "data.response_key": columns.response,
         "data.domain_key": None if columns.domain == _DEFAULT_DOMAIN_KEY else columns.domain,

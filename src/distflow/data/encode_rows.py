@@ -22,7 +22,7 @@ from distflow.data.encoded_prompts import (
 )
 from distflow.data.images import IMAGE_MARK, encoder_of, parts_of
 from distflow.data.messages import Messages, RowError
-from distflow.data.preference_pairs import encode_pair
+from distflow.data.preference_pairs import encode_pair, pair_of, sides_of
 from distflow.errors import UserError
 from distflow.observe.crash_safe_files import JSON
 
@@ -151,9 +151,11 @@ def encode_rows(
     rows = [_with_messages(row, options) for row in rows]
 
     encoded: Iterator[_Entries]
-    if options.pair:
+    if options.pair and options.scores_pairs:
         names = options.pair
         encoded = (encode_pair(row, tokenizer, names) for row in rows)
+    elif options.pair:
+        encoded = _encode_pairs(rows, options.pair, tokenizer, options, end_ids)
     else:
         encoded = _encode_all(rows, tokenizer, options, end_ids)
 
@@ -243,6 +245,31 @@ def _encode_all(
 
     with ThreadPoolExecutor(options.num_workers, thread_name_prefix="distflow-tokenise") as threads:
         yield from chain.from_iterable(threads.map(encode, starts))
+
+
+def _encode_pairs(
+    rows: Sequence[RawRow],
+    names: tuple[str, str],
+    tokenizer: PreTrainedTokenizerBase,
+    options: PromptOptions,
+    end_ids: Collection[int],
+) -> Iterator[_Entries]:
+    """Encode both responses of each row as those of fine-tuning are, behind the same prompt."""
+    sides = list[RawRow]()
+    faults = dict[int, str]()
+    for place, row in enumerate(rows):
+        try:
+            sides += sides_of(row, _prompt(row, options), names)
+        except RowError as error:
+            faults[place] = str(error)
+
+    _check_options(tokenizer, sides, options)
+    encoded = _encode_all(sides, tokenizer, options, end_ids)
+    for place, row in enumerate(rows):
+        if place in faults:
+            yield faults[place]
+        else:
+            yield pair_of(row, (next(encoded), next(encoded)), names, tokenizer)
 
 
 _Text = str | Refused | list[Rendered]

@@ -59,6 +59,8 @@ class PromptRow:
     """Empty if none is read."""
     rejected_ids: tuple[int, ...] | None = None
     """Of a preference pair, the worse response."""
+    rejected_turns: Turns | None = None
+    """Of the worse response, as `turns`."""
     images: tuple[str, ...] = ()
     """Paths, see `read_images`."""
     is_chat: bool = field(default=False, compare=False)
@@ -92,6 +94,11 @@ class PromptRow:
             images=row.images,
             is_chat=not isinstance(row.prompt, str),
         )
+
+    @property
+    def rejected(self) -> "PromptRow":
+        """Of a pair, the row with the worse response as its response."""
+        return replace(self, response_ids=self.rejected_ids, turns=self.rejected_turns)
 
     @property
     def longest_response(self) -> tuple[int, ...]:
@@ -150,6 +157,8 @@ class PromptOptions:
     """Threads that tokenise; 0 uses the calling thread. The result is the same."""
     pair: tuple[str, str] | None = None
     """The columns of the chosen and the rejected response, of preference pairs."""
+    scores_pairs: bool = False
+    """A pair is two texts for a reward model."""
 
 
 @dataclass(frozen=True)
@@ -301,6 +310,7 @@ def read_line(line: bytes, index: int) -> PromptRow:
         if values[name] is not None:
             values[name] = tuple(values[name])
 
-    if values["turns"] is not None:
-        values["turns"] = tuple(map(tuple, values["turns"]))
+    for name in ("turns", "rejected_turns"):
+        if values[name] is not None:
+            values[name] = tuple(map(tuple, values[name]))
     return PromptRow(index=index, **values)

@@ -1,17 +1,19 @@
-"""Preference pairs: a prompt with a chosen and a rejected response; and the token ids of a text for
-a reward model, which are the same in training and in scoring."""
+"""Preference pairs: a prompt with a chosen and a rejected response, for a policy or for a reward
+model; and the token ids of a text for a reward model, which are the same in training and in
+scoring."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from itertools import takewhile
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
 from distflow.builtin_names import PROMPT_MESSAGES
-from distflow.data.chat_template import ChatTemplate
+from distflow.data.chat_template import Chat, ChatTemplate
 from distflow.data.dataset_columns import RawRow
 from distflow.data.encoded_prompts import PromptRow
-from distflow.data.messages import RowError, kind
+from distflow.data.messages import ASSISTANT, RowError, kind, read_conversation
 
 Messages = Sequence[Mapping[str, object]]
 
@@ -121,3 +123,91 @@ def encode_pair(
     prompt = str(tokenizer.decode(chosen[:same]))
 
     return [PromptRow.of(row, prompt, chosen[:same], chosen[same:], rejected_ids=rejected[same:])]
+
+
+def sides_of(row: RawRow, asked: str | Chat, names: tuple[str, str]) -> list[RawRow]:
+    """The row with each of its responses, as rows of fine-tuning: a text after a text, or a
+    conversation. Raises RowError for a response that is missing, empty or of another form."""
+    sides = list[RawRow]()
+    for name in names:
+        found: Any = row.extra_info.get(name)
+        what = f"the response (column '{name}') is {kind(found)}"
+        if not found or not isinstance(found, str | list):
+            raise RowError(
+                f"{what}, neither a text nor chat messages; data.chosen_key and data.rejected_key "
+                "name the columns"
+            )
+
+        if isinstance(asked, Chat):
+            answer = found
+            if isinstance(found, str):
+                answer = [{"role": ASSISTANT, "content": found}]
+            messages = read_conversation([*asked.messages, *answer], name)
+            sides.append(replace(row, prompt=messages, tools=asked.tools, is_conversation=True))
+        elif isinstance(found, str):
+            sides.append(replace(row, response=found))
+        else:
+            raise RowError(f"{what}, but the prompt is a text: set data.prompt_format=chat")
+
+    return sides
+
+
+def pair_of(
+    row: RawRow,
+    encoded: tuple[list[PromptRow] | str, list[PromptRow] | str],
+    names: tuple[str, str],
+    tokenizer: PreTrainedTokenizerBase,
+) -> list[PromptRow] | str:
+    """The row with both responses, in a list, or why they are not a pair. encoded: what became of
+    `sides_of`."""
+    sides = list[PromptRow]()
+    for name, entries in zip(names, encoded, strict=True):
+        num_answers = 1
+        if isinstance(found := row.extra_info[name], list):
+            num_answers = sum(
+                isinstance(message, dict) and message.get("role") == ASSISTANT for message in found
+            )
+
+        side = entries if isinstance(entries, str) else _answers(entries, num_answers, tokenizer)
+        if isinstance(side, str):
+            return f"column '{name}': {side}"
+        sides.append(side)
+
+    chosen, rejected = sides
+    if chosen.prompt_ids != rejected.prompt_ids:
+        return (
+            "the chat template writes the prompt in two ways before the two responses: "
+            f"{chosen.prompt_text[-40:]!r} and {rejected.prompt_text[-40:]!r}"
+        )
+    if chosen.response_ids == rejected.response_ids:
+        return f"the columns '{names[0]}' and '{names[1]}' hold the same response"
+
+    return [replace(chosen, rejected_ids=rejected.response_ids, rejected_turns=rejected.turns)]
+
+
+def _answers(
+    entries: list[PromptRow], number: int, tokenizer: PreTrainedTokenizerBase
+) -> PromptRow | str:
+    """The conversation with the assistant's last turns as its response: those before them belong to
+    the prompt. number: of the turns."""
+    last = entries[-1]
+    if last.turns is None:
+        return last
+    if len(last.turns) < number or (len(entries) > 1 and number > 1):
+        return (
+            "the chat template renders its turns differently once others follow: give one message "
+            "as the response"
+        )
+
+    turns = last.turns[-number:]
+    start = turns[0][0]
+    ids = last.response_ids or ()
+    prompt_ids = last.prompt_ids + ids[:start]
+    moved = tuple((begin - start, end - start) for begin, end in turns)
+    text = last.prompt_text if not start else str(tokenizer.decode(prompt_ids))
+
+    # A single turn is a response like any other.
+    own_turns = None if number == 1 else moved
+    return replace(
+        last, prompt_ids=prompt_ids, prompt_text=text, response_ids=ids[start:], turns=own_turns
+    )

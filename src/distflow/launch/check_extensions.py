@@ -7,10 +7,21 @@ from dataclasses import dataclass
 from typing import Any
 
 from distflow import builtin_names as names
-from distflow.algorithms.registry import ADV_ESTIMATORS, POLICY_LOSSES, Registry
+from distflow.algorithms.registry import (
+    ADV_ESTIMATORS,
+    POLICY_LOSSES,
+    PREFERENCE_LOSSES,
+    Registry,
+)
 from distflow.builtin_names import CUSTOM_REWARD, Entry
 from distflow.config import Config
-from distflow.config.derived_settings import is_rl, named_algorithms, named_rewards, pipeline_name
+from distflow.config.derived_settings import (
+    PREFERENCE_LOSS,
+    is_rl,
+    named_algorithms,
+    named_rewards,
+    pipeline_name,
+)
 from distflow.errors import MissingColumn, UserError, hint
 from distflow.graph.fields import STANDARD_FIELDS
 from distflow.import_target import SourceFile, load, shown_name, split_name
@@ -23,6 +34,7 @@ TABLES: dict[str, Mapping[str, Entry]] = {
     "pipeline": names.PIPELINES,
     "advantage estimator": names.ESTIMATORS,
     "policy loss": names.POLICY_LOSSES,
+    "preference loss": names.PREFERENCE_LOSSES,
     "reward function": names.REWARDS,
     "rollout engine": names.ROLLOUT_ENGINES,
     "train engine": names.TRAIN_ENGINES,
@@ -32,6 +44,7 @@ TABLES: dict[str, Mapping[str, Entry]] = {
 _REGISTRIES: dict[str, Registry[Any]] = {
     "advantage estimator": ADV_ESTIMATORS,
     "policy loss": POLICY_LOSSES,
+    "preference loss": PREFERENCE_LOSSES,
 }
 _PROTOCOLS: dict[str, type] = {
     "rollout engine": RolloutEngine,
@@ -88,16 +101,18 @@ def _choices(config: Config) -> Iterator[tuple[str, str, str]]:
     yield "train engine", "actor_rollout_ref.actor.strategy", settings.actor.strategy
     for name in config.trainer.logger:
         yield "tracker", "trainer.logger", name
-    if not is_rl(config):
-        return
-
-    yield "rollout engine", "actor_rollout_ref.rollout.name", settings.rollout.name
     for key, name in named_algorithms(config):
         kind = "advantage estimator"
         if key.endswith("policy_loss"):
             kind = "policy loss"
+        elif key == PREFERENCE_LOSS:
+            kind = "preference loss"
         yield kind, key, name
 
+    if not is_rl(config):
+        return
+
+    yield "rollout engine", "actor_rollout_ref.rollout.name", settings.rollout.name
     for key, _, parts in named_rewards(config):
         for part in parts:
             yield "reward function", key, part.name

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokeni
 
 from distflow.builtin_names import ROLLOUT_ENGINES
 from distflow.config import Config, RunLimits
-from distflow.config.derived_settings import model_of, reads_pairs
+from distflow.config.derived_settings import model_of, trains_scores
 from distflow.config.keys.reward import REWARD_MODEL, scoring_models
 from distflow.errors import UserError, blaming, hint
 from distflow.graph import BoundPipeline
@@ -151,8 +151,10 @@ def source_of(config: Config, role: str) -> tuple[str, Source]:
     """The model of a role, with the key that names it."""
     if role in scoring_models(config.reward_model):
         return scoring_source(config, role)
-    key = model_of(config, role)[0]
-    return key, critic_source(config) if role == "critic" else policy_source(config)
+    key, path = model_of(config, role)
+    if key == "actor_rollout_ref.model.path":
+        return key, policy_source(config)
+    return key, _other_source(config, path)
 
 
 def prediction(config: Config, pipeline: BoundPipeline, plan: Plan, rows: int) -> dict[str, Any]:
@@ -204,14 +206,15 @@ def check_layouts(config: Config, layouts: Sequence[Layout]) -> None:
 
 def policy_source(config: Config) -> Source:
     """The source of the trained model: a reward model's, if the pipeline trains one."""
-    return {**_source(config, config.actor_rollout_ref.model.path), "scores": reads_pairs(config)}
+    return {**_source(config, config.actor_rollout_ref.model.path), "scores": trains_scores(config)}
 
 
 def critic_source(config: Config) -> Source:
-    path = config.critic.model.path
-    if path is None:
-        return policy_source(config)
-    # File, commit and init of the actor do not apply to another model.
+    return source_of(config, "critic")[1]
+
+
+def _other_source(config: Config, path: str | None) -> Source:
+    """A model that is not the policy's, to which its file, commit and init do not apply."""
     return {**_source(config, path), "gguf_file": None, "revision": None, "init": "pretrained"}
 
 

@@ -18,6 +18,7 @@ from distflow.config.derived_settings import (
     own_setting,
     reads_pairs,
     reward_functions,
+    trains_scores,
 )
 from distflow.config.keys.data import DataConfig, DomainConfig
 from distflow.config.keys.reward import RewardPart, scoring_models
@@ -224,6 +225,7 @@ def _columns(config: Config, domain: str, parts: Sequence[RewardPart]) -> Column
     data = config.data
     setting = partial(own_setting, config, domain, data)
     is_sft = not is_rl(config) and not reads_pairs(config)
+    is_preference = reads_pairs(config) and not trains_scores(config)
     builtin = [REWARDS[part.name] for part in parts if part.name in REWARDS]
 
     return Columns(
@@ -234,6 +236,7 @@ def _columns(config: Config, domain: str, parts: Sequence[RewardPart]) -> Column
         answer_required=any(reward.needs_answer for reward in builtin),
         messages=setting("messages_key") if is_sft else None,
         tools=setting("tools_key"),
+        pair=(data.chosen_key, data.rejected_key) if is_preference else None,
         is_chat=setting("prompt_format") == "chat",
         images=data.image_key,
         store=config.trainer.run_dir / "data" / "images",
@@ -246,7 +249,7 @@ def _options(
     """How rows become prompts. parts: as for `_columns`."""
     data = config.data
     setting = partial(own_setting, config, domain, data)
-    is_rm = reads_pairs(config)
+    is_rm = trains_scores(config)
 
     keeps_messages = is_rm or (scored and bool(scoring_models(config.reward_model)))
     keeps_chats = config.actor_rollout_ref.rollout.workflow is not None
@@ -269,7 +272,8 @@ def _options(
         keep_messages=keeps_messages,
         keep_chats=keeps_chats,
         num_workers=data.num_loader_workers,
-        pair=(data.chosen_key, data.rejected_key) if is_rm else None,
+        pair=(data.chosen_key, data.rejected_key) if reads_pairs(config) else None,
+        scores_pairs=is_rm,
     )
 
 

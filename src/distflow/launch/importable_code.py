@@ -6,9 +6,15 @@ from collections.abc import Callable, Iterator
 from dataclasses import fields
 from typing import Any
 
-from distflow.algorithms.registry import ADV_ESTIMATORS, POLICY_LOSSES, Registry
+from distflow.algorithms.registry import (
+    ADV_ESTIMATORS,
+    POLICY_LOSSES,
+    PREFERENCE_LOSSES,
+    Registry,
+)
 from distflow.config import Config
 from distflow.config.derived_settings import (
+    PREFERENCE_LOSS,
     WORKFLOW,
     functions_of_pipeline,
     named_algorithms,
@@ -75,6 +81,8 @@ def _users_functions(config: Config) -> Iterator[tuple[str, Callable[..., object
 def _registry(key: str) -> Registry[Any]:
     if key.endswith("policy_loss"):
         return POLICY_LOSSES
+    if key == PREFERENCE_LOSS:
+        return PREFERENCE_LOSSES
     return ADV_ESTIMATORS
 
 

@@ -108,6 +108,9 @@ def _users_facts(config: Config) -> dict[str, object]:
     for name, model in scoring_models(config.reward_model).items():
         facts[f"engine_{name}"] = identity(model.path, None)
 
+    if config.actor_rollout_ref.ref.path is not None:
+        facts["engine_ref"] = identity(config.actor_rollout_ref.ref.path, None)
+
     for name in sorted({*policies_of_agents(config).values()} - {*trained_policies(config)}):
         frozen = config_of_policy(config, name).actor_rollout_ref.model
         facts[f"policy_{name}"] = identity(str(frozen.path), frozen.revision)

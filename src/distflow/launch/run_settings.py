@@ -9,6 +9,7 @@ from typing import Any
 from distflow.config import Config
 from distflow.config.derived_settings import (
     is_one_process,
+    is_own_reference,
     is_rl,
     is_sharded,
     own_setting,
@@ -207,7 +208,7 @@ def _check_offloaded_actor(config: Config, plan: Plan) -> None:
             "the rollout engine computes with the same float32 weights: model.dtype=bfloat16 gives "
             "it its own"
         )
-    elif "ref" in beside and config.actor_rollout_ref.model.lora_rank:
+    elif "ref" in beside and is_own_reference(config):
         why = "the reference computes with the same weights, its adapter switched off"
 
     if why:

@@ -20,6 +20,7 @@ from distflow.config.derived_settings import (
     config_of,
     find_pipeline,
     is_one_process,
+    is_own_reference,
     is_rl,
     is_sharded,
     own_losses,
@@ -198,7 +199,6 @@ class TakenKeys:
         scores = any(node.node_role is NodeRole.REWARD for node in nodes)
         several = not is_one_process(config)
         parts = pipeline_parts(self._pipeline, {})
-        has_adapter = config.actor_rollout_ref.model.lora_rank > 0
 
         return {
             "several_processes": several,
@@ -212,7 +212,7 @@ class TakenKeys:
                 not (node.contract.is_async and is_ours(node.fn)) for node in nodes
             ),
             "scores": scores,
-            "sharded_ref": is_sharded(config) and not has_adapter,
+            "sharded_ref": is_sharded(config) and not is_own_reference(config),
         }
 
     def _keys_by_name(self) -> Iterator[str]:

@@ -10,6 +10,7 @@ from distflow.builtin_names import TRAIN_ENGINES
 from distflow.config import Config
 from distflow.config.derived_settings import (
     agent_temperatures,
+    is_own_reference,
     is_rl,
     is_sharded,
     optimizer_steps,
@@ -23,6 +24,7 @@ from distflow.launch.configured_models import (
     load_adapted,
     policy_adapter,
     policy_source,
+    source_of,
 )
 from distflow.models.loading import load_model
 from distflow.models.sharding import Sharding
@@ -118,12 +120,15 @@ def make_trainer(
 
 
 def build_reference(config: Config, get: Get, device: torch.device) -> TorchScorer:
-    """The initial policy: the policy with its adapter switched off, or a model of its own."""
+    """The initial policy, or another model: the policy with its adapter switched off, or a model of
+    its own."""
     options = reference_options(config)
-    if config.actor_rollout_ref.model.lora_rank:
+    if is_own_reference(config):
         return TorchScorer(get("policy"), without_adapter=True, group=get("collective"), **options)
     sharding = sharding_of(config, get, config.actor_rollout_ref.ref.fsdp_config.param_offload)
-    model = load_model(**policy_source(config), sharding=sharding, device=device)
+    key, source = source_of(config, "ref")
+    with blaming(key):
+        model = load_model(**source, sharding=sharding, device=device)
     return TorchScorer(model.requires_grad_(False), group=get("collective"), **options)
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from distflow.config import Config
-from distflow.config.derived_settings import is_sharded
+from distflow.config.derived_settings import is_own_reference, is_sharded
 from distflow.config.keys.reward import scoring_models
 from distflow.planning.devices import Device
 from distflow.planning.model_memory import (
@@ -234,8 +234,8 @@ class _Needs:
         """A reference, a reward model or a judge."""
         settings = self.config.actor_rollout_ref
         if role == "ref":
-            if settings.model.lora_rank:
-                return  # the policy with its adapter switched off
+            if is_own_reference(self.config):
+                return
             is_off = settings.ref.fsdp_config.param_offload
         else:
             is_off = scoring_models(self.config.reward_model)[role].param_offload

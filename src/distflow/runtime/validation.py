@@ -22,7 +22,7 @@ from distflow.runtime.rollout_loop.rollout_services import RolloutServices
 from distflow.runtime.run_errors import NodeError
 from distflow.runtime.sample_rows import SampleRows, sample_rows
 from distflow.runtime.spec import ValidationSet
-from distflow.runtime.validation_loss import validation_loss
+from distflow.runtime.validation_loss import preference_objective, validation_loss
 from distflow.runtime.validation_results import Outcomes, ValidationResults
 from distflow.runtime.worker_inputs import WorkerInputs
 from distflow.scheduling.group_states import PromptGroup
@@ -198,8 +198,9 @@ class ValidationRunner:
         if not spec.plan.generates:
             if resources.actor is None:
                 return {}, []
-            self.offload.only(("actor",))
-            return validation_loss(spec.validation, resources.actor)
+            self.offload.only(("actor", "ref"))
+            objective = preference_objective(spec.pipeline())
+            return validation_loss(spec.validation, resources.actor, resources.ref, objective)
 
         self.offload.only(())
         if resources.rollout is None:

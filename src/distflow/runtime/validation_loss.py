@@ -5,18 +5,36 @@ from collections.abc import Sequence
 import torch
 from torch.nn.functional import logsigmoid
 
+from distflow.algorithms.objectives import PreferenceObjective
 from distflow.data.batch import Batch
 from distflow.data.sample import Sample, Segment
+from distflow.graph import BoundPipeline
 from distflow.runtime.sample_rows import SampleRows
 from distflow.runtime.spec import ValidationSet
 from distflow.training.engine import Scorer
 
 
+def preference_objective(pipeline: BoundPipeline) -> PreferenceObjective | None:
+    """The loss over pairs by which the pipeline trains a policy; None if it has none."""
+    for node in pipeline.training_nodes:
+        objective = getattr(node.fn, "keywords", {}).get("objective")
+        if isinstance(objective, PreferenceObjective):
+            return objective
+    return None
+
+
 def validation_loss(
-    sets: Sequence[ValidationSet], actor: Scorer
+    sets: Sequence[ValidationSet],
+    actor: Scorer,
+    ref: Scorer | None = None,
+    objective: PreferenceObjective | None = None,
 ) -> tuple[dict[str, float], SampleRows]:
     """Mean negative log-likelihood per token of the data's responses (`sft/val_loss`); a row per
-    response with its sum and number of tokens. For preference pairs, a reward model's metrics."""
+    response with its sum and number of tokens. For preference pairs, the metrics of a reward model,
+    or of the policy's preference loss, if it is given. ref: the reference that such a loss
+    reads."""
+    if objective is not None:
+        return _validation_of_preferences(sets, objective, actor, ref)
     if sets[0].rows[0].rejected_ids is not None:
         return _validation_of_pairs(sets, actor)
 
@@ -71,6 +89,39 @@ def _validation_of_pairs(
         "rm/val_loss": float(-logsigmoid(margin).mean()),
         "rm/val_accuracy": float((margin > 0).double().mean()),
         "rm/val_margin": float(margin.mean()),
+    }, rows
+
+
+def _validation_of_preferences(
+    sets: Sequence[ValidationSet], objective: PreferenceObjective, actor: Scorer, ref: Scorer | None
+) -> tuple[dict[str, float], SampleRows]:
+    """`preference/val_loss`, `preference/val_accuracy` and `preference/val_margin`, means over
+    pairs; and the rewards of each pair."""
+    samples = list[Sample]()
+    rows = SampleRows()
+    for chosen in sets:
+        for i, row in enumerate(chosen.rows):
+            rows.append(_who(chosen, "pair", i))
+            for each in (row, row.rejected):
+                samples.append(Sample("", i, [Segment("prompt", row.prompt_ids), *each.answer(0)]))
+
+    batch = Batch.from_samples(samples)
+    log_probs = actor.forward(batch, ("log_probs",))["log_probs"].double()
+    if objective.preference_loss.has_reference:
+        assert ref is not None, "the pipeline has the node that computes the reference's log-probs"
+        batch["ref_log_prob"] = ref.forward(batch, ("log_probs",)).flat("log_probs")
+
+    values = objective.values(log_probs, batch, objective.counts(batch))
+    losses, chosen_rewards, rejected_rewards = objective.compare(values)
+    margins = chosen_rewards - rejected_rewards
+    rewards = zip(rows, chosen_rewards.tolist(), rejected_rewards.tolist(), strict=True)
+    for shown, own, other in rewards:
+        shown |= {"chosen": own, "rejected": other}
+
+    return {
+        "preference/val_loss": float(losses.mean()),
+        "preference/val_accuracy": float((margins > 0).double().mean()),
+        "preference/val_margin": float(margins.mean()),
     }, rows
 
 

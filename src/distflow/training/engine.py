@@ -18,8 +18,8 @@ class LossFn(Protocol):
     """A loss over one mini-batch (one optimizer step), exact however the mini-batch is split.
 
     outputs: those of "log_probs", "entropy", "values", "text_scores" that the engine must compute.
-    A loss on text scores compares the texts of a prompt group, so its micro-batches hold whole
-    groups.
+    A loss that compares the samples of a prompt group has the attribute `whole_groups`, which is
+    true: its micro-batches then hold whole groups.
     """
 
     outputs: tuple[str, ...]
@@ -41,6 +41,11 @@ class LossFn(Protocol):
 
     def finish(self, sums: Counts, counts: Counts) -> dict[str, float]:
         """Metrics of the mini-batch from the summed statistics."""
+
+
+def compares_samples(loss: LossFn) -> bool:
+    """Whether the loss of a sample depends on the others of its prompt group."""
+    return bool(getattr(loss, "whole_groups", False))
 
 
 MODEL_PREFIX = "model."

@@ -504,7 +504,7 @@ class TorchTrainEngine(TorchScorer):
         if counts.get("tokens") == 0:
             return {"loss": 0.0, "grad_norm": 0.0, "lr": lrs[0], "skipped": 1.0, "empty": 1.0}
 
-        whole_groups = "text_scores" in loss_fn.outputs
+        whole_groups = engine.compares_samples(loss_fn)
         shares = list[engine.Sums]()
         for index in micro_batches(batch, self.max_tokens, self.group, whole_groups):
             loss_share, stats = self._loss(batch.select(index), loss_fn, counts)

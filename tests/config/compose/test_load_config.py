@@ -298,7 +298,7 @@ BROKEN = {
     "an unknown base": (
         "defaults: [gropo]\n" + BASE,
         ("run.yaml", "defaults"),
-        "dapo, embodied_srpo, grpo, multi_agent, ppo",
+        "embodied_srpo, grpo",
     ),
     "itself as base": ("defaults: [run]\n" + BASE, ("run.yaml", "defaults"), "builds on itself"),
     "a section of hydra": (

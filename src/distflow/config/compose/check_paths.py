@@ -38,6 +38,7 @@ NEEDED_TO_EVALUATE = frozenset(
         f"{MODEL}.path",
         f"{MODEL}.tokenizer_path",
         "critic.model.path",
+        "actor_rollout_ref.ref.path",
         "reward_model.model.path",
         "reward_model.models",
         "dag.pipeline",
@@ -111,6 +112,7 @@ def _models(config: Config) -> Iterator[tuple[str, str | None]]:
     yield f"{MODEL}.tokenizer_path", model.tokenizer_path
     if derived_settings.may_have_critic(config):
         yield "critic.model.path", config.critic.model.path
+    yield "actor_rollout_ref.ref.path", config.actor_rollout_ref.ref.path
     yield "reward_model.model.path", config.reward_model.model.path
     for scoring in config.reward_model.models.values():
         yield "reward_model.models", scoring.path

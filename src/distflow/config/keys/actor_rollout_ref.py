@@ -11,8 +11,11 @@ from distflow.config.keys.rollout import RolloutConfig
 
 @dataclass(frozen=True)
 class RefConfig:
-    """The frozen reference policy; built only if a KL term is on."""
+    """The frozen reference policy; built only if a KL term or a preference loss reads it."""
 
+    path: str | None = key(
+        None, "folder or hub id of the reference; null is the policy at the start of the run"
+    )
     log_prob_max_token_len_per_gpu: int | None = key(
         None, "maximum tokens in a micro-batch; null is the actor's", minimum=1
     )

@@ -5,7 +5,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from distflow.builtin_names import ESTIMATORS, KL_TYPES, NO_FULL_KL, PIPELINES, ROLLOUT_RS
+from distflow.builtin_names import (
+    ESTIMATORS,
+    KL_TYPES,
+    NO_FULL_KL,
+    PIPELINES,
+    PREFERENCE_LOSSES,
+    ROLLOUT_RS,
+)
 from distflow.config.compose.typed_values import (
     Differing,
     Mismatch,
@@ -516,6 +523,16 @@ class AlgorithmConfig:
         taken_by="apply_kl_penalty",
     )
     kl_ctrl: KLControlConfig = group(KLControlConfig, taken_by="apply_kl_penalty")
+    preference_loss: str = key(
+        "dpo",
+        "loss over preference pairs",
+        choices=tuple(PREFERENCE_LOSSES),
+        open_names=True,
+        taken_by="train_preference",
+    )
+    preference_loss_kwargs: dict[str, object] = key(
+        {}, "options of that loss by name", taken_by="train_preference"
+    )
     recompute_old_log_probs: str = key(
         "auto",
         (

@@ -130,12 +130,12 @@ class DataConfig:
     )
     chosen_key: str = key(
         "chosen",
-        "column of the better response (rm): str or chat messages that end with it",
+        "column of the better response (preference, rm): str or chat messages that end with it",
         taken_by="preference_pairs",
     )
     rejected_key: str = key(
         "rejected",
-        "column of the worse response (rm), in the same form",
+        "column of the worse response (preference, rm), in the same form",
         taken_by="preference_pairs",
     )
     image_key: str | None = key(

@@ -4,7 +4,7 @@ import os
 import re
 
 from distflow.builtin_names import MODELS, ROLLOUT_ENGINES
-from distflow.config.derived_settings import reads_pairs
+from distflow.config.derived_settings import trains_scores
 from distflow.config.keys.schema import Config
 from distflow.config.rules import MODEL, ROLLOUT, Finding, Findings
 
@@ -79,7 +79,7 @@ def adapters(config: Config) -> Findings:
         advice = f"set {_RANK}=0, or {MODEL}.init=pretrained"
         yield Finding((_RANK, f"{MODEL}.init"), what, advice)
 
-    if reads_pairs(config):
+    if trains_scores(config):
         what = "an adapter does not train the reward model's new head"
         yield Finding((_RANK, "dag.pipeline"), what, f"set {_RANK}=0")
 

@@ -1,12 +1,20 @@
 """Rules of the pipeline: what selects it, and the names that it needs."""
 
-from distflow.builtin_names import ESTIMATORS, PIPELINES, POLICY_LOSSES, REGISTERED, REWARDS
+from distflow.builtin_names import (
+    ESTIMATORS,
+    PIPELINES,
+    POLICY_LOSSES,
+    PREFERENCE_LOSSES,
+    REGISTERED,
+    REWARDS,
+)
 from distflow.config.compose.setting_origins import pipeline_of_type, preset_names
 from distflow.config.compose.typed_values import did_you_mean
 from distflow.config.derived_settings import (
     ADV_ESTIMATOR,
     CUSTOM,
     POLICY_LOSS,
+    PREFERENCE_LOSS,
     find_pipeline,
     named_rewards,
     pipeline_name,
@@ -40,9 +48,11 @@ def known_names(config: Config) -> Findings:
 
     estimator = config.algorithm.adv_estimator
     loss = config.actor_rollout_ref.actor.policy_loss
+    preference_loss = config.algorithm.preference_loss
     asked = [
         (ADV_ESTIMATOR, ADV_ESTIMATOR, estimator, (*ESTIMATORS, *REGISTERED)),
         (POLICY_LOSS, POLICY_LOSS, loss, (*POLICY_LOSSES, *REGISTERED)),
+        (PREFERENCE_LOSS, PREFERENCE_LOSS, preference_loss, (*PREFERENCE_LOSSES, *REGISTERED)),
     ]
     for key, _, parts in named_rewards(config):
         asked += [(key, "reward.functions", part.name, tuple(REWARDS)) for part in parts]

@@ -23,7 +23,12 @@ from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
 from distflow.config import Config, Loaded, config_of_run, flatten
-from distflow.config.derived_settings import config_of_policy, trained_policies
+from distflow.config.derived_settings import (
+    config_of_policy,
+    reads_pairs,
+    trained_policies,
+    trains_scores,
+)
 from distflow.config.keys.dag import FIRST_POLICY
 from distflow.config.keys.schema import with_values
 from distflow.errors import UserError
@@ -53,7 +58,7 @@ MODELS = "models"
 HUGGINGFACE = "huggingface"
 _MODELS = (
     *("actor_rollout_ref.model.path", "actor_rollout_ref.model.tokenizer_path"),
-    *("critic.model.path", "reward_model.model.path"),
+    *("critic.model.path", "reward_model.model.path", "actor_rollout_ref.ref.path"),
 )
 
 Say = Callable[[str], None]
@@ -254,7 +259,9 @@ def write_config_of(
             "gguf_file": None,
             "revision": None,
         }
+        reference = _reference(config_of_run(values), run)
         values["actor_rollout_ref"]["model"] |= begun
+        values["actor_rollout_ref"].setdefault("ref", {})["path"] = reference
 
         if generates_only:  # rows of messages are chats whatever the key says
             values["data"]["prompt_format"] = saved["facts"].get(
@@ -263,6 +270,22 @@ def write_config_of(
 
     file.write_text(yaml.safe_dump(values, sort_keys=False), "utf-8")
     return file
+
+
+def _reference(config: Config, run: Path) -> str | None:
+    """The reference of a run on preference pairs, whose loss reads it, although the policy is then
+    another one. Raises UserError if it cannot be loaded again."""
+    settings = config.actor_rollout_ref
+    if settings.ref.path is not None or not reads_pairs(config) or trains_scores(config):
+        return settings.ref.path
+
+    model = settings.model
+    if model.init == "random" or model.revision or model.gguf_file:
+        raise UserError(
+            f"{run} is compared with its reference, which is no folder or newest hub model: "
+            "name it when the run starts, with actor_rollout_ref.ref.path"
+        )
+    return model.path
 
 
 def _allow_code(code: list[str], values: Any, trust_code: bool, say: Say) -> None:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from distflow.algorithms.objectives import PairObjective, SFTObjective
 from distflow.checks.nonfinite import BATCH, CONFIG, FACTS, WEIGHTS
 from distflow.config import Config, config_from_dict, config_of_run
-from distflow.config.derived_settings import reads_pairs
+from distflow.config.derived_settings import reads_pairs, trains_scores
 from distflow.data.batch import Batch
 from distflow.errors import UserError, count_of
 from distflow.import_target import load_modules
@@ -26,10 +26,14 @@ from distflow.launch.user_code import (
     without_model_code,
 )
 from distflow.observe.crash_safe_files import read_object
-from distflow.pipelines.nodes.objectives_from_config import policy_objective, value_objective
+from distflow.pipelines.nodes.objectives_from_config import (
+    policy_objective,
+    preference_objective,
+    value_objective,
+)
 from distflow.planning.plan import RankPlan
 from distflow.runtime.resources import build_resources
-from distflow.training.engine import LossFn
+from distflow.training.engine import LossFn, compares_samples
 from distflow.training.torch_engine import TorchTrainEngine
 from distflow.untrusted_files import MAX_YAML_BYTES, check_tensors, load_yaml, read_file
 
@@ -138,7 +142,7 @@ def _samples_alone(
     engine: TorchTrainEngine, objective: LossFn, batch: Batch, weights: Mapping[str, Tensor]
 ) -> Iterator[str]:
     found = 0
-    is_pair = isinstance(objective, PairObjective)
+    is_pair = compares_samples(objective)
     for row in range(0, len(batch), 1 + is_pair):
         _load_weights(engine.model, weights)
         alone = engine.train_step(batch.select(range(row, row + 1 + is_pair)), objective)
@@ -183,8 +187,10 @@ def _engine(config: Config, role: str) -> TorchTrainEngine:
 def _objective(config: Config, role: str, batch: Batch) -> LossFn:
     if role == "critic":
         return value_objective(config)
-    if reads_pairs(config):
+    if trains_scores(config):
         return PairObjective()
+    if reads_pairs(config):
+        return preference_objective(config)
     if "advantages" in batch:
         return policy_objective(config)
     return SFTObjective()

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field, replace
 
 from distflow.checks.canary import make_canary
 from distflow.checks.group_records import GroupRecords
+from distflow.config.derived_settings import reads_pairs
 from distflow.errors import UserError
 from distflow.graph import BoundNode
 from distflow.observe.writing.timing import Waits, lasting
@@ -18,7 +19,7 @@ from distflow.runtime.rollout_loop.rollout_services import RolloutServices
 from distflow.runtime.sample_rows import SampleRows
 from distflow.runtime.spec import Spec
 from distflow.runtime.validation import Validator
-from distflow.runtime.validation_loss import validation_loss
+from distflow.runtime.validation_loss import preference_objective, validation_loss
 from distflow.runtime.weight_sync.receiver import WeightReceiver
 from distflow.runtime.weight_sync.same_process_weights import LocalWeights
 from distflow.runtime.weight_sync.sender import WeightSender
@@ -51,8 +52,10 @@ def evaluate(spec: Spec, say: Callable[[str], None]) -> Evaluation:
     (rank,) = plan_local(pipeline, device).ranks
 
     # Models of the training loop alone are not loaded: critic, reference, and models that score
-    # whole steps.
+    # whole steps. The loss of preference pairs reads the reference.
     used = {"actor"}
+    if reads_pairs(spec.config):
+        used.add("ref")
     for node in pipeline.rollout_nodes:
         used |= {*node.engines}
     rank = replace(rank, engines=tuple(engine for engine in rank.engines if engine in used))
@@ -61,7 +64,11 @@ def evaluate(spec: Spec, say: Callable[[str], None]) -> Evaluation:
 
     if resources.rollout is None:
         with lasting(say, "evaluating"):
-            return Evaluation(*validation_loss(spec.validation, resources.actor))
+            objective = preference_objective(pipeline)
+            metrics, rows = validation_loss(
+                spec.validation, resources.actor, resources.ref, objective
+            )
+            return Evaluation(metrics, rows)
 
     nodes = [pipeline.node(name) for name in rank.rollout_nodes]
     return _evaluate_responses(spec, nodes, resources, say)

@@ -166,7 +166,7 @@ def no_update(steps: Steps, config: Config) -> Finding | None:
     if constant_reward(steps, config):  # which is the reason
         return None
 
-    for role in ("actor", "sft", "rm"):
+    for role in ("actor", "sft", "rm", "preference"):
         norms = known_values(steps, f"{role}/grad_norm")
         rates = known_values(steps, f"{role}/lr")
         nothing = f"Nothing was learned in {steps_with(steps, f'{role}/grad_norm')}"

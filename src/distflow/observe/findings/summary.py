@@ -122,7 +122,7 @@ def describe_learning(accuracy: Accuracy | None, steps: Steps) -> Finding:
     if len(rewards) >= _FEW_VALUES:
         return _learned_by_curve(rewards, "reward", 1, steps)
 
-    for name in ("sft/loss", "rm/loss", "loss"):
+    for name in ("sft/loss", "rm/loss", "preference/loss", "loss"):
         losses = known_values(steps, name)
         if len(losses) >= _FEW_VALUES:
             return _learned_by_curve(losses, "loss", -1, steps)

@@ -28,6 +28,7 @@ from distflow.pipelines.nodes.scoring_models import add_model_scores, ask_model,
 from distflow.pipelines.nodes.updates import (
     train_actor,
     train_critic,
+    train_preference,
     train_reward_model,
     train_sft,
 )

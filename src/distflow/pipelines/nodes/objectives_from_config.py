@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from distflow.algorithms.objectives import PolicyObjective, ValueObjective
+from distflow.algorithms.objectives import PolicyObjective, PreferenceObjective, ValueObjective
 from distflow.algorithms.registry import (
     PolicyLoss,
     check_options,
@@ -139,6 +139,11 @@ def loss_terms(config: Config) -> tuple[str, ...]:
     if actor.use_kl_loss:
         names.append("kl")
     return tuple(f"actor/loss_term/{name}" for name in names)
+
+
+def preference_objective(config: Config) -> PreferenceObjective:
+    algorithm = config.algorithm
+    return PreferenceObjective(algorithm.preference_loss, algorithm.preference_loss_kwargs)
 
 
 def value_objective(config: Config) -> ValueObjective:

@@ -3,7 +3,7 @@
 from transformers import PreTrainedTokenizerBase
 
 from distflow.data.encoded_prompts import PromptRow
-from distflow.data.sample import Sample, Segment
+from distflow.data.sample import Sample
 from distflow.graph import NodeRole, node
 from distflow.rollout.engine import GenerateRequest, RolloutEngine
 from distflow.runtime.rollout_loop.group import Group, sample_of_row
@@ -66,11 +66,11 @@ def pair_of_row(
     prompt_group: PromptGroup, row: PromptRow, tokenizer: PreTrainedTokenizerBase
 ) -> list[Sample]:
     samples = list[Sample]()
-    for index, ids in enumerate((row.response_ids or (), row.rejected_ids or ())):
-        zeros = (0.0,) * len(ids)
-        segment = Segment("policy", ids, zeros, zeros, (prompt_group.version,) * len(ids))
-        text = str(tokenizer.decode(list(ids), skip_special_tokens=True))
-        samples.append(sample_of_row(prompt_group, row, index, [segment], text))
+    for index, each in enumerate((row, row.rejected)):
+        segments = each.answer(prompt_group.version)
+        is_single = each.turns is None
+        text = str(tokenizer.decode(list(each.response_ids or ()), skip_special_tokens=is_single))
+        samples.append(sample_of_row(prompt_group, row, index, segments, text))
 
     return samples
 

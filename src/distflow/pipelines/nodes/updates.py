@@ -7,7 +7,12 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from distflow.algorithms.objectives import PairObjective, PolicyObjective, SFTObjective
+from distflow.algorithms.objectives import (
+    PairObjective,
+    PolicyObjective,
+    PreferenceObjective,
+    SFTObjective,
+)
 from distflow.config import Config
 from distflow.config.derived_settings import algorithms, takes_values, trained_policies
 from distflow.data.batch import Batch
@@ -18,6 +23,7 @@ from distflow.graph.node_spec import Names
 from distflow.pipelines.nodes.objectives_from_config import (
     interpolates_prox,
     policy_objective,
+    preference_objective,
     takes_rollouts,
     value_objective,
 )
@@ -36,6 +42,8 @@ register_field(
 _READS = ("prompt_ids", "response_ids", "?forks")
 COUNTED = {"skipped", "empty"}
 """Metrics of an update of which a step has the sum; of others it has the mean."""
+_OWN_GROUPS = ("rewards/", "logps/")
+"""Metrics with TRL's names, which have no prefix."""
 
 
 @node_factory
@@ -126,8 +134,15 @@ def train_reward_model(config: Config) -> Callable[..., object]:
     return _supervised(config, "rm", PairObjective())
 
 
+@node_factory
+@node(role=NodeRole.ACTOR)
+def train_preference(config: Config) -> Callable[..., object]:
+    """Update the policy towards chosen responses and away from rejected ones."""
+    return _supervised(config, "preference", preference_objective(config))
+
+
 def _supervised(
-    config: Config, name: str, objective: SFTObjective | PairObjective
+    config: Config, name: str, objective: SFTObjective | PairObjective | PreferenceObjective
 ) -> Callable[..., object]:
     num_prompts = config.actor_rollout_ref.actor.ppo_mini_batch_size
     closed = partial(update, name=name, objective=objective, num_prompts=num_prompts)
@@ -164,11 +179,11 @@ def update(
     """One optimizer step for each mini-batch of `num_prompts` groups in each epoch, from step
     `warmup` on.
 
-    Metrics are means over the mini-batches with a token that counts, named `name/...`; `skipped`
-    and `empty` are numbers of mini-batches. records: the column for the log-probs of the first
-    update, NaN in other samples. trains: by domain, None for the others, whether it trains on these
-    samples; None for all. sample_level: episode, or decision: mini-batches then have a sample for
-    each decision of an episode."""
+    Metrics are means over the mini-batches with a token that counts, named `name/...` unless they
+    have a group of their own; `skipped` and `empty` are numbers of mini-batches. records: the
+    column for the log-probs of the first update, NaN in other samples. trains: by domain, None for
+    the others, whether it trains on these samples; None for all. sample_level: episode, or
+    decision: mini-batches then have a sample for each decision of an episode."""
     if trains is not None:
         rows = [row for row, each in enumerate(batch["domain"]) if trains.get(each, trains[None])]
         batch = batch.select(rows)
@@ -191,7 +206,9 @@ def update(
             updates.append(metrics)
             unmoved = unmoved and bool(metrics.get("empty"))
 
-    measured = {f"{name}/{metric}": value for metric, value in _over(updates).items()}
+    measured = dict[str, float]()
+    for metric, value in _over(updates).items():
+        measured[metric if metric.startswith(_OWN_GROUPS) else f"{name}/{metric}"] = value
     if records is None:
         return NodeOutput(None, measured)
 
