@@ -475,8 +475,8 @@ def without_ends(original: Any) -> Any:
 
 
 def over_all(original: Any) -> Any:
-    def planted(sets: Any, actor: Any) -> Any:
-        metrics, rows = original(sets, actor)
+    def planted(*given: Any) -> Any:
+        metrics, rows = original(*given)
         means = [row["loss"] / row["tokens"] for row in rows]
         return {"sft/val_loss": sum(means) / len(means)}, rows
 
@@ -484,8 +484,8 @@ def over_all(original: Any) -> Any:
 
 
 def without_last(original: Any) -> Any:
-    return lambda sets, actor: original(
-        [replace(each, rows=each.rows[:-1]) for each in sets], actor
+    return lambda sets, *models: original(
+        [replace(each, rows=each.rows[:-1]) for each in sets], *models
     )
 
 

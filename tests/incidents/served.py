@@ -94,7 +94,7 @@ def serve(patch: pytest.MonkeyPatch, other: Serve) -> Late:
             step(self)
 
     def by_transformers(self: HFEngine, *asked: Any) -> Any:
-        with served(self, self._model):
+        with served(self, self.model):
             return generate(self, *asked)
 
     patch.setattr(EmbeddedEngine, "step", embedded)
@@ -145,13 +145,14 @@ def serve_old_kv(patch: pytest.MonkeyPatch) -> Late:
         late.times += late.begun
         return original(self, "any" if late.begun else version, *rest)
 
-    def by_transformers(self: HFEngine, request: Any, *rest: Any) -> Any:
+    def by_transformers(self: HFEngine, call: Any) -> Any:
         if not late.begun:
-            return generate(self, request, *rest)
+            return generate(self, call)
 
         late.times += 1
-        model = self._model
+        model = self.model
 
+        (request,) = [pending.request for pending in call]
         place = (len(request.samples), tuple(request.prompt_ids))
         if place not in kept:
             prompt = torch.tensor([request.prompt_ids[:-1]] * len(request.samples))
@@ -164,7 +165,7 @@ def serve_old_kv(patch: pytest.MonkeyPatch) -> Late:
                 "generate",
                 partial(model.generate, past_key_values=copy.deepcopy(kept[place])),
             )
-            return generate(self, request, *rest)
+            return generate(self, call)
 
     patch.setattr(PromptCache, "clear", lambda self: None)
     patch.setattr(PromptCache, "rows", rows)

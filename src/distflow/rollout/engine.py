@@ -7,14 +7,16 @@ from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from types import TracebackType
-from typing import Final, Literal, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Final, Literal, Protocol, runtime_checkable
 
 from torch import Tensor
 
 from distflow.data.sample import Segment
 from distflow.models.number_head import NumberHead
-from distflow.models.row_adapters import RowAdapter
 from distflow.scheduling.group_states import TRAIN, Version
+
+if TYPE_CHECKING:
+    from distflow.models.row_adapters import RowAdapter
 
 _LONGEST_LOG: Final = 10_000  # unless it is read
 
@@ -86,7 +88,7 @@ class GenerateRequest:
     """The one that draws, if an engine serves several."""
     images: tuple[str, ...] = ()
     """Of the prompt, see `data/images.py`."""
-    adapter: RowAdapter | None = None
+    adapter: "RowAdapter | None" = None
     """Added to the weights, by `embedded` and `hf` over a module of `make_row_adaptable`."""
 
 
