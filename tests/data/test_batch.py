@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from distflow.data.batch import Batch
+from distflow.data.batch_bytes import gather, to_buffers
 from distflow.data.sample import Sample, Segment
 from distflow.graph.fields import Axis, Field, register_field
 
@@ -359,3 +360,34 @@ def test_each_response_token_knows_the_agent_in_whose_conversation_it_is() -> No
     batch["forks"] = [[["checker", 2], ["solver.1", 4]], [], [["judge.2.1", 1]]]
     speakers = batch.speakers(["solver", "checker", "judge"])
     assert speakers.tolist() == [0, 0, 1, 1, 0, 0, 0, 0, 0, 2]
+
+
+@given(shapes, st.integers(1, 4), st.randoms(use_true_random=False))
+@settings(derandomize=True, max_examples=40, deadline=None)
+def test_entries_of_a_token_stay_with_it(
+    shape: list[tuple[int, int]], num_entries: int, random
+) -> None:
+    batch = make(shape)
+    ids = batch.flat("response_ids")
+    batch["teacher_top_ids"] = ids[:, None] * 10 + torch.arange(num_entries)
+
+    order = [random.randrange(len(shape)) for _ in range(random.randint(1, 6))]
+    moved = Batch.concat([batch.select(order), batch])
+    through = gather([to_buffers(moved)], [(0, row) for row in range(len(moved))])
+    for found in (moved, through):
+        entries = found.flat("teacher_top_ids")
+        assert entries.shape == (len(found.flat("response_ids")), num_entries)
+        assert torch.equal(entries // 10, found.flat("response_ids")[:, None].expand_as(entries))
+
+    padded = batch["teacher_top_ids"]
+    assert torch.equal(padded[..., 0], batch["response_ids"] * 10)
+    batch["teacher_top_ids"] = padded
+    assert torch.equal(batch["teacher_top_ids"], padded)
+
+
+def test_entries_of_a_token_are_refused_in_a_column_of_single_numbers() -> None:
+    batch = make([(1, 2), (1, 3)])
+    with pytest.raises(ValueError, match="advantages"):
+        batch["advantages"] = torch.zeros(5, 2)
+    with pytest.raises(ValueError, match="teacher_top_ids"):
+        batch["teacher_top_ids"] = torch.zeros(4, 2, dtype=torch.int64)

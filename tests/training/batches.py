@@ -83,6 +83,20 @@ def plain_outputs(model, batch: Batch, temperature: float = 1.0) -> dict[str, Te
     }
 
 
+def plain_log_probs_at(model, batch: Batch, ids: Tensor, temperature: float = 1.0) -> Tensor:
+    """The log-probs of `ids` `(response tokens, k)` in place of each response token, by one plain
+    forward of each sequence alone, from full logits, with gradient."""
+    found = []
+    for row, own in enumerate(ids.split(batch.lengths("response").tolist())):
+        sample = batch.select([row])
+        sequence = sample.flat("input_ids")
+        start = int(sample.lengths("prompt")) - 1
+        logits = model(input_ids=sequence[None]).logits[0, start : start + len(own)]
+        found.append((logits / temperature).log_softmax(-1).gather(1, own))
+
+    return torch.cat(found)
+
+
 def plain_values(model, batch: Batch) -> Tensor:
     """Flat values by one plain forward of each sequence alone: of the position before each response
     token."""

@@ -16,7 +16,13 @@ from distflow.training.engine import TrainState
 from distflow.training.optimizer import make_optimizer, make_schedule
 from distflow.training.torch_engine import TorchTrainEngine
 from tests.tiny_models import write_tiny_model
-from tests.training.batches import TokenMeanLoss, plain_outputs, plain_values, ragged_batch
+from tests.training.batches import (
+    TokenMeanLoss,
+    plain_log_probs_at,
+    plain_outputs,
+    plain_values,
+    ragged_batch,
+)
 
 
 @pytest.fixture
@@ -79,6 +85,44 @@ def test_a_step_is_that_of_a_plain_loop_for_every_split(
         torch.testing.assert_close(
             weights_of(engine)[name], weight.detach(), rtol=0, atol=1e-10, msg=name
         )
+
+
+@pytest.mark.parametrize("max_tokens", [16, 10_000])
+def test_log_probs_of_several_tokens_are_those_of_a_plain_forward_with_their_gradient(
+    folder: Path, max_tokens: int
+) -> None:
+    """Of ids in two columns, beside the log-probs of the response's own tokens."""
+    batch = ragged_batch()
+    num_tokens = len(batch.flat("response_ids"))
+    generator = torch.Generator().manual_seed(3)
+    ids = torch.randint(99, (num_tokens, 4), generator=generator)
+    cotangents = torch.randn(num_tokens, 4, generator=generator, dtype=torch.float64)
+    batch["teacher_top_ids"] = ids
+    plain = load_model(folder, dtype=torch.float64)
+    at_ids = plain_log_probs_at(plain, batch, ids, 0.8)
+    (at_ids * cotangents).sum().backward()
+
+    engine = make_engine(
+        load_model(folder, dtype=torch.float64),
+        temperature=0.8,
+        max_tokens_per_micro_batch=max_tokens,
+    )
+    outputs = ("log_probs", "entropy", "teacher_top_log_probs")
+    scored = engine.forward(batch, outputs)
+    expected = plain_outputs(plain, batch, 0.8)
+    for name in ("log_probs", "entropy"):
+        torch.testing.assert_close(scored.flat(name).double(), expected[name], rtol=0, atol=1e-6)
+    torch.testing.assert_close(
+        scored.flat("teacher_top_log_probs").double(), at_ids, rtol=0, atol=1e-6
+    )
+
+    found = engine.compute(batch, ("teacher_top_log_probs",))["teacher_top_log_probs"]
+    torch.testing.assert_close(found, at_ids, rtol=0, atol=1e-10)
+    (found * cotangents).sum().backward()
+    for (name, weight), own in zip(
+        plain.named_parameters(), engine.model.parameters(), strict=True
+    ):
+        torch.testing.assert_close(own.grad, weight.grad, rtol=0, atol=1e-10, msg=name)
 
 
 def test_a_critic_learns_its_returns(tmp_path: Path, folder: Path) -> None:

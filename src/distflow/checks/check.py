@@ -47,10 +47,10 @@ def check_tokens(sample: Sample, column: str, expected: Tensor, wrong: Tensor, r
     if not bool(wrong.any()):
         return
 
-    token = int(wrong.nonzero()[0])
+    place = tuple(wrong.nonzero()[0].tolist())  # the token, and which of its entries
     raise Wrong(
-        f"{column} of sample {sample['uid']} is {float(sample[column][token]):g} at token {token} "
-        f"of {len(expected)}, but should be {float(expected[token]):g}{reason}"
+        f"{column} of sample {sample['uid']} is {float(sample[column][place]):g} at token "
+        f"{place[0]} of {len(expected)}, but should be {float(expected[place]):g}{reason}"
     )
 
 

@@ -27,7 +27,7 @@ from distflow.checks.update_records import OpenEngine, PlainPass, UpdateRecord, 
 from distflow.config.derived_settings import is_rl
 from distflow.data.batch import Batch
 from distflow.models.sharding import is_spread
-from distflow.training.engine import LossFn, compares_samples
+from distflow.training.engine import TOP_IDS, LossFn, compares_samples
 
 NUM_SEQUENCES = 2
 MOST_TRIED = 16
@@ -187,7 +187,8 @@ def _wrong_gradients(
         if bool(far.any()):
             far = ~((own - wanted).abs() <= slack + _jump(update, batch, inputs, name))
         if bool(far.any()):
-            return _message(update, batch, name, own, wanted, int(far.nonzero()[0]), is_whole)
+            place = tuple(far.nonzero()[0].tolist())
+            return _message(update, batch, name, own, wanted, place, is_whole)
 
     if is_whole and not abs(share - loss) <= LIMIT * abs(loss) + FLOOR:
         return (
@@ -327,6 +328,9 @@ def _outputs_of(
     log_probs = scores.gather(-1, ids[:, None])[:, 0]
     entropy = -(scores.exp() * scores).sum(-1)
     found = {"log_probs": log_probs, "entropy": entropy}
+    for name in loss.outputs:
+        if name in TOP_IDS:
+            found[name] = scores.gather(-1, sample[TOP_IDS[name]].to(logits.device))
 
     return {name: found[name] for name in loss.outputs}
 
@@ -384,11 +388,11 @@ def _message(
     name: str,
     found: Tensor,
     expected: Tensor,
-    place: int,
+    place: tuple[int, ...],
     is_whole: bool,
 ) -> str:
-    row = int(batch.rows()[place])
-    token = place - int(batch.lengths("response")[:row].sum())
+    row = int(batch.rows()[place[0]])
+    token = place[0] - int(batch.lengths("response")[:row].sum())
 
     alone = "for the sample alone"
     if is_whole:

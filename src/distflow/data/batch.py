@@ -209,12 +209,13 @@ class Batch:
 
     def pad(self, values: Tensor, axis: Axis | str) -> Tensor:
         """Spread flat `(tokens,)` values over `(bs, longest)`, with 0 elsewhere; keeps the
-        gradient."""
+        gradient. Several entries of a token stay together, `(bs, longest, entries)`."""
         places = self._padded_places(Axis(axis), values.device)
         lengths = self._lengths[Axis(axis)]
         longest = int(lengths.max()) if len(self) else 0
-        padded = torch.zeros(len(self) * longest, dtype=values.dtype, device=values.device)
-        return padded.index_copy_(0, places, values).view(len(self), longest)
+        entries = values.shape[1:]
+        padded = values.new_zeros(len(self) * longest, *entries)
+        return padded.index_copy_(0, places, values).view(len(self), longest, *entries)
 
     def mask(self, axis: Axis | str) -> Tensor:
         """bool `(bs, longest)`: where a padded token column has a token."""
@@ -455,11 +456,12 @@ class Batch:
 
     def _flatten(self, field: Field, tensor: Tensor) -> Tensor:
         num_tokens = int(self._lengths[field.axis].sum())
-        if tensor.shape == (num_tokens,):
+        shape = tensor.shape[:-1] if field.many else tensor.shape
+        if shape == (num_tokens,):
             return tensor
 
         mask = self.mask(field.axis)
-        if tensor.shape == mask.shape:
+        if shape == mask.shape:
             return tensor[mask]
 
         raise ValueError(

@@ -43,7 +43,7 @@ def _from_buffers(buffers: Buffers) -> Batch:
     copies = dict[str, torch.Tensor]()
     for name, values in buffers.items():
         # torch cannot read an empty array of numpy as another dtype
-        empty = torch.empty(0, dtype=torch.uint8)
+        empty = torch.empty(values.shape, dtype=torch.uint8)
         copies[name] = torch.from_numpy(values.copy()) if values.size else empty
 
     return Batch.from_tensors(copies)

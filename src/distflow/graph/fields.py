@@ -35,6 +35,8 @@ class Field:
     dtype: str
     axis: Axis
     doc: str = field(default="", compare=False)
+    many: bool = field(default=False, compare=False)
+    """Each token has several entries: the column has a second dimension."""
 
     def __str__(self) -> str:
         return f"{self.dtype} per {self.axis.value}"
@@ -42,7 +44,8 @@ class Field:
 
 _TABLE = tomllib.loads(Path(__file__).with_suffix(".toml").read_text("utf-8"))
 STANDARD_FIELDS = {
-    name: Field(name, dtype, Axis(axis), doc) for name, (dtype, axis, doc) in _TABLE.items()
+    name: Field(name, dtype, Axis(axis), doc, *many)
+    for name, (dtype, axis, doc, *many) in _TABLE.items()
 }
 
 ALIASES = {"index": "group_index", "data_source": "domain"}

@@ -14,10 +14,16 @@ Sums = Mapping[str, Tensor | float]
 """Scalars by name; tensors may not be computed yet."""
 
 
+TOP_IDS = {"top_log_probs": "top_ids", "teacher_top_log_probs": "teacher_top_ids"}
+"""Outputs that are log-probs of several tokens in place of each token, with the column of their
+ids."""
+
+
 class LossFn(Protocol):
     """A loss over one mini-batch (one optimizer step), exact however the mini-batch is split.
 
-    outputs: those of "log_probs", "entropy", "values", "text_scores" that the engine must compute.
+    outputs: those of "log_probs", "entropy", "values", "text_scores" and `TOP_IDS` that the engine
+    must compute.
     A loss that compares the samples of a prompt group has the attribute `whole_groups`, which is
     true: its micro-batches then hold whole groups.
     """

@@ -6,7 +6,7 @@ mini-batch, with gradients summed and clipped over ranks, and activation checkpo
 import math
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import KW_ONLY, dataclass, field
+from dataclasses import KW_ONLY, dataclass, field, replace
 from typing import Any, TypedDict, TypeVar, Unpack
 
 import torch
@@ -107,7 +107,8 @@ class TorchScorer:
         with gradient.
 
         micro: on the CPU, so that shared prefixes of its samples are computed once, or on the
-        device. outputs: of "log_probs", "entropy", "values", or only "text_scores". heat: the
+        device. outputs: of "log_probs", "entropy", "values", or only "text_scores"; those of
+        `engine.TOP_IDS`, `(response tokens, number of ids)`, come with "log_probs". heat: the
         temperature, or that of each response token; None for that of its agent or domain. Raises
         ValueError for a sample without a prompt, and for samples without a domain if domains have
         their own temperatures.
@@ -120,7 +121,25 @@ class TorchScorer:
             heat = self.temperature_of(micro)
         if isinstance(heat, Tensor):
             heat = send(heat, self.device)
-        return self.run(inputs, outputs, heat)
+
+        wide = [name for name in outputs if name in engine.TOP_IDS]
+        if not wide:
+            return self.run(inputs, outputs, heat)
+
+        assert isinstance(inputs.targets, Tensor), "numbers are not drawn among tokens"
+        ids = [inputs.targets[:, None]]
+        for name in wide:
+            ids.append(send(micro.flat(engine.TOP_IDS[name]), self.device))
+        own = tuple(name for name in outputs if name not in wide)
+        if "log_probs" not in own:
+            own += ("log_probs",)
+
+        found = self.run(replace(inputs, targets=torch.cat(ids, dim=1)), own, heat)
+        split = found["log_probs"].split([each.shape[1] for each in ids], dim=1)
+        found["log_probs"] = split[0][:, 0]
+        for name, log_probs in zip(wide, split[1:], strict=True):
+            found[name] = log_probs
+        return found
 
     def run(
         self, inputs: ModelInputs, outputs: tuple[str, ...], heat: float | Tensor
