@@ -1,8 +1,6 @@
 """A run's folder as tables: what was written is what comes back, without torch."""
 
 import math
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -133,14 +131,3 @@ def test_views_as_tables_and_a_comparison(folder: Path, tmp_path: Path) -> None:
 def test_what_is_no_run_is_refused(name: str, said: str, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=said):
         distflow.load_run(tmp_path / name)
-
-
-def test_reading_a_run_loads_no_torch(folder: Path) -> None:
-    code = (
-        f"import sys, distflow; run = distflow.load_run({str(folder)!r}); run.metrics(), "
-        "run.samples(), run.events()\n"
-        "repr(run); print([name for name in ('torch', 'transformers', 'pandas') if name in "
-        "sys.modules])"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "[]"

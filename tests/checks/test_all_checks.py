@@ -23,17 +23,11 @@ ACTOR = "actor_rollout_ref.actor"
 ALGORITHM = "algorithm"
 HEALTHY = {
     "grpo": ("grpo", *TWO),
-    "kl in the reward": (
-        "grpo",
-        "algorithm.use_kl_in_reward=true",
-        *(f"algorithm.kl_ctrl.{key}" for key in ("type=adaptive", "target_kl=0.1", "horizon=100")),
-    ),
     "ppo": ("ppo", *TWO),
     "dapo": ("dapo", "reward.overlong.buffer_tokens=4"),
     "lora": ("grpo", "actor_rollout_ref.model.lora_rank=2"),
     "bfloat16": ("grpo", "actor_rollout_ref.model.dtype=bfloat16"),
     "hf": ("grpo", "actor_rollout_ref.rollout.name=hf"),
-    "remax": ("grpo", f"{ALGORITHM}.adv_estimator=remax"),
     "decoupled": ("grpo", f"{ACTOR}.policy_loss=decoupled", *TWO),
     "gspo": (
         "grpo",
@@ -48,27 +42,6 @@ HEALTHY = {
             for key in ("top_p=0.9", "top_k=20", "min_p=0.01", "temperature=0.7")
         ),
     ),
-    "scaled by the batch": ("grpo", f"{ALGORITHM}.scale_rewards=batch"),
-    "huber": ("ppo", "critic.value_loss=huber", "critic.huber_delta=0.1", *TWO),
-    "gdpo": (
-        "grpo",
-        f"{ALGORITHM}.adv_estimator=gdpo",
-        "reward.functions={default: [custom, {name: format, weight: 0.5}]}",
-    ),
-    "gpg": ("grpo", f"{ALGORITHM}.adv_estimator=gpg", f"{ACTOR}.policy_loss=gpg"),
-    "gmpo": (
-        "grpo",
-        f"{ACTOR}.policy_loss=gmpo",
-        f"{ACTOR}.loss_agg_mode=seq-mean-token-mean",
-        *TWO,
-    ),
-    "cpgd": (
-        "grpo",
-        f"{ACTOR}.policy_loss=cpgd",
-        f"{ACTOR}.policy_loss_kwargs.policy_drift_coeff=0.1",
-        f"{ACTOR}.optim.lr=1e-2",
-        *TWO,
-    ),
     "corrected": (
         "grpo",
         *(
@@ -81,30 +54,6 @@ HEALTHY = {
         f"{ALGORITHM}.rollout_correction.rollout_rs=[token_k1]",
         f"{ALGORITHM}.rollout_correction.rollout_rs_threshold=[[0.9999999,1.0000001]]",
     ),
-    "weights with the mean 1": (
-        "grpo",
-        *(
-            f"{ALGORITHM}.rollout_correction.{key}"
-            for key in ("rollout_is=sequence", "rollout_is_batch_normalize=true")
-        ),
-        *TWO,
-    ),
-    "rewards by group and batch": (
-        "grpo",
-        *(
-            f"{ALGORITHM}.reward_norm.{key}"
-            for key in ("mean_level=group", "std_level=batch", "mean_leave1out=true")
-        ),
-        *(
-            f"{ALGORITHM}.{key}"
-            for key in ("reward_shift=-0.5", "reward_scale=3", "reward_clip=0.8")
-        ),
-        *(
-            f"{ALGORITHM}.adv_norm.{key}"
-            for key in ("mean_level=batch", "std_level=group", "group_size=2")
-        ),
-        *(f"{ALGORITHM}.{key}" for key in ("advantage_clip=1.1", "adv_estimator=reinforce")),
-    ),
     "rewards by all so far": (
         "grpo",
         *(f"{ALGORITHM}.reward_norm.{key}" for key in ("mean_level=running", "std_level=running")),
@@ -112,10 +61,6 @@ HEALTHY = {
             f"{ALGORITHM}.{key}"
             for key in ("use_kl_in_reward=true", "whiten_rewards=true", "adv_estimator=reinforce")
         ),
-    ),
-    "whitened once": (
-        "ppo",
-        *(f"{ALGORITHM}.adv_norm.{key}" for key in ("mean_level=batch", "std_level=batch")),
     ),
     "weights of samples": (
         "grpo",
@@ -149,21 +94,6 @@ HEALTHY = {
         f"{ACTOR}.optim.lr=3e-2",
         f"{ACTOR}.optim.scheduler=constant",
         *TWO,
-    ),
-    "rejected by areal": (
-        "grpo",
-        f"{ACTOR}.policy_loss=decoupled",
-        (
-            f"{ACTOR}.policy_loss_kwargs.rejection_sampling={{level: sequence, metric: kl_k3, "
-            f"upper: 0.01, agg: max}}"
-        ),
-        f"{ACTOR}.optim.lr=3e-2",
-        *TWO,
-    ),
-    "sgd": (
-        "grpo",
-        f"{ACTOR}.optim.optimizer=sgd",
-        f"{ACTOR}.loss_agg_mode=seq-mean-token-sum-norm",
     ),
 }
 NOT_CHECKED = {"lora": {"weights"}}

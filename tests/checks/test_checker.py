@@ -170,24 +170,6 @@ VALIDATING = ("data.allow_overlap=true", "trainer.test_freq=1")
 
 
 @slow
-@pytest.mark.parametrize(
-    ("preset", "more"),
-    [
-        ("grpo", ("actor_rollout_ref.actor.ppo_max_token_len_per_gpu=40",)),
-        # most mini-batches are empty
-        ("grpo", ("algorithm.mask_truncated=true", "data.max_response_length=2")),
-        ("ppo", ("actor_rollout_ref.rollout.n=4",)),
-    ],
-)
-def test_the_same_runs_without_a_fault(
-    playground: Playground, preset: str, more: tuple[str, ...]
-) -> None:
-    run = playground.run(preset, *TWO, *more)
-    assert run.notes("error") == []
-    assert all("no token in the loss" in warning for warning in run.notes("warning"))
-
-
-@slow
 @pytest.mark.parametrize("ends", [True, False])
 def test_responses_that_continue_after_a_stop_string(
     playground: Playground, monkeypatch: Patch, ends: bool

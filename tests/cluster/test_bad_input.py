@@ -40,27 +40,6 @@ def own_workers() -> list[int]:
     return [pid for pid in workers() if parents.get(parents.get(pid, 0)) == os.getpid()]
 
 
-@pytest.mark.by_hand
-def test_what_is_missing_on_a_worker_is_told_with_its_name(
-    ground: Playground, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.syspath_prepend(ground.folder)
-    (ground.folder / "only_here.py").write_text("")
-    _, spec = ground.spec("grpo", *TWO, "trainer.imports=[only_here]")
-    (ground.folder / "only_here.py").unlink()
-
-    with pytest.raises(
-        UserError, match=r"worker \d of 2 \(pid \d+ on [\d.]+\): trainer.imports: .*'only_here'"
-    ) as told:
-        launch_ray(spec)
-
-    assert "provide it on every machine" in str(told.value)
-    _, spec = ground.spec("grpo", *TWO)
-    shutil.move(ground.folder / "model", ground.folder / "elsewhere")
-    with pytest.raises(UserError, match=r"worker \d of 2 .*: actor_rollout_ref.model.path: "):
-        launch_ray(spec)
-
-
 def test_engines_that_cannot_be_built_are_told_with_the_workers_traceback(
     ground: Playground,
 ) -> None:

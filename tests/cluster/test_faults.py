@@ -23,7 +23,6 @@ from tests.cluster.leftovers import Held
 from tests.cluster.listeners import Listener, family, listeners
 from tests.cluster.test_supervisor import CONSTANT
 from tests.e2e.runs import Playground, notes
-from tests.ledger_audit import verify
 from tests.patience import wait_until
 
 pytestmark = pytest.mark.faults
@@ -106,24 +105,6 @@ def command(ground: Playground, *overrides: str) -> Iterator["subprocess.Popen[s
         process.kill()
 
 
-def held_until_the_end(driver: "subprocess.Popen[str]") -> tuple[Held, str]:
-    """By its processes while it ran, at one time or another; and what it said."""
-    seen: list[Held] = []
-
-    def look() -> None:
-        while driver.poll() is None:
-            seen.append(Held.below(driver.pid))
-            time.sleep(0.5)
-
-    looking = threading.Thread(target=look)
-    looking.start()
-    out, _ = driver.communicate(timeout=10 * WITHIN_S)
-    looking.join()
-    columns = zip(*((each.pids, each.listening, each.shared) for each in seen), strict=True)
-
-    return Held(*(frozenset().union(*column) for column in columns)), out
-
-
 @pytest.mark.slow
 def test_a_driver_that_is_killed_takes_all_its_processes_with_it(tmp_path: Path) -> None:
     ground = Playground(tmp_path)
@@ -139,17 +120,6 @@ def test_a_driver_that_is_killed_takes_all_its_processes_with_it(tmp_path: Path)
 
     assert len(held[0].pids) > 4 and held[0].listening
     wait_until(lambda: not held[0].left(), f"nothing of its Ray is left: {held[0].left()}")
-
-
-@pytest.mark.by_hand
-@pytest.mark.slow
-def test_a_driver_that_ends_leaves_nothing_of_what_it_ever_had(tmp_path: Path) -> None:
-    ground = Playground(tmp_path)
-    with command(ground, *TWO, "trainer.total_training_steps=20") as driver:
-        whole, out = held_until_the_end(driver)
-    assert driver.returncode == 0, out
-    assert len(whole.pids) > 4 and whole.listening and not whole.left()
-    verify(ground.folder / "run" / "ledger.jsonl")
 
 
 @pytest.mark.slow

@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 
-from distflow.cluster import remote_calls
 from distflow.cluster.local_processes_launcher import launch_processes
 from distflow.cluster.remote_calls import WorkerDied
 from distflow.errors import UserError
@@ -163,20 +162,6 @@ def test_a_signal_to_the_command_ends_all_and_the_first_saves(
     if number == signal.SIGINT:
         assert driver.returncode == 128 + number, out
         assert notes(tmp_path / "run", "end") == ["the run stopped"]
-
-
-@pytest.mark.slow
-@pytest.mark.faults
-@pytest.mark.by_hand
-def test_a_process_that_is_stopped_is_named_within_the_deadline(
-    ground: Playground, plan: Callable[..., None], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(remote_calls, "REPLIES_WITHIN_S", 10.0)
-    plan(Fault("train.update", rank=1, call=2, action="SIGSTOP"))
-    with pytest.raises(WorkerDied, match="worker 1 .* 10 s"):
-        run(ground, TWO, name="stopped")
-    assert "training_loop" in (ground.folder / "stopped" / "stacks.txt").read_text()
-    assert not workers(os.getpid())
 
 
 @pytest.mark.parametrize(

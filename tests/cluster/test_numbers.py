@@ -8,7 +8,6 @@ from torch import Tensor
 
 from distflow.cluster.ray_launcher import launch_ray
 from distflow.data.batch import Batch
-from distflow.observe.run_reader import read_samples
 from distflow.runtime.checkpoint.checkpoint_store import CheckpointStore
 from distflow.runtime.spec import LaunchOptions
 from tests.cluster.distance import distance
@@ -122,22 +121,6 @@ def test_recorded_groups_train_the_same_weights_on_any_number_of_workers(
     # Weights that are spread, be it over one worker, are computed by torch, and not by native code.
     assert off == 0 if (strategy, num_workers) == ("torch", 1) else off <= 1e-5
     check_updates(found, alone, free, STEPS)
-
-
-@pytest.mark.parametrize("sizes", one_fast_in(2, ["d1t2", "d2t2"], others=BY_HAND))
-@pytest.mark.by_hand
-def test_recorded_groups_train_the_same_weights_where_ranks_compute_layers_together(
-    ground: Playground, free: Run, alone: Run, sizes: str
-) -> None:
-    num_workers = 2 if sizes == "d1t2" else 4
-    allocation = f"trainer.allocation='embedded:d{num_workers}|fsdp:{sizes}'"
-    found = on_workers(ground, num_workers, *replaying(ground), allocation, name=sizes)
-    off = distance(trained(found), trained(alone))
-    print(f"{sizes}: {off:.2g} of the weights' norm")
-    assert 0 < off <= 1e-5
-    check_updates(found, alone, free, STEPS)
-    uids = [[row["uid"] for row in read_samples(run.folder, STEPS)] for run in (found, alone)]
-    assert sorted(uids[0]) == sorted(uids[1])
 
 
 def check_updates(ours: Run, theirs: Run, free: Run, num_steps: int) -> None:

@@ -7,9 +7,7 @@ from distflow.cluster.ray_launcher import launch_ray
 from tests.cluster.distance import distance
 from tests.e2e.runs import Playground, Run
 from tests.environments.test_agents_with_policies import (
-    check_solver_and_checker,
     overrides,
-    solver_and_checker,
     write_policies,
 )
 
@@ -53,12 +51,3 @@ def test_both_policies_train_on_tokens_of_older_versions_within_the_bound(
     for row in run.metrics():
         assert row["async/version_diff/max"] <= 1
         assert row["actor/grad_norm"] > 0 and row["policies/second/grad_norm"] > 0
-
-
-@pytest.mark.parametrize("staleness", [0, 1])
-def test_a_solver_and_a_checker_train_over_ray(ground: Playground, staleness: int) -> None:
-    options = solver_and_checker(ground, *APART, f"async.max_staleness={staleness}")
-    config, spec = ground.spec("multi_agent", *options, name=f"pair{staleness}")
-    check_solver_and_checker(
-        Run(ground.folder / f"pair{staleness}", config, launch_ray(spec)), staleness
-    )

@@ -99,18 +99,6 @@ def test_workers_killed_in_a_validation_and_with_groups_are_replaced_and_the_res
     assert distance(found.weights(4), alone.weights(4)) < 1e-6
 
 
-@pytest.mark.by_hand
-def test_the_only_one_that_generates_comes_back_with_the_newest_weights(
-    ground: Playground, alone: Run, plan: Callable[..., None]
-) -> None:
-    """Through a process group that is another than that of the worker before."""
-    plan(Fault("queue.put", rank=0, call=7))
-    found = run(ground, *ONE_GENERATES, *STEPS, *validating(ground), COLLECTIVE, name="only")
-    check_whole(found)
-    assert "worker 0 runs again" in found.notes("warning")
-    assert distance(found.weights(4), alone.weights(4)) < 1e-6
-
-
 def test_groups_that_die_with_their_worker_between_their_step_and_its_reader_are_made_again(
     ground: Playground, alone: Run, plan: Callable[..., None], fault_plan: Path
 ) -> None:

@@ -137,21 +137,6 @@ def test_generation_and_training_on_workers_of_their_own(ground: Playground, alo
     check_same(run(ground, *STEPS, *validating(ground), SPLIT, name="split"), alone)
 
 
-@pytest.mark.by_hand
-def test_a_run_of_two_workers_goes_on_with_one_and_with_four(
-    ground: Playground, alone: Run
-) -> None:
-    for number in (1, 4):
-        name = f"from-two-to-{number}"
-        run(
-            ground, *STEPS, "trainer.total_training_steps=2", "trainer.n_gpus_per_node=2", name=name
-        )
-        said: list[str] = []
-        found = run(ground, *STEPS, f"trainer.n_gpus_per_node={number}", name=name, said=said)
-        assert found.outcome.steps == 4
-        assert distance(found.weights(4), alone.weights(4)) < 1e-6
-
-
 def test_a_plan_that_the_cluster_cannot_hold_is_refused_at_once(ground: Playground) -> None:
     with pytest.raises(
         UserError,

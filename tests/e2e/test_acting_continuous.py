@@ -6,9 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
-from distflow.cli import main
 from distflow.data.batch import Batch
 from distflow.data.sample import Segment
 from distflow.errors import TrustError
@@ -16,7 +14,7 @@ from distflow.observe.run_reader import read_samples
 from distflow.rollout import hf_engine as hf
 from distflow.runtime.error_limits import TooManyErrors
 from tests.e2e.planting import plant_in_group
-from tests.e2e.runs import Playground, Run
+from tests.e2e.runs import Playground
 from tests.e2e.test_acting import ACTS, FILE, flow
 
 Patch = pytest.MonkeyPatch
@@ -80,32 +78,6 @@ def test_every_check_of_a_run_passes(playground: Playground, actions: dict[str, 
     assert {"episodes", "gradients", "masks", "rewards", "turns", "validation"} <= passed
     assert not run.notes("warning")
     assert all(row["reward_parts"]["env_steps"] == 5 for row in read_samples(run.folder, 1))
-
-
-@HEADS
-def test_a_resumed_run_is_bit_equal(playground: Playground, actions: dict[str, Any]) -> None:
-    saves = (*KEYS, options(actions=actions), "trainer.save_freq=1")
-    whole = playground.run("grpo", *saves, "trainer.total_training_steps=3", name="whole").weights(
-        3
-    )
-    playground.run("grpo", *saves, name="cut")
-    resumed = playground.run("grpo", *saves, "trainer.total_training_steps=3", name="cut").weights(
-        3
-    )
-    assert all(torch.equal(weight, resumed[name]) for name, weight in whole.items())
-
-
-@HEADS
-def test_two_processes_end_where_one_does(playground: Playground, actions: dict[str, Any]) -> None:
-    saves = (*KEYS, options(actions=actions), "trainer.save_freq=2")
-    one = playground.run("grpo", *saves, name="one")
-    assert (
-        main(["train", "grpo", *playground.overrides("two", *saves, "trainer.n_gpus_per_node=2")])
-        == 0
-    )
-    two = Run(playground.folder / "two", one.config, one.outcome)
-    for name, weight in one.weights(2).items():
-        assert torch.allclose(weight, two.weights(2)[name], atol=1e-5), name
 
 
 def shifted_by_a_hundredth(patch: Patch) -> None:

@@ -5,7 +5,6 @@ import random
 import shutil
 import signal
 from collections import Counter
-from itertools import count
 from pathlib import Path
 
 import pytest
@@ -14,7 +13,6 @@ from distflow.observe.run_reader import read_metrics
 from tests.e2e.cli_runs import CliRun, Left, children_of, is_alive
 from tests.e2e.runs import Playground
 from tests.e2e.survivors import Survivors, audit, records
-from tests.ledger_audit import verify
 
 pytestmark = pytest.mark.slow
 
@@ -191,22 +189,6 @@ def test_killed_four_times_a_run_trains_every_prompt_once(
     assert Left(folder).checkpoint.step == 14
 
 
-@pytest.mark.slow
-def test_twenty_kills_at_random_moments(ground: Playground, undisturbed: Survivors) -> None:
-    draw = random.Random(20)
-    fired = 0
-    for number in count():
-        name = f"hunted-{number}"
-        while fired < 20 and (run := start(ground, name, KILL_AT=moment(draw))).status() == -9:
-            fired += 1
-        if fired == 20:
-            run = start(ground, name)
-        assert run.status() == 0, run.said()
-        same_account(ground.folder / name, undisturbed)
-        if fired == 20:
-            break
-
-
 def moment(draw: random.Random) -> str:
     point = draw.choice(list(POINTS))
     return f"{point}:{draw.randint(1, POINTS[point])}"
@@ -290,16 +272,6 @@ def test_a_run_goes_on_with_another_batch_size(ground: Playground, cut: Path, ba
     assert {sizes[step] for step in range(1, 6)} == {4} and {
         sizes[step] for step in range(6, max(sizes))
     } == {batch}
-
-
-@pytest.mark.slow
-def test_epochs_are_added_to_a_run_that_has_ended(ground: Playground) -> None:
-    finish(ground, "grown", "trainer.total_epochs=1")
-    again = finish(ground, "grown", "trainer.total_epochs=1")
-    assert "is finished: step 5 was the last" in (ground.folder / "grown.log").read_text()
-    verify(again / "ledger.jsonl")
-    folder = finish(ground, "grown", "trainer.total_epochs=2")
-    audit(folder, STALENESS, {place for place in PLACES if place[0] < 2})
 
 
 @pytest.mark.slow

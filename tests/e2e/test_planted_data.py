@@ -14,11 +14,10 @@ from distflow.data import encode_rows
 from distflow.data.encoded_prompts import PromptRow
 from distflow.errors import TrustError
 from distflow.launch import make_spec
-from distflow.observe.run_reader import read_events
 from distflow.rewards.pool import domain_pools
 from tests.e2e.runs import Playground
 from tests.e2e.test_conversations import SFT, talk
-from tests.sparse_params import first_of_each, one_fast_in
+from tests.sparse_params import first_of_each
 from tests.tiny_models import tiny_tokenizer
 
 Patch = pytest.MonkeyPatch
@@ -140,15 +139,6 @@ PLANTED: dict[str, tuple[str, Callable[[Patch], None], str]] = {
         r"\(responses\): response_mask of ",
     ),
 }
-HEALTHY = (
-    "epochs",
-    "domains",
-    "stops",
-    "chat",
-    "cut",
-    "talks",
-    "lazy",
-)
 
 
 def run(ground: Playground, patch: Patch, setting: str, name: str) -> Any:
@@ -172,11 +162,3 @@ def test_what_is_not_the_configs_is_named(
     plant(monkeypatch)
     with pytest.raises(TrustError, match=seen):
         run(ground, monkeypatch, setting, f"fault-{[*PLANTED].index(name)}")
-
-
-@pytest.mark.parametrize("name", one_fast_in(len(HEALTHY), HEALTHY))
-def test_the_same_runs_without_a_fault(ground: Playground, monkeypatch: Patch, name: str) -> None:
-    found = run(ground, monkeypatch, name, f"healthy-{name}")
-    first = next(event.fields for event in read_events(found.folder) if event.kind == "checks")
-    assert "data" in first["passed"] and not first["not_checked"]
-    assert found.notes("warning") == found.notes("finding") == []

@@ -215,19 +215,6 @@ def test_an_agent_with_all_clients_trains_and_every_check_passes(
     assert {*parts[0]} == {"length", "letters"}
 
 
-def test_a_run_that_stops_and_resumes_ends_bit_equal(games: Games) -> None:
-    common = (
-        *("grpo", *KEYS, options(games, function=f"{games.folder}/agents.py:noisy")),
-        *("trainer.save_freq=1", "actor_rollout_ref.actor.optim.scheduler=constant"),
-    )
-    whole = games.run(*common, "trainer.total_training_steps=2", name="whole")
-    games.run(*common, "trainer.total_training_steps=1", name="parts")
-    parts = games.run(*common, "trainer.total_training_steps=2", name="parts")
-    assert max(row["episodes/turns"] for row in whole.metrics()) > 1.2
-    for name, weight in whole.weights(2).items():
-        assert torch.equal(weight, parts.weights(2)[name]), name
-
-
 SAID = (
     "every call of the agent was refused; the last: content of type 'image_url' is not supported",
     "the agent ended without calling its endpoint",

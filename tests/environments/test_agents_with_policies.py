@@ -248,16 +248,6 @@ def test_a_solver_without_a_score_has_a_reward_error_and_its_checker_is_not_aske
     assert asyncio.run(solver_checker({"solver": Solver()}, row, reward_fn)) is failed  # type: ignore[arg-type]
 
 
-@pytest.mark.slow
-def test_a_run_that_stops_and_resumes_ends_bit_equal(playground: Playground) -> None:
-    common = [*overrides(playground), "trainer.save_freq=2"]
-    whole = playground.run("grpo", *common, "trainer.total_training_steps=4", name="whole")
-    playground.run("grpo", *common, "trainer.total_training_steps=2", name="parts")
-    parts = playground.run("grpo", *common, "trainer.total_training_steps=4", name="parts")
-    for name, weight in whole.weights(4).items():
-        assert torch.equal(weight, parts.weights(4)[name]), name
-
-
 def test_a_resumed_run_would_report_another_frozen_model(playground: Playground) -> None:
     """The checkpoint has the trained policies, and of a frozen one its fingerprint alone."""
     facts = playground.spec("grpo", *overrides(playground))[1].facts

@@ -511,39 +511,3 @@ REWARDED = """
 def compute_score(data_source, solution_str, ground_truth, extra_info=None):
     return float(sum(map(ord, solution_str)) % 3 == 0)
 """
-SLOW = """
-import asyncio, os
-
-async def slow(chat, row):
-    reply = await chat.ask(row.prompt)
-    while chat.turns < 4 and sum(reply.token_ids) % 5:
-        await asyncio.sleep(os.urandom(1)[0] / 10_000)
-        reply = await chat.ask(reply.text[:1] + "=")
-        if not reply.token_ids:
-            break
-    return sum(chat.token_ids) % 7 / 6
-"""
-
-
-def test_a_run_that_stops_and_resumes_ends_bit_equal(playground: Playground) -> None:
-    """Its turns take a time that is drawn anew: at staleness 0 they advance in rounds, so it does
-    not matter. Later turns find the keys and values of earlier ones of the same step, and of no
-    other."""
-    (playground.folder / "slow.py").write_text(SLOW)
-    playground.write_rows([{"prompt": f"{'ab' * 12}{i}=", "answer": "7"} for i in range(4)])
-    common = (
-        "grpo",
-        f"{WORKFLOW}={playground.folder}/slow.py:slow",
-        "data.max_prompt_length=32",
-        "data.max_response_length=30",
-        "actor_rollout_ref.rollout.stop=['" + "','".join("abcdefghijklmnop") + "']",
-        "trainer.save_freq=2",
-        "actor_rollout_ref.actor.optim.scheduler=constant",
-    )
-    whole = playground.run(*common, "trainer.total_training_steps=4", name="whole")
-    playground.run(*common, "trainer.total_training_steps=2", name="parts")
-    parts = playground.run(*common, "trainer.total_training_steps=4", name="parts")
-    assert max(row["episodes/turns"] for row in whole.metrics()) > 1.2
-    assert min(row["episodes/prefix_cache_hit_rate"] for row in whole.metrics()) > 0.1
-    for name, weight in whole.weights(4).items():
-        assert torch.equal(weight, parts.weights(4)[name]), name

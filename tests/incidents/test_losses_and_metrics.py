@@ -118,13 +118,3 @@ def test_advantages_of_other_samples_in_a_micro_batch(
         patch.setattr(PolicyObjective, "__call__", called)
 
     found(playground, monkeypatch, plant, says=r"found \(loss\): the gradient of the actor's loss")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("reward", ["", UNEVEN])
-def test_the_same_runs_without_a_fault(playground: Playground, reward: str) -> None:
-    if reward:
-        playground.write_reward(reward)
-    run = playground.run("grpo", *STEPS, *MICROS, "actor_rollout_ref.actor.ppo_mini_batch_size=2")
-    assert run.notes("finding") == run.notes("error") == []
-    assert all("reward errors" in warning for warning in run.notes("warning"))

@@ -16,7 +16,6 @@ from distflow.scheduling import coordinator
 from distflow.scheduling.group_states import CountsError
 from tests.e2e.planting import plant_from
 from tests.e2e.runs import Playground
-from tests.ledger_audit import verify
 from tests.patience import wait_until
 
 Patch = pytest.MonkeyPatch
@@ -28,22 +27,6 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None):
     if value % 8 == 0:
         raise RuntimeError("connection refused")
     return value % 7 / 6
-"""
-SWALLOWING = """
-calls = 0
-
-def run_in_sandbox(solution_str):
-    global calls
-    calls += 1
-    if calls > 150 and calls % 8 == 0:
-        raise ConnectionRefusedError
-    return sum(map(ord, solution_str)) % 7 / 6
-
-def compute_score(data_source, solution_str, ground_truth, extra_info=None):
-    try:
-        return run_in_sandbox(solution_str)
-    except ConnectionRefusedError:
-        return RESCUE
 """
 
 
@@ -102,26 +85,6 @@ def test_dead_sandboxes_scored_0(playground: Playground, monkeypatch: Patch, pla
         playground.run("grpo", *STEPS)
 
     assert BEGIN <= steps[-1] <= BEGIN + 3
-
-
-@pytest.mark.slow
-def test_a_function_that_scores_dead_sandboxes_0(playground: Playground) -> None:
-    """allenai/open-instruct#1887."""
-    playground.write_reward(SWALLOWING.replace("RESCUE", "0.0"))
-    run = playground.run("grpo", *STEPS)
-    (warning,) = run.notes("warning")
-    assert "reward function 'custom' is not deterministic" in warning and " 0.0" in warning
-    assert "sandbox or service that fails" in warning and "let it raise" in warning
-
-
-@pytest.mark.slow
-def test_a_function_whose_sandboxes_raise(playground: Playground) -> None:
-    """The same without the fault: failures are masked and counted, and nothing else is said."""
-    playground.write_reward(SWALLOWING.replace("return RESCUE", "raise"))
-    run = playground.run("grpo", *STEPS)
-    assert all("scores are reward errors" in warning for warning in run.notes("warning"))
-    assert sum(step["reward/errors"] + step.get("reward/retries", 0) for step in run.metrics()) > 0
-    assert run.notes("finding") == run.notes("error") == []
 
 
 ASYNC = (
@@ -205,12 +168,3 @@ def test_rows_that_a_resume_loses(playground: Playground, monkeypatch: Patch, na
     keeps(monkeypatch, kept, counted)
     with pytest.raises((CountsError, CheckpointError, TrustError), match=says):
         playground.run("grpo", *ASYNC)
-
-
-@pytest.mark.slow
-def test_a_resume_that_loses_none(playground: Playground, monkeypatch: Patch) -> None:
-    broken_off(playground, monkeypatch)
-    run = playground.run("grpo", *ASYNC)
-    account = verify(run.folder / "ledger.jsonl")
-    assert run.outcome.steps == 6 and account.consumed == 24
-    assert run.notes("finding") == []

@@ -9,27 +9,10 @@ import pytest
 from distflow.errors import TrustError
 from distflow.models.image_inputs import ImageProcessor
 from tests.e2e.runs import Playground
-from tests.e2e.test_acting import ACTS, options
 from tests.tiny_vision_models import png, square, write_tiny_llava
 
 Patch = pytest.MonkeyPatch
 pytestmark = pytest.mark.slow
-
-
-@pytest.fixture
-def playground(tmp_path: Path) -> Playground:
-    made = Playground(tmp_path)
-    write_tiny_llava(tmp_path / "model")
-    made.write_rows([{"prompt": f"{number}", "answer": "", "seed": number} for number in range(12)])
-    return made
-
-
-def test_the_same_run_without_a_fault(playground: Playground) -> None:
-    """Not all of its steps are checked."""
-    run = playground.run(
-        "embodied_srpo", *ACTS, options(), "trust.check_freq=20", "trainer.total_training_steps=5"
-    )
-    assert run.notes("warning") == run.notes("finding") == run.notes("error") == []
 
 
 @pytest.mark.parametrize("fault", ["channels", "brightness"])

@@ -90,14 +90,6 @@ def test_a_policy_that_is_served_otherwise(
     assert late.times and BEGIN <= late.taken <= BEGIN + 2
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("mode", MODES)
-def test_the_same_run_without_a_fault(playground: Playground, mode: str) -> None:
-    found = run(playground, MODES[mode])
-    assert found.notes("warning") == found.notes("finding") == found.notes("error") == []
-    assert all("loss" in checks["passed"] for checks in found.checks())
-
-
 TURNS = """
 async def turns(chat, row):
     reply = await chat.ask(row.prompt, max_tokens=18)

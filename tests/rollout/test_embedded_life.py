@@ -111,29 +111,6 @@ def keys_and_values() -> dict[int, torch.Tensor]:
     return {id(each): each for each in tensors if each.dim() == 5 and each.numel()}
 
 
-def test_cancelling_frees_the_slots_and_disturbs_nobody() -> None:
-    model = make_model()
-    endless = request_of(prompt_of(5), (0, 1, 2), max_tokens=500)
-    other = request_of(prompt_of(9), max_tokens=100, row=1)
-
-    async def story(engine: EmbeddedEngine) -> None:
-        doomed = asyncio.create_task(engine.generate(endless))
-        kept = asyncio.create_task(engine.generate(other))
-        await tokens_after(engine, 12)
-        doomed.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await doomed
-
-        # with 3 slots it runs only once the others' are free
-        assert tokens_of([await kept]) == undisturbed
-        before = engine.num_generated_tokens
-        await asyncio.sleep(0.05)
-        assert engine.num_generated_tokens == before
-
-    undisturbed = tokens_of(run_all(make_engine(model), [other]))
-    with_engine(make_engine(model, max_num_seqs=3), story)
-
-
 def test_an_error_in_the_model_reaches_every_waiting_request_and_the_next_is_served() -> None:
     model, request = make_model(), request_of(prompt_of(5), max_tokens=300)
 

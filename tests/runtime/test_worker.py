@@ -9,8 +9,6 @@ from typing import Any
 
 import pytest
 
-from distflow.checks.invariants import Invariants
-from distflow.data.batch import Batch
 from distflow.errors import UserError
 from distflow.launch.build_worker import build_worker
 from distflow.launch.one_process_launcher import launch_local, local_ports
@@ -18,15 +16,12 @@ from distflow.observe.run_reader import read_metrics, read_samples, sample_steps
 from distflow.runtime.checkpoint.checkpoint_store import CheckpointStore, Writing
 from distflow.runtime.checkpoint.files import read_manifest
 from distflow.runtime.resources import Resources, build_resources
-from distflow.runtime.run_errors import NodeError
 from distflow.runtime.run_recorder import Recorder
 from distflow.runtime.spec import Spec
 from distflow.runtime.stop_signals import StopRequest
-from distflow.runtime.weight_sync.sender import WeightSender
 from distflow.runtime.worker import Worker
 from distflow.runtime.worker_inputs import WorkerInputs
 from distflow.scheduling.coordinator import Coordinator
-from distflow.scheduling.group_states import Version
 from distflow.scheduling.ledger import timeline
 from tests.e2e.runs import Playground, notes
 
@@ -217,28 +212,6 @@ def test_weights_are_sent_at_the_start_and_after_each_update_and_tokens_say_of_w
 
 
 @pytest.mark.slow
-def test_weights_are_sent_as_often_as_the_run_says(
-    ground: Playground, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    published: list[tuple[int, bool]] = []
-
-    def noted(self: WeightSender, version: Version, at_start: bool = False) -> dict[str, float]:
-        published.append((version.step, at_start))
-        return publish(self, version, at_start)
-
-    publish = WeightSender.sync
-    monkeypatch.setattr(WeightSender, "sync", noted)
-    keys = ("async.max_staleness=1", "actor_rollout_ref.actor.model_update_frequency=2")
-    run = ground.run("grpo", *CHEAP, *keys, "trainer.total_epochs=1")
-    assert published == [(0, True), (2, False)]
-    journal = [record for _, record in timeline(run.folder / "ledger.jsonl")]
-    versions = [
-        (record["step"], record["weights"]) for record in journal if record["kind"] == "version"
-    ]
-    assert versions == [(1, 0), (2, 2), (3, 2)]
-
-
-@pytest.mark.slow
 def test_what_nodes_keep_is_saved_and_goes_on_in_a_resumed_run(ground: Playground) -> None:
     kl = (f"algorithm.kl_ctrl.{key}" for key in ("type=adaptive", "target_kl=0.01", "horizon=50"))
     keys = (
@@ -331,16 +304,6 @@ def test_a_signal_that_comes_when_the_step_is_already_done_saves_it_too(
     assert CheckpointStore(ground.folder / "run" / "checkpoints").load().step == 1
 
 
-def test_a_node_that_fails_is_named(ground: Playground, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fails(*arguments: Any) -> dict[str, float]:
-        raise MemoryError("full")
-
-    with working(ground) as (worker, resources):
-        monkeypatch.setattr(resources.actor, "train_step", fails)
-        with pytest.raises(NodeError, match="raised MemoryError: full"):
-            worker.training_loop()
-
-
 def test_a_rollout_loop_that_ends_wakes_the_trainer_with_its_reason(
     ground: Playground, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -350,37 +313,3 @@ def test_a_rollout_loop_that_ends_wakes_the_trainer_with_its_reason(
     monkeypatch.setattr("distflow.runtime.sample_queue.local.LocalSampleQueue.end_groups", broken)
     with working(ground) as (worker, _), pytest.raises(RuntimeError, match="the queue broke"):
         worker.training_loop()
-
-
-def test_each_step_is_checked_before_a_node_gets_it_and_after_the_last(
-    ground: Playground, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    told: list[str] = []
-    step_taken = Invariants.step_taken
-    step_trained = Invariants.step_trained
-
-    def noted(check: Callable[..., Any]) -> Callable[..., Any]:
-        def checks(self: Invariants, batch: Batch, *rest: Any) -> Any:
-            told.append(check.__name__)
-            return check(self, batch, *rest)
-
-        return checks
-
-    def noted_update(update: Callable[..., Any]) -> Callable[..., Any]:
-        def updates(*arguments: Any) -> Any:
-            told.append("train_step")
-            return update(*arguments)
-
-        return updates
-
-    monkeypatch.setattr(Invariants, "step_taken", noted(step_taken))
-    monkeypatch.setattr(Invariants, "step_trained", noted(step_trained))
-
-    with working(ground, "trainer.total_training_steps=1", "~trainer.total_epochs") as (
-        worker,
-        resources,
-    ):
-        monkeypatch.setattr(resources.actor, "train_step", noted_update(resources.actor.train_step))
-        worker.training_loop()
-
-    assert told == ["step_taken", "train_step", "step_trained"]

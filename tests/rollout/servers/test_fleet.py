@@ -13,10 +13,8 @@ from typing import Any
 
 import pytest
 
-from distflow.cli import main
 from distflow.data.sample import Segment
 from distflow.errors import UserError
-from distflow.observe.run_reader import read_metrics
 from distflow.rollout.engine import GenerateRequest
 from distflow.rollout.engine_weights import stripe_hashes
 from distflow.rollout.servers import http_engine
@@ -224,25 +222,6 @@ def test_a_server_that_fails_in_an_update_is_named_only_where_no_other_is_left(
     with_fleet(story, num_servers=2)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("lie", ["stalls", "never answers"])
-def test_requests_of_a_server_that_does_not_answer_go_to_the_others(
-    lie: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(http_engine, "SILENT_S", 1.0)
-    monkeypatch.setattr(http_engine, "STUCK_S", 1.0)
-    monkeypatch.setattr(http_engine, "ATTACH_S", 0.5)
-    monkeypatch.setattr(http_engine, "LOOKS_EVERY_S", 0.05)
-
-    async def story(fleet: Fleet, servers: list[SGLang]) -> None:
-        before = await ask(fleet, requests := groups(6))
-        servers[1].lie = lie
-        after = await ask(fleet, requests)
-        assert after == before and metric(fleet, 1, "moved_requests") >= 2
-
-    with_fleet(story, batch_invariant=True)
-
-
 def test_a_pause_holds_all_servers_and_one_that_comes_back_in_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -365,28 +344,3 @@ def test_three_servers_of_which_one_is_killed_and_one_is_stopped_are_bit_equal_t
             await asyncio.wait_for(story(fleet), 10 * DEADLINE_S)
 
     asyncio.run(run())
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("staleness", [pytest.param(0, marks=pytest.mark.by_hand), 1])
-def test_a_run_trains_through_several_servers(staleness: int, tmp_path: Path) -> None:
-    rollout = "actor_rollout_ref.rollout"
-    keys = [
-        f"{rollout}.name=sglang",
-        f"{rollout}.data_parallel_size=2",
-        f"{rollout}.python={launcher(tmp_path)}",
-    ]
-    keys += (
-        [f"async.max_staleness={staleness}", f"{rollout}.kv_on_update=recompute"]
-        if staleness
-        else []
-    )
-    keys += [
-        f"trainer.default_local_dir={tmp_path}/run",
-        "trust.canary_freq=1",
-        "trainer.logger=[jsonl]",
-    ]
-    assert main(["train", "examples/tiny.yaml", *keys, "trainer.total_training_steps=3"]) == 0
-    rows = [record.values for record in read_metrics(tmp_path / "run") if record.kind == "train"]
-    assert len(rows) == 3 and all(row["mismatch/max_abs"] < 1e-4 for row in rows if staleness == 0)
-    assert all(row["rollout_server/1/tokens_per_s"] > 0 for row in rows)

@@ -434,50 +434,6 @@ def test_an_adapter_is_applied_unmerged(targets: Any) -> None:
                 assert one.rollout_log_probs == pytest.approx(other.rollout_log_probs, abs=1e-4)
 
 
-def of_adapter(model: Path, merge: bool) -> dict[str, Any]:
-    """Overrides of a run that trains an adapter."""
-    return {
-        "actor_rollout_ref.model.path": str(model),
-        "actor_rollout_ref.model.lora_rank": 4,
-        "actor_rollout_ref.model.lora_merge": merge,
-        "actor_rollout_ref.actor.optim.lr": 1e-2,
-        "actor_rollout_ref.rollout.name": "vllm",
-        "actor_rollout_ref.rollout.python": str(PYTHON),
-    }
-
-
-@pytest.mark.parametrize("staleness", [0, 1])
-def test_a_run_with_an_unmerged_adapter_learns_as_with_a_merged_one(
-    tmp_path: Path, staleness: int
-) -> None:
-    write_tiny_model(tmp_path / "model", "llama", head_dim=32)
-    rows = [{"prompt": f"{a}+{b}=", "answer": str(a + b)} for a in range(8) for b in range(8)]
-
-    def run(merge: bool) -> list[dict[str, float]]:
-        overrides = {
-            **of_adapter(tmp_path / "model", merge),
-            "async.max_staleness": staleness,
-            "trainer.default_local_dir": str(tmp_path / f"run-{merge}"),
-            "trainer.total_training_steps": 4,
-            "trust.canary_freq": 1,
-            "trust.check_freq": 1,
-        }
-        done = distflow.train("quickstart_grpo", overrides=overrides, data=rows, reward=score)
-        assert not done.events("finding") and not done.events("error")
-
-        return done.metrics("train")
-
-    unmerged = run(False)
-    names = ("reward/mean_score", "actor/grad_norm")
-    assert max(row.get("mismatch/same_version/max_abs", 0.0) for row in unmerged) < 1e-4
-
-    if staleness == 0:
-        for one, other in zip(unmerged, run(True), strict=True):
-            assert [one[name] for name in names] == pytest.approx(
-                [other[name] for name in names], rel=1e-3
-            )
-
-
 def score(solution_str: str, ground_truth: str) -> float:
     return sum(character in solution_str for character in ground_truth) / len(ground_truth)
 

@@ -1,9 +1,6 @@
 """Saves of one process in the background: what they hold, when they are reported, and what a
 failure does."""
 
-import multiprocessing
-import os
-import signal
 import threading
 import time
 from collections.abc import Callable
@@ -141,36 +138,3 @@ def test_an_error_waits_for_the_save_and_stays_the_one_that_is_raised(job: Job) 
         raise ZeroDivisionError
 
     assert job.steps() == [1]
-
-
-def die_within_a_save(job: Job, point: str) -> None:
-    job.at[point] = lambda: os.kill(os.getpid(), signal.SIGKILL)
-    with job.saver() as saver:
-        job.learn(2)
-        job.save(saver, 2)
-        while True:
-            job.learn(3)
-
-
-@pytest.mark.parametrize(("point", "left"), [("part actor", 1), ("manifest", 1), ("renamed", 2)])
-def test_killed_while_it_learns_on_a_run_has_the_checkpoint_before(
-    job: Job, point: str, left: int
-) -> None:
-    with job.saver() as saver:
-        job.learn(1)
-        job.save(saver, 1, wait=True)
-
-    process = multiprocessing.get_context("fork").Process(
-        target=die_within_a_save, args=(job, point)
-    )
-    process.start()
-    process.join(60)
-    assert process.exitcode == -signal.SIGKILL
-    job.store.remove_leftovers()
-    assert job.store.load().step == left
-
-    with job.saver() as saver:
-        job.learn(2)
-        job.save(saver, 2, wait=True)
-
-    assert len(list(job.folder.iterdir())) == 1 and job.store.load().load("run") == {"seen": [1, 2]}

@@ -184,19 +184,6 @@ def test_export_needs_no_ranks(on_two: Path, on_four: Path, tmp_path: Path) -> N
             assert torch.equal(parameter, expected[f"model.{name}"])
 
 
-def test_a_flipped_bit_in_a_shard_is_found_and_the_one_before_is_used(copy_of_two: Path) -> None:
-    path = copy_of_two / "step-000002" / "actor-rank1.safetensors"
-    content = bytearray(path.read_bytes())
-    content[len(content) // 2] ^= 4
-    path.write_bytes(content)
-    checkpoint = CheckpointStore(copy_of_two).load()
-    assert checkpoint.step == 1
-    assert (
-        "step-000002 is damaged (actor-rank1.safetensors does not match its checksum)"
-        in checkpoint.message
-    )
-
-
 def test_a_rank_that_is_killed_within_a_save_is_named_and_the_one_before_is_whole(
     copy_of_two: Path, spec: Path, tmp_path: Path
 ) -> None:
@@ -211,18 +198,3 @@ def test_a_rank_that_is_killed_within_a_save_is_named_and_the_one_before_is_whol
         "step-000001",
         "step-000002",
     ]
-
-
-@pytest.mark.parametrize(
-    ("rank", "point", "step"), [(1, "part rank_1", 4), (0, "manifest", 2), (0, "renamed", 4)]
-)
-def test_a_kill_after_the_parts_of_all_leaves_what_was_committed(
-    copy_of_two: Path, spec: Path, tmp_path: Path, rank: int, point: str, step: int
-) -> None:
-    codes = (0, -signal.SIGKILL) if rank == 1 else (-signal.SIGKILL, 0)
-    run_task("be_killed", 2, tmp_path, spec, copy_of_two, exit_codes=codes, kill=(rank, point))
-    checkpoint = CheckpointStore(copy_of_two).load()
-    assert checkpoint.step == step and checkpoint.message == ""
-    checkpoint.load("actor")
-    CheckpointStore(copy_of_two).remove_leftovers()
-    assert not list(copy_of_two.glob("*.*"))

@@ -199,16 +199,3 @@ def test_an_episode_of_several_requests_is_placed_by_its_first_response() -> Non
     counts = counted()
     assert run(plane, counts) == [[1, 3, 4, 5]]
     assert engine.num_running == 0
-
-
-def test_a_group_that_fails_is_replaced_as_ever() -> None:
-    @node(writes="scores", role="REWARD", scope="group", reads=("response_mask",))
-    async def reward_fn(group: Group) -> Any:
-        if group.prompt_group.group_id in (4, 5, 3):
-            raise KeyError("of its own")
-        return [1.0, 0.0]
-
-    plane = plane_of(CountingEngine(LENGTHS), bound(reward_fn))
-    counts = counted()
-    assert run(plane, counts) == [[0, 1, 2, 6]]
-    assert counts.checked_counts().dropped == {"error": 3}

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from distflow.data.bin_packing import divide_step
 from distflow.observe.writing.timing import Waits
 from distflow.runtime.dp_groups import DpGroupShares
 from distflow.runtime.sample_queue.protocol import (
@@ -72,13 +71,6 @@ def test_every_team_has_the_whole_step_and_divides_its_own_mini_batches() -> Non
     assert sorted(first + second) == alone == list(range(len(TOKENS)))
     for mini_batch in minibatches(len(TOKENS), range(len(TOKENS)), 2, 7, 0, 0):
         assert [len(set(mini_batch) & set(share)) for share in (first, second)] == [1, 1]
-
-
-def test_mini_batches_of_later_passes_are_divided_too() -> None:
-    shared = queue(DpGroupShares((0, 1), mini_batch=2, seed=7, epochs=3))
-    passes = [minibatches(len(TOKENS), range(len(TOKENS)), 2, 7, 0, epoch) for epoch in range(3)]
-    shares = [taken(shared, rank) for rank in range(2)]
-    assert shares == divide_step(TOKENS, passes, 2) != divide_step(TOKENS, passes[:1], 2)
 
 
 class Shared:
