@@ -5,7 +5,6 @@ import os
 import signal
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -30,16 +29,14 @@ def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, 
 
 
 @pytest.mark.parametrize("arguments", [(), ("trian", "grpo"), ("export", "runs/x"), ("config",)])
-def test_a_command_that_is_none_or_not_whole_exits_2(
-    arguments: tuple[str, ...], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_command_that_is_none_or_not_whole_exits_2(arguments, capsys):
     status, out, err = run(capsys, *arguments)
     assert (status, out) == (2, "") and err.startswith(
         ("usage: distflow", "distflow: argument COMMAND")
     )
 
 
-def test_a_wrong_value_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_wrong_value_is_one_line(capsys):
     status, _, err = run(capsys, "plan", "grpo", "--devices", "0")
     assert status == 2
     assert (
@@ -48,9 +45,7 @@ def test_a_wrong_value_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     )
 
 
-def test_an_unknown_command_is_answered_with_those_there_are(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_an_unknown_command_is_answered_with_those_there_are(capsys):
     _, _, err = run(capsys, "trian", "grpo")
     assert all(
         name in err
@@ -78,16 +73,12 @@ def test_an_unknown_command_is_answered_with_those_there_are(
         (("zzzzzz",), ""),
     ],
 )
-def test_a_wrong_choice_is_answered_with_the_nearest(
-    arguments: tuple[str, ...], meant: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_wrong_choice_is_answered_with_the_nearest(arguments, meant, capsys):
     err = run(capsys, *arguments)[2]
     assert err.endswith(f"; did you mean '{meant}'?\n" if meant else ")\n")
 
 
-def test_config_prints_what_loads_as_the_same(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+def test_config_prints_what_loads_as_the_same(capsys, tmp_path):
     status, first, _ = run(
         capsys, "config", "grpo", *NEEDED, "data.train_batch_size=600", "++trainer.seed=3"
     )
@@ -97,9 +88,7 @@ def test_config_prints_what_loads_as_the_same(
     assert run(capsys, "config", str(file)) == (0, first, "")
 
 
-def test_explain_tells_description_bounds_default_value_and_origin(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_explain_tells_description_bounds_default_value_and_origin(capsys):
     status, out, _ = run(
         capsys, "config", "ppo", *NEEDED, "algorithm.lam=0.9", "--explain", "algorithm.lam"
     )
@@ -115,7 +104,7 @@ def test_explain_tells_description_bounds_default_value_and_origin(
     ]
 
 
-def test_explain_says_which_file_and_line_set_a_key(capsys: pytest.CaptureFixture[str]) -> None:
+def test_explain_says_which_file_and_line_set_a_key(capsys):
     _, out, _ = run(
         capsys, "config", "dapo", *NEEDED, "--explain", "actor_rollout_ref.actor.clip_ratio_high"
     )
@@ -128,7 +117,7 @@ def test_explain_says_which_file_and_line_set_a_key(capsys: pytest.CaptureFixtur
     ]
 
 
-def test_explain_of_a_group_lists_its_keys(capsys: pytest.CaptureFixture[str]) -> None:
+def test_explain_of_a_group_lists_its_keys(capsys):
     status, out, _ = run(capsys, "config", "grpo", *NEEDED, "--explain", "algorithm.kl_ctrl")
     assert status == 0
     assert [line.split("=")[0] for line in out.splitlines()] == [
@@ -136,12 +125,12 @@ def test_explain_of_a_group_lists_its_keys(capsys: pytest.CaptureFixture[str]) -
     ]
 
 
-def test_explain_of_no_key_names_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:
+def test_explain_of_no_key_names_the_nearest(capsys):
     status, out, err = run(capsys, "config", "grpo", *NEEDED, "--explain", "algorithm.gama")
     assert (status, out) == (2, "") and "algorithm.gamma" in err
 
 
-def test_graph_draws_the_pipeline_that_is_bound(capsys: pytest.CaptureFixture[str]) -> None:
+def test_graph_draws_the_pipeline_that_is_bound(capsys):
     status, out, _ = run(capsys, "config", "grpo", *NEEDED, "--graph")
     assert status == 0 and out.splitlines()[1].startswith("  rollout_actor")
     _, mermaid, _ = run(capsys, "config", "grpo", *NEEDED, "--mermaid")
@@ -178,27 +167,19 @@ def test_graph_draws_the_pipeline_that_is_bound(capsys: pytest.CaptureFixture[st
         (("replay", "no/such/bundle"), ("no/such/bundle",)),
     ],
 )
-def test_a_mistake_is_one_message_and_status_2(
-    arguments: tuple[str, ...],
-    words: tuple[str, ...],
-    capsys: pytest.CaptureFixture[str],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_mistake_is_one_message_and_status_2(arguments, words, capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     status, _, err = run(capsys, *arguments)
     assert status == 2 and err.startswith("distflow: ") and "Traceback" not in err
     assert all(word in err for word in words), err
 
 
-def test_debug_shows_the_traceback(capsys: pytest.CaptureFixture[str]) -> None:
+def test_debug_shows_the_traceback(capsys):
     status, _, err = run(capsys, "config", "gpro", "--debug")
     assert status == 2 and "Traceback" in err
 
 
-def test_doctor_tells_of_machine_packages_and_faults(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_doctor_tells_of_machine_packages_and_faults(capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     status, out, _ = run(capsys, "doctor")
     headings = [line for line in out.splitlines() if line and not line.startswith(" ")]
@@ -207,14 +188,12 @@ def test_doctor_tells_of_machine_packages_and_faults(
     assert "torch 2." in out
 
 
-def test_ctrl_c_while_arguments_are_parsed_is_one_line_and_130(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ctrl_c_while_arguments_are_parsed_is_one_line_and_130(capsys, monkeypatch):
     monkeypatch.setattr("distflow.cli._parse", lambda argv: os.kill(os.getpid(), signal.SIGINT))
     assert run(capsys, "config") == (130, "", "distflow: ended by SIGINT\n")
 
 
-def test_python_dash_m_starts_it_and_imports_wait() -> None:
+def test_python_dash_m_starts_it_and_imports_wait():
     """One real process. Neither torch nor transformers is loaded to say what is wrong with a
     config."""
     probe = (
@@ -232,9 +211,7 @@ def test_python_dash_m_starts_it_and_imports_wait() -> None:
 
 
 @pytest.mark.parametrize("unbuffered", ["1", ""])
-def test_output_that_nobody_reads_ends_the_command_with_the_status_of_its_signal(
-    unbuffered: str,
-) -> None:
+def test_output_that_nobody_reads_ends_the_command_with_the_status_of_its_signal(unbuffered):
     """As `distflow config grpo | head -1`: what it did not get to do is no success."""
     with subprocess.Popen(
         [sys.executable, "-m", "distflow", "config", "grpo"],

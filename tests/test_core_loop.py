@@ -5,7 +5,6 @@ import runpy
 import shlex
 from pathlib import Path
 
-import pytest
 import torch
 from safetensors.torch import load_file
 
@@ -16,7 +15,7 @@ from tests.test_docs import ROOT, blocks, save_if_file
 RUN = Path("runs/my_project/core_loop")
 
 
-def test_the_script_equals_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_script_equals_the_command(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     script, _, command = blocks(ROOT / "docs" / "core_loop.md")
     save_if_file(script, tmp_path)

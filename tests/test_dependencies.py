@@ -51,7 +51,7 @@ def declared(extra: str) -> list[Requirement]:
     return asked
 
 
-def test_the_lock_fits_what_the_project_asks_for() -> None:
+def test_the_lock_fits_what_the_project_asks_for():
     text = LOCK.read_text()
     entries = LOCKED.findall(text)
     assert len(entries) > 100 and all(hashes for *_, hashes in entries)

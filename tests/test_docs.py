@@ -109,7 +109,7 @@ def quoted(page: Path) -> list[str]:
 
 
 @pytest.fixture
-def readers_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+def readers_folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for module, text in READERS_MODULES.items():
         (tmp_path / f"{module}.py").write_text(text)
@@ -124,7 +124,7 @@ def slow_if_long(page: Path) -> Any:
 
 
 @pytest.mark.parametrize("page", [slow_if_long(page) for page in PAGES], ids=name_of)
-def test_python_runs_from_the_top_of_a_page_to_its_end(page: Path, readers_folder: Path) -> None:
+def test_python_runs_from_the_top_of_a_page_to_its_end(page, readers_folder):
     namespace: dict[str, Any] = {"__name__": "page"}
     for block in blocks(page):
         if block.language == "python" and block.runs and OF_QUICKSTART not in block.code:
@@ -134,7 +134,7 @@ def test_python_runs_from_the_top_of_a_page_to_its_end(page: Path, readers_folde
 
 
 @pytest.fixture(scope="module")
-def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def saved(tmp_path_factory):
     """A folder with the examples and all files that the pages are to be saved as."""
     folder = tmp_path_factory.mktemp("saved")
     (folder / "examples").symlink_to(ROOT / "examples")
@@ -145,9 +145,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("block", all_blocks("bash"))
-def test_commands_are_accepted(
-    block: Block, saved: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
-) -> None:
+def test_commands_are_accepted(block, saved, monkeypatch, capsys):
     """Those that only look are run; of the others the arguments and the config are checked.
     `test_docs_commands` runs them all."""
     monkeypatch.chdir(saved)
@@ -172,7 +170,7 @@ def test_commands_are_accepted(
 
 
 @pytest.mark.parametrize("block", all_blocks("sql"))
-def test_queries_are_answered(block: Block, tmp_path: Path) -> None:
+def test_queries_are_answered(block, tmp_path):
     duckdb = pytest.importorskip("duckdb", reason="the extra `ui`")
     run_dir = write_run(tmp_path / "run")
     assert main(["report", str(run_dir), "--views", str(tmp_path / "views.sql")]) == 0
@@ -182,7 +180,7 @@ def test_queries_are_answered(block: Block, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("block", all_blocks("yaml"))
-def test_yaml_is_a_config(block: Block, tmp_path: Path) -> None:
+def test_yaml_is_a_config(block, tmp_path):
     """A fragment stands for a file that builds on `grpo`, with a model and data."""
     content = yaml.safe_load(block.code)
     if isinstance(content, list) or not block.runs:
@@ -199,7 +197,7 @@ def test_yaml_is_a_config(block: Block, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if page.name != "config.md"], ids=name_of)
-def test_every_key_that_is_named_exists(page: Path) -> None:
+def test_every_key_that_is_named_exists(page):
     keys = schema_keys()
     groups = {
         name.rsplit(".", depth)[0] for name in keys for depth in range(1, name.count(".") + 1)
@@ -243,7 +241,7 @@ def _is_no_key(text: str) -> bool:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
-def test_links_lead_somewhere(page: Path) -> None:
+def test_links_lead_somewhere(page):
     for target in re.findall(r"\]\(([^)\s]+)\)", prose(page)):
         if target.startswith(("http://", "https://", "mailto:")):
             continue
@@ -265,7 +263,7 @@ def anchors(page: Path) -> set[str]:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
-def test_files_that_are_named_exist(page: Path) -> None:
+def test_files_that_are_named_exist(page):
     for text in quoted(page):
         if re.fullmatch(r"[\w./]+\.py", text) and "/" in text and "NAME" not in text:
             assert (ROOT / text).is_file() or (SOURCE / text).is_file(), (

@@ -47,7 +47,7 @@ def made_by_quickstart() -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def checkout(tmp_path_factory):
     """What a reader has: the examples, an environment to activate, and what the quickstart
     leaves."""
     folder = tmp_path_factory.mktemp("checkout")
@@ -103,7 +103,7 @@ def fault(block: Block, folder: Path) -> str | None:
 @pytest.mark.by_hand
 @pytest.mark.slow
 @pytest.mark.timeout(LIMIT_S)
-def test_every_command_works_in_the_order_of_reading(checkout: Path) -> None:
+def test_every_command_works_in_the_order_of_reading(checkout):
     faults = []
     num_run = 0
     for block in (block for page in pages_in_order() for block in blocks(page) if block.runs):

@@ -144,12 +144,12 @@ SERVERS = (dashboard, endpoint_of_agents, model, sandbox)
 
 
 @pytest.fixture(scope="module", params=SERVERS, ids=lambda start: start.__name__)
-def served(request: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+def served(request, tmp_path_factory):
     with request.param(tmp_path_factory.mktemp("served")) as found:
         yield found
 
 
-def test_every_listener_of_the_package_is_behind_the_guard() -> None:
+def test_every_listener_of_the_package_is_behind_the_guard():
     """One that is added is either one of the servers above, or no HTTP server."""
     source = Path(http_guard.__file__).parent
     words = (
@@ -167,7 +167,7 @@ def test_every_listener_of_the_package_is_behind_the_guard() -> None:
     assert found == {"http_guard.py", "rewards/code/score_server.py"}
 
 
-def test_who_has_the_key_is_answered(served: Served) -> None:
+def test_who_has_the_key_is_answered(served):
     assert served.ask() == (200, False)
     assert served.ask(Host="localhost:1")[0] == served.ask(Host=f"[::1]:{served.port}")[0] == 200
     assert (
@@ -202,9 +202,7 @@ def test_who_has_the_key_is_answered(served: Served) -> None:
     ],
     ids=str,
 )
-def test_what_a_foreign_page_or_a_stranger_sends_is_refused(
-    served: Served, changes: dict[str, str], status: int
-) -> None:
+def test_what_a_foreign_page_or_a_stranger_sends_is_refused(served, changes, status):
     """And the connection ends, also before a body that was announced."""
     assert served.ask(**changes) == (status, True)
     assert served.ask()[0] == 200
@@ -213,7 +211,7 @@ def test_what_a_foreign_page_or_a_stranger_sends_is_refused(
 @pytest.mark.parametrize(
     "kind", ["text/plain", "application/x-www-form-urlencoded", "multipart/form-data; boundary=x"]
 )
-def test_a_body_of_a_type_that_any_page_may_send_is_refused(served: Served, kind: str) -> None:
+def test_a_body_of_a_type_that_any_page_may_send_is_refused(served, kind):
     if served.body is not None:
         assert served.ask(Content_Type=kind) == (415, True)
         assert served.ask(Content_Type=kind, leave_out="Authorization")[0] in (401, 415)
@@ -227,7 +225,7 @@ def status_of(connection: socket.socket) -> int:
         return int(first[1]) if first else 0
 
 
-def test_what_is_too_long_is_not_read(served: Served) -> None:
+def test_what_is_too_long_is_not_read(served):
     key = f"Authorization: Bearer {served.key}"
     if served.body is not None and served.max_body_bytes != MAX_BODY_BYTES:
         long = ("Content-Type: application/json", f"Content-Length: {served.max_body_bytes + 1}")
@@ -246,7 +244,7 @@ def test_what_is_too_long_is_not_read(served: Served) -> None:
     assert served.ask()[0] == 200
 
 
-def test_two_hosts_are_none(served: Served) -> None:
+def test_two_hosts_are_none(served):
     key = f"Authorization: Bearer {served.key}"
     assert (
         status_of(served.connect(served.head(key, "Host: evil.example", "Content-Length: 0")))
@@ -268,9 +266,7 @@ HALVES: dict[str, Callable[[Served], bytes]] = {
 
 
 @pytest.mark.parametrize("half", HALVES)
-def test_half_open_connections_keep_nobody_out(
-    served: Served, half: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_half_open_connections_keep_nobody_out(served, half, monkeypatch):
     monkeypatch.setattr(score_server, "_BODY_S", 0.2)
     with ExitStack() as stack:
         for _ in range(MANY):
@@ -278,7 +274,7 @@ def test_half_open_connections_keep_nobody_out(
         wait_until(lambda: served.ask()[0] == 200, "an honest client is answered", 10)
 
 
-def test_a_head_has_to_come_in_time(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_head_has_to_come_in_time(served, monkeypatch):
     """However slowly its bytes come."""
     monkeypatch.setattr(http_guard, "HEAD_WITHIN_S", 0.2)
     silent = served.connect(b"")
@@ -286,7 +282,7 @@ def test_a_head_has_to_come_in_time(served: Served, monkeypatch: pytest.MonkeyPa
     assert status_of(silent) == status_of(slow) == 408
 
 
-def test_a_reply_of_two_parts_waits_for_no_acknowledgement() -> None:
+def test_a_reply_of_two_parts_waits_for_no_acknowledgement():
     with (
         closing(http_guard.Door(socket.create_server(("127.0.0.1", 0)))) as door,
         socket.create_connection(door.getsockname()) as client,
@@ -298,9 +294,7 @@ def test_a_reply_of_two_parts_waits_for_no_acknowledgement() -> None:
             assert accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
 
 
-def test_a_place_that_is_taken_is_free_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_place_that_is_taken_is_free_again(tmp_path, monkeypatch):
     monkeypatch.setattr(score_server, "_MAX_CONNECTIONS", 1)
     with sandbox(tmp_path) as served:
         body = json.dumps(SCORE).encode()
@@ -319,9 +313,7 @@ def test_a_place_that_is_taken_is_free_again(
             pass
 
 
-def test_the_token_of_a_server_is_in_a_file_of_this_user_alone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_token_of_a_server_is_in_a_file_of_this_user_alone(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     with sandbox(tmp_path) as served:
         (file,) = (tmp_path / ".cache" / "distflow").iterdir()

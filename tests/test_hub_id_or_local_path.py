@@ -1,7 +1,6 @@
 """A hub that cannot be reached is reported within seconds, and the libraries no longer try it."""
 
 import socket
-from collections.abc import Iterator
 
 import datasets.config
 import pytest
@@ -11,7 +10,7 @@ from distflow.hub_id_or_local_path import unreachable
 
 
 @pytest.fixture(autouse=True)
-def reset(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def reset(monkeypatch):
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", False)
     for name in ("https_proxy", "HTTPS_PROXY", "all_proxy", "ALL_PROXY"):
@@ -21,7 +20,7 @@ def reset(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     unreachable.cache_clear()
 
 
-def test_one_that_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_that_refuses(monkeypatch):
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
     monkeypatch.setattr(constants, "ENDPOINT", f"http://127.0.0.1:{port}")
@@ -29,7 +28,7 @@ def test_one_that_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
     assert constants.HF_HUB_OFFLINE and datasets.config.HF_HUB_OFFLINE
 
 
-def test_one_that_answers_and_one_behind_a_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_that_answers_and_one_behind_a_proxy(monkeypatch):
     with socket.create_server(("127.0.0.1", 0)) as server:
         address = f"http://127.0.0.1:{server.getsockname()[1]}"
         monkeypatch.setattr(constants, "ENDPOINT", address)

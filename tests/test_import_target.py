@@ -5,7 +5,6 @@ import os
 import pickle
 import sys
 from concurrent.futures import ProcessPoolExecutor
-from pathlib import Path
 
 import pytest
 
@@ -33,14 +32,12 @@ number = 3
 
 
 @pytest.fixture
-def file(tmp_path: Path) -> Path:
+def file(tmp_path):
     (tmp_path / "my_file.py").write_text(SOURCE)
     return tmp_path / "my_file.py"
 
 
-def test_the_next_process_sees_a_file_of_equal_size_and_time(
-    file: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_next_process_sees_a_file_of_equal_size_and_time(file, monkeypatch):
     monkeypatch.setattr(sys, "dont_write_bytecode", False)
     for value in (3, 4):
         file.write_text(f"number = {value}")
@@ -52,7 +49,7 @@ def test_the_next_process_sees_a_file_of_equal_size_and_time(
     assert list(file.parent.iterdir()) == [file]
 
 
-def test_a_file_is_loaded_once(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_is_loaded_once(file, monkeypatch):
     monkeypatch.chdir(file.parent)
     assert load_function(f"{file}:first")() == "first"
     assert load_function("my_file.py:first") is load_function(f"{file}:first")
@@ -60,7 +57,7 @@ def test_a_file_is_loaded_once(file: Path, monkeypatch: pytest.MonkeyPatch) -> N
     assert load(f"{file}:number") == 3
 
 
-def test_two_files_of_one_name_are_two_modules(file: Path, tmp_path: Path) -> None:
+def test_two_files_of_one_name_are_two_modules(file, tmp_path):
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "my_file.py").write_text("def first(): return 'other'\n")
     assert load_function(f"{file}:first")() == "first"
@@ -69,9 +66,7 @@ def test_two_files_of_one_name_are_two_modules(file: Path, tmp_path: Path) -> No
 
 @pytest.mark.parametrize("start", ["fork", "spawn", "forkserver"])
 @pytest.mark.parametrize("name", ["my_file.py", "mine v1.2 größe%.py"])
-def test_what_a_file_defines_can_be_sent_to_processes(
-    tmp_path: Path, start: str, name: str
-) -> None:
+def test_what_a_file_defines_can_be_sent_to_processes(tmp_path, start, name):
     (tmp_path / name).write_text(SOURCE)
     judge = load(f"{tmp_path / name}:Judge")
     assert isinstance(judge, type)
@@ -84,7 +79,7 @@ def test_what_a_file_defines_can_be_sent_to_processes(
     assert pickle.loads(pickle.dumps(judge)) is judge
 
 
-def test_a_file_that_raised_is_loaded_anew(tmp_path: Path) -> None:
+def test_a_file_that_raised_is_loaded_anew(tmp_path):
     file = tmp_path / "mended.py"
     file.write_text("value = {}['lost']\n")
     with pytest.raises(LoadError, match=r"KeyError: 'lost' \(at mended\.py:1\)"):
@@ -106,26 +101,26 @@ def test_a_file_that_raised_is_loaded_anew(tmp_path: Path) -> None:
         ("loads", "names no function"),
     ],
 )
-def test_what_is_not_there(file: Path, path: str, said: str) -> None:
+def test_what_is_not_there(file, path, said):
     with pytest.raises(LoadError) as caught:
         load_function(path.format(file=file))
     assert said in str(caught.value)
 
 
-def test_a_module_that_raises_is_told_with_its_kind_and_line(tmp_path: Path) -> None:
+def test_a_module_that_raises_is_told_with_its_kind_and_line(tmp_path):
     (tmp_path / "torn.py").write_text("def f(:\n")
     with pytest.raises(LoadError, match=r"torn\.py.*SyntaxError"):
         load_module(str(tmp_path / "torn.py"))
 
 
-def test_the_nearest_name_is_found_whatever_its_case_and_nothing_below_a_floor() -> None:
+def test_the_nearest_name_is_found_whatever_its_case_and_nothing_below_a_floor():
     known = ["actor_train", "Rollout", "reward"]
     assert nearest("actr_train", known) == "actor_train"
     assert nearest("rolout", known) == "Rollout"
     assert nearest("qqq", known) == nearest("x", []) == ""
 
 
-def test_a_hint_names_the_nearest_else_what_there_is() -> None:
+def test_a_hint_names_the_nearest_else_what_there_is():
     assert hint("rewrd", ["reward", "rollout"]) == "; did you mean 'reward'?"
     assert hint("qqq", ["b", "a"]) == "; known: a, b"
     assert hint("qqq", [f"name_{i:02d}" for i in range(20)]).endswith("name_11, ...")

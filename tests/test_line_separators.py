@@ -20,7 +20,7 @@ def lines(path: Path, *records: object) -> Path:
 
 
 @pytest.mark.parametrize("suffix", ["jsonl", "json"])
-def test_a_file_of_data(suffix: str, tmp_path: Path) -> None:
+def test_a_file_of_data(suffix, tmp_path):
     path = tmp_path / f"rows.{suffix}"
     lines(path, {"prompt": TEXT}, {"prompt": "b"}) if suffix == "jsonl" else lines(
         path, [{"prompt": TEXT}]

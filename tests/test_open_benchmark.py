@@ -3,7 +3,6 @@ reports is refused by the proof that is named."""
 
 import random
 import sys
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,7 @@ Rows = list[dict[str, Any]]
 
 
 @pytest.fixture(scope="module")
-def bench() -> Iterator[Any]:
+def bench():
     """The benchmark's modules, which are scripts beside each other."""
     places = [str(OPEN), str(OPEN / "adapters")]
     sys.path[:0] = places
@@ -49,13 +48,13 @@ def run(bench: Any, tmp_path: Path, system: Any, task: str, **changes: Any) -> d
 
 
 @pytest.mark.parametrize("task", ["grpo-1m", "sft-1m", "dpo-1m"])
-def test_an_honest_loop_passes(bench: Any, tmp_path: Path, task: str) -> None:
+def test_an_honest_loop_passes(bench, tmp_path, task):
     found = run(bench, tmp_path, bench.Plain, task)
     assert found["distance"] < 1e-4
     assert found["tokens"] > 0
 
 
-def test_inputs_are_the_same_bits_each_time(bench: Any, tmp_path: Path) -> None:
+def test_inputs_are_the_same_bits_each_time(bench, tmp_path):
     task = replace(bench.TASKS["sft-1m"], **TINY)
     first = bench.write_inputs(task, tmp_path / "first")
     assert bench.write_inputs(task, tmp_path / "again") == first
@@ -172,18 +171,18 @@ CHEATS = {
 
 
 @pytest.mark.parametrize("cheat", CHEATS)
-def test_other_work_than_reported_is_refused(bench: Any, tmp_path: Path, cheat: str) -> None:
+def test_other_work_than_reported_is_refused(bench, tmp_path, cheat):
     task, change, proof = CHEATS[cheat]
     with pytest.raises(bench.Refused, match=f"^{proof}:"):
         run(bench, tmp_path, change(bench.Plain), task)
 
 
-def test_a_result_below_the_target_is_refused(bench: Any, tmp_path: Path) -> None:
+def test_a_result_below_the_target_is_refused(bench, tmp_path):
     with pytest.raises(bench.Refused, match=r"^target: .*0\.99"):
         run(bench, tmp_path, bench.Plain, "sft-1m", target=0.99)
 
 
-def test_records_that_cannot_be_read_are_refused(bench: Any, tmp_path: Path) -> None:
+def test_records_that_cannot_be_read_are_refused(bench, tmp_path):
     folder = tmp_path / "inputs"
     bench.write_inputs(replace(bench.TASKS["sft-1m"], **TINY), folder)
     with pytest.raises(bench.Refused, match=r"updates\.jsonl"):

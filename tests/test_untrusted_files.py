@@ -5,14 +5,13 @@ import signal
 import struct
 import threading
 import time
-from pathlib import Path
 
 import pytest
 
 from distflow.untrusted_files import MAX_HEADER_BYTES, OutOfTime, check_tensors, limited_time
 
 
-def test_time_is_limited_and_the_handler_put_back() -> None:
+def test_time_is_limited_and_the_handler_put_back():
     before = signal.getsignal(signal.SIGVTALRM)
     started = time.process_time()
 
@@ -29,7 +28,7 @@ def test_time_is_limited_and_the_handler_put_back() -> None:
         time.sleep(0.3)  # costs no processor time
 
 
-def test_another_thread_has_no_limit() -> None:
+def test_another_thread_has_no_limit():
     done: list[bool] = []
 
     def work() -> None:
@@ -42,7 +41,7 @@ def test_another_thread_has_no_limit() -> None:
     assert done == [True]
 
 
-def test_the_header_of_weights_is_bounded(tmp_path: Path) -> None:
+def test_the_header_of_weights_is_bounded(tmp_path):
     file = tmp_path / "model.safetensors"
     header = json.dumps({"x": {"dtype": "F32", "shape": [0], "data_offsets": [0, 0]}}).encode()
     file.write_bytes(struct.pack("<Q", len(header)) + header)

@@ -4,7 +4,6 @@ beside them."""
 import math
 from decimal import Decimal
 from fractions import Fraction
-from typing import Any
 
 import numpy as np
 import pytest
@@ -32,7 +31,7 @@ from distflow.user_values import LARGEST_NUMBER, finite_number, plain_value
         (-LARGEST_NUMBER, -LARGEST_NUMBER),
     ],
 )
-def test_numbers_of_every_kind(value: object, wanted: float) -> None:
+def test_numbers_of_every_kind(value, wanted):
     found = finite_number(value)
     assert type(found) is float and found == wanted
 
@@ -57,7 +56,7 @@ def test_numbers_of_every_kind(value: object, wanted: float) -> None:
         ([1.0], r"\[1.0\]"),
     ],
 )
-def test_anything_else_is_named(value: object, says: str) -> None:
+def test_anything_else_is_named(value, says):
     with pytest.raises(ValueError, match=rf"{says}.*'acc'|'acc'.*{says}"):
         finite_number(value, where=" as 'acc'")
 
@@ -77,6 +76,6 @@ def test_anything_else_is_named(value: object, says: str) -> None:
         ("text", "text"),
     ],
 )
-def test_plain_forms(value: object, wanted: Any) -> None:
+def test_plain_forms(value, wanted):
     found = plain_value(value)
     assert found == wanted and type(found) is type(wanted)

@@ -1,7 +1,6 @@
 """Numbers of actions as tokens, and back."""
 
 import json
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -18,9 +17,7 @@ from distflow.errors import UserError
 @pytest.mark.parametrize(
     ("low", "high"), [((-1.0, 0.0), (1.0, 0.3)), ((-1e-3, 1e3), (1e-3, 1e3 + 1))]
 )
-def test_token_to_number_to_token_is_the_identity(
-    bins: int, low: tuple[float, ...], high: tuple[float, ...]
-) -> None:
+def test_token_to_number_to_token_is_the_identity(bins, low, high):
     codec = ActionTokens(low, high, bins, first=40, chunk=bins)
     tokens = [40 + each for number in range(bins) for each in (number, bins - 1 - number)]
     actions = codec.decode(tokens)
@@ -28,27 +25,27 @@ def test_token_to_number_to_token_is_the_identity(
     assert np.all(actions > low) and np.all(actions < high)
 
 
-def test_bins_are_equal_parts_and_their_number_is_the_middle() -> None:
+def test_bins_are_equal_parts_and_their_number_is_the_middle():
     codec = ActionTokens((-1.0,), (1.0,), 4, first=0, chunk=1)
     assert codec.decode([0, 1, 2, 3])[:, 0].tolist() == [-0.75, -0.25, 0.25, 0.75]
     assert codec.encode(np.array([[-1.0], [-0.5], [0.499], [1.0]])) == [0, 1, 2, 3]
 
 
 @pytest.mark.parametrize("number", [1.1, -1.0001, float("nan"), float("inf")])
-def test_a_number_out_of_bounds_is_refused(number: float) -> None:
+def test_a_number_out_of_bounds_is_refused(number):
     codec = ActionTokens((-1.0, -1.0), (1.0, 1.0), 4, first=0, chunk=1)
     with pytest.raises(ValueError, match="dimension 1 of action 0 is .* -1 to 1"):
         codec.encode(np.array([[0.0, number]]))
 
 
-def test_numbers_beyond_quantiles_count_as_the_nearest_bin_but_nan_is_refused() -> None:
+def test_numbers_beyond_quantiles_count_as_the_nearest_bin_but_nan_is_refused():
     codec = ActionTokens((-1.0,), (1.0,), 4, first=0, chunk=1, clips=True)
     assert codec.encode(np.array([[-9.0], [9.0]])) == [0, 3]
     with pytest.raises(ValueError, match="is nan"):
         codec.encode(np.array([[np.nan]]))
 
 
-def test_a_response_is_read_up_to_the_first_token_that_is_no_action() -> None:
+def test_a_response_is_read_up_to_the_first_token_that_is_no_action():
     codec = ActionTokens((0.0, 0.0), (1.0, 1.0), 2, first=10, chunk=3)
     assert codec.num_tokens == 6
     assert codec.decode([10, 11, 11, 10, 11, 11]).shape == (3, 2)
@@ -57,12 +54,12 @@ def test_a_response_is_read_up_to_the_first_token_that_is_no_action() -> None:
     assert codec.decode([]).shape == (0, 2)
 
 
-def test_bins_that_floats_cannot_tell_apart_are_refused() -> None:
+def test_bins_that_floats_cannot_tell_apart_are_refused():
     with pytest.raises(UserError, match=r"256 bins between \(1000000000\.0,\)"):
         ActionTokens((1e9,), (1e9 + 1e-7,), 256, first=0, chunk=1)
 
 
-def test_bounds_from_numbers_lists_and_statistics(tmp_path: Path) -> None:
+def test_bounds_from_numbers_lists_and_statistics(tmp_path):
     assert action_bounds({"low": -1, "high": 1, "action_dim": 3}) == (
         (-1.0,) * 3,
         (1.0,) * 3,
@@ -88,7 +85,7 @@ def test_bounds_from_numbers_lists_and_statistics(tmp_path: Path) -> None:
             action_bounds(wrong)
 
 
-def test_actions_of_a_flow_are_the_values_of_the_last_step() -> None:
+def test_actions_of_a_flow_are_the_values_of_the_last_step():
     codec = ContinuousActions((-2.0,), (2.0,), first=0, chunk=2, steps=2, bins=4, noise=0.5)
     assert codec.num_tokens == 6 and codec.head == {
         "name": "actions",
@@ -103,7 +100,7 @@ def test_actions_of_a_flow_are_the_values_of_the_last_step() -> None:
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_a_value_that_is_not_finite_is_refused(value: float) -> None:
+def test_a_value_that_is_not_finite_is_refused(value):
     codec = ContinuousActions((-1.0, -1.0), (1.0, 1.0), first=0, chunk=2)
     with pytest.raises(ValueError, match="dimension 1 of action 1 is .* diverged"):
         codec.decode([0.0, 0.0, 0.0, value])

@@ -8,7 +8,7 @@ import torch
 from distflow.acting import episode_columns
 
 
-def test_columns_of_episodes() -> None:
+def test_columns_of_episodes():
     parts = [
         {"success": 1.0, "env_steps": 7.0, "episode_len": 2.0},
         {},
@@ -49,9 +49,7 @@ def test_columns_of_episodes() -> None:
         ),
     ],
 )
-def test_rewards_are_on_the_last_token_of_each_action_or_chunk(
-    dim: int | None, wanted: list[list[float]]
-) -> None:
+def test_rewards_are_on_the_last_token_of_each_action_or_chunk(dim, wanted):
     """Two actions and one; a token that is no action, which ended the first episode; one without a
     score, whose columns are padded with zeros."""
     turns = torch.tensor([[0, 0, 0, 0, -1, 1, 1, 1, -1], [0, 0, 0, 0, 0, 0, 0, 0, 0]])
@@ -61,7 +59,7 @@ def test_rewards_are_on_the_last_token_of_each_action_or_chunk(
     assert found.tolist() == wanted
 
 
-def test_equal_scores_stay_equal_where_their_parts_are_not_exact() -> None:
+def test_equal_scores_stay_equal_where_their_parts_are_not_exact():
     turns = torch.tensor([[0] * 6] * 2)
     extra = [{"step_rewards": [[0.1, 0.2, 0.3]]}, {"step_rewards": [[0.3, 0.1, 0.2]]}]
     found = episode_columns.reward_steps(

@@ -23,7 +23,7 @@ def run(work: Any) -> Any:
     return asyncio.run(work)
 
 
-def test_an_observation_is_written_and_read_unchanged() -> None:
+def test_an_observation_is_written_and_read_unchanged():
     image = np.random.default_rng(0).integers(0, 256, (3, 5, 3), dtype=np.uint8)
     seen = Observation({"a": image, "b": image[::-1]}, np.array([0.1, -3.0], np.float32), "go")
     again = from_json(to_json(seen))
@@ -60,7 +60,7 @@ class Reacher:
         return seen, 1.0, self.steps == 3, False, {"is_success": self.steps == 3}
 
 
-def test_environments_of_gymnasium_are_simulators() -> None:
+def test_environments_of_gymnasium_are_simulators():
     simulator = GymnasiumSimulator(Reacher, instruction="reach")
     first = run(simulator.reset(7, {}))
     assert (
@@ -80,7 +80,7 @@ def test_environments_of_gymnasium_are_simulators() -> None:
         run(simulator.step(np.full((1, 2), 1.5)))
 
 
-def test_an_environment_may_show_a_part_of_its_state_and_be_made_anew() -> None:
+def test_an_environment_may_show_a_part_of_its_state_and_be_made_anew():
     seeds = list[int]()
 
     def make(number: int) -> Reacher:
@@ -95,12 +95,12 @@ def test_an_environment_may_show_a_part_of_its_state_and_be_made_anew() -> None:
         run(GymnasiumSimulator(Reacher, state=["c"]).reset(7, {}))
 
 
-def test_a_package_that_registers_environments_is_imported_first() -> None:
+def test_a_package_that_registers_environments_is_imported_first():
     with pytest.raises(UserError, match="'nowhere'"):
         simulator_maker("nowhere:Env-v1")
 
 
-def test_cartpole_is_a_simulator() -> None:
+def test_cartpole_is_a_simulator():
     pytest.importorskip("gymnasium")
     simulator: Any = simulator_maker("CartPole-v1")()
     seen = [run(simulator.reset(3, {})).state.tolist() for _ in range(2)]
@@ -120,7 +120,7 @@ def playing(made: SimulatorPool, play: Callable[[SimulatorPool], Any]) -> Any:
         made.close()
 
 
-def test_a_pool_plays_several_episodes_at_once_and_uses_simulators_again() -> None:
+def test_a_pool_plays_several_episodes_at_once_and_uses_simulators_again():
     async def play(made: SimulatorPool) -> Any:
         first = await made.begin(1, {})
         other = await made.begin(5, {})
@@ -142,9 +142,7 @@ def test_a_pool_plays_several_episodes_at_once_and_uses_simulators_again() -> No
     [("Unseeded", "a used simulator"), ("Remembers", "a used simulator")],
     ids=str,
 )
-def test_a_simulator_whose_reset_does_not_repeat_is_refused_at_the_start(
-    name: str, differs: str
-) -> None:
+def test_a_simulator_whose_reset_does_not_repeat_is_refused_at_the_start(name, differs):
     with pytest.raises(UserError, match=rf"reset .* \({differs} differs\)"):
         pool(f"{FILE}{name}")
 
@@ -160,7 +158,7 @@ def test_a_simulator_whose_reset_does_not_repeat_is_refused_at_the_start(
         ("float image", "not uint8"),
     ],
 )
-def test_what_breaks_the_protocol_fails_its_episode_alone(how: str, says: str) -> None:
+def test_what_breaks_the_protocol_fails_its_episode_alone(how, says):
     async def play(made: SimulatorPool) -> None:
         bad = await made.begin(100, {})
         good = await made.begin(1, {})
@@ -174,7 +172,7 @@ def test_what_breaks_the_protocol_fails_its_episode_alone(how: str, says: str) -
 @pytest.mark.parametrize(
     ("how", "says"), [("dies", "exited with status 3"), ("hangs", "no answer within 1 s")]
 )
-def test_a_simulator_that_dies_or_hangs_ends_its_episode_alone(how: str, says: str) -> None:
+def test_a_simulator_that_dies_or_hangs_ends_its_episode_alone(how, says):
     async def play(made: SimulatorPool) -> None:
         bad = await made.begin(100, {})
         beside = await made.begin(2, {})
@@ -189,7 +187,7 @@ def test_a_simulator_that_dies_or_hangs_ends_its_episode_alone(how: str, says: s
     playing(pool(f"{FILE}Fails", timeout_s=1.0, how=how), play)
 
 
-def test_a_cancelled_step_leaves_its_simulator_to_nobody() -> None:
+def test_a_cancelled_step_leaves_its_simulator_to_nobody():
     async def play(made: SimulatorPool) -> None:
         bad = await made.begin(100, {})
         step = asyncio.create_task(bad.step([[1.0]]))
@@ -203,11 +201,11 @@ def test_a_cancelled_step_leaves_its_simulator_to_nobody() -> None:
     playing(pool(f"{FILE}Fails", how="hangs"), play)
 
 
-def test_a_simulator_that_fails_in_the_check_is_refused() -> None:
+def test_a_simulator_that_fails_in_the_check_is_refused():
     with pytest.raises(UserError, match="Line.*TypeError.*nonsense"):
         pool(f"{FILE}Line", ends_at=3, nonsense=1)
 
 
-def test_a_simulator_that_cannot_render_is_refused_with_what_to_set() -> None:
+def test_a_simulator_that_cannot_render_is_refused_with_what_to_set():
     with pytest.raises(UserError, match=r"OpenGL.*workflow_kwargs\.gl to egl .* osmesa"):
         pool(f"{FILE}NoScreen")

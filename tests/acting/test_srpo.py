@@ -1,7 +1,5 @@
 """SRPO's rewards against loops over pairs of points, and by hand."""
 
-from typing import Any
-
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -23,7 +21,7 @@ POINTS = st.lists(
     eps=st.sampled_from((0.3, 0.5, 1.0)),
     min_samples=st.integers(1, 4),
 )
-def test_rewards_of_two_tasks(won: Any, lost: Any, eps: float, min_samples: int) -> None:
+def test_rewards_of_two_tasks(won, lost, eps, min_samples):
     """The second task has all failures, and no success."""
     embeddings = [*won, *lost, *lost]
     tasks = ["a"] * (len(won) + len(lost)) + ["b"] * len(lost)
@@ -42,7 +40,7 @@ def test_rewards_of_two_tasks(won: Any, lost: Any, eps: float, min_samples: int)
         assert each.fallback == (not is_alone and number == 0)
 
 
-def test_a_point_at_the_border_belongs_to_its_cluster() -> None:
+def test_a_point_at_the_border_belongs_to_its_cluster():
     """Of 0, 0, 0, 1 and 2 the last has one neighbour beside itself, which is a core point; 9 is
     noise."""
     vectors = np.array([[0.0], [0.0], [0.0], [1.0], [2.0], [9.0]])

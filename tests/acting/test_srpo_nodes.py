@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -36,9 +35,7 @@ from tests.ranks import run_ranks
         ([1, 0, 0, 0], [1, 1, 1, 0], {"filter_truncated": True}, None),
     ],
 )
-def test_groups_are_kept_by_their_share_of_successes(
-    won: Any, valid: Any, changes: Any, reason: str | None
-) -> None:
+def test_groups_are_kept_by_their_share_of_successes(won, valid, changes, reason):
     truncated = torch.tensor([False, False, False, True])
     options = {"filter_accuracy": True, "filter_truncated": False, **changes}
     sampling = EmbodiedSamplingConfig(
@@ -63,7 +60,7 @@ def embedded(
     return asyncio.run(work).batch
 
 
-def test_the_embedder_sees_all_frames_in_order(tmp_path: Path) -> None:
+def test_the_embedder_sees_all_frames_in_order(tmp_path):
     paths = [keep_pixels(np.full((20, 20, 3), level, np.uint8), tmp_path) for level in (0, 51, 255)]
     found = embedded([paths, paths[:2]], lambda frames: frames[:, 0, 0, 0].sum() / len(frames))
     assert found["embeddings"] == [[102.0], [25.5]] and found["valid"].tolist() == [True, True]
@@ -79,22 +76,20 @@ def test_the_embedder_sees_all_frames_in_order(tmp_path: Path) -> None:
         (lambda frames: 1 / 0, "ZeroDivision"),
     ],
 )
-def test_an_episode_without_a_finite_embedding_has_an_error_and_no_reward(
-    tmp_path: Path, embedder: Any, says: str
-) -> None:
+def test_an_episode_without_a_finite_embedding_has_an_error_and_no_reward(tmp_path, embedder, says):
     path = keep_pixels(np.zeros((4, 4, 3), np.uint8), tmp_path)
     found = embedded([[path], [path]], embedder, [True, False])
     assert found["valid"].tolist() == [False, False] and says in found["reward_errors"][0]
     assert "no frames" in embedded([[]], embedder)["reward_errors"][0]
 
 
-def test_vectors_of_several_lengths_are_refused(tmp_path: Path) -> None:
+def test_vectors_of_several_lengths_are_refused(tmp_path):
     path = keep_pixels(np.zeros((4, 4, 3), np.uint8), tmp_path)
     with pytest.raises(UserError, match=r"\[1, 2\] numbers"):
         embedded([[path], [path, path]], lambda frames: [0.0] * len(frames))
 
 
-def test_rewards_are_on_the_last_token_of_the_policy_and_only_valid_episodes_count() -> None:
+def test_rewards_are_on_the_last_token_of_the_policy_and_only_valid_episodes_count():
     found = shaped(list(range(NUMBER)), OneRank())
     given = episodes(list(range(NUMBER)))
     for uid, won, valid in zip(
@@ -108,7 +103,7 @@ def test_rewards_are_on_the_last_token_of_the_policy_and_only_valid_episodes_cou
 
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [1, 2, 4])
-def test_the_numbers_do_not_depend_on_the_ranks(tmp_path: Path, ranks: int) -> None:
+def test_the_numbers_do_not_depend_on_the_ranks(tmp_path, ranks):
     run_ranks("tests.acting.srpo_ranks", ranks, tmp_path)
     parts = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(ranks)]
     wanted = json.loads(json.dumps(shaped(list(range(NUMBER)), OneRank())))
@@ -125,8 +120,6 @@ def test_the_numbers_do_not_depend_on_the_ranks(tmp_path: Path, ranks: int) -> N
         ({"algorithm.use_kl_in_reward": True}, "use_kl_in_reward: SRPO sets the rewards"),
     ],
 )
-def test_the_pipeline_refuses_what_would_change_its_rewards(
-    change: dict[str, Any], says: str
-) -> None:
+def test_the_pipeline_refuses_what_would_change_its_rewards(change, says):
     with pytest.raises(UserError, match=says):
         embodied_srpo_pipeline(with_values(preset_config("embodied_srpo"), change))

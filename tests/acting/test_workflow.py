@@ -59,9 +59,7 @@ def play(
 
 @pytest.mark.parametrize("ends_at", [1, 3, 4, 5, 9])
 @pytest.mark.parametrize("success", [True, False])
-def test_masks_reach_up_to_the_action_that_ended_the_episode(
-    tmp_path: Path, ends_at: int, success: bool
-) -> None:
+def test_masks_reach_up_to_the_action_that_ended_the_episode(tmp_path, ends_at, success):
     result, chat = play(
         tmp_path,
         [10, 11, 12, 10, 11, 12, 12, 12],
@@ -82,7 +80,7 @@ def test_masks_reach_up_to_the_action_that_ended_the_episode(
         )
 
 
-def test_a_token_that_is_no_action_ends_the_episode_and_is_trained_on(tmp_path: Path) -> None:
+def test_a_token_that_is_no_action_ends_the_episode_and_is_trained_on(tmp_path):
     result, chat = play(tmp_path, [10, 11, 12, 99, 11, 12, 12, 12], env_kwargs={"ends_at": 9})
     assert result["env_steps"] == 1 and result["score"] == 0.0
     assert chat.finish_reason == "no_action"
@@ -95,7 +93,7 @@ def test_a_token_that_is_no_action_ends_the_episode_and_is_trained_on(tmp_path: 
     assert [(each.owner, len(each.token_ids)) for each in chat.segments[1:]] == [("policy", 2)]
 
 
-def test_only_a_prefix_of_each_chunk_is_executed(tmp_path: Path) -> None:
+def test_only_a_prefix_of_each_chunk_is_executed(tmp_path):
     result, chat = play(
         tmp_path, [11] * 8, env_kwargs={"ends_at": 5}, actions={**ACTIONS, "execute": 2}
     )
@@ -105,7 +103,7 @@ def test_only_a_prefix_of_each_chunk_is_executed(tmp_path: Path) -> None:
     assert [len(talk.segments[2].token_ids) for talk in talks] == [4, 4, 6]
 
 
-def test_a_sample_is_each_decision_as_a_sequence_of_its_own(tmp_path: Path) -> None:
+def test_a_sample_is_each_decision_as_a_sequence_of_its_own(tmp_path):
     _, chat = play(tmp_path, [11] * 8, env_kwargs={"ends_at": 6})
     first, second = sorted(chat.conversations, key=lambda talk: talk.name)
     assert chat.tokens.decode(first.segments[0].token_ids) == "go1"
@@ -127,9 +125,7 @@ NUMBERS = {
 
 
 @pytest.mark.parametrize("ends_at", [1, 4, 5, 8])
-def test_numbers_are_recorded_as_drawn_and_executed_within_their_bounds(
-    tmp_path: Path, ends_at: int
-) -> None:
+def test_numbers_are_recorded_as_drawn_and_executed_within_their_bounds(tmp_path, ends_at):
     """The place on the line is the sum of the first numbers; masks reach up to the action that
     ended the episode."""
     values = [0.5, 0.0, -2.0, 0.0, 1.25, 3.0, -0.25, 0.5]
@@ -154,7 +150,7 @@ FLOW = {**NUMBERS, "head": "flow_sde", "denoising_steps": 2, "bins": 3}
 
 
 @pytest.mark.parametrize("ends_at", [1, 4, 5, 8])
-def test_a_flow_executes_what_its_last_denoising_step_gives(tmp_path: Path, ends_at: int) -> None:
+def test_a_flow_executes_what_its_last_denoising_step_gives(tmp_path, ends_at):
     """Of each action's noise and steps; masks reach up to the last step of the action that ended
     the episode."""
     actions = [(0.5, 0.0), (-2.0, 0.0), (1.25, 3.0), (-0.25, 0.5)]
@@ -183,32 +179,32 @@ def test_a_flow_executes_what_its_last_denoising_step_gives(tmp_path: Path, ends
         assert chat.tokens.decode(talks[1].segments[0].token_ids) == "1.75"
 
 
-def test_a_number_that_is_not_finite_is_never_executed(tmp_path: Path) -> None:
+def test_a_number_that_is_not_finite_is_never_executed(tmp_path):
     with pytest.raises(ValueError, match="dimension 1 of action 0 is nan"):
         play(tmp_path, [0.0, float("nan")] * 4, actions=NUMBERS)
 
 
-def test_the_state_may_be_tokens_of_the_prompt(tmp_path: Path) -> None:
+def test_the_state_may_be_tokens_of_the_prompt(tmp_path):
     tokens = {"bins": 4, "low": [0.0], "high": [8.0], "first_token": 50}
     for seed, token in ((-3, 50), (1, 50), (2, 51), (7, 53), (8, 53)):
         _, chat = play(tmp_path, [11] * 8, seed=seed, prompt="{instruction}", state_tokens=tokens)
         assert chat.segments[0].token_ids == (*chat.tokens.of_text("go", begins=True), token), seed
 
 
-def test_the_score_may_be_the_sum_of_rewards(tmp_path: Path) -> None:
+def test_the_score_may_be_the_sum_of_rewards(tmp_path):
     result, _ = play(
         tmp_path, [11] * 8, env_kwargs={"ends_at": 3, "success": False}, score="return"
     )
     assert result["score"] == 1.5 and result["success"] == 0.0 and result["acc"] == 0.0
 
 
-def test_the_same_row_begins_in_the_same_state_and_another_seed_in_another(tmp_path: Path) -> None:
+def test_the_same_row_begins_in_the_same_state_and_another_seed_in_another(tmp_path):
     prompts = [play(tmp_path, [11] * 8, seed=seed)[1].segments[0].token_ids for seed in (1, 1, 2)]
     assert prompts[0] == prompts[1] != prompts[2]
 
 
 @pytest.mark.parametrize("how", ["dies", "nan reward"])
-def test_a_simulator_that_fails_is_an_error_of_the_episode(tmp_path: Path, how: str) -> None:
+def test_a_simulator_that_fails_is_an_error_of_the_episode(tmp_path, how):
     with pytest.raises(CallFailed):
         play(tmp_path, [11] * 8, seed=100, env=f"{FILE}Fails", env_kwargs={"how": how})
 
@@ -248,8 +244,6 @@ def test_a_simulator_that_fails_is_an_error_of_the_episode(tmp_path: Path, how: 
         ({"env_kwargs": {"images": True}}, "reads text alone"),
     ],
 )
-def test_what_cannot_be_played_is_refused(
-    tmp_path: Path, options: dict[str, Any], says: str
-) -> None:
+def test_what_cannot_be_played_is_refused(tmp_path, options, says):
     with pytest.raises((UserError, ChatError), match=says):
         play(tmp_path, [11] * 8, **options)

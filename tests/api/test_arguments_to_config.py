@@ -30,7 +30,7 @@ ODD = (
 
 
 @pytest.mark.parametrize("text", ODD)
-def test_texts_of_every_kind(text: str) -> None:
+def test_texts_of_every_kind(text):
     assert (
         load_config(
             "grpo", to_lines({**OPEN, "trainer.project_name": text})
@@ -55,11 +55,11 @@ def test_texts_of_every_kind(text: str) -> None:
         ("trainer.logger", [], ()),
     ],
 )
-def test_values_of_every_kind(key: str, value: object, read: object) -> None:
+def test_values_of_every_kind(key, value, read):
     assert flatten(load_config("grpo", to_lines({**OPEN, key: value})).config)[key] == read
 
 
-def test_nested_and_dotted_keys_are_the_same() -> None:
+def test_nested_and_dotted_keys_are_the_same():
     dotted = {
         "trainer.seed": 3,
         "actor_rollout_ref.actor.optim.lr": 0.1,
@@ -82,9 +82,7 @@ def test_nested_and_dotted_keys_are_the_same() -> None:
         {"algorithm.adv_estimator": "gae", "dag.pipeline": None},
     ],
 )
-def test_a_dict_without_defaults_is_the_config_of_the_same_file(
-    keys: dict[str, object], tmp_path: Path
-) -> None:
+def test_a_dict_without_defaults_is_the_config_of_the_same_file(keys, tmp_path):
     nested: dict[str, dict[str, object]] = {"data": {"train_files": OPEN["data.train_files"]}}
     nested["actor_rollout_ref"] = {
         "model": {"path": OPEN["actor_rollout_ref.model.path"], "init": "random"}
@@ -101,7 +99,7 @@ def test_a_dict_without_defaults_is_the_config_of_the_same_file(
     assert of_dict == of_file
 
 
-def test_a_mapping_of_the_users_own_names_is_one_value() -> None:
+def test_a_mapping_of_the_users_own_names_is_one_value():
     functions = {
         "default": ["math"],
         "openai/gsm8k": [{"name": "format", "weight": 0.5}],
@@ -127,9 +125,7 @@ def test_a_mapping_of_the_users_own_names_is_one_value() -> None:
         {"actor_rollout_ref.rollout.workflow": None},
     ],
 )
-def test_a_key_with_its_default_is_not_set_beside_an_argument(
-    overrides: dict[str, object] | list[str],
-) -> None:
+def test_a_key_with_its_default_is_not_set_beside_an_argument(overrides):
     def reward(solution_str: str) -> float:
         return 0.0
 
@@ -145,5 +141,5 @@ def test_a_key_with_its_default_is_not_set_beside_an_argument(
 @pytest.mark.parametrize(
     "key", ["custom_reward_function.path", "data.system_prompt", "trainer.total_training_steps"]
 )
-def test_none_as_python_writes_it_is_null(key: str) -> None:
+def test_none_as_python_writes_it_is_null(key):
     assert flatten(load_config("grpo", [*to_lines(OPEN), f"{key}=None"]).config)[key] is None

@@ -1,19 +1,16 @@
 """A run's folder as tables: what was written is what comes back, without torch."""
 
 import math
-from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 
 import distflow
-from distflow.api.load_run import Table
 from distflow.errors import UserError
 from distflow.observe.writing.run_folder import RunFolder
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> Path:
+def folder(tmp_path):
     """Three steps, of which the second restart took back the last."""
     for restart, steps in ((0, (1, 2)), (1, (2, 3))):
         with RunFolder(tmp_path / "run", restart, resumed_at=-1 if restart == 0 else 1) as run:
@@ -39,7 +36,7 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path / "run"
 
 
-def test_metrics_samples_and_events(folder: Path) -> None:
+def test_metrics_samples_and_events(folder):
     run = distflow.load_run(folder)
     assert (run.status, run.num_steps, run.config, run.facts) == (
         "finished",
@@ -61,7 +58,7 @@ def test_metrics_samples_and_events(folder: Path) -> None:
     assert (run.accuracy_before, run.accuracy_after, run.checkpoints) == (0.25, None, [])
 
 
-def test_findings(tmp_path: Path) -> None:
+def test_findings(tmp_path):
     with RunFolder(tmp_path / "run", 0) as run:
         for step in range(1, 21):
             run.metrics(step, "train", {"actor/pg_clipfrac": 0.5 * (step > 4), "actor/ppo_kl": 0.0})
@@ -87,20 +84,18 @@ def test_findings(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_what_a_run_does_not_have_is_no_empty_table(
-    ask: Callable[[distflow.Run], Table], said: str, folder: Path
-) -> None:
+def test_what_a_run_does_not_have_is_no_empty_table(ask, said, folder):
     with pytest.raises(UserError, match=said):
         ask(distflow.load_run(folder))
 
 
-def test_a_table_as_pandas(folder: Path) -> None:
+def test_a_table_as_pandas(folder):
     run = distflow.load_run(folder)
     frame = run.metrics().to_pandas()
     assert list(frame["step"]) == [0, 1, 2, 3] and math.isnan(frame["reward/mean_score"][0])
 
 
-def test_views_as_tables_and_a_comparison(folder: Path, tmp_path: Path) -> None:
+def test_views_as_tables_and_a_comparison(folder, tmp_path):
     pytest.importorskip("duckdb", reason="the extra `ui`")
     run = distflow.load_run(folder)
     frame = run.sql("select step, response, fate from samples order by step").to_pandas()
@@ -128,6 +123,6 @@ def test_views_as_tables_and_a_comparison(folder: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "said"), [("nothing", "is not there"), (".", "has no file events.jsonl")]
 )
-def test_what_is_no_run_is_refused(name: str, said: str, tmp_path: Path) -> None:
+def test_what_is_no_run_is_refused(name, said, tmp_path):
     with pytest.raises(UserError, match=said):
         distflow.load_run(tmp_path / name)

@@ -22,9 +22,7 @@ def advantages(run: distflow.Run) -> list[float]:
 
 
 @pytest.mark.slow
-def test_functions_of_cells_make_the_run_and_a_changed_one_is_reported_on_resume(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_functions_of_cells_make_the_run_and_a_changed_one_is_reported_on_resume(tmp_path, capsys):
     own = cells()
     settings = small(tmp_path / "run", trainer__total_training_steps=1, trust__check_freq=1)
     passed = {"advantage": own["level"], "loss": own["plain"], "pipeline": own["counting"]}
@@ -51,9 +49,7 @@ def test_functions_of_cells_make_the_run_and_a_changed_one_is_reported_on_resume
 
 
 @pytest.mark.slow
-def test_what_a_cell_registered_is_seen_and_the_command_line_resumes_with_it(
-    tmp_path: Path,
-) -> None:
+def test_what_a_cell_registered_is_seen_and_the_command_line_resumes_with_it(tmp_path):
     with forgotten():
         cells(CELLS + REGISTERED)
         settings = small(
@@ -73,9 +69,7 @@ def test_what_a_cell_registered_is_seen_and_the_command_line_resumes_with_it(
 
 
 @pytest.mark.slow
-def test_a_file_is_named_by_the_config_and_not_run_unasked(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_file_is_named_by_the_config_and_not_run_unasked(tmp_path, capsys):
     (tmp_path / "mine.py").write_text(f"print('the file runs')\n{CELLS}")
     chosen = [
         f"algorithm.adv_estimator={tmp_path}/mine.py:level",
@@ -106,9 +100,7 @@ def test_a_file_is_named_by_the_config_and_not_run_unasked(
         ("algorithm.adv_estimator=levle", "file.py:function"),
     ],
 )
-def test_a_name_that_leads_nowhere_is_refused_with_the_key(
-    line: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_name_that_leads_nowhere_is_refused_with_the_key(line, said, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("mine.py").write_text(CELLS)
     with pytest.raises(UserError, match=said) as raised:
@@ -149,8 +141,8 @@ async def asks(chat, row):
     ],
 )
 def test_a_function_that_cannot_be_called_is_refused_before_a_model_is_loaded(
-    arguments: dict, said: str, tmp_path: Path
-) -> None:
+    arguments, said, tmp_path
+):
     overrides = small(tmp_path / "run") | arguments.get("overrides", {})
     with pytest.raises(UserError, match=said):
         distflow.train(

@@ -19,12 +19,12 @@ from tests.api.small import ROWS, TINY, small
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(tmp_path_factory):
     return tmp_path_factory.mktemp("runs") / "run"
 
 
 @pytest.fixture(scope="module")
-def told() -> list[tuple]:
+def told():
     return []
 
 
@@ -59,17 +59,17 @@ def trained(folder: Path, told: list[tuple]) -> distflow.Run:
 
 
 @pytest.fixture(scope="module")
-def run(folder: Path, told: list[tuple]) -> distflow.Run:
+def run(folder, told):
     return trained(folder, told)
 
 
 @pytest.fixture
-def own(tmp_path: Path) -> distflow.Run:
+def own(tmp_path):
     """For those that go on with it."""
     return trained(tmp_path / "run", [])
 
 
-def test_what_was_given_is_what_it_trained_on(run: distflow.Run, folder: Path) -> None:
+def test_what_was_given_is_what_it_trained_on(run, folder):
     assert run.folder == folder.resolve() and run.status == "finished" and run.num_steps == 2
     answers = {row["prompt"]: row["answer"] for row in ROWS}
     samples = run.samples(split="train")
@@ -80,9 +80,7 @@ def test_what_was_given_is_what_it_trained_on(run: distflow.Run, folder: Path) -
         assert sample["score"] == lengths(sample["response"], sample["ground_truth"])["score"]
 
 
-def test_callbacks_are_told_and_one_that_raises_ends_nothing(
-    run: distflow.Run, told: list[tuple]
-) -> None:
+def test_callbacks_are_told_and_one_that_raises_ends_nothing(run, told):
     order = [entry[:2] for entry in told]
     assert [entry for entry in order if entry[0] != "save"] == [
         ("validation", 0),
@@ -104,9 +102,7 @@ def test_callbacks_are_told_and_one_that_raises_ends_nothing(
 
 
 @pytest.mark.slow
-def test_the_command_line_goes_on_with_it(
-    own: distflow.Run, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_command_line_goes_on_with_it(own, capsys):
     assert main(["train", str(own.folder / "config.yaml"), "trainer.total_training_steps=3"]) == 0
     assert own.num_steps == 3 and "resumed from step-000002" in capsys.readouterr().out
     evaluated = ["eval", str(own.folder / "config.yaml"), "data.val_max_samples=1"]
@@ -114,9 +110,7 @@ def test_the_command_line_goes_on_with_it(
 
 
 @pytest.mark.slow
-def test_a_resume_reads_the_rows_it_began_with_and_tells_of_another_reward(
-    own: distflow.Run, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_resume_reads_the_rows_it_began_with_and_tells_of_another_reward(own, capsys):
     def other(solution_str: str) -> float:
         return float(len(solution_str))
 
@@ -157,7 +151,7 @@ def test_a_resume_reads_the_rows_it_began_with_and_tells_of_another_reward(
     }
 
 
-def test_a_signal_saves_and_the_process_goes_on(tmp_path: Path) -> None:
+def test_a_signal_saves_and_the_process_goes_on(tmp_path):
     stopped = distflow.train(
         TINY,
         small(tmp_path / "run", trainer__total_training_steps=9, trainer__save_freq=9),
@@ -170,7 +164,7 @@ def test_a_signal_saves_and_the_process_goes_on(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_it_trains_on_another_thread_than_the_main_one(tmp_path: Path) -> None:
+def test_it_trains_on_another_thread_than_the_main_one(tmp_path):
     made: list[distflow.Run] = []
 
     def work() -> None:
@@ -255,9 +249,7 @@ MODEL = {"actor_rollout_ref.model.path": "builtin:tiny-arithmetic", "data.train_
         ({"preset_or_config": {"defaults": ["grpo", "ppo"]}}, "name the single preset"),
     ],
 )
-def test_a_mistake_is_told_before_anything_is_written(
-    arguments: dict, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_mistake_is_told_before_anything_is_written(arguments, said, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     overrides = arguments.get("overrides", small(tmp_path / "run"))
     call = {
@@ -284,7 +276,7 @@ def trl(prompts, completions, answer, **kwargs):
 
 
 @pytest.mark.slow
-def test_a_reward_of_trl_is_taken_as_it_is(tmp_path: Path) -> None:
+def test_a_reward_of_trl_is_taken_as_it_is(tmp_path):
     one_step = small(tmp_path / "run", trainer__total_training_steps=1)
     run = distflow.train(TINY, one_step, data=ROWS, reward=trl)
     answers = {row["prompt"]: row["answer"] for row in ROWS}
@@ -293,9 +285,7 @@ def test_a_reward_of_trl_is_taken_as_it_is(tmp_path: Path) -> None:
     assert all(s["score"] == float(len(s["response"]) > len(answers[s["prompt"]])) for s in samples)
 
 
-def test_a_reward_that_fails_is_told_before_the_model_is_loaded(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_reward_that_fails_is_told_before_the_model_is_loaded(tmp_path, capsys):
     def fails(completions, answer):
         return [
             float(each[-1]["content"] == wanted)
@@ -320,7 +310,7 @@ def test_a_reward_that_fails_is_told_before_the_model_is_loaded(
 
 
 @pytest.mark.slow
-def test_several_at_once_each_with_its_own_rows_and_functions(tmp_path: Path) -> None:
+def test_several_at_once_each_with_its_own_rows_and_functions(tmp_path):
     squares = [{"prompt": f"{a}*{a}=", "answer": str(a * a)} for a in range(1, 9)]
 
     def half(token_level_rewards, response_mask):

@@ -43,14 +43,14 @@ def scored(folder: Path) -> None:
         assert row["reward_parts"] == {"letters": row["score"] - 0.5, "turns": 0.5}
 
 
-def test_train_takes_a_function(tmp_path: Path) -> None:
+def test_train_takes_a_function(tmp_path):
     run = distflow.train(TINY, unscored(tmp_path / "run"), data=ROWS, workflow=game("?"))
     assert run.status == "finished"
     assert [row["episodes/turns"] for row in run.metrics("train")] == [2.0, 2.0]
     scored(tmp_path / "run")
 
 
-def test_a_loop_of_ones_own_gets_episodes(tmp_path: Path) -> None:
+def test_a_loop_of_ones_own_gets_episodes(tmp_path):
     settings = unscored(tmp_path / "run", actor_rollout_ref__rollout__workflow_kwargs={"rounds": 3})
     with distflow.rollouts(TINY, settings, workflow=game("=")) as rollouts:
         for row in ROWS[:2]:

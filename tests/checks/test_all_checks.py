@@ -100,7 +100,7 @@ NOT_CHECKED = {"lora": {"weights"}}
 
 
 @pytest.fixture
-def playground(tmp_path: Path) -> Playground:
+def playground(tmp_path):
     return Playground(tmp_path)
 
 
@@ -121,8 +121,8 @@ ELSEWHERE = {"resume", "turns", "validation", "episodes"}
 
 @pytest.mark.parametrize("preset", KEYS)
 def test_a_run_with_default_settings_proves_every_check_that_applies(
-    playground: Playground, monkeypatch: pytest.MonkeyPatch, preset: str
-) -> None:
+    playground, monkeypatch, preset
+):
     """Checks look for parts by type or attribute: one that no longer finds its part must not
     disappear unnoticed."""
     compared = set[str]()
@@ -143,7 +143,7 @@ def test_a_run_with_default_settings_proves_every_check_that_applies(
 
 @slow
 @pytest.mark.parametrize("name", HEALTHY)
-def test_a_healthy_run_passes_all_checks_silently(playground: Playground, name: str) -> None:
+def test_a_healthy_run_passes_all_checks_silently(playground, name):
     run = playground.run(*HEALTHY[name], *ALWAYS)
     assert run.notes("warning") == []
     assert [{*fields["not_checked"]} for fields in steps(run)] == [NOT_CHECKED.get(name, set())] * 3
@@ -152,7 +152,7 @@ def test_a_healthy_run_passes_all_checks_silently(playground: Playground, name: 
 
 
 @slow
-def test_supervised_steps_pass_the_checks(playground: Playground) -> None:
+def test_supervised_steps_pass_the_checks(playground):
     gone = (
         "reward.functions",
         "reward.num_workers",
@@ -171,7 +171,7 @@ def test_supervised_steps_pass_the_checks(playground: Playground) -> None:
 
 
 @slow
-def test_the_first_steps_and_powers_of_two_are_checked(playground: Playground) -> None:
+def test_the_first_steps_and_powers_of_two_are_checked(playground):
     keys = ("trust.check_freq=1000", "trainer.total_training_steps=19", "trainer.save_freq=11")
     run = playground.run("grpo", *keys)
     checked = [event.step for event in read_events(run.folder) if event.kind == "checks"]
@@ -188,9 +188,7 @@ NONDETERMINISTIC = {
 
 @slow
 @pytest.mark.parametrize("kind", NONDETERMINISTIC)
-def test_a_nondeterministic_reward_function_is_reported_once(
-    playground: Playground, kind: str
-) -> None:
+def test_a_nondeterministic_reward_function_is_reported_once(playground, kind):
     head, value = NONDETERMINISTIC[kind]
     playground.write_reward(
         f"{head}\ndef compute_score(data_source, solution_str, ground_truth): return {value}\n"
@@ -202,9 +200,7 @@ def test_a_nondeterministic_reward_function_is_reported_once(
 
 
 @slow
-def test_a_check_that_raises_is_reported_and_has_no_other_effect(
-    playground: Playground, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_check_that_raises_is_reported_and_has_no_other_effect(playground, monkeypatch):
     monkeypatch.setattr(rewards, "_check_total", lambda *_: 1 / 0)
     run = playground.run("grpo", *ALWAYS)
     (warning,) = run.notes("warning")
@@ -282,9 +278,7 @@ USERS = {
 
 @slow
 @pytest.mark.parametrize("name", USERS)
-def test_what_users_functions_give_for_a_sample_or_group_alone(
-    playground: Playground, monkeypatch: pytest.MonkeyPatch, name: str
-) -> None:
+def test_what_users_functions_give_for_a_sample_or_group_alone(playground, monkeypatch, name):
     override, message = USERS[name]
     (playground.folder / "users_code.py").write_text(MODULE)
     monkeypatch.syspath_prepend(str(playground.folder))
@@ -319,7 +313,7 @@ def short():
 
 
 @slow
-def test_the_loss_of_a_pipeline_without_old_log_probs_is_proven(playground: Playground) -> None:
+def test_the_loss_of_a_pipeline_without_old_log_probs_is_proven(playground):
     (playground.folder / "short.py").write_text(SHORT)
     pipeline = (f"dag.pipeline={playground.folder}/short.py:short",)
     run = playground.run("grpo", *pipeline, *ALWAYS, *TWO, f"{ACTOR}.use_kl_loss=false")
@@ -328,9 +322,7 @@ def test_the_loss_of_a_pipeline_without_old_log_probs_is_proven(playground: Play
 
 
 @slow
-def test_a_built_in_loss_that_is_given_by_its_name_is_proven_too(
-    playground: Playground, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_built_in_loss_that_is_given_by_its_name_is_proven_too(playground, monkeypatch):
     """As loops and nodes of users give it."""
     original = updates.policy_objective
     by_name = lambda *given: replace(original(*given), loss="vanilla")  # noqa: E731
@@ -352,7 +344,7 @@ def apart(monkeypatch: pytest.MonkeyPatch, by: float) -> None:
 
 @slow
 @pytest.mark.parametrize("answer", ["stop", "warn"])
-def test_on_mismatch(playground: Playground, monkeypatch: pytest.MonkeyPatch, answer: str) -> None:
+def test_on_mismatch(playground, monkeypatch, answer):
     apart(monkeypatch, 5e-4)
     scored = "algorithm.recompute_old_log_probs=true"
     given = ("grpo", f"trust.on_mismatch={answer}", scored, *ALWAYS)
@@ -367,7 +359,7 @@ def test_on_mismatch(playground: Playground, monkeypatch: pytest.MonkeyPatch, an
     assert "rollout_correction.rollout_is=token" in warning
 
 
-def test_the_docs_have_the_present_table() -> None:
+def test_the_docs_have_the_present_table():
     docs = (Path(__file__).parents[2] / "docs" / "trust.md").read_text(encoding="utf-8")
     table = "".join(
         f"| {check.name} | {check.statement} | {check.needs} | {check.limit} |\n"

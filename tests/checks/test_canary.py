@@ -27,7 +27,7 @@ PROMPTS = [(5, 6, 7), (8,), (9, 10), (11, 12, 13, 14)]
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(tmp_path_factory):
     return write_tiny_model(tmp_path_factory.mktemp("model"))
 
 
@@ -70,9 +70,7 @@ def off_key(song: Batch, by: float) -> Batch:
     return copy
 
 
-def test_it_sings_greedily_at_the_runs_temperature_and_is_judged_by_the_trainer(
-    folder: Path,
-) -> None:
+def test_it_sings_greedily_at_the_runs_temperature_and_is_judged_by_the_trainer(folder):
     canary = make_canary(folder)
     song = song_of(canary)
     assert len(song) == 4 and int(song.lengths("response").max()) <= 12
@@ -88,7 +86,7 @@ def test_it_sings_greedily_at_the_runs_temperature_and_is_judged_by_the_trainer(
     assert torch.equal(again.flat("response_ids"), song.flat("response_ids"))
 
 
-def test_when_it_sings(folder: Path) -> None:
+def test_when_it_sings(folder):
     own = make_canary(folder, frequency=2)
     assert own.is_due(at_start=True)
     assert [own.is_due(at_start=False) for _ in range(4)] == [False, True, False, True]
@@ -99,9 +97,7 @@ def test_when_it_sings(folder: Path) -> None:
 
 
 @pytest.mark.parametrize(("exact", "fine", "wrong"), [(True, 5e-4, 2e-3), (False, 0.3, 0.6)])
-def test_at_the_start_the_engine_must_be_the_trainer(
-    folder: Path, exact: bool, fine: float, wrong: float
-) -> None:
+def test_at_the_start_the_engine_must_be_the_trainer(folder, exact, fine, wrong):
     canary = make_canary(folder, exact=exact)
     song = song_of(canary)
     canary.compare(off_key(song, fine), at_start=True)
@@ -109,7 +105,7 @@ def test_at_the_start_the_engine_must_be_the_trainer(
         canary.compare(off_key(song, wrong), at_start=True)
 
 
-def test_later_it_may_be_five_times_as_far_off_as_at_the_start(folder: Path) -> None:
+def test_later_it_may_be_five_times_as_far_off_as_at_the_start(folder):
     canary = make_canary(folder, exact=False)
     song = song_of(canary)
     canary.compare(off_key(song, 0.05), at_start=True)
@@ -118,7 +114,7 @@ def test_later_it_may_be_five_times_as_far_off_as_at_the_start(folder: Path) -> 
         canary.compare(off_key(song, 0.26), at_start=False)
 
 
-def test_a_start_that_was_exact_leaves_the_tolerance(folder: Path) -> None:
+def test_a_start_that_was_exact_leaves_the_tolerance(folder):
     canary = make_canary(folder)
     song = song_of(canary)
     canary.compare(song, at_start=True)
@@ -133,7 +129,7 @@ def test_a_start_that_was_exact_leaves_the_tolerance(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("at_start", [True, False])
-def test_a_song_that_is_no_number_is_no_pass(folder: Path, at_start: bool) -> None:
+def test_a_song_that_is_no_number_is_no_pass(folder, at_start):
     canary = make_canary(folder)
     song = song_of(canary)
     if not at_start:
@@ -144,8 +140,8 @@ def test_a_song_that_is_no_number_is_no_pass(folder: Path, at_start: bool) -> No
 
 @pytest.mark.parametrize("stale", [True, False])
 def test_keys_and_values_that_outlive_their_weights_are_found_behind_short_prompts(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, stale: bool
-) -> None:
+    folder, monkeypatch, stale
+):
     if stale:
         step = RequestLane.step
         monkeypatch.setattr(RequestLane, "forget_prefixes", lambda lane: None)

@@ -4,7 +4,6 @@ first step that it strikes, and nothing where there is none."""
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -30,7 +29,7 @@ TWO = ("actor_rollout_ref.actor.ppo_mini_batch_size=2", "trainer.total_training_
 
 
 @pytest.fixture
-def playground(tmp_path: Path) -> Playground:
+def playground(tmp_path):
     return Playground(tmp_path, num_rows=64)
 
 
@@ -53,9 +52,7 @@ def never_cleared(patch: Patch) -> None:
 
 
 @slow
-def test_gradients_that_are_kept_where_no_look_is_made(
-    playground: Playground, monkeypatch: Patch
-) -> None:
+def test_gradients_that_are_kept_where_no_look_is_made(playground, monkeypatch):
     no_step_is_checked(monkeypatch)
     found(
         playground,
@@ -111,9 +108,7 @@ def a_micro_batch_left_out(patch: Patch) -> None:
         ),
     ],
 )
-def test_gradients_of_updates_that_nothing_else_watches(
-    playground: Playground, monkeypatch: Patch, plant: Plant, says: str
-) -> None:
+def test_gradients_of_updates_that_nothing_else_watches(playground, monkeypatch, plant, says):
     found(
         playground,
         monkeypatch,
@@ -140,7 +135,7 @@ def stands_still(patch: Patch) -> None:
     patch.setattr(TorchTrainEngine, "_step", planted)
 
 
-def test_a_weight_that_stands_still(playground: Playground, monkeypatch: Patch) -> None:
+def test_a_weight_that_stands_still(playground, monkeypatch):
     found(
         playground,
         monkeypatch,
@@ -151,7 +146,7 @@ def test_a_weight_that_stands_still(playground: Playground, monkeypatch: Patch) 
 
 
 @slow
-def test_a_sync_that_is_left_out(playground: Playground, monkeypatch: Patch) -> None:
+def test_a_sync_that_is_left_out(playground, monkeypatch):
     send = WeightSync.send
 
     def planted(self: WeightSync, version: Any) -> Any:
@@ -171,9 +166,7 @@ VALIDATING = ("data.allow_overlap=true", "trainer.test_freq=1")
 
 @slow
 @pytest.mark.parametrize("ends", [True, False])
-def test_responses_that_continue_after_a_stop_string(
-    playground: Playground, monkeypatch: Patch, ends: bool
-) -> None:
+def test_responses_that_continue_after_a_stop_string(playground, monkeypatch, ends):
     original = embedded.finish_reason
 
     def misses_strings(ids: list[int], params: Any, tokenizer: Any) -> Any:
@@ -194,9 +187,7 @@ def test_responses_that_continue_after_a_stop_string(
 
 
 @slow
-def test_scores_with_a_bonus_that_no_function_gives(
-    playground: Playground, monkeypatch: Patch
-) -> None:
+def test_scores_with_a_bonus_that_no_function_gives(playground, monkeypatch):
     def with_bonus(patch: Patch) -> None:
         scored = reward_samples._scored
 
@@ -214,7 +205,7 @@ def test_scores_with_a_bonus_that_no_function_gives(
 
 
 @slow
-def test_parts_of_responses_that_are_trained_on(playground: Playground, monkeypatch: Patch) -> None:
+def test_parts_of_responses_that_are_trained_on(playground, monkeypatch):
     def cut(patch: Patch) -> None:
         make = Group.sample
 
@@ -243,9 +234,7 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None):
 
 @slow
 @pytest.mark.parametrize("is_planted", [True, False])
-def test_errors_of_a_validation_that_count_as_scores(
-    playground: Playground, monkeypatch: Patch, is_planted: bool
-) -> None:
+def test_errors_of_a_validation_that_count_as_scores(playground, monkeypatch, is_planted):
     scored = reward_samples._scored
 
     def planted(outcomes: Any, validating: bool, *more: Any) -> Any:
@@ -274,9 +263,7 @@ def one_weight_drawn_anew(patch: Patch) -> None:
 
 
 @slow
-def test_a_weight_that_something_else_writes_in_an_update(
-    playground: Playground, monkeypatch: Patch
-) -> None:
+def test_a_weight_that_something_else_writes_in_an_update(playground, monkeypatch):
     says = r"optimizer\): .*lora_A.* moved by"
     found(
         playground,

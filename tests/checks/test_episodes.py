@@ -1,7 +1,6 @@
 """Faults planted where an episode is said, told, paid and scored: the checks name each."""
 
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -44,7 +43,7 @@ async def scored(chat, row, reward_fn):
 
 
 @pytest.fixture
-def ground(tmp_path: Path) -> Games:
+def ground(tmp_path):
     ground = Games(tmp_path)
     (tmp_path / "flows.py").write_text(PAID)
     return ground
@@ -62,7 +61,7 @@ def paid_in_reverse(patch: Patch) -> None:
     patch.setattr(turn_rewards, "_earned", lambda sample: earned(sample)[::-1])
 
 
-def test_rewards_of_turns_that_change_places(ground: Games, monkeypatch: Patch) -> None:
+def test_rewards_of_turns_that_change_places(ground, monkeypatch):
     paid_in_reverse(monkeypatch)
     with pytest.raises(
         TrustError,
@@ -72,7 +71,7 @@ def test_rewards_of_turns_that_change_places(ground: Games, monkeypatch: Patch) 
 
 
 @pytest.mark.slow
-def test_tokens_between_turns(ground: Games, monkeypatch: Patch) -> None:
+def test_tokens_between_turns(ground, monkeypatch):
     """The first letter of what is said is missing."""
     render = TurnTokens._render
 
@@ -86,7 +85,7 @@ def test_tokens_between_turns(ground: Games, monkeypatch: Patch) -> None:
 
 
 @pytest.mark.slow
-def test_a_template_that_ends_a_turn_where_the_next_begins(ground: Games) -> None:
+def test_a_template_that_ends_a_turn_where_the_next_begins(ground):
     turns = "{% for m in messages %}{{ '<eos>' + m.role + ':' + m.content }}{% endfor %}"
     prompt = "{% if add_generation_prompt %}{{ '<eos>a:' }}{% endif %}"
     (ground.folder / "model" / "chat_template.jinja").write_text(turns + prompt)
@@ -97,7 +96,7 @@ def test_a_template_that_ends_a_turn_where_the_next_begins(ground: Games) -> Non
 
 
 @pytest.mark.slow
-def test_a_text_that_is_cut_before_it_is_scored(tmp_path: Path, monkeypatch: Patch) -> None:
+def test_a_text_that_is_cut_before_it_is_scored(tmp_path, monkeypatch):
     call = RewardRouter.__call__
 
     async def planted(self: RewardRouter, samples: Any) -> Any:

@@ -40,7 +40,7 @@ def drifted(gap: float) -> Batch:
     return batch
 
 
-def test_the_first_ratio_of_a_step_must_be_one_and_later_ones_need_not(tmp_path: Path) -> None:
+def test_the_first_ratio_of_a_step_must_be_one_and_later_ones_need_not(tmp_path):
     checks, notes = make_checks(tmp_path)
     far = TAKEN | {"log_ratio_abs": 2e-4}
     engine = WeightsOnly(w=torch.ones(2))
@@ -52,7 +52,7 @@ def test_the_first_ratio_of_a_step_must_be_one_and_later_ones_need_not(tmp_path:
     assert notes == []
 
 
-def test_a_skipped_update_is_reported_and_its_ratio_is_not_checked(tmp_path: Path) -> None:
+def test_a_skipped_update_is_reported_and_its_ratio_is_not_checked(tmp_path):
     checks, notes = make_checks(tmp_path)
     skipped = TAKEN | {"skipped": 1.0, "log_ratio_abs": 9.0}
     checks.updated(
@@ -62,7 +62,7 @@ def test_a_skipped_update_is_reported_and_its_ratio_is_not_checked(tmp_path: Pat
     assert kind == "warning" and "an update of the actor was skipped" in message
 
 
-def test_tensors_that_do_not_move_are_reported_together(tmp_path: Path) -> None:
+def test_tensors_that_do_not_move_are_reported_together(tmp_path):
     checks, notes = make_checks(tmp_path)
     engine = WeightsOnly(**{f"w{i}": torch.ones(2) for i in range(7)})
     for _ in range(9):
@@ -73,7 +73,7 @@ def test_tensors_that_do_not_move_are_reported_together(tmp_path: Path) -> None:
     )
 
 
-def test_a_mismatch_is_reported_when_it_appears_and_when_it_has_doubled(tmp_path: Path) -> None:
+def test_a_mismatch_is_reported_when_it_appears_and_when_it_has_doubled(tmp_path):
     checks, notes = make_checks(tmp_path)
     for gap in (1e-5, 2e-4, 3e-4, 3e-4, 6e-4):
         found = checks.step_trained(drifted(gap), {}, step=0)
@@ -81,7 +81,7 @@ def test_a_mismatch_is_reported_when_it_appears_and_when_it_has_doubled(tmp_path
     assert [message.split(" nats")[0].split()[-1] for _, message in notes] == ["0.0002", "0.0006"]
 
 
-def test_a_node_that_rewrote_the_mask_is_found(tmp_path: Path) -> None:
+def test_a_node_that_rewrote_the_mask_is_found(tmp_path):
     checks, _ = make_checks(tmp_path)
     batch = sampled_batch()
     checks.step_taken(batch, 0, None)
@@ -90,7 +90,7 @@ def test_a_node_that_rewrote_the_mask_is_found(tmp_path: Path) -> None:
         checks.step_trained(batch, {}, step=0)
 
 
-def test_steps_without_an_update_do_not_count_for_loss_terms(tmp_path: Path) -> None:
+def test_steps_without_an_update_do_not_count_for_loss_terms(tmp_path):
     checks, notes = make_checks(tmp_path)
     for _ in range(5):
         checks.step_trained(sampled_batch(), {"critic/loss": 1.0}, step=0)
@@ -103,7 +103,7 @@ def test_steps_without_an_update_do_not_count_for_loss_terms(tmp_path: Path) -> 
     )
 
 
-def test_recorded_responses_are_not_compared_with_an_engine(tmp_path: Path) -> None:
+def test_recorded_responses_are_not_compared_with_an_engine(tmp_path):
     checks, notes = make_checks(tmp_path)
     checks.samples = False
     assert checks.step_trained(drifted(5.0), {}, step=0) == {} and notes == []
@@ -112,7 +112,7 @@ def test_recorded_responses_are_not_compared_with_an_engine(tmp_path: Path) -> N
         checks.step_trained(drifted(5.0), {}, step=0)
 
 
-def test_a_part_of_a_response_is_found(tmp_path: Path) -> None:
+def test_a_part_of_a_response_is_found(tmp_path):
     checks, _ = make_checks(tmp_path)
     batch = sampled_batch()
     batch["finish_reason"] = ["stop", "length", "abort", "stop"]

@@ -21,13 +21,13 @@ def updates(
     return found
 
 
-def test_a_tensor_that_stays_is_named_once_after_so_many_updates() -> None:
+def test_a_tensor_that_stays_is_named_once_after_so_many_updates():
     engine = WeightsOnly(live=torch.ones(4), dead=torch.ones(4))
     found = updates(Movement(after=3), engine, [MOVES] * 8)
     assert found == [[], [], [], ["dead"], [], [], [], []]
 
 
-def test_updates_that_move_nothing_by_design_do_not_count() -> None:
+def test_updates_that_move_nothing_by_design_do_not_count():
     still = [
         MOVES | change
         for change in (
@@ -41,7 +41,7 @@ def test_updates_that_move_nothing_by_design_do_not_count() -> None:
     assert updates(Movement(after=2), engine, [MOVES, *still * 5, MOVES]) == [[]] * 22
 
 
-def test_while_the_learning_rate_rises_nothing_is_judged() -> None:
+def test_while_the_learning_rate_rises_nothing_is_judged():
     warm_up = [MOVES | {"lr": 1e-9 * (i + 1)} for i in range(30)]
     engine = WeightsOnly(live=torch.ones(4), norm=torch.ones(4))
     movement = Movement(after=3)
@@ -50,7 +50,7 @@ def test_while_the_learning_rate_rises_nothing_is_judged() -> None:
     assert updates(movement, engine, [MOVES | {"lr": 3e-8}] * 4) == [[]] * 4
 
 
-def test_weight_decay_alone_is_no_training() -> None:
+def test_weight_decay_alone_is_no_training():
     engine = WeightsOnly(live=torch.ones(4), decayed=torch.ones(4))
     engine.moments["decayed"] = torch.zeros(4)
     movement = Movement(after=2)
@@ -60,7 +60,7 @@ def test_weight_decay_alone_is_no_training() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
-def test_one_bit_anywhere_and_opposite_changes_are_seen(dtype: torch.dtype) -> None:
+def test_one_bit_anywhere_and_opposite_changes_are_seen(dtype):
     weight = torch.ones(64, 33, dtype=dtype)
 
     def fingerprint(tensor: torch.Tensor) -> str:
@@ -75,7 +75,7 @@ def test_one_bit_anywhere_and_opposite_changes_are_seen(dtype: torch.dtype) -> N
     assert fingerprint(weight.T) == fingerprint(weight.T.contiguous())
 
 
-def test_a_term_that_was_alive_once_is_alive() -> None:
+def test_a_term_that_was_alive_once_is_alive():
     terms = LossTerms(("pg", "kl", "entropy"), after=3)
     steps = [{"pg": 0.0, "kl": 0.0}, {"pg": 0.0, "kl": 1e-12}, {"pg": 0.0, "kl": 0.0}, {"pg": 0.0}]
     assert [terms.updated(step) for step in steps] == [[], [], ["pg", "entropy"], []]

@@ -3,7 +3,6 @@ further."""
 
 import json
 import math
-from pathlib import Path
 
 import pytest
 import torch
@@ -23,7 +22,7 @@ def engine() -> WeightsOnly:
     return WeightsOnly(w=torch.arange(4.0))
 
 
-def test_a_bundle_holds_batch_weights_and_config(tmp_path: Path) -> None:
+def test_a_bundle_holds_batch_weights_and_config(tmp_path):
     batch = sampled_batch()
     batch["extra_info"] = [{"not JSON": {1, 2}}] * len(batch)
     bundle = NonFinite(tmp_path, 5, "a: 1\n").updated("actor", engine(), batch, SKIPPED, step=6)
@@ -38,7 +37,7 @@ def test_a_bundle_holds_batch_weights_and_config(tmp_path: Path) -> None:
     assert facts["role"] == "actor" and facts["step"] == 6 and facts["metrics"]["loss"] == "nan"
 
 
-def test_an_update_that_was_taken_leaves_nothing(tmp_path: Path) -> None:
+def test_an_update_that_was_taken_leaves_nothing(tmp_path):
     assert (
         NonFinite(tmp_path, 2, "").updated("actor", engine(), sampled_batch(), TAKEN, step=0)
         is None
@@ -46,7 +45,7 @@ def test_an_update_that_was_taken_leaves_nothing(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_only_skips_in_a_row_of_one_engine_end_the_run(tmp_path: Path) -> None:
+def test_only_skips_in_a_row_of_one_engine_end_the_run(tmp_path):
     check = NonFinite(tmp_path, 3, "")
     batch = sampled_batch()
 
@@ -58,7 +57,7 @@ def test_only_skips_in_a_row_of_one_engine_end_the_run(tmp_path: Path) -> None:
         check.updated("actor", engine(), batch, SKIPPED, step=1)
 
 
-def test_bundles_do_not_fill_the_disk(tmp_path: Path) -> None:
+def test_bundles_do_not_fill_the_disk(tmp_path):
     check = NonFinite(tmp_path, 3, "")
     batch = sampled_batch()
 
@@ -74,7 +73,7 @@ def test_bundles_do_not_fill_the_disk(tmp_path: Path) -> None:
     assert first.samefile(second), "nothing changed between two skipped updates"
 
 
-def test_a_new_bundle_of_an_earlier_step_stays(tmp_path: Path) -> None:
+def test_a_new_bundle_of_an_earlier_step_stays(tmp_path):
     """A run that was resumed from an earlier checkpoint finds bundles of later steps."""
     for start in (8, 2):
         check = NonFinite(tmp_path, 2, "")
@@ -84,9 +83,7 @@ def test_a_new_bundle_of_an_earlier_step_stays(tmp_path: Path) -> None:
             assert bundle is not None and bundle.is_dir()
 
 
-def test_all_ranks_make_sharded_weights_whole_whichever_bundles_are_left(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_all_ranks_make_sharded_weights_whole_whichever_bundles_are_left(tmp_path, monkeypatch):
     """Ranks that do not take part in a gather would let the others wait forever."""
     calls: list[torch.Tensor] = []
     monkeypatch.setattr(nonfinite, "whole", lambda tensor: calls.append(tensor) or tensor)
@@ -105,7 +102,7 @@ def test_all_ranks_make_sharded_weights_whole_whichever_bundles_are_left(
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, 1e30, -1e30, 1e5, -1100.0])
-def test_weights_that_are_not_finite_or_garbage_go_no_further(tmp_path: Path, value: float) -> None:
+def test_weights_that_are_not_finite_or_garbage_go_no_further(tmp_path, value):
     broken = WeightsOnly(fine=torch.ones(2), broken=torch.tensor([1.0, value]))
     with pytest.raises(
         TrustError,
@@ -115,7 +112,7 @@ def test_weights_that_are_not_finite_or_garbage_go_no_further(tmp_path: Path, va
         check.updated("actor", broken, sampled_batch(), TAKEN, step=3)
 
 
-def test_weights_that_training_makes_raise_no_alarm(tmp_path: Path) -> None:
+def test_weights_that_training_makes_raise_no_alarm(tmp_path):
     """Fresh zeros that have grown, a norm's large ones, a sum beyond float32."""
     large = torch.full((2**20,), 900.0)
     grown = WeightsOnly(zeros=torch.tensor([3.0, -40.0]), norm=torch.tensor([2000.0]), large=large)

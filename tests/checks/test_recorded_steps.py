@@ -81,9 +81,7 @@ def update(step: RecordedStep, batch: Batch | None = None) -> UpdateRecord:
         ((3, 5, 9.0), "sample 1-1 has the score 9, "),
     ],
 )
-def test_rewards_of_turns_are_on_their_last_tokens_and_sum_to_the_score(
-    changed: tuple[int, int, float] | None, wrong: str
-) -> None:
+def test_rewards_of_turns_are_on_their_last_tokens_and_sum_to_the_score(changed, wrong):
     """The second turn follows the first without a token between them."""
     batch = sampled_batch()
     batch["turn_index"] = torch.tensor(
@@ -106,7 +104,7 @@ def test_rewards_of_turns_are_on_their_last_tokens_and_sum_to_the_score(
 
 
 @pytest.mark.parametrize("paid", [0.75, 0.5])
-def test_the_score_of_every_episode_is_what_its_workflow_returned(paid: float) -> None:
+def test_the_score_of_every_episode_is_what_its_workflow_returned(paid):
     batch = sampled_batch()
     batch["scores"] = torch.tensor([0.75, 0.75, 0.75, paid])
     batch["reward_errors"] = [None] * 4
@@ -124,16 +122,14 @@ def test_the_score_of_every_episode_is_what_its_workflow_returned(paid: float) -
         assert check_rewards.run(step) is None
 
 
-def test_an_engine_that_hides_its_parts_is_named_in_the_checks_of_updates() -> None:
+def test_an_engine_that_hides_its_parts_is_named_in_the_checks_of_updates():
     step = recorded(sampled_batch())
     step.updates.append(update(step))
     assert check_gradients.run(step) == "an engine that was updated does not expose its model"
     assert "its engine does not expose it" in str(check_optimizers.run(step))
 
 
-def test_an_engine_that_hides_its_model_is_named_in_the_check_of_log_probs(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_an_engine_that_hides_its_model_is_named_in_the_check_of_log_probs(monkeypatch):
     columns = ("old_log_probs", "ref_log_prob", "values")
     engines = {"ref": WeightsOnly(), "critic": WeightsOnly()}
     pipeline = tuple(map(writer, columns))
@@ -165,7 +161,7 @@ def test_an_engine_that_hides_its_model_is_named_in_the_check_of_log_probs(
         ([0, 1, 2, 3], "group 0 has 4 samples, .* 2"),
     ],
 )
-def test_groups_are_counted_over_all_ranks(rows: list[int], wrong: str) -> None:
+def test_groups_are_counted_over_all_ranks(rows, wrong):
     """rows: of the other rank; this one has those of the first group."""
     batch = sampled_batch()
     other = [
@@ -178,7 +174,7 @@ def test_groups_are_counted_over_all_ranks(rows: list[int], wrong: str) -> None:
         assert check_groups.run(step) is None
 
 
-def test_a_group_of_a_worker_that_takes_no_step_is_handed_on_and_not_kept() -> None:
+def test_a_group_of_a_worker_that_takes_no_step_is_handed_on_and_not_kept():
     seen, batch = list[int](), sampled_batch()
     records = GroupRecords(
         lambda record, columns: seen.append(record.prompt_group.group_id + len(columns))
@@ -190,7 +186,7 @@ def test_a_group_of_a_worker_that_takes_no_step_is_handed_on_and_not_kept() -> N
     assert len(records.take_validated()) == 1
 
 
-def test_a_role_that_takes_no_update_at_all_is_found() -> None:
+def test_a_role_that_takes_no_update_at_all_is_found():
     critic = writer("")
     critic.contract.writes = ()
     critic.engines = ("critic",)
@@ -202,7 +198,7 @@ def test_a_role_that_takes_no_update_at_all_is_found() -> None:
 
 
 @pytest.mark.parametrize("column", ["selected_tokens", "advantages"])
-def test_a_column_may_not_change_between_mini_batches(column: str) -> None:
+def test_a_column_may_not_change_between_mini_batches(column):
     batch = sampled_batch()
     batch[column] = torch.ones_like(batch.flat("response_mask"))
     later = batch.select(range(len(batch)))

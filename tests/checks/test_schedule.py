@@ -14,7 +14,7 @@ def due(schedule: CheckSchedule, steps: range) -> list[int]:
 
 
 @pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+def clock(monkeypatch):
     """The only entry is the time."""
     now = [0.0]
     monkeypatch.setattr(module.time, "monotonic", lambda: now[0])
@@ -26,19 +26,19 @@ def spend(schedule: CheckSchedule, clock: list[float], seconds: float) -> None:
         clock[0] += seconds
 
 
-def test_the_first_steps_powers_of_two_and_a_drawn_one_of_each_window() -> None:
+def test_the_first_steps_powers_of_two_and_a_drawn_one_of_each_window():
     places = [step for step in due(CheckSchedule(20, 0), range(100)) if step > 16]
     windows = [step // 20 for step in places if step not in (32, 64)]
     assert windows == [1, 2, 3, 4] and {32, 64} <= {*places}
     assert due(CheckSchedule(20, 0), range(17))[:9] == [*range(9)]
 
 
-def test_never_and_always() -> None:
+def test_never_and_always():
     assert due(CheckSchedule(0, 0), range(9)) == []
     assert due(CheckSchedule(1, 0, 2), range(9)) == [*range(9)]
 
 
-def test_steps_that_are_named_are_checked_whatever_they_cost(clock: list[float]) -> None:
+def test_steps_that_are_named_are_checked_whatever_they_cost(clock):
     schedule = CheckSchedule(5, 100, max_staleness=12, others=(150,), last_step=199)
     spend(schedule, clock, 1000.0)
     powers = [100 + 2**n for n in range(3, 7)]
@@ -46,7 +46,7 @@ def test_steps_that_are_named_are_checked_whatever_they_cost(clock: list[float])
     assert due(schedule, range(100, 200)) == wanted
 
 
-def test_drawn_steps_wait_until_their_time_is_there(clock: list[float]) -> None:
+def test_drawn_steps_wait_until_their_time_is_there(clock):
     schedule = CheckSchedule(1000, 0)
     (place,) = (s for s in range(300, 1000) if s != 512 and schedule.is_due(s))
     spend(schedule, clock, 15.0)
@@ -55,7 +55,7 @@ def test_drawn_steps_wait_until_their_time_is_there(clock: list[float]) -> None:
     assert schedule.is_due(place), "1.5 % of the run's time"
 
 
-def test_a_run_of_seconds_has_the_time_of_a_minute(clock: list[float]) -> None:
+def test_a_run_of_seconds_has_the_time_of_a_minute(clock):
     schedule = CheckSchedule(1000, 0)
     (place,) = (s for s in range(300, 1000) if s != 512 and schedule.is_due(s))
     spend(schedule, clock, 0.8)
@@ -65,7 +65,7 @@ def test_a_run_of_seconds_has_the_time_of_a_minute(clock: list[float]) -> None:
 
 
 @pytest.mark.parametrize("staleness", [1, 2, 4])
-def test_whatever_a_checked_step_may_meet_was_expected(staleness: int) -> None:
+def test_whatever_a_checked_step_may_meet_was_expected(staleness):
     schedule = CheckSchedule(20, 0, staleness)
     kept: set[int] = set()
     for step in range(100):
@@ -77,12 +77,12 @@ def test_whatever_a_checked_step_may_meet_was_expected(staleness: int) -> None:
     assert len(kept) < 60, "no copy is made where no checked step is near"
 
 
-def test_the_drawn_update_is_the_same_on_all_ranks() -> None:
+def test_the_drawn_update_is_the_same_on_all_ranks():
     drawn = {drawn_update("actor", step, 4) for step in range(50)}
     assert drawn == {0, 1, 2, 3} and drawn_update("actor", 3, 0) == 0
 
 
-def test_copies_are_few_are_cast_and_are_those_of_their_time() -> None:
+def test_copies_are_few_are_cast_and_are_those_of_their_time():
     layer = nn.Linear(3, 2)
     kept = KeptWeights(3, torch.bfloat16)
     layer.bias.requires_grad_(False)

@@ -2,7 +2,6 @@
 something is."""
 
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -28,14 +27,14 @@ BFLOAT16 = (
 
 
 @pytest.fixture
-def rough(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Playground:
+def rough(tmp_path, monkeypatch):
     """A model whose draws rounding moves by 0.03, ten times as far as is allowed without a second
     look."""
     monkeypatch.setattr(draws, "ROUNDED", 0.003)
     return Playground(tmp_path, initializer_range=0.5, num_hidden_layers=4)
 
 
-def test_moves_by_rounding_are_no_alarm(rough: Playground, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_moves_by_rounding_are_no_alarm(rough, monkeypatch):
     measured: list[float] = []
     original = draws.moved_draws
     monkeypatch.setattr(
@@ -49,18 +48,14 @@ def test_moves_by_rounding_are_no_alarm(rough: Playground, monkeypatch: pytest.M
     assert 0.01 < measured[0] < 0.06
 
 
-def test_too_large_moves_by_rounding_are_not_checked(
-    rough: Playground, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_too_large_moves_by_rounding_are_not_checked(rough, monkeypatch):
     monkeypatch.setattr(draws, "WIDEST", 0.05)
     run = rough.run("grpo", *BFLOAT16)
     (own,) = run.checks()
     assert "too far" in own["not_checked"]["draws"]
 
 
-def test_gradients_that_rounding_does_not_explain_are_an_alarm(
-    rough: Playground, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_gradients_that_rounding_does_not_explain_are_an_alarm(rough, monkeypatch):
     original, calls = losses._gradients, list[bool]()
 
     def gradients(loss: Any, inputs: Any) -> list[Any]:
@@ -74,7 +69,7 @@ def test_gradients_that_rounding_does_not_explain_are_an_alarm(
         rough.run("grpo", "trust.check_freq=1", "trainer.total_training_steps=1")
 
 
-def test_another_stream_is_an_alarm(rough: Playground, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_stream_is_an_alarm(rough, monkeypatch):
     key = sequences.sample_key
     monkeypatch.setattr(
         sequences, "sample_key", lambda stream, sample: key(replace(stream, row=0), sample)
@@ -83,9 +78,7 @@ def test_another_stream_is_an_alarm(rough: Playground, monkeypatch: pytest.Monke
         rough.run("grpo", *BFLOAT16)
 
 
-def test_another_distribution_is_an_alarm(
-    rough: Playground, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_another_distribution_is_an_alarm(rough, monkeypatch):
     original = embedded.sample
 
     def sharper(logits: Any, rows: Any) -> Any:
@@ -118,9 +111,7 @@ def of_the_policy(logits: Any, rows: Any) -> Any:
         ("sample", of_the_policy, r"\(draws\): sampling_log_probs of token \d+ of sample \S+ is"),
     ],
 )
-def test_penalties_and_the_log_probs_of_draws(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, planted: Any, says: str
-) -> None:
+def test_penalties_and_the_log_probs_of_draws(tmp_path, monkeypatch, name, planted, says):
     playground = Playground(tmp_path)
     law = ("rollout.repetition_penalty=1.5", "rollout.top_k=20", "rollout.top_p=0.9")
     keys = (*(f"actor_rollout_ref.{key}" for key in law), "trainer.total_training_steps=2")

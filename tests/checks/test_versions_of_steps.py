@@ -18,7 +18,7 @@ def check(*versions: list[int], synced: int = STEP) -> None:
     check_versions(batch, STEP, synced, STALENESS)
 
 
-def test_tokens_of_every_age_that_is_allowed_pass() -> None:
+def test_tokens_of_every_age_that_is_allowed_pass():
     check([5, 5, 6, 7, 7], [5], [6, 6, 6, 6], [5, 6, 6, 6, 7, 7])
     check([5, 5, 6, 6, -1], [5], [-1, 6, -1, 6], [5, 6, 6, 6, 6, 6], synced=6)
 
@@ -45,6 +45,6 @@ def test_tokens_of_every_age_that_is_allowed_pass() -> None:
         ([6, -1, 5, 6, 7, 7], 7, "versions of sample 1-1 "),
     ],
 )
-def test_others_stop_the_run(sample: list[int], synced: int, message: str) -> None:
+def test_others_stop_the_run(sample, synced, message):
     with pytest.raises(TrustError, match=message):
         check([5] * 5, [5], [6] * 4, sample, synced=synced)

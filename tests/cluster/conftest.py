@@ -2,9 +2,7 @@
 
 import json
 import os
-from collections.abc import Callable, Iterator
 from dataclasses import asdict
-from pathlib import Path
 
 import pytest
 
@@ -22,7 +20,7 @@ WITHOUT_RAY = (
 
 
 @pytest.fixture(scope="session")
-def fault_plan(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def fault_plan(tmp_path_factory):
     """Where workers that `on_ray` runs look for faults; there are none as long as nobody writes the
     file."""
     plan = tmp_path_factory.mktemp("faults") / "plan.json"
@@ -31,7 +29,7 @@ def fault_plan(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def on_ray(fault_plan: Path) -> Iterator[None]:
+def on_ray(fault_plan):
     """Ray runs, the same one for all tests of this process."""
     with ray_cluster():
         yield
@@ -46,7 +44,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture
-def plan(fault_plan: Path) -> Iterator[Callable[..., None]]:
+def plan(fault_plan):
     """Writes what is to go wrong; at the end all of it did."""
     planned: list[Fault] = []
 

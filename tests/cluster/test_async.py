@@ -31,7 +31,7 @@ APART = ("trainer.allocation='embedded[rollout]:d2+torch[actor]:d2'",)
 
 
 @pytest.fixture(scope="module")
-def ground(tmp_path_factory: pytest.TempPathFactory, on_ray: None) -> Playground:
+def ground(tmp_path_factory, on_ray):
     return Playground(tmp_path_factory.mktemp("stream"), num_rows=16)
 
 
@@ -86,9 +86,7 @@ def check_stream(found: Run, workers: set[str], steps: int) -> None:
     one_fast_in(2, [(TOGETHER, "keep"), (APART, "recompute")], unpack=True, others=BY_HAND),
     ids=["together", "apart"],
 )
-def test_answers_go_on_over_new_weights_within_the_bound(
-    ground: Playground, place: tuple[str, ...], kv: str, request: pytest.FixtureRequest
-) -> None:
+def test_answers_go_on_over_new_weights_within_the_bound(ground, place, kv, request):
     name = request.node.callspec.id
     found = run(ground, *place, f"actor_rollout_ref.rollout.kv_on_update={kv}", steps=6, name=name)
     check_stream(found, {"0", "1"}, 6)

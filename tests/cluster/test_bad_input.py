@@ -5,8 +5,6 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 from ray.util.placement_group import placement_group, remove_placement_group
@@ -26,7 +24,7 @@ TWO = ("trainer.launcher=ray", "trainer.n_gpus_per_node=2", "trainer.total_train
 
 
 @pytest.fixture
-def ground(tmp_path: Path, on_ray: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[Playground]:
+def ground(tmp_path, on_ray, monkeypatch):
     """The driver's folder is another one than that in which Ray was started."""
     monkeypatch.chdir(tmp_path)
     yield Playground(tmp_path)
@@ -40,9 +38,7 @@ def own_workers() -> list[int]:
     return [pid for pid in workers() if parents.get(parents.get(pid, 0)) == os.getpid()]
 
 
-def test_engines_that_cannot_be_built_are_told_with_the_workers_traceback(
-    ground: Playground,
-) -> None:
+def test_engines_that_cannot_be_built_are_told_with_the_workers_traceback(ground):
     _, spec = ground.spec("grpo", *TWO, "trainer.n_gpus_per_node=1")
     shutil.rmtree(ground.folder / "run" / "data")
 
@@ -52,9 +48,7 @@ def test_engines_that_cannot_be_built_are_told_with_the_workers_traceback(
     assert "encoded_rows_file.py" in str(told.value.__cause__), "where it was"
 
 
-def test_a_reward_that_only_the_driver_can_import_is_told(
-    ground: Playground, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_reward_that_only_the_driver_can_import_is_told(ground, monkeypatch):
     ground.write_reward(
         "import os\nKEY = os.environ['DRIVERS_KEY']\ndef compute_score(solution_str):\n"
         "    return 1.0\n"
@@ -65,9 +59,7 @@ def test_a_reward_that_only_the_driver_can_import_is_told(
         launch_ray(spec)
 
 
-def test_a_step_with_fewer_groups_than_workers_and_paths_from_the_drivers_folder(
-    ground: Playground,
-) -> None:
+def test_a_step_with_fewer_groups_than_workers_and_paths_from_the_drivers_folder(ground):
     few = (
         "data.train_batch_size=1",
         "actor_rollout_ref.actor.ppo_mini_batch_size=1",
@@ -81,9 +73,7 @@ def test_a_step_with_fewer_groups_than_workers_and_paths_from_the_drivers_folder
     assert distance(found.weights(2), alone.weights(2)) < 1e-6
 
 
-def test_room_that_others_hold_is_waited_for_aloud_and_not_for_ever(
-    ground: Playground, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_room_that_others_hold_is_waited_for_aloud_and_not_for_ever(ground, monkeypatch):
     monkeypatch.setattr(ray_cluster, "PLACED_WITHIN_S", 1.0)
     monkeypatch.setattr(ray_cluster, "_SAYS_AFTER_S", 0.1)
     _, spec = ground.spec("grpo", *TWO)
@@ -100,7 +90,7 @@ def test_room_that_others_hold_is_waited_for_aloud_and_not_for_ever(
     assert any("waiting up to 1 s for 1 machine(s) with 2 CPU" in line for line in said)
 
 
-def test_a_cluster_where_nobody_answers_is_told_at_once(tmp_path: Path) -> None:
+def test_a_cluster_where_nobody_answers_is_told_at_once(tmp_path):
     keys = Playground(tmp_path).overrides("run", *TWO)
     environment = {**os.environ, "RAY_ADDRESS": "127.0.0.1:9"}
     command = [sys.executable, "-m", "distflow", "train", "grpo", *keys]

@@ -3,7 +3,6 @@ two."""
 
 import multiprocessing
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -23,15 +22,13 @@ def receive(sent: InPair, hashes: Any) -> None:
 
 
 @pytest.mark.parametrize(("device", "backend"), [("cpu", "gloo"), ("cuda", "nccl")])
-def test_the_backend_is_that_of_the_device(device: str, backend: str, tmp_path: Path) -> None:
+def test_the_backend_is_that_of_the_device(device, backend, tmp_path):
     assert Pair(tmp_path, device, timedelta(seconds=1)).backend == backend
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def test_tensors_of_any_dtype_and_shape_arrive(
-    device: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_tensors_of_any_dtype_and_shape_arrive(device, tmp_path, monkeypatch):
     if device == "cuda" and torch.cuda.device_count() < 2:
         pytest.skip("wants two CUDA devices")
     on_loopback()

@@ -76,7 +76,7 @@ NAMES = ("small", "large")
 
 
 @pytest.fixture
-def grounds(tmp_path: Path) -> dict[str, Playground]:
+def grounds(tmp_path):
     """Two models, data sets, rewards and pipelines, and a config that names each."""
     grounds = {
         "small": Playground(tmp_path / "small"),
@@ -99,8 +99,8 @@ def start(log: Path, grounds: Mapping[str, Playground], *words: str, address: st
 
 
 def test_one_that_fails_leaves_the_other_to_its_end_and_the_same_command_ends_both(
-    grounds: dict[str, Playground], tmp_path: Path
-) -> None:
+    grounds, tmp_path
+):
     """On a Ray of the command's own."""
     assert "RAY_ADDRESS" not in os.environ
     rows = grounds["large"].folder / "rows.jsonl"
@@ -149,8 +149,8 @@ BY_HAND = [*(("local", seed) for seed in range(2, 8)), ("ray", 1), ("ray", 2)]
     [("local", 1), *(pytest.param(*each, marks=pytest.mark.by_hand) for each in BY_HAND)],
 )
 def test_two_graphs_killed_at_random_and_resumed_end_as_each_does_alone(
-    grounds: dict[str, Playground], tmp_path: Path, launcher: str, seed: int
-) -> None:
+    grounds, tmp_path, launcher, seed
+):
     """The command is killed twice and then a run alone, each at a drawn record of a run's journal;
     alone they are without Ray. However fast one is beside the other, neither ends before: each
     start may write 40 records, and a step writes 10."""

@@ -10,7 +10,7 @@ from distflow.runtime.sample_queue.queue_base import SharedSampleQueue
 from tests.runtime.groups import coordinator
 
 
-def test_progress_is_not_read_while_a_move_is_half_done() -> None:
+def test_progress_is_not_read_while_a_move_is_half_done():
     """The counts by reason may grow while they are read."""
     actor = object.__new__(CoordinatorActor)
     SharedSampleQueue.__init__(actor, coordinator(), Waits())

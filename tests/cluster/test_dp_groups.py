@@ -91,7 +91,7 @@ def dying(config):
 
 
 @pytest.fixture(scope="module")
-def ground(tmp_path_factory: pytest.TempPathFactory, on_ray: None) -> Playground:
+def ground(tmp_path_factory, on_ray):
     ground = Playground(tmp_path_factory.mktemp("dp_groups"))
     ground.write_critic()
     (ground.folder / "of_mine.py").write_text(NODES)
@@ -103,7 +103,7 @@ def keys(ground: Playground, *more: str) -> tuple[str, ...]:
 
 
 @pytest.fixture(scope="module")
-def alone(ground: Playground) -> Run:
+def alone(ground):
     return ground.run("ppo", *keys(ground), name="alone")
 
 
@@ -122,15 +122,13 @@ def check_as_one_process(found: Run, alone: Run) -> None:
     assert distance(found.weights(4, "critic"), alone.weights(4, "critic")) < 1e-6
 
 
-def test_a_critic_on_a_worker_of_its_own_ends_where_one_process_does(
-    ground: Playground, alone: Run
-) -> None:
+def test_a_critic_on_a_worker_of_its_own_ends_where_one_process_does(ground, alone):
     """From one rank to two and back; the policy leads, though it has the later ranks."""
     found = run(ground, "embedded:d1+torch[critic]:d1+torch[actor]:d2", name="apart")
     check_as_one_process(found, alone)
 
 
-def test_what_does_not_wait_for_each_other_runs_at_once(ground: Playground, alone: Run) -> None:
+def test_what_does_not_wait_for_each_other_runs_at_once(ground, alone):
     """Three dp groups, one of which trains nothing. In turn, none of the two nodes would come to an
     end."""
     allocation = "embedded:d1|torch[actor]:d1+torch[critic]:d2+torch[ref]:d1"
@@ -138,7 +136,7 @@ def test_what_does_not_wait_for_each_other_runs_at_once(ground: Playground, alon
     check_as_one_process(found, alone)
 
 
-def test_a_node_that_fails_ends_the_wait_of_the_other_dp_group(ground: Playground) -> None:
+def test_a_node_that_fails_ends_the_wait_of_the_other_dp_group(ground):
     with pytest.raises(NodeError, match="mine"):
         run(
             ground,
@@ -148,7 +146,7 @@ def test_a_node_that_fails_ends_the_wait_of_the_other_dp_group(ground: Playgroun
         )
 
 
-def test_a_writer_that_dies_ends_the_wait_of_the_other_dp_group_by_name(ground: Playground) -> None:
+def test_a_writer_that_dies_ends_the_wait_of_the_other_dp_group_by_name(ground):
     with pytest.raises(WorkerDied, match="worker 1 of 2, which trains, has died"):
         run(
             ground,

@@ -33,7 +33,7 @@ WITHIN_S = 120
 
 
 @pytest.fixture
-def ground(tmp_path: Path, on_ray: None) -> Playground:
+def ground(tmp_path, on_ray):
     return Playground(tmp_path)
 
 
@@ -68,8 +68,8 @@ def struck(folder: Path, strike: Callable[[], None]) -> Iterator[list[float]]:
 
 @pytest.mark.slow
 def test_a_worker_that_is_stopped_is_named_within_the_deadline_and_others_leave_their_stacks(
-    ground: Playground, plan: Callable[..., None], monkeypatch: pytest.MonkeyPatch
-) -> None:
+    ground, plan, monkeypatch
+):
     """It stops itself: which process a rank has is Ray's choice."""
     monkeypatch.setattr(remote_calls, "REPLIES_WITHIN_S", 10.0)
     plan(Fault("train.update", rank=1, call=3, action="SIGSTOP"))
@@ -106,7 +106,7 @@ def command(ground: Playground, *overrides: str) -> Iterator["subprocess.Popen[s
 
 
 @pytest.mark.slow
-def test_a_driver_that_is_killed_takes_all_its_processes_with_it(tmp_path: Path) -> None:
+def test_a_driver_that_is_killed_takes_all_its_processes_with_it(tmp_path):
     ground = Playground(tmp_path)
     held = list[Held]()
     with command(ground, *ENDLESS) as driver:
@@ -123,7 +123,7 @@ def test_a_driver_that_is_killed_takes_all_its_processes_with_it(tmp_path: Path)
 
 
 @pytest.mark.slow
-def test_a_signal_saves_the_step_under_way_and_ends_with_its_status(tmp_path: Path) -> None:
+def test_a_signal_saves_the_step_under_way_and_ends_with_its_status(tmp_path):
     """It goes to the whole process group, as `timeout` sends it. Before, no process of the run
     listens beyond loopback."""
     ground = Playground(tmp_path)

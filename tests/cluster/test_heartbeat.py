@@ -3,8 +3,6 @@
 from concurrent.futures import Future
 from types import SimpleNamespace
 
-import pytest
-
 from distflow.cluster import remote_calls
 from distflow.cluster.heartbeat import Heartbeat
 
@@ -19,9 +17,7 @@ class Late:
         self.alive = SimpleNamespace(remote=lambda: next(self._replies))
 
 
-def test_a_process_that_answers_no_more_is_silent_and_one_that_starts_is_not(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_process_that_answers_no_more_is_silent_and_one_that_starts_is_not(monkeypatch):
     starting = Late()
     next(starting._replies)
     heartbeat = Heartbeat({0: starting, 1: Late()})

@@ -6,8 +6,6 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 
@@ -32,12 +30,12 @@ WITHIN_S = 600
 
 
 @pytest.fixture(scope="module")
-def ground(tmp_path_factory: pytest.TempPathFactory, fault_plan: Path) -> Playground:
+def ground(tmp_path_factory, fault_plan):
     return Playground(tmp_path_factory.mktemp("runs"))
 
 
 @pytest.fixture(scope="module")
-def alone(ground: Playground) -> Run:
+def alone(ground):
     return ground.run("grpo", *STEPS, *validating(ground), name="alone")
 
 
@@ -53,13 +51,13 @@ def workers(root: int) -> list[int]:
 
 
 @pytest.fixture(scope="module")
-def told() -> list[str]:
+def told():
     """What callbacks of the run `two` were told."""
     return []
 
 
 @pytest.fixture(scope="module")
-def two(ground: Playground, told: list[str]) -> Run:
+def two(ground, told):
     callbacks = Callbacks(
         on_step=lambda step, metrics: told.append(f"step {step}"),
         on_save=lambda step, path: told.append(f"saved {path.name}"),
@@ -68,7 +66,7 @@ def two(ground: Playground, told: list[str]) -> Run:
 
 
 @pytest.mark.slow
-def test_two_processes_end_where_one_does(alone: Run, two: Run, told: list[str]) -> None:
+def test_two_processes_end_where_one_does(alone, two, told):
     check_whole(two, alone)
     assert sorted(told) == [
         "saved step-000002",
@@ -91,9 +89,7 @@ def test_two_processes_end_where_one_does(alone: Run, two: Run, told: list[str])
     ("name", "keys"),
     one_fast_in(2, [("layers", LAYERS), ("shards", SHARDS)], unpack=True, others=BY_HAND),
 )
-def test_weights_spread_over_two_processes_end_where_one_does(
-    ground: Playground, alone: Run, name: str, keys: tuple[str, ...]
-) -> None:
+def test_weights_spread_over_two_processes_end_where_one_does(ground, alone, name, keys):
     found = run(ground, *validating(ground), *keys, name=name)
     check_same_figures(found, alone)
     assert found.notes("warning") == alone.notes("warning")
@@ -102,8 +98,8 @@ def test_weights_spread_over_two_processes_end_where_one_does(
 @pytest.mark.slow
 @pytest.mark.faults
 def test_a_process_that_is_killed_ends_the_run_and_resumed_it_ends_with_the_same_bits(
-    ground: Playground, two: Run, plan: Callable[..., None]
-) -> None:
+    ground, two, plan
+):
     plan(Fault("train.update", rank=1, call=3))
     keys = (*validating(ground), TWO)
     with pytest.raises(WorkerDied) as told:
@@ -121,9 +117,7 @@ def test_a_process_that_is_killed_ends_the_run_and_resumed_it_ends_with_the_same
 @pytest.mark.slow
 @pytest.mark.faults
 @pytest.mark.parametrize("number", one_fast_in(2, [signal.SIGINT, signal.SIGKILL], others=BY_HAND))
-def test_a_signal_to_the_command_ends_all_and_the_first_saves(
-    tmp_path: Path, number: signal.Signals
-) -> None:
+def test_a_signal_to_the_command_ends_all_and_the_first_saves(tmp_path, number):
     """Where there is no Ray to import."""
     ground = Playground(tmp_path)
     (tmp_path / "without" / "ray").mkdir(parents=True)
@@ -181,8 +175,6 @@ def test_a_signal_to_the_command_ends_all_and_the_first_saves(
         ),
     ],
 )
-def test_what_they_cannot_do_is_refused(
-    ground: Playground, keys: tuple[str, ...], why: str
-) -> None:
+def test_what_they_cannot_do_is_refused(ground, keys, why):
     with pytest.raises(UserError, match=why):
         ground.spec("grpo", *keys, name="refused")

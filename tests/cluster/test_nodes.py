@@ -7,8 +7,6 @@ import re
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -90,7 +88,7 @@ APART = ("trainer.n_gpus_per_node=1", "trainer.allocation=embedded[rollout]:d1+t
 
 
 @pytest.fixture(scope="module")
-def cluster() -> Iterator[Any]:
+def cluster():
     """Two nodes with two CPUs each, the second with GPUs that only Ray believes in."""
     node = {"num_cpus": 2, "object_store_memory": 200_000_000, "include_dashboard": False}
     made = Cluster(initialize_head=True, head_node_args=node)
@@ -123,7 +121,7 @@ def train(cluster: Any, ground: Playground, *overrides: str) -> tuple[int, str, 
     return ended.returncode, ended.stdout, time.monotonic() - since
 
 
-def test_each_worker_is_on_the_machine_of_the_plan(cluster: Any, tmp_path: Path) -> None:
+def test_each_worker_is_on_the_machine_of_the_plan(cluster, tmp_path):
     ground = Playground(tmp_path)
     (tmp_path / "own_pipeline.py").write_text(PIPELINE)
     pipeline = (f"dag.pipeline={tmp_path}/own_pipeline.py:looking",)
@@ -142,7 +140,7 @@ def test_each_worker_is_on_the_machine_of_the_plan(cluster: Any, tmp_path: Path)
     assert verify(folder / "ledger.jsonl").consumed == 8
 
 
-def test_a_run_that_loses_a_machine_starts_again_on_another(cluster: Any, tmp_path: Path) -> None:
+def test_a_run_that_loses_a_machine_starts_again_on_another(cluster, tmp_path):
     """The third machine joins when the run is under way; then the second is gone, with its
     worker."""
     ground = Playground(tmp_path)
@@ -194,7 +192,7 @@ def test_a_run_that_loses_a_machine_starts_again_on_another(cluster: Any, tmp_pa
     verify(folder / "ledger.jsonl")
 
 
-def test_a_role_has_resources_and_variables_of_its_own(cluster: Any, tmp_path: Path) -> None:
+def test_a_role_has_resources_and_variables_of_its_own(cluster, tmp_path):
     ground = Playground(tmp_path)
     ground.write_reward(REWARD)
     (tmp_path / "own_pipeline.py").write_text(OF_TRAINING)
@@ -220,9 +218,7 @@ def test_a_role_has_resources_and_variables_of_its_own(cluster: Any, tmp_path: P
     ), said
 
 
-def test_a_cluster_that_is_too_small_is_told_with_what_is_missing(
-    cluster: Any, tmp_path: Path
-) -> None:
+def test_a_cluster_that_is_too_small_is_told_with_what_is_missing(cluster, tmp_path):
     each = ("trainer.worker_cpus=2", "trainer.worker_memory_mb=400")
     status, said, seconds = train(cluster, Playground(tmp_path), "trainer.n_gpus_per_node=3", *each)
     assert status == 2 and seconds < WITHIN_S / 2
@@ -234,9 +230,7 @@ def test_a_cluster_that_is_too_small_is_told_with_what_is_missing(
     assert "Traceback" not in said
 
 
-def test_workers_have_the_devices_of_the_cluster_and_not_of_the_driver(
-    cluster: Any, tmp_path: Path
-) -> None:
+def test_workers_have_the_devices_of_the_cluster_and_not_of_the_driver(cluster, tmp_path):
     ground = Playground(tmp_path)
     status, said, _ = train(
         cluster, ground, "trainer.nnodes=1", "trainer.n_gpus_per_node=2", "trainer.device=auto"
@@ -254,7 +248,7 @@ def test_workers_have_the_devices_of_the_cluster_and_not_of_the_driver(
     assert not list((tmp_path / "run" / "checkpoints").glob("*")), "no step is taken"
 
 
-def test_cuda_is_refused_with_what_the_cluster_has(cluster: Any, tmp_path: Path) -> None:
+def test_cuda_is_refused_with_what_the_cluster_has(cluster, tmp_path):
     status, said, _ = train(
         cluster, Playground(tmp_path), "trainer.n_gpus_per_node=2", "trainer.device=cuda"
     )
@@ -266,9 +260,7 @@ def test_cuda_is_refused_with_what_the_cluster_has(cluster: Any, tmp_path: Path)
 
 
 @pytest.mark.parametrize("other", [{"ray_version": "2.9.3"}, {"python_version": "3.10.1"}])
-def test_a_cluster_of_other_versions_is_told_in_one_message(
-    cluster: Any, tmp_path: Path, other: dict[str, str]
-) -> None:
+def test_a_cluster_of_other_versions_is_told_in_one_message(cluster, tmp_path, other):
     """What the head has written of itself is what a driver compares."""
     client = GcsClient(address=cluster.gcs_address)
 

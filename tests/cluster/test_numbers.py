@@ -38,18 +38,18 @@ REPLAYED = ("dag.pipeline=tests.cluster.replay:replayed", "trust.check_freq=0")
 
 
 @pytest.fixture(scope="module")
-def ground(tmp_path_factory: pytest.TempPathFactory, on_ray: None) -> Playground:
+def ground(tmp_path_factory, on_ray):
     return Playground(tmp_path_factory.mktemp("numbers"), num_rows=4 * STEPS)
 
 
 @pytest.fixture(scope="module")
-def free(ground: Playground) -> Run:
+def free(ground):
     """One process that answers itself."""
     return ground.run("grpo", *KEYS, "trainer.save_groups=all", name="free")
 
 
 @pytest.fixture(scope="module")
-def alone(ground: Playground, free: Run) -> Run:
+def alone(ground, free):
     """One process on what that one had answered."""
     rows = [row for step in range(1, STEPS + 1) for row in recorded(free, step)]
     (ground.folder / "recorded.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -107,8 +107,8 @@ def on_workers(ground: Playground, num_workers: int, *keys: str, name: str) -> R
 @pytest.mark.parametrize("strategy", one_fast_in(2, ["fsdp", "torch"], others=BY_HAND))
 @pytest.mark.parametrize("num_workers", one_fast_in(3, [2, 1, 4], others=BY_HAND))
 def test_recorded_groups_train_the_same_weights_on_any_number_of_workers(
-    ground: Playground, free: Run, alone: Run, strategy: str, num_workers: int
-) -> None:
+    ground, free, alone, strategy, num_workers
+):
     keys = (*replaying(ground), f"{ACTOR}.strategy={strategy}")
     if (strategy, num_workers) == ("fsdp", 4):
         # two copies of the weights, each over two workers
@@ -131,7 +131,7 @@ def check_updates(ours: Run, theirs: Run, free: Run, num_steps: int) -> None:
         assert here["actor/grad_norm"] == pytest.approx(there["actor/grad_norm"], rel=1e-5)
 
 
-def test_what_is_recorded_is_uneven(free: Run) -> None:
+def test_what_is_recorded_is_uneven(free):
     lengths = [groups(free, step).lengths("response").tolist() for step in range(1, STEPS + 1)]
     assert len({length for step in lengths for length in step}) > 5
     assert all(per_token_loss(free, step) > 0.1 for step in range(1, STEPS + 1))

@@ -4,8 +4,6 @@ loopback."""
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
@@ -31,7 +29,7 @@ sys.stdin.read()
 
 
 @pytest.fixture
-def worker(tmp_path: Path) -> Iterator[tuple[int, int]]:
+def worker(tmp_path):
     """(pid of the driver, pid of an actor) of a Ray that its driver started."""
     token = tmp_path / "token"
     token.write_text("7" * 64)
@@ -59,9 +57,7 @@ def worker(tmp_path: Path) -> Iterator[tuple[int, int]]:
         process.stdout.close()
 
 
-def test_a_ray_of_one_machine_listens_on_loopback_and_belongs_to_its_driver(
-    worker: tuple[int, int],
-) -> None:
+def test_a_ray_of_one_machine_listens_on_loopback_and_belongs_to_its_driver(worker):
     driver, actor = worker
     assert set(family(actor)) == set(family(driver)), (
         "an actor is a child of the raylet, that of the driver"

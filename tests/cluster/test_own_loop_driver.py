@@ -3,7 +3,7 @@ left behind."""
 
 import asyncio
 import runpy
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -76,8 +76,8 @@ def figures(run: distflow.Run) -> list[Mapping[str, float]]:
 
 
 def test_areals_loop_trains_the_same_weights_on_one_process_and_on_two_workers(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    tmp_path, monkeypatch
+):
     monkeypatch.chdir(ROOT)
     alone = areal(tmp_path / "alone")
 
@@ -101,7 +101,7 @@ def test_areals_loop_trains_the_same_weights_on_one_process_and_on_two_workers(
     assert verify(two.folder / "ledger.jsonl") == verify(alone.folder / "ledger.jsonl")
 
 
-def test_a_batch_stays_with_the_ranks_and_their_engines_answer_in_turn(tmp_path: Path) -> None:
+def test_a_batch_stays_with_the_ranks_and_their_engines_answer_in_turn(tmp_path):
     """A column is here once it is written here, and is read from the ranks. What is generated is
     what one process generates."""
 
@@ -150,9 +150,7 @@ def test_a_batch_stays_with_the_ranks_and_their_engines_answer_in_turn(tmp_path:
         rollouts.publish()
 
 
-def test_submitted_prompts_come_back_in_their_order_if_their_function_accepts_them(
-    tmp_path: Path,
-) -> None:
+def test_submitted_prompts_come_back_in_their_order_if_their_function_accepts_them(tmp_path):
     """Two ranks generate and train. A batch has fewer groups than ranks, or is taken in parts."""
 
     def never(group: Batch) -> str:
@@ -191,9 +189,7 @@ def test_submitted_prompts_come_back_in_their_order_if_their_function_accepts_th
 
 
 @pytest.mark.faults
-def test_a_rollout_worker_that_dies_is_replaced_within_a_step(
-    tmp_path: Path, plan: Callable[..., None]
-) -> None:
+def test_a_rollout_worker_that_dies_is_replaced_within_a_step(tmp_path, plan):
     plan(Fault("rollout.generate", rank=0, call=1), Fault("queue.put", rank=0, call=2))
     with opened(tmp_path / "run", **APART) as rollouts:
         ids = rollouts.tokenizer.encode("2+2=")

@@ -1,7 +1,6 @@
 """Functions that were passed from Python run in workers, which cannot import them."""
 
 import asyncio
-from pathlib import Path
 
 import pytest
 
@@ -21,7 +20,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("on_ray")]
 
 
 @pytest.mark.parametrize("launcher", one_fast_in(2, ["ray", "local"], others=BY_HAND))
-def test_two_workers_run_what_a_cell_passes_and_registers(tmp_path: Path, launcher: str) -> None:
+def test_two_workers_run_what_a_cell_passes_and_registers(tmp_path, launcher):
     with forgotten():
         own = cells(CELLS + REGISTERED)
         settings = small(
@@ -39,7 +38,7 @@ def test_two_workers_run_what_a_cell_passes_and_registers(tmp_path: Path, launch
     assert [row["rollout/rows"] for row in run.metrics("train")] == [2.0]
 
 
-def test_two_workers_train_episodes_that_branch(tmp_path: Path) -> None:
+def test_two_workers_train_episodes_that_branch(tmp_path):
     settings = unscored(
         tmp_path / "run",
         data={"train_batch_size": 2, "max_response_length": 8},

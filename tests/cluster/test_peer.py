@@ -4,7 +4,6 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Iterator
 from contextlib import suppress
 from multiprocessing.connection import Connection
 
@@ -85,26 +84,26 @@ class Ends:
 
 
 @pytest.fixture
-def ends() -> Iterator[Ends]:
+def ends():
     made = Ends()
     yield made
     made.target.open()
     made.close()
 
 
-def test_both_ends_call_each_other(ends: Ends) -> None:
+def test_both_ends_call_each_other(ends):
     values = np.arange(10**6)  # more than a socket holds
     assert (reply(ends.here.double.remote(values)) == 2 * values).all()
     assert (reply(ends.there.double.remote(values)) == 2 * values).all()
 
 
-def test_a_call_that_waits_keeps_no_other_back(ends: Ends) -> None:
+def test_a_call_that_waits_keeps_no_other_back(ends):
     waiting = ends.here.wait.remote()
     assert reply(ends.here.open.remote()) is None
     assert reply(waiting) == "opened"
 
 
-def test_errors_come_as_they_are_with_the_traceback_of_the_other_process(ends: Ends) -> None:
+def test_errors_come_as_they_are_with_the_traceback_of_the_other_process(ends):
     with pytest.raises(UserError, match="^not like this") as told:
         reply(ends.here.refuse.remote())
     assert str(told.value) == "not like this" and "in refuse" in told.value.__notes__[0]
@@ -112,13 +111,13 @@ def test_errors_come_as_they_are_with_the_traceback_of_the_other_process(ends: E
         reply(ends.here.refuse_oddly.remote())
 
 
-def test_an_error_of_a_module_that_only_the_other_process_has_comes_as_text(ends: Ends) -> None:
+def test_an_error_of_a_module_that_only_the_other_process_has_comes_as_text(ends):
     with pytest.raises(RuntimeError, match="^OfAModuleThatIsNotHere: no memory$"):
         ends.here.refuse_from_afar.remote().result(20)
     assert reply(ends.here.open.remote()) is None
 
 
-def test_calls_of_an_end_that_is_gone_fail(ends: Ends) -> None:
+def test_calls_of_an_end_that_is_gone_fail(ends):
     waiting = ends.here.wait.remote()
     ends.close()
     with pytest.raises(PeerGone):

@@ -76,7 +76,7 @@ LENGTHS = ("tokens_left", "one_third", "two_thirds", "together", "guess_lengths"
 
 
 @pytest.fixture(scope="module")
-def ground(tmp_path_factory: pytest.TempPathFactory, on_ray: None) -> Playground:
+def ground(tmp_path_factory, on_ray):
     ground = Playground(tmp_path_factory.mktemp("pipelines"))
     ground.write_rows(
         [{"prompt": f"{i}+{i}=", "response": f"{2 * i}" * (1 + i % 3)} for i in range(12)]
@@ -97,7 +97,7 @@ def keys(ground: Playground, *more: str) -> tuple[str, ...]:
 
 
 @pytest.fixture(scope="module")
-def alone(ground: Playground) -> Run:
+def alone(ground):
     return ground.run("sft", *keys(ground), name="alone")
 
 
@@ -122,9 +122,7 @@ def nodes_of(plan: Plan) -> list[tuple[str, ...]]:
     return [rank.training_nodes for rank in plan.ranks]
 
 
-def test_two_independent_parts_run_on_the_workers_that_the_scheduler_gave_them(
-    ground: Playground, alone: Run
-) -> None:
+def test_two_independent_parts_run_on_the_workers_that_the_scheduler_gave_them(ground, alone):
     spec = spec_of(ground, name="placed")
     assert nodes_of(spec.plan) == [LENGTHS, LENGTHS, ANSWERS]
     sized = spec_of(ground, "dag.model_sizes={actor: 600B, critic: 500M}", name="sized").plan
@@ -177,9 +175,7 @@ def two_learners():
 """  # noqa: E501
 
 
-def test_two_models_that_learn_from_one_rollout_have_devices_of_their_own(
-    tmp_path: Path, on_ray: None
-) -> None:
+def test_two_models_that_learn_from_one_rollout_have_devices_of_their_own(tmp_path, on_ray):
     ground = Playground(tmp_path)
     ground.write_critic()
     (tmp_path / "two.py").write_text(TWO_LEARNERS)

@@ -125,14 +125,12 @@ number alone."""
 
 
 @pytest.fixture(scope="module")
-def ground(tmp_path_factory: pytest.TempPathFactory, on_ray: None) -> Playground:
+def ground(tmp_path_factory, on_ray):
     return Playground(tmp_path_factory.mktemp("planted"))
 
 
 @pytest.mark.parametrize("name", one_fast_in(3, FAULTS, others=BY_HAND))
-def test_a_fault_is_named_on_two_workers(
-    ground: Playground, monkeypatch: pytest.MonkeyPatch, name: str
-) -> None:
+def test_a_fault_is_named_on_two_workers(ground, monkeypatch, name):
     code, seen = FAULTS[name]
     module = ground.folder / f"fault_{list(FAULTS).index(name)}.py"
 
@@ -169,9 +167,7 @@ def test_a_fault_is_named_on_two_workers(
         ("apart", (APART,), {"groups", "responses", "draws", "loss", "gradients"}),
     ],
 )
-def test_without_a_fault_each_passes_over_both_workers(
-    ground: Playground, name: str, options: tuple[str, ...], passed: set[str]
-) -> None:
+def test_without_a_fault_each_passes_over_both_workers(ground, name, options, passed):
     _, spec = ground.spec(*TWO_WORKERS, *options, name=name)
     launch_ray(spec)
     found = [event for event in read_events(ground.folder / name) if event.kind == "checks"]

@@ -19,7 +19,7 @@ APART = (*TWO, "trainer.allocation=embedded:d1+torch:d1")
 
 
 @pytest.fixture(scope="module")
-def ground(tmp_path_factory: pytest.TempPathFactory, on_ray: None) -> Playground:
+def ground(tmp_path_factory, on_ray):
     found = Playground(tmp_path_factory.mktemp("policies"), num_rows=8)
     write_policies(found.folder)
     return found
@@ -30,9 +30,7 @@ def over_ray(ground: Playground, name: str, *more: str) -> Run:
     return Run(ground.folder / name, config, launch_ray(spec))
 
 
-def test_replicas_and_workers_that_only_generate_end_where_one_process_does(
-    ground: Playground,
-) -> None:
+def test_replicas_and_workers_that_only_generate_end_where_one_process_does(ground):
     one = ground.run("grpo", *overrides(ground, *OPTIONS), name="one")
     replicas = over_ray(ground, "replicas", *TWO)
     apart = over_ray(ground, "apart", *APART)
@@ -43,9 +41,7 @@ def test_replicas_and_workers_that_only_generate_end_where_one_process_does(
     assert distance(one.weights(3), replicas.weights(3)) < 1e-3
 
 
-def test_both_policies_train_on_tokens_of_older_versions_within_the_bound(
-    ground: Playground,
-) -> None:
+def test_both_policies_train_on_tokens_of_older_versions_within_the_bound(ground):
     run = over_ray(ground, "older", *APART, "async.max_staleness=1")
     assert run.checks() and not run.notes("warning")
     for row in run.metrics():

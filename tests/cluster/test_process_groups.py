@@ -1,7 +1,6 @@
 """The process groups of real gloo ranks, and which share of a step each of them takes."""
 
 import json
-from pathlib import Path
 
 import pytest
 
@@ -13,7 +12,7 @@ from tests.ranks import run_ranks
 
 
 @pytest.mark.slow
-def test_groups_of_the_plan_are_made_once_and_meshes_from_them(tmp_path: Path) -> None:
+def test_groups_of_the_plan_are_made_once_and_meshes_from_them(tmp_path):
     run_ranks("tests.cluster.process_groups_worker", 4, tmp_path)
     found = {rank: json.loads((tmp_path / f"{rank}.json").read_text()) for rank in (1, 2, 3, 4)}
     assert all(each.pop("met") for each in found.values()), (
@@ -24,7 +23,7 @@ def test_groups_of_the_plan_are_made_once_and_meshes_from_them(tmp_path: Path) -
     assert found[3] == found[4] == {"dp_group": 7.0, "data": 7.0, "shape": [2]}
 
 
-def test_gloo_is_beside_nccl_where_the_plan_says_so() -> None:
+def test_gloo_is_beside_nccl_where_the_plan_says_so():
     def plan(*backends: str) -> Plan:
         return Plan("grpo", (), (), backends=backends)
 
@@ -32,7 +31,7 @@ def test_gloo_is_beside_nccl_where_the_plan_says_so() -> None:
     assert (backend_of(plan("nccl")), backend_of(plan("gloo"))) == ("nccl", "gloo")
 
 
-def test_ranks_without_a_model_have_shares_of_their_own() -> None:
+def test_ranks_without_a_model_have_shares_of_their_own():
     rollout = Layout("rollout", "embedded", (0, 1), Sizes(tensor=2))
     found = dp_group_layout(Plan("sft", (), (), (rollout,)), (0, 1))
     assert [found.data_place(rank) for rank in (0, 1)] == [0, 1]

@@ -3,8 +3,6 @@
 from collections.abc import Sequence
 from typing import Any
 
-import pytest
-
 from distflow.cluster import remote_sample_queue
 from distflow.cluster.remote_sample_queue import GroupLost, RowsOfGroup, read_groups
 from distflow.data.batch import Batch
@@ -12,7 +10,7 @@ from distflow.data.batch_bytes import to_buffers
 from tests.runtime.groups import group
 
 
-def test_groups_that_only_came_too_late_are_not_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_groups_that_only_came_too_late_are_not_lost(monkeypatch):
     """Ray says of a slow fetch what it says of a lost object."""
     calls = list[int]()
 
@@ -28,7 +26,7 @@ def test_groups_that_only_came_too_late_are_not_lost(monkeypatch: pytest.MonkeyP
     assert calls == [2, 1, 1, 2]
 
 
-def test_groups_that_are_stored_together_are_read_in_the_order_asked_for() -> None:
+def test_groups_that_are_stored_together_are_read_in_the_order_asked_for():
     one = to_buffers(Batch.concat([group(3), group(5)]))
     other = to_buffers(Batch.concat([group(4), group(6)]))
     first, second = range(2), range(2, 4)

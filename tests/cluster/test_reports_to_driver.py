@@ -13,7 +13,7 @@ from distflow.runtime.callbacks import Callbacks, Caller
 
 
 @pytest.mark.parametrize("is_asked", [False, True])
-def test_at_the_end_all_reports_are_shown(monkeypatch: pytest.MonkeyPatch, is_asked: bool) -> None:
+def test_at_the_end_all_reports_are_shown(monkeypatch, is_asked):
     """A request that is under way then may have come back without any."""
 
     def settled(found: list[Message]) -> Future[list[Message]]:

@@ -4,7 +4,7 @@ an end."""
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 import ray
@@ -24,13 +24,13 @@ Start = Callable[..., ActorHandle]
 
 
 @pytest.fixture(scope="module")
-def peers(on_ray: None) -> list[ActorHandle]:
+def peers(on_ray):
     """Two workers that several tests use; they join each test's exchange."""
     return [Peer.remote() for _ in range(2)]
 
 
 @pytest.fixture
-def start(peers: list[ActorHandle]) -> Iterator[Start]:
+def start(peers):
     """Starts an exchange of the test's own, which the peers join."""
     started: list[ActorHandle] = []
 
@@ -63,7 +63,7 @@ def uids(batch: Batch) -> list[str]:
     return list(batch["uid"])
 
 
-def test_from_one_rank_to_two_to_one_is_exact(start: Start, peers: list[ActorHandle]) -> None:
+def test_from_one_rank_to_two_to_one_is_exact(start, peers):
     start()
     whole = made(0, 5)
     ray.get(peers[0].make.remote(0, 5))
@@ -85,9 +85,7 @@ def test_from_one_rank_to_two_to_one_is_exact(start: Start, peers: list[ActorHan
     assert columns(shares[0]) == columns(whole)
 
 
-def test_a_writer_that_was_killed_leaves_nobody_waiting(
-    start: Start, peers: list[ActorHandle]
-) -> None:
+def test_a_writer_that_was_killed_leaves_nobody_waiting(start, peers):
     """What it had put is read whole or named as lost, as Ray finds it; what it still should have
     put never comes."""
     exchange = start()
@@ -114,7 +112,7 @@ def test_a_writer_that_was_killed_leaves_nobody_waiting(
         ray.get(peers[1].put.remote(NEXT, 0, 1))
 
 
-def test_an_exchange_that_was_killed_is_named(start: Start, peers: list[ActorHandle]) -> None:
+def test_an_exchange_that_was_killed_is_named(start, peers):
     exchange = start()
     share = peers[0].pick.remote(STEP, 0, 1, [])
     wait_until_it_waits(peers[0], "step 3")

@@ -7,7 +7,7 @@ import shutil
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -34,7 +34,7 @@ ONE_GENERATES = (
 
 
 @pytest.fixture(scope="module")
-def ground(tmp_path_factory: pytest.TempPathFactory, on_ray: None) -> Playground:
+def ground(tmp_path_factory, on_ray):
     return Playground(tmp_path_factory.mktemp("runs"))
 
 
@@ -79,13 +79,13 @@ def attempts(run: Run) -> list[int]:
 
 
 @pytest.fixture(scope="module")
-def alone(ground: Playground) -> Run:
+def alone(ground):
     return ground.run("grpo", *STEPS, *validating(ground), name="alone")
 
 
 def test_workers_killed_in_a_validation_and_with_groups_are_replaced_and_the_results_are_the_same(
-    ground: Playground, alone: Run, plan: Callable[..., None]
-) -> None:
+    ground, alone, plan
+):
     """The second dies before the first is back: what it had made is made again, by newest weights.
     The one that is back first may end the run before the other is ready."""
     plan(Fault("rollout.generate", rank=1, call=4), Fault("queue.put", rank=0, call=2))
@@ -100,8 +100,8 @@ def test_workers_killed_in_a_validation_and_with_groups_are_replaced_and_the_res
 
 
 def test_groups_that_die_with_their_worker_between_their_step_and_its_reader_are_made_again(
-    ground: Playground, alone: Run, plan: Callable[..., None], fault_plan: Path
-) -> None:
+    ground, alone, plan, fault_plan
+):
     """The trainer is stopped while it waits for the step; its answer comes, and who made the groups
     dies, before it is read."""
     plan(Fault("queue.put", rank=0, call=8, action="SIGSTOP"))  # the last group of the second step
@@ -145,8 +145,8 @@ async def turns(chat, row):
 
 @pytest.mark.parametrize("staleness", one_fast_in(3, [0, 1, 4], others=BY_HAND))
 def test_episodes_under_way_are_issued_again_under_their_group_ids_and_end_as_undisturbed_ones(
-    ground: Playground, plan: Callable[..., None], staleness: int
-) -> None:
+    ground, plan, staleness
+):
     """The worker is killed as it sends a later turn: each of its groups has one request in the
     first turn."""
     (ground.folder / "turns.py").write_text(TURNS)
@@ -174,8 +174,8 @@ def test_episodes_under_way_are_issued_again_under_their_group_ids_and_end_as_un
 
 @pytest.mark.parametrize("mode", one_fast_in(2, [COLLECTIVE, DISK], others=BY_HAND))
 def test_a_receiver_killed_in_a_weight_update_is_replaced_and_nobody_serves_a_mixed_version(
-    ground: Playground, alone: Run, plan: Callable[..., None], mode: str
-) -> None:
+    ground, alone, plan, mode
+):
     """By files or process groups; the other worker finds a bucket spoiled."""
     plan(
         Fault("weights.take", rank=1, call=3),

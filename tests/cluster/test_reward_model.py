@@ -1,8 +1,6 @@
 """Reward models over a real Ray: trained by several ranks, and on a device of their own in a run
 that they score."""
 
-from pathlib import Path
-
 import pytest
 
 from distflow.cluster.ray_launcher import launch_ray
@@ -30,7 +28,7 @@ STEPS = (
 
 
 @pytest.fixture
-def ground(tmp_path: Path, on_ray: None) -> Playground:
+def ground(tmp_path, on_ray):
     return Playground(tmp_path)
 
 
@@ -39,7 +37,7 @@ def on_workers(ground: Playground, preset: str, *keys: str, name: str) -> Run:
     return Run(ground.folder / name, config, launch_ray(spec))
 
 
-def test_pairs_stay_together_on_ranks_that_share_a_sharded_model(ground: Playground) -> None:
+def test_pairs_stay_together_on_ranks_that_share_a_sharded_model(ground):
     ground.write_rows(
         [{"prompt": f"{i}?", "chosen": "ab" * (i % 3 + 1), "rejected": f"{i}"} for i in range(11)]
     )
@@ -64,9 +62,7 @@ def test_pairs_stay_together_on_ranks_that_share_a_sharded_model(ground: Playgro
 
 
 @pytest.mark.parametrize("engine", one_fast_in(2, ["torch", "fsdp"], others=BY_HAND))
-def test_a_reward_model_on_devices_of_its_own_scores_as_beside_the_policy(
-    ground: Playground, engine: str
-) -> None:
+def test_a_reward_model_on_devices_of_its_own_scores_as_beside_the_policy(ground, engine):
     folder = write_tiny_reward_model(ground.folder / "judge", "qwen3", seed=7)
     keys = (
         *STEPS,

@@ -2,7 +2,6 @@
 
 import json
 from collections import Counter
-from pathlib import Path
 
 import pytest
 
@@ -24,7 +23,7 @@ KEYS = (
 
 
 @pytest.mark.slow
-def test_two_processes_train_on_the_rows_of_one_with_a_record_for_each(tmp_path: Path) -> None:
+def test_two_processes_train_on_the_rows_of_one_with_a_record_for_each(tmp_path):
     ground = Playground(tmp_path, num_rows=11)
     alone = ground.run("sft", *KEYS, name="alone")
     config, spec = ground.spec("sft", *KEYS, "trainer.n_gpus_per_node=2", name="two")

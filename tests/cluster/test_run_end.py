@@ -1,8 +1,6 @@
 """Over a real Ray: where a metric ends a run, and what is saved by epochs, is the same on all
 ranks."""
 
-from pathlib import Path
-
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
@@ -23,7 +21,7 @@ KEYS = (
 
 
 @pytest.fixture(scope="module")
-def ground(tmp_path_factory: pytest.TempPathFactory, on_ray: None) -> Playground:
+def ground(tmp_path_factory, on_ray):
     """Nine steps of four prompts."""
     return Playground(tmp_path_factory.mktemp("runs"), num_rows=12)
 
@@ -40,9 +38,7 @@ def ground(tmp_path_factory: pytest.TempPathFactory, on_ray: None) -> Playground
     ],
     ids=["two that do all", "three that share the work and the weights, η = 2"],
 )
-def test_all_ranks_end_at_the_step_with_the_value(
-    ground: Playground, layout: tuple[str, ...], tmp_path: Path
-) -> None:
+def test_all_ranks_end_at_the_step_with_the_value(ground, layout, tmp_path):
     keys = (
         *KEYS,
         "trainer.launcher=ray",

@@ -42,7 +42,7 @@ KEYS = (
 
 
 @pytest.fixture
-def ground(tmp_path: Path, on_ray: None, monkeypatch: pytest.MonkeyPatch) -> Playground:
+def ground(tmp_path, on_ray, monkeypatch):
     monkeypatch.setattr(supervisor, "CoordinatorActor", MeasuredCoordinator)
     monkeypatch.setattr(supervisor, "WorkerActor", MeasuredWorker)
     ground = Playground(tmp_path, max_position_embeddings=2048)
@@ -66,7 +66,7 @@ def sizes(ground: Playground) -> dict[str, int]:
     return found
 
 
-def test_no_object_above_64_kb_reaches_driver_or_coordinator(ground: Playground) -> None:
+def test_no_object_above_64_kb_reaches_driver_or_coordinator(ground):
     _, spec = ground.spec(
         "grpo", *KEYS, f"data.val_files={ground.folder}/rows.jsonl", "trainer.test_freq=3"
     )
@@ -90,7 +90,7 @@ def test_no_object_above_64_kb_reaches_driver_or_coordinator(ground: Playground)
 
 
 @pytest.mark.faults
-def test_a_store_that_could_not_hold_all_that_may_run_ahead_is_never_full(tmp_path: Path) -> None:
+def test_a_store_that_could_not_hold_all_that_may_run_ahead_is_never_full(tmp_path):
     """12 groups of 8 MB may be under way before the first step. Ray has 80 MB for objects, and is
     to move none to the disk. By default half of it is for groups: a step's."""
     ground = Playground(tmp_path, max_position_embeddings=2048)

@@ -144,16 +144,11 @@ def quoted(value: object) -> str:
 
 
 @pytest.fixture
-def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Slurm:
+def slurm(tmp_path, monkeypatch):
     return Slurm(tmp_path, monkeypatch)
 
 
-def test_what_is_submitted(
-    slurm: Slurm,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    tmp_path: Path,
-) -> None:
+def test_what_is_submitted(slurm, monkeypatch, capsys, tmp_path):
     monkeypatch.setenv("WANDB_API_KEY", "a-secret")
     wanted = (
         "trainer.slurm.partition='big one'",
@@ -202,15 +197,13 @@ def test_what_is_submitted(
     shutil.which("shellcheck") is None,
     reason="wants shellcheck (Debian: apt-get install shellcheck)",
 )
-def test_shellcheck_finds_nothing() -> None:
+def test_shellcheck_finds_nothing():
     script = Path(slurm_launcher.__file__).with_suffix(".sbatch")
     done = subprocess.run(["shellcheck", "-s", "bash", str(script)], capture_output=True, text=True)
     assert done.returncode == 0, done.stdout
 
 
-def test_what_is_refused_before_anything_is_submitted(
-    slurm: Slurm, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_is_refused_before_anything_is_submitted(slurm, capsys):
     def refused(*overrides: str) -> str:
         assert slurm.submit(*overrides) == 2 and not (slurm.tools / "submitted").exists()
         return capsys.readouterr().err
@@ -246,8 +239,8 @@ def test_what_is_refused_before_anything_is_submitted(
     ],
 )
 def test_the_job_is_requeued_after_a_loss_or_at_the_end_of_its_time_if_it_has_saved(
-    slurm: Slurm, behaviour: dict[str, str], status: int, is_requeued: bool
-) -> None:
+    slurm, behaviour, status, is_requeued
+):
     assert slurm.submit() == 0
     words = slurm.pretend()
     done = slurm.job(**behaviour)
@@ -265,7 +258,7 @@ def test_the_job_is_requeued_after_a_loss_or_at_the_end_of_its_time_if_it_has_sa
 
 
 @pytest.mark.slow
-def test_ray_has_a_private_folder_on_each_node_that_nobody_can_guess(slurm: Slurm) -> None:
+def test_ray_has_a_private_folder_on_each_node_that_nobody_can_guess(slurm):
     assert slurm.submit() == 0
     slurm.pretend()
 
@@ -280,9 +273,7 @@ def test_ray_has_a_private_folder_on_each_node_that_nobody_can_guess(slurm: Slur
 
 @pytest.mark.slow
 @pytest.mark.alone
-def test_the_job_trains_on_two_nodes_and_leaves_nothing(
-    slurm: Slurm,
-) -> None:
+def test_the_job_trains_on_two_nodes_and_leaves_nothing(slurm):
     pytest.importorskip("ray")
     before = set(Path("/tmp").glob("ray-*"))
     assert (

@@ -24,12 +24,12 @@ SPLIT = "trainer.allocation='embedded[rollout]:d1+torch[actor]:d2'"
 
 
 @pytest.fixture(scope="module")
-def ground(tmp_path_factory: pytest.TempPathFactory, on_ray: None) -> Playground:
+def ground(tmp_path_factory, on_ray):
     return Playground(tmp_path_factory.mktemp("runs"))
 
 
 @pytest.fixture(scope="module")
-def alone(ground: Playground) -> Run:
+def alone(ground):
     return ground.run("grpo", *STEPS, *validating(ground), name="alone")
 
 
@@ -67,7 +67,7 @@ def check_same_figures(ours: Run, theirs: Run) -> None:
 
 
 @pytest.fixture(scope="module")
-def two(ground: Playground) -> Run:
+def two(ground):
     return run(ground, *STEPS, *validating(ground), "trainer.n_gpus_per_node=2", name="w2")
 
 
@@ -81,13 +81,11 @@ def check_whole(found: Run, alone: Run) -> None:
     assert found.notes("end") == ["the run finished"]
 
 
-def test_two_workers_end_where_one_process_does(two: Run, alone: Run) -> None:
+def test_two_workers_end_where_one_process_does(two, alone):
     check_whole(two, alone)
 
 
-def test_workers_that_read_their_own_rows_end_where_one_process_does_that_reads_all(
-    ground: Playground, alone: Run
-) -> None:
+def test_workers_that_read_their_own_rows_end_where_one_process_does_that_reads_all(ground, alone):
     check_whole(
         run(
             ground,
@@ -116,9 +114,7 @@ OTHERS = [("ppo", KL_AND_CRITIC), ("dapo", FILTERED)]
 
 
 @pytest.mark.parametrize(("preset", "more"), OTHERS)
-def test_figures_of_other_pipelines_are_those_of_one_process(
-    ground: Playground, preset: str, more: tuple[str, ...]
-) -> None:
+def test_figures_of_other_pipelines_are_those_of_one_process(ground, preset, more):
     common = (*STEPS, *validating(ground), *more)
     one = ground.run(preset, *common, name=f"{preset}_alone")
     config, spec = ground.spec(
@@ -133,11 +129,11 @@ def test_figures_of_other_pipelines_are_those_of_one_process(
         assert dict(here) == pytest.approx(dict(there), rel=1e-4, abs=1e-5)
 
 
-def test_generation_and_training_on_workers_of_their_own(ground: Playground, alone: Run) -> None:
+def test_generation_and_training_on_workers_of_their_own(ground, alone):
     check_same(run(ground, *STEPS, *validating(ground), SPLIT, name="split"), alone)
 
 
-def test_a_plan_that_the_cluster_cannot_hold_is_refused_at_once(ground: Playground) -> None:
+def test_a_plan_that_the_cluster_cannot_hold_is_refused_at_once(ground):
     with pytest.raises(
         UserError,
         match=r"1 machine\(s\) with 9 CPU and 3\.1 GB .* 4 CPU ",
@@ -145,7 +141,7 @@ def test_a_plan_that_the_cluster_cannot_hold_is_refused_at_once(ground: Playgrou
         run(ground, *STEPS, "trainer.n_gpus_per_node=9", name="large")
 
 
-def test_every_wait_of_every_process_says_for_whom(two: Run) -> None:
+def test_every_wait_of_every_process_says_for_whom(two):
     spans = [
         json.loads(line) for path in (two.folder / "spans").glob("*.jsonl") for line in path.open()
     ]
@@ -155,7 +151,7 @@ def test_every_wait_of_every_process_says_for_whom(two: Run) -> None:
     assert {("checkpoint of step 2", "other ranks"), ("release of step 1", "other ranks")} <= told
 
 
-def test_nothing_is_left_in_the_folder_but_the_run(two: Run) -> None:
+def test_nothing_is_left_in_the_folder_but_the_run(two):
     assert {name for name in os.listdir(two.folder) if name.startswith(".")} == {
         ".distflow-run",
         ".writer",
@@ -169,7 +165,7 @@ SHARDED = (
 )
 
 
-def test_a_run_goes_on_where_ranks_compute_layers_together(ground: Playground, alone: Run) -> None:
+def test_a_run_goes_on_where_ranks_compute_layers_together(ground, alone):
     """From two shards of each layer to two halves of it, checked, and to one process."""
     run(ground, *STEPS, *SHARDED, "trainer.total_training_steps=2", name="together")
     halves = "trainer.allocation='embedded:d2|fsdp:d1t2'"
@@ -191,9 +187,7 @@ def test_a_run_goes_on_where_ranks_compute_layers_together(ground: Playground, a
 
 
 @pytest.mark.parametrize("mode", one_fast_in(2, [COLLECTIVE, DISK], others=BY_HAND))
-def test_weights_spread_over_two_workers_go_to_an_engine_elsewhere(
-    ground: Playground, alone: Run, mode: str
-) -> None:
+def test_weights_spread_over_two_workers_go_to_an_engine_elsewhere(ground, alone, mode):
     """Through a process group, and by files."""
     apart = "trainer.allocation='embedded[rollout]:d1+fsdp[actor]:d2'"
     found = run(

@@ -1,7 +1,6 @@
 """What three real gloo ranks get from each reduction."""
 
 import json
-from pathlib import Path
 
 import pytest
 
@@ -9,7 +8,7 @@ from tests.ranks import run_ranks
 
 
 @pytest.mark.slow
-def test_every_rank_gets_the_sum_and_the_maximum_of_all(tmp_path: Path) -> None:
+def test_every_rank_gets_the_sum_and_the_maximum_of_all(tmp_path):
     run_ranks("tests.cluster.collective_worker", 3, tmp_path)
     ranks = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(3)]
     assert [rank.pop("place") for rank in ranks] == [[0, 3], [1, 3], [2, 3]]

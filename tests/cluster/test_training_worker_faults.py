@@ -6,7 +6,6 @@ import re
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -33,12 +32,12 @@ APART = ("trainer.launcher=ray", SPLIT)
 
 
 @pytest.fixture(scope="module")
-def ground(tmp_path_factory: pytest.TempPathFactory, on_ray: None) -> Playground:
+def ground(tmp_path_factory, on_ray):
     return Playground(tmp_path_factory.mktemp("runs"))
 
 
 @pytest.fixture(scope="module")
-def whole(ground: Playground) -> Run:
+def whole(ground):
     return start(ground, TOGETHER, "whole")
 
 
@@ -62,13 +61,8 @@ def start(ground: Playground, layout: tuple[str, ...], name: str) -> Run:
     ids=lambda value: value.point if isinstance(value, Fault) else "",
 )
 def test_a_killed_worker_is_named_and_the_resume_ends_where_an_undisturbed_run_does(
-    ground: Playground,
-    whole: Run,
-    plan: Callable[..., None],
-    layout: tuple[str, ...],
-    fault: Fault,
-    says: str,
-) -> None:
+    ground, whole, plan, layout, fault, says
+):
     plan(fault)
     died = (
         rf"worker {fault.rank} of \d, .* has died while the run was under way.*{says}.* resumes "
@@ -87,9 +81,7 @@ def check_resumed(resumed: Run, whole: Run) -> None:
     assert not (resumed.folder / WEIGHTS).exists()
 
 
-def test_a_worker_that_does_not_come_is_named_with_its_step_and_phase(
-    ground: Playground, plan: Callable[..., None]
-) -> None:
+def test_a_worker_that_does_not_come_is_named_with_its_step_and_phase(ground, plan):
     plan(Fault("train.update", rank=1, call=3, action="sleep"))
     _, spec = ground.spec("grpo", *TOGETHER, *STEPS, "trainer.peers_timeout_s=8", name="hangs")
 
@@ -117,8 +109,8 @@ def starts(folder: Path) -> list[int]:
 
 
 def test_a_lost_training_worker_starts_the_run_again_in_place_and_it_ends_with_the_same_bits(
-    ground: Playground, whole: Run, plan: Callable[..., None]
-) -> None:
+    ground, whole, plan
+):
     """Between two starts the folder is still the driver's, as another process sees it."""
     plan(Fault("train.update", rank=1, call=3))
     folder, said, writers = ground.folder / "in_place", list[str](), list[str]()
@@ -146,9 +138,7 @@ def test_a_lost_training_worker_starts_the_run_again_in_place_and_it_ends_with_t
     assert (folder / ".writer").read_text().endswith(", restart 1")
 
 
-def test_a_lost_coordinator_starts_the_run_again_and_a_signal_then_ends_it_as_ever(
-    ground: Playground,
-) -> None:
+def test_a_lost_coordinator_starts_the_run_again_and_a_signal_then_ends_it_as_ever(ground):
     folder, said, asked = ground.folder / "coordinator", list[str](), list[int]()
 
     def strike(step: int, path: Path) -> None:

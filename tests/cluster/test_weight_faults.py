@@ -1,7 +1,7 @@
 """What becomes of weights on their way to other processes that are killed, stopped, or get
 different bytes than were sent: real ones on a real Ray, by every way."""
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -53,7 +53,7 @@ class Sender:
 
 
 @pytest.fixture(scope="module")
-def there(on_ray: None) -> Iterator[dict[int, Any]]:
+def there(on_ray):
     made = start_workers(2, 5)
     yield made
     for worker in made.values():
@@ -61,12 +61,12 @@ def there(on_ray: None) -> Iterator[dict[int, Any]]:
 
 
 @pytest.fixture(params=["store", "disk", "collective"])
-def way(request: pytest.FixtureRequest) -> str:
+def way(request):
     return str(request.param)
 
 
 @pytest.fixture(autouse=True)
-def small_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
+def small_buckets(monkeypatch):
     monkeypatch.setattr(publish, "BUCKET_BYTES", BUCKET_BYTES)
 
 
@@ -74,7 +74,7 @@ _restarts = iter(range(1, 1000))
 
 
 @pytest.fixture
-def workers(there: dict[int, Any]) -> dict[int, Any]:
+def workers(there):
     """That serve the first version of a restart of their own."""
     publisher(Trainer(1), fleet_of(there)).sync(first := Version(next(_restarts), 1))
     assert states(there) == served(first) * 2
@@ -99,8 +99,8 @@ def arm(workers: dict[int, Any]) -> None:
 
 
 def test_a_flipped_bit_is_found_by_the_hash_and_the_worker_is_replaced(
-    workers: dict[int, Any], way: str, tmp_path: Path, plan: Callable[..., None]
-) -> None:
+    workers, way, tmp_path, plan
+):
     """In places at which no receipt looks, of the last bucket."""
     plan(Fault("weights.arrived", 3, 4, action="flip"))
     everyone = workers | start_workers(3)
@@ -119,8 +119,8 @@ def test_a_flipped_bit_is_found_by_the_hash_and_the_worker_is_replaced(
     "way", one_fast_in(3, ["store", "disk", "collective"], others=BY_HAND), indirect=True
 )
 def test_who_dies_or_stops_in_a_weight_update_is_fenced_and_named_and_the_others_have_all_of_it(
-    workers: dict[int, Any], way: str, tmp_path: Path, plan: Callable[..., None]
-) -> None:
+    workers, way, tmp_path, plan
+):
     """One dies when it is handed the second bucket, one stops at the third, one dies when it has
     all and is to serve it."""
     plan(
@@ -165,8 +165,8 @@ def test_who_dies_or_stops_in_a_weight_update_is_fenced_and_named_and_the_others
 
 
 def test_a_trainer_that_is_killed_while_it_sends_leaves_all_with_what_they_had(
-    workers: dict[int, Any], way: str, tmp_path: Path, plan: Callable[..., None]
-) -> None:
+    workers, way, tmp_path, plan
+):
     plan(Fault("weights.put", TRAINS, call=2))
     old = newest(workers)
     sender: Any = ray.remote(Sender).options(num_cpus=0).remote()
@@ -183,9 +183,7 @@ def test_a_trainer_that_is_killed_while_it_sends_leaves_all_with_what_they_had(
     assert states(workers) == served(later) * 2
 
 
-def test_a_worker_that_cannot_meet_the_trainer_is_replaced(
-    workers: dict[int, Any], tmp_path: Path
-) -> None:
+def test_a_worker_that_cannot_meet_the_trainer_is_replaced(workers, tmp_path):
     notes = list[str]()
     version = after(newest(workers))
     pairs = carrier("collective", tmp_path, 4.0)

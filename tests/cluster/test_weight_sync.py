@@ -1,9 +1,6 @@
 """The weight edge to engines in other processes, which are real ones on a real Ray."""
 
-from collections.abc import Iterator
 from functools import partial
-from pathlib import Path
-from typing import Any
 
 import pytest
 import ray
@@ -36,7 +33,7 @@ pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
-def workers(on_ray: None) -> Iterator[dict[int, Any]]:
+def workers(on_ray):
     made = start_workers(2, 5)
     yield made
     for worker in made.values():
@@ -45,8 +42,8 @@ def workers(on_ray: None) -> Iterator[dict[int, Any]]:
 
 @pytest.mark.parametrize("way", ["store", "disk", "collective"])
 def test_a_version_arrives_at_all_bucket_by_bucket_and_leaves_nothing_behind(
-    workers: dict[int, Any], tmp_path: Path, way: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    workers, tmp_path, way, monkeypatch
+):
     monkeypatch.setattr(sender, "BUCKET_BYTES", BUCKET_BYTES)
     watched = Watched(carrier(way, tmp_path))
     on_their_way = {"store": stored_bytes, "disk": partial(file_bytes, tmp_path)}.get(
@@ -68,8 +65,8 @@ def test_a_version_arrives_at_all_bucket_by_bucket_and_leaves_nothing_behind(
 
 @pytest.mark.parametrize("way", ["store", "disk", "collective"])
 def test_a_version_that_is_broken_off_is_served_by_nobody_and_is_no_part_of_the_next(
-    workers: dict[int, Any], tmp_path: Path, way: str
-) -> None:
+    workers, tmp_path, way
+):
     first = {"store": 1, "disk": 4, "collective": 7}[way]
     versions = [Version(1, first + i) for i in range(3)]
     fleet = fleet_of(workers, carrier(way, tmp_path))
@@ -88,7 +85,7 @@ def test_a_version_that_is_broken_off_is_served_by_nobody_and_is_no_part_of_the_
     assert list(tmp_path.iterdir()) == []
 
 
-def test_buckets_of_two_versions_are_never_put_together(workers: dict[int, Any]) -> None:
+def test_buckets_of_two_versions_are_never_put_together(workers):
     worker = workers[2]
     empty = (put_in_store(THREE, 0, [], [2])[2], hash_of([]))
     took = ray.get(worker.state.remote())[1:]
@@ -104,7 +101,7 @@ def test_buckets_of_two_versions_are_never_put_together(workers: dict[int, Any])
     assert ray.get(worker.state.remote())[1:] == took
 
 
-def test_receipts_of_all_are_compared_by_the_name_of_the_worker(workers: dict[int, Any]) -> None:
+def test_receipts_of_all_are_compared_by_the_name_of_the_worker(workers):
     fleet = fleet_of(workers)
     publisher(Trainer(1), fleet).sync(Version(3, 1))
     fleet.renumber(Version(3, 2), stripe_hashes(weights(1)))

@@ -15,7 +15,7 @@ VERSION = Version(0, 3)
 OLD, NEW = object(), object()
 
 
-def test_a_version_that_the_worker_before_has_loaded_is_not_that_of_its_replacement() -> None:
+def test_a_version_that_the_worker_before_has_loaded_is_not_that_of_its_replacement():
     workers = WeightReceivers(lambda message: None)
     workers.join(1, OLD)
     workers.join(1, NEW)
@@ -26,9 +26,7 @@ def test_a_version_that_the_worker_before_has_loaded_is_not_that_of_its_replacem
 
 
 @pytest.mark.parametrize("is_late", [False, True])
-def test_a_worker_that_dies_or_is_late_takes_nothing_from_its_replacement(
-    monkeypatch: pytest.MonkeyPatch, is_late: bool
-) -> None:
+def test_a_worker_that_dies_or_is_late_takes_nothing_from_its_replacement(monkeypatch, is_late):
     def wait(
         refs: Sequence[object], timeout: float | None
     ) -> tuple[Sequence[object], Sequence[object]]:

@@ -18,7 +18,7 @@ Ask = Callable[..., tuple[int, list[str], str]]
 
 
 @pytest.fixture
-def ask(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Ask:
+def ask(monkeypatch, capsys):
     def run(text: str, *arguments: str) -> tuple[int, list[str], str]:
         monkeypatch.setattr("sys.stdin", io.StringIO(text))
         status = main(["chat", *arguments])
@@ -51,7 +51,7 @@ def greedy(model: Path, prompt: str | list[dict[str, str]], num_tokens: int) -> 
     return str(tokenizer.decode(ids[0, -num_tokens:], skip_special_tokens=True))
 
 
-def test_each_line_is_answered_with_what_was_said_before(tmp_path: Path, ask: Ask) -> None:
+def test_each_line_is_answered_with_what_was_said_before(tmp_path, ask):
     model = tmp_path / "model"
     write_tiny_model(model)
     status, out, err = ask("Hello\nMore\n", str(model), "--temperature", "0", "--max-tokens", "6")
@@ -70,7 +70,7 @@ def test_each_line_is_answered_with_what_was_said_before(tmp_path: Path, ask: As
     )
 
 
-def test_a_line_that_is_too_long_costs_only_itself(tmp_path: Path, ask: Ask) -> None:
+def test_a_line_that_is_too_long_costs_only_itself(tmp_path, ask):
     write_tiny_model(tmp_path / "model")
     status, out, err = ask(
         "x " * 5000 + "\nHi\n", str(tmp_path / "model"), "--plain", "--max-tokens", "3"
@@ -78,7 +78,7 @@ def test_a_line_that_is_too_long_costs_only_itself(tmp_path: Path, ask: Ask) -> 
     assert status == 0 and "more than data.max_prompt_length" in err and out
 
 
-def test_what_cannot_be_asked_is_one_message(tmp_path: Path, ask: Ask) -> None:
+def test_what_cannot_be_asked_is_one_message(tmp_path, ask):
     write_tiny_model(tmp_path / "model")
     for arguments, told in (
         (("no/such/model",), "no/such/model"),
@@ -90,9 +90,7 @@ def test_what_cannot_be_asked_is_one_message(tmp_path: Path, ask: Ask) -> None:
         assert (status, out) == (2, []) and told in err and "Traceback" not in err
 
 
-def test_it_samples_as_the_config_says_whatever_the_folder_of_the_model_recommends(
-    tmp_path: Path, ask: Ask
-) -> None:
+def test_it_samples_as_the_config_says_whatever_the_folder_of_the_model_recommends(tmp_path, ask):
     model = write_tiny_model(tmp_path / "model")
     asked = ("Hello\n", str(model), "--temperature", "0", "--max-tokens", "8", "--plain")
     _, plain, _ = ask(*asked)
@@ -110,7 +108,7 @@ def test_it_samples_as_the_config_says_whatever_the_folder_of_the_model_recommen
     ]
 
 
-def test_a_temperature_that_is_no_number_is_refused(tmp_path: Path, ask: Ask) -> None:
+def test_a_temperature_that_is_no_number_is_refused(tmp_path, ask):
     model = write_tiny_model(tmp_path / "model")
     for text in ("nan", "inf", "-1"):
         status, _, err = ask("Hello\n", str(model), "--temperature", text)
@@ -129,9 +127,7 @@ OF_RL = (
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("row", "format"), [(TALK, "chat"), (PAIR, "text")])
-def test_a_runs_policy_is_asked_as_it_was_trained(
-    row: dict[str, object], format: str, tmp_path: Path, ask: Ask
-) -> None:
+def test_a_runs_policy_is_asked_as_it_was_trained(row, format, tmp_path, ask):
     """The config has `prompt_format=text` in both cases; the model has a chat template."""
     ground = Playground(tmp_path)
     ground.write_rows([row] * 8)

@@ -81,7 +81,7 @@ def serve(folder: Path, host: str = "127.0.0.1") -> Iterator[Client]:
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def runs(tmp_path_factory):
     folder = tmp_path_factory.mktemp("runs")
     write_run(folder / "project" / "tiny")
     write_asynchronous_run(folder / "project" / "asynchronous")
@@ -89,7 +89,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def client(runs: Path) -> Iterator[Client]:
+def client(runs):
     with serve(runs) as found:
         yield found
 
@@ -104,7 +104,7 @@ def port_and_token(line: str) -> tuple[int, str]:
     return int(found[1]), found[2]
 
 
-def test_the_command_prints_its_address_serves_and_ends_by_ctrl_c(runs: Path) -> None:
+def test_the_command_prints_its_address_serves_and_ends_by_ctrl_c(runs):
     command = [sys.executable, "-m", "distflow", "dashboard", str(runs), "--port", "0"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env={**os.environ}) as server:
         try:
@@ -120,9 +120,7 @@ def test_the_command_prints_its_address_serves_and_ends_by_ctrl_c(runs: Path) ->
             server.kill()
 
 
-def test_a_folder_that_is_not_there_and_a_port_in_use_are_named(
-    tmp_path: Path, capsys: pytest.CaptureFixture
-) -> None:
+def test_a_folder_that_is_not_there_and_a_port_in_use_are_named(tmp_path, capsys):
     assert main(["dashboard", str(tmp_path / "nothing")]) == 2
     assert "nothing: name the folder that contains the runs" in capsys.readouterr().err
     with socket.create_server(("127.0.0.1", 0)) as taken:
@@ -131,9 +129,7 @@ def test_a_folder_that_is_not_there_and_a_port_in_use_are_named(
         assert f"127.0.0.1:{port} cannot be listened on" in capsys.readouterr().err
 
 
-def test_without_starlette_a_line_says_what_to_install(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
-) -> None:
+def test_without_starlette_a_line_says_what_to_install(tmp_path, monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "uvicorn", None)
     assert main(["dashboard", str(tmp_path)]) == 2
     assert "pip install 'distflow[ui]'" in capsys.readouterr().err
@@ -150,14 +146,12 @@ def test_without_starlette_a_line_says_what_to_install(
         ({"Host": "[::1]:1234"}, 200, ""),
     ],
 )
-def test_foreign_hosts_and_origins_are_refused(
-    client: Client, headers: dict[str, str], status: int, text: str
-) -> None:
+def test_foreign_hosts_and_origins_are_refused(client, headers, status, text):
     found, _, said = client.ask("/api/runs", **headers)
     assert found == status and text in said
 
 
-def test_only_get_is_answered_and_every_answer_forbids_foreign_content(client: Client) -> None:
+def test_only_get_is_answered_and_every_answer_forbids_foreign_content(client):
     for method in ("POST", "PUT", "DELETE"):
         assert client.ask("/api/runs", method)[0] == 405
 
@@ -189,7 +183,7 @@ def test_only_get_is_answered_and_every_answer_forbids_foreign_content(client: C
         "project/tiny/samples",
     ],
 )
-def test_only_runs_below_the_folder_are_shown(client: Client, run: str) -> None:
+def test_only_runs_below_the_folder_are_shown(client, run):
     status, _, text = client.ask(f"/api/top?{urlencode({'run': run})}")
     assert status == 400 and "There is no run" in json.loads(text)["error"]
     status, _, text = client.ask(f"/overview?{urlencode({'run': run})}")
@@ -200,13 +194,13 @@ def test_only_runs_below_the_folder_are_shown(client: Client, run: str) -> None:
     "path",
     ["/static/../build.py", "/static/%2e%2e%2fbuild.py", "/../../etc/passwd", "/api/nothing"],
 )
-def test_a_path_that_is_no_page_is_named(client: Client, path: str) -> None:
+def test_a_path_that_is_no_page_is_named(client, path):
     status, _, text = client.ask(path)
     assert status in (400, 404) and ("There is no page" in text or "not a part of any page" in text)
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "0.0.0.0"])
-def test_an_address_with_the_token_leaves_it_in_a_cookie_of_the_port(runs: Path, host: str) -> None:
+def test_an_address_with_the_token_leaves_it_in_a_cookie_of_the_port(runs, host):
     with serve(runs, host) as client:
         nothing = {"Authorization": ""}
         assert (
@@ -227,7 +221,7 @@ def test_an_address_with_the_token_leaves_it_in_a_cookie_of_the_port(runs: Path,
         assert client.ask("/api/runs", Host="evil.example", **kept)[0] == 421
 
 
-def test_what_takes_more_than_reading_wants_the_token_of_the_page(client: Client) -> None:
+def test_what_takes_more_than_reading_wants_the_token_of_the_page(client):
     """An image, a form or a link of any page sends the cookie at most."""
     path = f"/api/samples?run={TINY}"
     _, headers, _ = client.ask("/?token=a-token", Authorization="")
@@ -250,7 +244,7 @@ def test_what_takes_more_than_reading_wants_the_token_of_the_page(client: Client
     assert json.dumps(TOKEN) in client.ask("/", **kept)[2].partition('id="data">')[2]
 
 
-def test_runs_are_listed_the_last_written_first(client: Client) -> None:
+def test_runs_are_listed_the_last_written_first(client):
     found = client.part("runs")
     assert {row["run"] for row in found["runs"]} == {TINY, "project/asynchronous"} and found[
         "total"
@@ -265,7 +259,7 @@ def test_runs_are_listed_the_last_written_first(client: Client) -> None:
     assert tiny["rewards"] == [step / 12 for step in range(1, 13)] and tiny["problems"] == 1
 
 
-def test_a_run_without_an_end_is_running_or_has_crashed(tmp_path: Path) -> None:
+def test_a_run_without_an_end_is_running_or_has_crashed(tmp_path):
     write = (
         "import sys, time; from pathlib import Path; from distflow.observe.writing.run_folder "
         "import RunFolder\n"
@@ -292,7 +286,7 @@ def test_a_run_without_an_end_is_running_or_has_crashed(tmp_path: Path) -> None:
         assert states() == {"no end yet"}
 
 
-def test_the_folder_of_a_refused_start_is_no_run(tmp_path: Path) -> None:
+def test_the_folder_of_a_refused_start_is_no_run(tmp_path):
     refused = tmp_path / "runs" / "refused"
     with claimed(refused):
         (refused / "data").mkdir()
@@ -309,9 +303,7 @@ def test_the_folder_of_a_refused_start_is_no_run(tmp_path: Path) -> None:
         starting.kill()
 
 
-def test_a_run_without_an_end_is_read_again_only_if_its_files_changed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_without_an_end_is_read_again_only_if_its_files_changed(tmp_path, monkeypatch):
     with RunFolder(tmp_path / "run", 0) as run:
         run.event("start", "started")
     dashboard = Dashboard(tmp_path)
@@ -321,14 +313,14 @@ def test_a_run_without_an_end_is_read_again_only_if_its_files_changed(
     assert dashboard.answer("runs", [], {})["runs"] == [row]
 
 
-def test_the_dashboard_of_one_run_is_that_of_its_folder(runs: Path) -> None:
+def test_the_dashboard_of_one_run_is_that_of_its_folder(runs):
     with serve(runs / TINY) as client:
         (row,) = client.part("runs")["runs"]
         assert client.part("top", run=row["run"])["title"] == "<b>tiny</b> & co"
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_every_page_is_served_with_its_question(client: Client, page: Any) -> None:
+def test_every_page_is_served_with_its_question(client, page):
     run = {"": [], "one": [TINY], "several": [TINY, "project/asynchronous"]}[page.of_run]
     name = page.name if page.of_run else ""
     status, headers, text = client.ask(f"/{name}?{urlencode({'run': run}, doseq=True)}")
@@ -338,7 +330,7 @@ def test_every_page_is_served_with_its_question(client: Client, page: Any) -> No
         assert client.ask(f"/{name}")[0] == 400
 
 
-def test_numbers_that_are_not_finite_are_marked_and_never_0(client: Client) -> None:
+def test_numbers_that_are_not_finite_are_marked_and_never_0(client):
     series = client.part("curves", run=TINY)["series"]
     at = series["x"].index(5)
     assert (
@@ -347,7 +339,7 @@ def test_numbers_that_are_not_finite_are_marked_and_never_0(client: Client) -> N
     assert "NaN" in series["y"]["actor/grad_norm"]
 
 
-def test_what_a_step_adds_is_shown_and_changes_the_version(tmp_path: Path) -> None:
+def test_what_a_step_adds_is_shown_and_changes_the_version(tmp_path):
     with RunFolder(tmp_path / "run", 0) as run, serve(tmp_path) as client:
         run.metrics(1, "train", {"reward/mean_score": 0.25, "timing_s/step": 1.0})
         first = client.part("state", run="run")["version"]
@@ -371,7 +363,7 @@ def hashes(folder: Path) -> dict[str, str]:
     return {str(path): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
 
 
-def test_asking_for_everything_changes_nothing_of_a_run(tmp_path: Path) -> None:
+def test_asking_for_everything_changes_nothing_of_a_run(tmp_path):
     write_run(tmp_path / "a")
     write_asynchronous_run(tmp_path / "b")
     before = hashes(tmp_path)
@@ -394,7 +386,7 @@ def test_asking_for_everything_changes_nothing_of_a_run(tmp_path: Path) -> None:
     assert hashes(tmp_path) == before and before
 
 
-def test_samples_are_those_of_a_report_or_all_of_one_step(client: Client) -> None:
+def test_samples_are_those_of_a_report_or_all_of_one_step(client):
     found = client.part("samples", run=TINY)
     assert (found["num_files"], found["all_files"]) == (14, 14)
     assert found["num_responses"] == 12 * 16 + 40
@@ -411,7 +403,7 @@ def test_samples_are_those_of_a_report_or_all_of_one_step(client: Client) -> Non
         assert "is not a whole number" in json.loads(text)["error"]
 
 
-def test_a_group_opens_whole_and_its_samples_have_their_uids(client: Client) -> None:
+def test_a_group_opens_whole_and_its_samples_have_their_uids(client):
     shown = client.part("samples", run=TINY, step="train 2")["groups"]
     group = client.part("group", run=TINY, step=2, split="train", place=3)
     assert len(shown) == 4 and [response["uid"] for response in group["responses"]] == [
@@ -427,7 +419,7 @@ def test_a_group_opens_whole_and_its_samples_have_their_uids(client: Client) -> 
     assert status == 400 and "has no sample 9-9" in json.loads(text)["error"]
 
 
-def test_the_tokens_of_a_sample_have_what_was_saved_of_them(tmp_path: Path) -> None:
+def test_the_tokens_of_a_sample_have_what_was_saved_of_them(tmp_path):
     batch = Batch(torch.tensor([1, 1]), torch.tensor([2, 1]))
     batch["uid"] = ["0-0", "0-1"]
     batch["group_index"] = torch.tensor([0, 0])
@@ -466,7 +458,7 @@ def test_the_tokens_of_a_sample_have_what_was_saved_of_them(tmp_path: Path) -> N
         assert tokens(client, "0-1")[0][4] is None, "the vocabulary ends before it"
 
 
-def test_a_killed_server_leaves_nothing_behind(tmp_path: Path) -> None:
+def test_a_killed_server_leaves_nothing_behind(tmp_path):
     write_run(tmp_path / "runs" / "run")
     before = hashes(tmp_path / "runs")
     (tmp_path / "tmp").mkdir()

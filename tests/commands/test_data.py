@@ -27,9 +27,7 @@ def write(path: Path, rows: list[dict[str, str]]) -> str:
     return str(path)
 
 
-def test_it_shows_tokens_lengths_duplicates_and_overlap(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_it_shows_tokens_lengths_duplicates_and_overlap(tmp_path, capsys):
     rows = [{"prompt": prompt, "answer": "3"} for prompt in ("1+2=", "11+22=", "1+2=", "1+2=")]
     train = write(tmp_path / "train.jsonl", rows)
     held_out = write(tmp_path / "val.jsonl", rows[1:2])
@@ -72,7 +70,7 @@ def test_it_shows_tokens_lengths_duplicates_and_overlap(
     )
 
 
-def test_bad_data_is_one_message(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_bad_data_is_one_message(tmp_path, capsys):
     (tmp_path / "empty.jsonl").write_text("")
     for name, told in (("empty.jsonl", "no rows"), ("missing.jsonl", "missing.jsonl")):
         assert main(["data", "check", "grpo", *MODEL, f"data.train_files={tmp_path / name}"]) == 2

@@ -34,9 +34,7 @@ def compared_run(folder: Path, seed: int, reward: float = 0.0, response: str = "
     return folder
 
 
-def test_the_config_the_first_difference_and_what_noise_explains(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_config_the_first_difference_and_what_noise_explains(tmp_path, capsys):
     a = compared_run(tmp_path / "a", 0)
     b = compared_run(tmp_path / "b", 1, reward=0.2, response="samx")
     lines = printed(capsys, "diff", a, b)
@@ -52,9 +50,7 @@ def test_the_config_the_first_difference_and_what_noise_explains(
     assert found["metrics"][1]["low"] < 0.2 < found["metrics"][1]["high"]
 
 
-def test_a_folder_that_is_no_run_is_not_compared(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_folder_that_is_no_run_is_not_compared(tmp_path, capsys):
     (tmp_path / "other").mkdir()
     assert main(["diff", str(compared_run(tmp_path / "a", 0)), str(tmp_path / "other")]) == 2
     assert (
@@ -63,7 +59,7 @@ def test_a_folder_that_is_no_run_is_not_compared(
     )
 
 
-def test_a_run_equals_itself(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_equals_itself(tmp_path, capsys):
     a = compared_run(tmp_path / "a", 0)
     lines = printed(capsys, "diff", a, a)
     assert "config, different: 0 keys" in lines

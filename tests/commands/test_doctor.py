@@ -1,7 +1,5 @@
 """`distflow doctor`: the sandbox of a run, and a machine without an accelerator."""
 
-from pathlib import Path
-
 import pytest
 import torch
 
@@ -28,14 +26,12 @@ def sections(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, l
     return found
 
 
-def test_a_folder_that_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_folder_that_is_not_there(capsys):
     assert main(["doctor", "no/such/run"]) == 2
     assert "no/such/run" in capsys.readouterr().err
 
 
-def test_what_would_hold_programs(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_would_hold_programs(capsys, monkeypatch):
     """The level, and what keeps the stronger one away; where there is none, what to install."""
     told = "sandbox for code under test: "
 
@@ -58,7 +54,7 @@ def checks_of_device(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[i
 @pytest.mark.skipif(
     torch.accelerator.is_available(), reason="wants a machine without an accelerator"
 )
-def test_without_a_device_it_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+def test_without_a_device_it_says_so(capsys):
     """A fault only where one is asked for. What it finds on a device is in
     tests/device/test_doctor.py."""
     none = (
@@ -80,9 +76,7 @@ def test_without_a_device_it_says_so(capsys: pytest.CaptureFixture[str]) -> None
 @pytest.mark.skipif(
     torch.accelerator.is_available(), reason="wants a machine without an accelerator"
 )
-def test_a_driver_whose_device_torch_does_not_find_is_a_fault(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_driver_whose_device_torch_does_not_find_is_a_fault(tmp_path, capsys, monkeypatch):
     """A run would be on the CPU, and nobody told."""
     driver = tmp_path / "version"
     driver.write_text(
@@ -110,9 +104,7 @@ def test_a_driver_whose_device_torch_does_not_find_is_a_fault(
         ),
     ],
 )
-def test_what_a_chat_template_does_in_episodes(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, said: list[str]
-) -> None:
+def test_what_a_chat_template_does_in_episodes(tmp_path, capsys, name, said):
     FAMILIES[name]().tokenizer.save_pretrained(tmp_path)
     (tmp_path / "config.json").write_text('{"model_type": "qwen3"}')
     assert main(["doctor", "--template", str(tmp_path)]) == 0
@@ -134,13 +126,8 @@ def test_what_a_chat_template_does_in_episodes(
     ],
 )
 def test_a_template_that_never_ends_or_fills_the_memory(
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-    template: str,
-    limit_s: float,
-    said: str,
-) -> None:
+    tmp_path, capsys, monkeypatch, template, limit_s, said
+):
     monkeypatch.setattr(chat_template, "RENDERS_WITHIN_S", limit_s)
     FAMILIES["gemma"]().tokenizer.save_pretrained(tmp_path)
     (tmp_path / "config.json").write_text('{"model_type": "qwen3"}')
@@ -150,12 +137,12 @@ def test_a_template_that_never_ends_or_fills_the_memory(
     assert "turns: cannot be used: the chat template" in out and said in out
 
 
-def test_a_template_that_is_not_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_template_that_is_not_there(tmp_path, capsys):
     assert main(["doctor", "--template", "builtin:tiny-arithmetic"]) == 0
     assert "turns: cannot be used: messages need a chat template" in capsys.readouterr().out
     assert main(["doctor", "--template", str(tmp_path / "nothing")]) == 2
 
 
-def test_a_folder_that_is_no_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_folder_that_is_no_run(tmp_path, capsys):
     assert main(["doctor", str(tmp_path)]) == 2
     assert "is not a run's folder" in capsys.readouterr().err

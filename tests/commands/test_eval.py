@@ -1,9 +1,5 @@
 """`distflow eval`."""
 
-from pathlib import Path
-
-import pytest
-
 from distflow.cli import main
 
 SMALL = (
@@ -12,9 +8,7 @@ SMALL = (
 )
 
 
-def test_what_is_evaluated_is_not_said_to_be_trained_on(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_is_evaluated_is_not_said_to_be_trained_on(tmp_path, capsys):
     assert main(["eval", "examples/tiny.yaml", *SMALL, f"--to={tmp_path}/there"]) == 0
     said = capsys.readouterr().out
     assert "val_correct/all/mean" in said

@@ -11,9 +11,7 @@ FILES = Path(__file__).parent / "migration" / "files"
 
 
 @pytest.mark.slow
-def test_the_config_is_printed_and_what_is_missing_goes_to_the_other_stream(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_the_config_is_printed_and_what_is_missing_goes_to_the_other_stream(capsys):
     assert main(["migrate", str(FILES / "verl_grpo.sh"), "--devices", "1"]) == 0
     out, err = capsys.readouterr()
     config = yaml.safe_load(out)
@@ -24,9 +22,7 @@ def test_the_config_is_printed_and_what_is_missing_goes_to_the_other_stream(
 
 
 @pytest.mark.slow
-def test_a_written_config_is_accepted_and_has_no_key_that_nothing_reads(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_written_config_is_accepted_and_has_no_key_that_nothing_reads(tmp_path, capsys):
     target = tmp_path / "mine.yaml"
     script = tmp_path / "train.sh"
     rows = "data.train_files=builtin:arithmetic-rl data.val_files=builtin:arithmetic-val"
@@ -85,9 +81,7 @@ BAD = {
 
 
 @pytest.mark.parametrize("name", BAD)
-def test_a_file_that_cannot_be_read_is_refused_with_one_message(
-    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_file_that_cannot_be_read_is_refused_with_one_message(name, tmp_path, capsys):
     content, said = BAD[name]
     path = tmp_path / name
     path.write_bytes(content if isinstance(content, bytes) else content.encode())
@@ -96,9 +90,7 @@ def test_a_file_that_cannot_be_read_is_refused_with_one_message(
     assert not out and said in err and name in err and "Traceback" not in err
 
 
-def test_a_config_of_ours_is_not_taken_for_another_systems(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_config_of_ours_is_not_taken_for_another_systems(tmp_path, capsys):
     """It would become another pipeline."""
     file = tmp_path / "mine.yaml"
     file.write_text(
@@ -111,16 +103,14 @@ def test_a_config_of_ours_is_not_taken_for_another_systems(
     assert main(["migrate", str(file)]) == 0
 
 
-def test_a_command_does_not_read_itself(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_command_does_not_read_itself(tmp_path, capsys):
     (tmp_path / "x.sh").write_text("trl grpo --config x.sh\n")
     assert main(["migrate", str(tmp_path / "x.sh")]) == 2
     assert "x.sh" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("suffix", ["toml", "json"])
-def test_other_forms_of_a_config_are_read(
-    suffix: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_other_forms_of_a_config_are_read(suffix, tmp_path, capsys):
     text = {
         "toml": 'model_name_or_path = "m"\nbeta = 0.5\n',
         "json": '{"model_name_or_path": "m", "beta": 0.5}',

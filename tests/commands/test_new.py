@@ -1,6 +1,5 @@
 """`distflow new` writes what trains as it is; every command's help."""
 
-from pathlib import Path
 from statistics import mean
 
 import pytest
@@ -12,9 +11,7 @@ from distflow.observe.run_reader import read_metrics
 
 
 @pytest.mark.slow
-def test_what_it_writes_trains_and_passes_the_reward_check(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_it_writes_trains_and_passes_the_reward_check(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     assert main(["new", "first run"]) == 0
     assert (
@@ -58,14 +55,12 @@ def test_what_it_writes_trains_and_passes_the_reward_check(
         assert "'first run' exists" in capsys.readouterr().err
 
 
-def test_the_help_shows_every_command() -> None:
+def test_the_help_shows_every_command():
     shown = make_parser().format_help()
     assert all(entry.help in shown for entry in COMMANDS.values())
 
 
-def test_a_place_that_cannot_be_is_named_and_spaces_are_quoted(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_place_that_cannot_be_is_named_and_spaces_are_quoted(tmp_path, capsys):
     (tmp_path / "file").touch()
     assert main(["new", str(tmp_path / "file" / "x")]) == 2
     assert "cannot be made" in capsys.readouterr().err
@@ -73,9 +68,7 @@ def test_a_place_that_cannot_be_is_named_and_spaces_are_quoted(
     assert f"distflow train '{tmp_path}/a b/config.yaml'" in capsys.readouterr().out
 
 
-def test_a_folder_with_signs_of_yaml_is_written_as_it_is(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_folder_with_signs_of_yaml_is_written_as_it_is(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     for name in ("run #1", "a: b", "[x]", "- ä"):
         assert main(["new", f"./{name}"]) == 0

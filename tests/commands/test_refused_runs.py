@@ -50,9 +50,7 @@ def refusal(
 
 
 @pytest.mark.parametrize("fault", BAD)
-def test_three_commands_refuse_the_same_runs(
-    fault: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_three_commands_refuse_the_same_runs(fault, tmp_path, capsys):
     (tmp_path / "rows.jsonl").write_text(json.dumps({"question": "1+1=", "answer": "2"}) + "\n")
     said = {
         command: refusal(command, BAD[fault], tmp_path, capsys)
@@ -62,7 +60,7 @@ def test_three_commands_refuse_the_same_runs(
     assert said["plan"] == said["train"]
 
 
-def test_what_may_be_elsewhere_is_not_refused(capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_may_be_elsewhere_is_not_refused(capsys):
     assert main(["config", "quickstart_grpo", "actor_rollout_ref.model.path=runs/not/there"]) == 0
     assert main(["config", "grpo", "--explain", "data.train_files"]) == 0
     assert main(["plan", *RUN, "--device", "h100", "trainer.n_gpus_per_node=64"]) == 0

@@ -10,9 +10,7 @@ from distflow.cli import main
 DATA = ("--data", "builtin:arithmetic-rl", "--rows", "4", "--workers", "1")
 
 
-def test_a_reward_without_and_one_with_faults(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_reward_without_and_one_with_faults(tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("ends.py").write_text(
         "def compute_score(solution_str, ground_truth):\n"
@@ -37,9 +35,7 @@ def test_a_reward_without_and_one_with_faults(
         assert "call takes" in said and "no fault found" not in said
 
 
-def test_rows_without_an_answer_are_counted(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_rows_without_an_answer_are_counted(tmp_path, capsys):
     rows = [
         {"prompt": "5 m in cm=", "answer": "500"},
         {"prompt": "x"},
@@ -73,17 +69,13 @@ def test_rows_without_an_answer_are_counted(
         (("math", *DATA, "--answer-key", "label"), "'label'"),
     ],
 )
-def test_what_cannot_be_checked_is_the_users_fault(
-    arguments: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_cannot_be_checked_is_the_users_fault(arguments, message, capsys):
     assert main(["reward", "check", *arguments]) == 2
     assert message in capsys.readouterr().err
 
 
 @pytest.mark.slow
-def test_reference_solutions_that_fail_their_own_tests_are_listed_with_the_case(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_reference_solutions_that_fail_their_own_tests_are_listed_with_the_case(tmp_path, capsys):
     rows = [
         {
             "prompt": "Add one.",
@@ -106,9 +98,7 @@ def test_reference_solutions_that_fail_their_own_tests_are_listed_with_the_case(
     assert "rows.jsonl:5)" in capsys.readouterr().out
 
 
-def test_the_readmes_own_reward_has_no_fault(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_readmes_own_reward_has_no_fault(tmp_path, monkeypatch, capsys):
     text = (Path(__file__).parents[2] / "README.md").read_text()
     monkeypatch.chdir(tmp_path)
     Path("problems.jsonl").write_text(
@@ -119,9 +109,7 @@ def test_the_readmes_own_reward_has_no_fault(
     assert status == 0, capsys.readouterr().out
 
 
-def test_a_column_that_is_not_there_is_named_by_its_option(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_column_that_is_not_there_is_named_by_its_option(tmp_path, capsys):
     (tmp_path / "rows.jsonl").write_text('{"question": "1+1=", "answer": "2"}\n')
     assert main(["reward", "check", "exact_match", "--data", str(tmp_path / "rows.jsonl")]) == 2
     said = capsys.readouterr().err
@@ -140,9 +128,7 @@ def test_a_column_that_is_not_there_is_named_by_its_option(
         (("--options", "{bad"), "write a JSON object"),
     ],
 )
-def test_an_option_that_cannot_be_is_refused_by_its_name(
-    option: tuple[str, str], said: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_option_that_cannot_be_is_refused_by_its_name(option, said, capsys):
     with pytest.raises(SystemExit, match="2"):
         main(["reward", "check", "exact_match", *DATA, *option])
     assert f"argument {option[0]}: {said}" in capsys.readouterr().err

@@ -34,7 +34,7 @@ def outcomes(out: str) -> dict[str, str]:
 
 
 @pytest.mark.slow
-def test_an_engine_that_does_what_it_must_exits_0(capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_engine_that_does_what_it_must_exits_0(capsys):
     assert main(["rollout", "check", "examples/tiny.yaml"]) == 0
     out = capsys.readouterr().out
     found = outcomes(out)
@@ -46,9 +46,7 @@ def test_an_engine_that_does_what_it_must_exits_0(capsys: pytest.CaptureFixture[
 
 
 @pytest.mark.slow
-def test_an_engine_of_the_users_own_that_does_not_exits_1(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_engine_of_the_users_own_that_does_not_exits_1(capsys, monkeypatch):
     entry = RolloutEngineEntry("shifted", f"{__name__}:{ShiftedEngine.__name__}")
     monkeypatch.setitem(ROLLOUT_ENGINES, "embedded", entry)
     assert main(["rollout", "check", "examples/tiny.yaml"]) == 1
@@ -60,6 +58,6 @@ def test_an_engine_of_the_users_own_that_does_not_exits_1(
     )
 
 
-def test_a_config_without_a_model_says_what_to_set(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_config_without_a_model_says_what_to_set(capsys):
     assert main(["rollout", "check", "grpo"]) == 2
     assert "actor_rollout_ref.model.path" in capsys.readouterr().err

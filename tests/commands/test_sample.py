@@ -17,7 +17,7 @@ def printed(capsys: pytest.CaptureFixture[str], *arguments: str | Path) -> list[
     return capsys.readouterr().out.splitlines()
 
 
-def test_a_sample_with_its_group(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_sample_with_its_group(tmp_path, capsys):
     run_dir = write_run(tmp_path / "run")
     lines = printed(capsys, "why", run_dir, "--sample", "2-1")
     assert lines[0] == f"sample 2-1 of {run_dir}: step 2, train"
@@ -31,9 +31,7 @@ def test_a_sample_with_its_group(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert shown["sample"]["response"] == HOSTILE
 
 
-def test_an_episode_is_told_turn_by_turn(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_episode_is_told_turn_by_turn(tmp_path, capsys):
     turns = [
         {"owner": "prompt", "text": "3 + 4?"},
         {"owner": "policy", "text": HOSTILE},
@@ -47,9 +45,7 @@ def test_an_episode_is_told_turn_by_turn(
     assert lines[lines.index("environment 1.2 (given)") + 1] == "  so?"
 
 
-def test_a_dropped_sample_one_of_a_run_without_a_ledger_and_none(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_dropped_sample_one_of_a_run_without_a_ledger_and_none(tmp_path, capsys):
     run_dir = tmp_path / "run"
     with RunFolder(run_dir, 0) as run:
         run.samples(1, [{"uid": "3-0", "response": "x", "score": 1.0, "reward": 0.75}])

@@ -1,15 +1,9 @@
 """`distflow sandbox run`: a program of a file, for people."""
 
-from pathlib import Path
-
-import pytest
-
 from distflow.cli import main
 
 
-def test_a_program_runs_and_its_end_is_reported(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_program_runs_and_its_end_is_reported(tmp_path, capfd):
     program = tmp_path / "program.py"
     given = tmp_path / "given.txt"
     program.write_text(
@@ -26,9 +20,7 @@ def test_a_program_runs_and_its_end_is_reported(
     )
 
 
-def test_one_that_fails_and_one_that_is_not_there(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_one_that_fails_and_one_that_is_not_there(tmp_path, capfd):
     program = tmp_path / "program.py"
     program.write_text("import os\nos.fork()")
     assert main(["sandbox", "run", str(program)]) == 1

@@ -5,8 +5,6 @@ import signal
 import socket
 import subprocess
 import sys
-from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -16,7 +14,7 @@ from tests.tiny_models import write_tiny_model
 
 
 @pytest.fixture
-def openai() -> Any:
+def openai():
     """Imported by the tests that use it."""
     return pytest.importorskip(
         "openai", reason="the server is tested with the official client (extra dev)"
@@ -24,7 +22,7 @@ def openai() -> Any:
 
 
 @pytest.mark.slow
-def test_a_model_is_served_until_ctrl_c(tmp_path: Path, openai: Any) -> None:
+def test_a_model_is_served_until_ctrl_c(tmp_path, openai):
     model = write_tiny_model(tmp_path / "model")
     command = [sys.executable, "-m", "distflow", "serve", str(model), "--port", "0"]
     server = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
@@ -69,7 +67,7 @@ def test_a_model_is_served_until_ctrl_c(tmp_path: Path, openai: Any) -> None:
 
 
 @pytest.mark.slow
-def test_a_key_of_the_environment_is_asked_for_and_not_printed(tmp_path: Path, openai: Any) -> None:
+def test_a_key_of_the_environment_is_asked_for_and_not_printed(tmp_path, openai):
     command = [
         sys.executable,
         "-m",
@@ -109,16 +107,12 @@ def test_a_key_of_the_environment_is_asked_for_and_not_printed(tmp_path: Path, o
             server.kill()
 
 
-def test_a_model_that_is_not_there_is_named(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_model_that_is_not_there_is_named(tmp_path, capsys):
     assert main(["serve", str(tmp_path / "nothing")]) == 2
     assert "nothing" in capsys.readouterr().err
 
 
-def test_an_address_that_cannot_be_listened_on_is_named_before_the_model_is_loaded(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_an_address_that_cannot_be_listened_on_is_named_before_the_model_is_loaded(capsys):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         for port in (taken.getsockname()[1], 70_000):
             assert main(["serve", "no_such_model", "--port", str(port)]) == 2

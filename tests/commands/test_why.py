@@ -82,9 +82,7 @@ def table(lines: list[str], title: str) -> list[dict[str, str]]:
     return [dict(zip(names, row, strict=False)) for row in cells]
 
 
-def test_groups_retries_drops_and_rewards(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_groups_retries_drops_and_rewards(tmp_path, capsys):
     run_dir = write_run(tmp_path / "run")
     status, lines, err = why(capsys, str(run_dir), "2")
     assert (status, err) == (0, "")
@@ -109,17 +107,13 @@ def test_groups_retries_drops_and_rewards(
     assert dropped["reason"] == "\\x1b]0;owned\\x07\\u202egnp⏎next"
 
 
-def test_columns_that_say_nothing_are_left_out(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_columns_that_say_nothing_are_left_out(tmp_path, capsys):
     _, lines, _ = why(capsys, str(write_run(tmp_path)), "1")
     assert "attempts" not in lines[lines.index("groups") + 1]
     assert "dropped meanwhile: none" in lines
 
 
-def test_the_step_that_a_killed_run_left(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_step_that_a_killed_run_left(tmp_path, capsys):
     _, lines, _ = why(capsys, str(write_run(tmp_path)), "3")
     assert "step 3 of" in lines[0]
     assert lines[0].endswith(
@@ -128,9 +122,7 @@ def test_the_step_that_a_killed_run_left(
     assert [row["state"] for row in table(lines, "groups")] == ["generating", "generating"]
 
 
-def test_the_newest_run_of_the_folder_is_meant(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_newest_run_of_the_folder_is_meant(tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     status, _, err = why(capsys, "1")
     assert status == 2 and "name the run's folder" in err
@@ -151,13 +143,7 @@ def test_the_newest_run_of_the_folder_is_meant(
         ((".", "1"), "is not a run's folder, but contains runs: name run, for example"),
     ],
 )
-def test_a_mistake_is_one_message_and_status_2(
-    arguments: tuple[str, ...],
-    words: str,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_mistake_is_one_message_and_status_2(arguments, words, tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     write_run(tmp_path / "run")
     (tmp_path / "empty").mkdir()

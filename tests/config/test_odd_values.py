@@ -3,7 +3,6 @@ rule computes on a value that was refused."""
 
 import os
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 
 import pytest
 
@@ -58,7 +57,7 @@ def refused(values: Mapping[str, object]) -> ConfigError | None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("around", one_fast_in(3, AROUND.values(), others=BY_HAND), ids=AROUND)
-def test_every_key_takes_odd_values_or_is_named(around: dict[str, object]) -> None:
+def test_every_key_takes_odd_values_or_is_named(around):
     for key in schema_keys():
         for value in wrong_values(key):
             if (error := refused({**GOOD, **around, key: value})) is not None:
@@ -66,13 +65,13 @@ def test_every_key_takes_odd_values_or_is_named(around: dict[str, object]) -> No
                 assert named, f"{key}={value!r}: {error}"
 
 
-def test_a_size_of_zero_is_one_problem() -> None:
+def test_a_size_of_zero_is_one_problem():
     for key in ("actor_rollout_ref.actor.ppo_mini_batch_size", "data.train_batch_size"):
         error = refused({**GOOD, "trainer.total_training_steps": 10, key: 0})
         assert error is not None and [each.places[0][0] for each in error.problems] == [key], error
 
 
-def test_an_engine_that_does_not_exist_is_named_beside_policies_of_agents() -> None:
+def test_an_engine_that_does_not_exist_is_named_beside_policies_of_agents():
     with pytest.raises(ConfigError, match=r"rollout\.name[^\n]*\n[^\n]*'vlm', "):
         config_from_dict(nested({**GOOD, **AROUND["policies of agents"], f"{ROLLOUT}.name": "vlm"}))
 
@@ -89,13 +88,13 @@ def test_an_engine_that_does_not_exist_is_named_beside_policies_of_agents() -> N
         *("custom_reward_function.path", "actor_rollout_ref.model.tokenizer_path"),
     ),
 )
-def test_a_path_that_the_system_refuses_is_named(key: str) -> None:
+def test_a_path_that_the_system_refuses_is_named(key):
     with pytest.raises(ConfigError, match=rf"(?m)^  {key}") as found:
         load_config("grpo", [f"{key}={'x' * 300}/x"], complete=False, needed=NEEDED_TO_TRAIN)
     assert "xxx/x" in str(found.value) or key == "trainer.resume_mode"
 
 
-def test_a_home_of_nobody_is_named() -> None:
+def test_a_home_of_nobody_is_named():
     with pytest.raises(ConfigError, match="data.train_files = '~nobody-at-all/x.jsonl'"):
         load_config(
             "grpo",
@@ -106,7 +105,7 @@ def test_a_home_of_nobody_is_named() -> None:
 
 
 @pytest.mark.skipif(os.getuid() == 0, reason="root may read everything")
-def test_a_file_in_a_folder_of_somebody_else_is_named(tmp_path: Path) -> None:
+def test_a_file_in_a_folder_of_somebody_else_is_named(tmp_path):
     (tmp_path / "closed").mkdir(mode=0)
     with pytest.raises(ConfigError, match="Permission denied"):
         load_config(
@@ -117,6 +116,6 @@ def test_a_file_in_a_folder_of_somebody_else_is_named(tmp_path: Path) -> None:
         )
 
 
-def test_a_preset_with_an_endless_name_is_one_message() -> None:
+def test_a_preset_with_an_endless_name_is_one_message():
     with pytest.raises(ConfigError, match="File name too long"):
         load_config("x" * 300)

@@ -40,7 +40,7 @@ def try_checks(folder: Path, *names: str) -> dict[str, str]:
 
 
 @on_device
-def test_a_device_that_computes_what_a_cpu_does_passes_every_check() -> None:
+def test_a_device_that_computes_what_a_cpu_does_passes_every_check():
     status, found = doctor(
         "grpo", f"{MODEL}.path=builtin:tiny-arithmetic", f"{MODEL}.dtype=float32"
     )
@@ -49,7 +49,7 @@ def test_a_device_that_computes_what_a_cpu_does_passes_every_check() -> None:
 
 
 @on_device
-def test_a_wrong_kernel_is_found(tmp_path: Path) -> None:
+def test_a_wrong_kernel_is_found(tmp_path):
     library = torch.library.Library("aten", "IMPL")
     computed = ("log-probs, float32", "GRPO steps")
     assert not try_checks(tmp_path / "sound", *computed)
@@ -59,7 +59,7 @@ def test_a_wrong_kernel_is_found(tmp_path: Path) -> None:
 
 @pytest.mark.by_hand
 @on_device
-def test_a_wrong_gradient_is_found(tmp_path: Path) -> None:
+def test_a_wrong_gradient_is_found(tmp_path):
     """Log-probs are right."""
     library = torch.library.Library("aten", "IMPL")
     library.impl(
@@ -75,7 +75,7 @@ def test_a_wrong_gradient_is_found(tmp_path: Path) -> None:
 
 
 @on_device
-def test_a_dtype_that_the_device_does_not_know_is_found(tmp_path: Path) -> None:
+def test_a_dtype_that_the_device_does_not_know_is_found(tmp_path):
     """torch then computes in float32, and only warns."""
     torch.rehearsal.get_amp_supported_dtype = lambda: [torch.float16]
     found = try_checks(tmp_path / "folder", "log-probs, float32", "log-probs, bfloat16")
@@ -86,6 +86,6 @@ def test_a_dtype_that_the_device_does_not_know_is_found(tmp_path: Path) -> None:
 
 
 @on_device
-def test_too_few_devices_are_found() -> None:
+def test_too_few_devices_are_found():
     found = find_device("auto", 2)
     assert found.outcome == "failed" and "trainer.n_gpus_per_node=2" in found.text

@@ -74,7 +74,7 @@ def send(
 
 
 @on_device
-def test_an_engine_on_the_device_of_another_process_gets_them_bit_for_bit(tmp_path: Path) -> None:
+def test_an_engine_on_the_device_of_another_process_gets_them_bit_for_bit(tmp_path):
     folder = write_tiny_model(tmp_path / "model")
     model = load_model(folder, device="rehearsal")
     worker, theirs = forks.Pipe()

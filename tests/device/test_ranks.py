@@ -1,8 +1,6 @@
 """Two ranks on devices of the rehearsal, over a backend that copies through the host: sharded
 weights and gradients and layers divided over ranks, leave what one process leaves on a CPU."""
 
-from pathlib import Path
-
 import pytest
 
 from distflow import cli
@@ -23,9 +21,7 @@ LAYOUTS = {
 
 @pytest.mark.parametrize("name", one_fast_in(4, LAYOUTS, others=BY_HAND))
 @on_device
-def test_two_ranks_leave_what_one_process_does(
-    tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_two_ranks_leave_what_one_process_does(tmp_path, name, monkeypatch):
     monkeypatch.setenv("REHEARSAL_DEVICES", "2")
     ground = Playground(tmp_path, num_rows=8)
     keys = (

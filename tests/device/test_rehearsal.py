@@ -10,7 +10,7 @@ pytestmark = pytest.mark.slow
 
 
 @on_device
-def test_tensors_of_the_host_and_of_the_device_do_not_mix() -> None:
+def test_tensors_of_the_host_and_of_the_device_do_not_mix():
     x, mask = torch.ones(2, 3, device="rehearsal"), torch.ones(2, 3).bool()
     for mistake in (
         lambda: x * mask,
@@ -26,7 +26,7 @@ def test_tensors_of_the_host_and_of_the_device_do_not_mix() -> None:
 
 
 @on_device
-def test_waits_are_counted() -> None:
+def test_waits_are_counted():
     from torch_rehearsal import Events
 
     x = torch.arange(4.0, device="rehearsal")

@@ -2,7 +2,6 @@
 
 from collections import ChainMap
 from contextlib import nullcontext
-from pathlib import Path
 
 import pytest
 import torch
@@ -119,7 +118,7 @@ def close(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> None:
     "name", [pytest.param(name, marks=() if name == "embedded" else BY_HAND) for name in RUNS]
 )
 @on_device
-def test_a_run_is_that_of_a_cpu_and_passes_its_checks(tmp_path: Path, name: str) -> None:
+def test_a_run_is_that_of_a_cpu_and_passes_its_checks(tmp_path, name):
     preset, *keys = RUNS[name]
     ground = Playground(tmp_path, num_rows=8)
     there = run_on("rehearsal", ground, preset, *keys, "trust.check_freq=1")
@@ -130,7 +129,7 @@ def test_a_run_is_that_of_a_cpu_and_passes_its_checks(tmp_path: Path, name: str)
 
 @BY_HAND
 @on_device
-def test_fine_tuning_is_that_of_a_cpu(tmp_path: Path) -> None:
+def test_fine_tuning_is_that_of_a_cpu(tmp_path):
     ground = Playground(tmp_path)
     ground.write_rows([{"prompt": f"{i}+{i}=", "response": f"{2 * i}"} for i in range(8)])
     keys = (f"data.val_files={tmp_path}/rows.jsonl", "trainer.test_freq=1")
@@ -139,7 +138,7 @@ def test_fine_tuning_is_that_of_a_cpu(tmp_path: Path) -> None:
 
 @BY_HAND
 @on_device
-def test_generation_ahead_of_training_passes_its_checks(tmp_path: Path) -> None:
+def test_generation_ahead_of_training_passes_its_checks(tmp_path):
     """Two threads use the device at once."""
     ground = Playground(tmp_path, num_rows=8)
     passed(run_on("rehearsal", ground, "grpo", "async.max_staleness=1", "trust.check_freq=1"))
@@ -147,7 +146,7 @@ def test_generation_ahead_of_training_passes_its_checks(tmp_path: Path) -> None:
 
 @BY_HAND
 @on_device
-def test_generation_ahead_of_training_is_that_of_a_cpu(tmp_path: Path) -> None:
+def test_generation_ahead_of_training_is_that_of_a_cpu(tmp_path):
     """At a learning rate that moves no weight: else it depends on time which tokens have which
     weights."""
     ground = Playground(tmp_path, num_rows=16)
@@ -162,9 +161,7 @@ def test_generation_ahead_of_training_is_that_of_a_cpu(tmp_path: Path) -> None:
 
 @BY_HAND
 @on_device
-def test_an_engine_that_frees_its_own_weights_while_training_generates_the_same_bits(
-    tmp_path: Path,
-) -> None:
+def test_an_engine_that_frees_its_own_weights_while_training_generates_the_same_bits(tmp_path):
     runs = {}
     for name, more in (("plain", ()), ("freed", (FREE,))):
         (tmp_path / name).mkdir()
@@ -187,7 +184,7 @@ def test_an_engine_that_frees_its_own_weights_while_training_generates_the_same_
 
 @pytest.mark.parametrize("name", [None, "loss_mask", pytest.param("advantages", marks=BY_HAND)])
 @on_device
-def test_a_column_that_is_left_on_the_host_is_found(tmp_path: Path, name: str | None) -> None:
+def test_a_column_that_is_left_on_the_host_is_found(tmp_path, name):
     """On a CPU the same run ends."""
     model = load_model(write_tiny_model(tmp_path), device="rehearsal")
     optimizer = make_optimizer("sgd", model.parameters(), lr=1e-3)
@@ -214,8 +211,8 @@ def test_a_column_that_is_left_on_the_host_is_found(tmp_path: Path, name: str | 
 @BY_HAND
 @on_device
 def test_weights_that_are_offloaded_while_an_engine_in_bfloat16_generates_pass_their_checks(
-    tmp_path: Path,
-) -> None:
+    tmp_path,
+):
     ground = Playground(tmp_path, num_rows=8)
     away = (
         f"{ACTOR}.fsdp_config.param_offload=true",
@@ -228,7 +225,7 @@ def test_weights_that_are_offloaded_while_an_engine_in_bfloat16_generates_pass_t
 
 @BY_HAND
 @on_device
-def test_a_run_resumes_bit_for_bit_and_exports(tmp_path: Path) -> None:
+def test_a_run_resumes_bit_for_bit_and_exports(tmp_path):
     """Also from what a CPU saved."""
     ground = Playground(tmp_path, num_rows=8)
     keys = (f"data.val_files={tmp_path}/rows.jsonl", "trainer.test_freq=1", "trainer.save_freq=1")

@@ -65,7 +65,7 @@ def waits_of_step(folder: Path, max_tokens: int, loss) -> Counter:
 
 
 @on_device
-def test_a_decode_step_waits_once() -> None:
+def test_a_decode_step_waits_once():
     short = waits_of_response(20)
     long = waits_of_response(60)
     assert (long - short).keys() == {
@@ -75,7 +75,7 @@ def test_a_decode_step_waits_once() -> None:
 
 
 @on_device
-def test_a_number_that_each_decode_step_reads_is_found() -> None:
+def test_a_number_that_each_decode_step_reads_is_found():
     logits = DecoderView.logits
 
     def reads(self, hidden):
@@ -91,7 +91,7 @@ def test_a_number_that_each_decode_step_reads_is_found() -> None:
 
 
 @on_device
-def test_receipts_and_the_check_of_sent_weights_wait_once_for_a_bucket(tmp_path: Path) -> None:
+def test_receipts_and_the_check_of_sent_weights_wait_once_for_a_bucket(tmp_path):
     from torch_rehearsal import Events
 
     model = load_model(write_tiny_model(tmp_path))
@@ -117,13 +117,13 @@ OBJECTIVES = {
 
 @pytest.mark.parametrize("name", OBJECTIVES)
 @on_device
-def test_no_micro_batch_waits(tmp_path: Path, name: str) -> None:
+def test_no_micro_batch_waits(tmp_path, name):
     few, many = (waits_of_step(tmp_path, tokens, OBJECTIVES[name]) for tokens in (1000, 20))
     assert few == many == {("wait", "copy to the host", "training/torch_engine.py _read_sums"): 1}
 
 
 @on_device
-def test_a_number_that_a_loss_reads_is_found(tmp_path: Path) -> None:
+def test_a_number_that_a_loss_reads_is_found(tmp_path):
     class Reads(PolicyObjective):
         def __call__(self, outputs, micro, counts):
             assert float(outputs["log_probs"].detach().sum()) < 0
@@ -162,7 +162,7 @@ def documented(heading: str) -> dict[str, bool]:
 
 @pytest.mark.parametrize("rollout", ["embedded", pytest.param("hf", marks=pytest.mark.by_hand)])
 @on_device
-def test_every_place_that_waits_is_named(tmp_path: Path, rollout: str) -> None:
+def test_every_place_that_waits_is_named(tmp_path, rollout):
     ground = Playground(tmp_path, num_rows=8)
     two, four = (waits_of_run(ground, rollout, steps) for steps in (2, 4))
     measured = {place: four[place] > two[place] for place in four}

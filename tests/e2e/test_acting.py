@@ -56,7 +56,7 @@ def flow(value: Any) -> str:
 
 
 @pytest.fixture
-def playground(tmp_path: Path) -> Playground:
+def playground(tmp_path):
     made = Playground(tmp_path)
     write_tiny_llava(tmp_path / "model")
     made.write_rows([{"prompt": f"{number}", "answer": "", "seed": number} for number in range(12)])
@@ -65,7 +65,7 @@ def playground(tmp_path: Path) -> Playground:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("preset", ["grpo", "embodied_srpo"])
-def test_every_check_of_a_run_passes(playground: Playground, preset: str) -> None:
+def test_every_check_of_a_run_passes(playground, preset):
     run = playground.run(preset, *ACTS, options())
     passed = {name for step in run.checks() for name in step["passed"]}
     assert {"episodes", "gradients", "log_probs", "masks", "rewards", "turns", "versions"} <= passed
@@ -80,7 +80,7 @@ def test_every_check_of_a_run_passes(playground: Playground, preset: str) -> Non
 
 
 @pytest.mark.slow
-def test_an_episode_whose_simulator_fails_is_never_a_zero(playground: Playground) -> None:
+def test_an_episode_whose_simulator_fails_is_never_a_zero(playground):
     """Places from 100 on fail: a group with one is replaced."""
     playground.write_rows(
         [{"prompt": f"{n}", "answer": "", "seed": 150 if n % 3 == 0 else n} for n in range(12)]

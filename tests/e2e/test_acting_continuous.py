@@ -2,7 +2,6 @@
 faults that the first step finds."""
 
 import math
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -52,14 +51,14 @@ def options(**changes: Any) -> str:
 
 
 @pytest.fixture
-def playground(tmp_path: Path) -> Playground:
+def playground(tmp_path):
     made = Playground(tmp_path)
     made.write_rows([{"prompt": f"{number}", "answer": "", "seed": number} for number in range(12)])
     return made
 
 
 @HEADS
-def test_every_check_of_a_run_passes(playground: Playground, actions: dict[str, Any]) -> None:
+def test_every_check_of_a_run_passes(playground, actions):
     keys = ("actor_rollout_ref.actor.use_kl_loss=true", "actor_rollout_ref.actor.entropy_coef=0.01")
     validates = (
         f"data.val_files={playground.folder}/rows.jsonl",
@@ -113,17 +112,13 @@ FAULTS = {
 
 
 @pytest.mark.parametrize("plant", FAULTS)
-def test_a_wrong_number_ends_the_run_in_the_first_step(
-    playground: Playground, monkeypatch: Patch, plant: Any
-) -> None:
+def test_a_wrong_number_ends_the_run_in_the_first_step(playground, monkeypatch, plant):
     plant(monkeypatch)
     with pytest.raises(TrustError, match=FAULTS[plant]):
         playground.run("grpo", *KEYS, options(), FAST)
 
 
-def test_numbers_that_are_not_finite_are_errors_of_their_episodes(
-    playground: Playground, monkeypatch: Patch
-) -> None:
+def test_numbers_that_are_not_finite_are_errors_of_their_episodes(playground, monkeypatch):
     """They are neither executed nor trained on, and the run ends with their cause."""
     right = hf.normal_of
     monkeypatch.setattr(hf, "normal_of", lambda *given: [each * math.nan for each in right(*given)])

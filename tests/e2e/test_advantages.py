@@ -1,8 +1,6 @@
 """What a run hands to its losses where several steps make the advantages, worked out again from its
 columns."""
 
-from pathlib import Path
-
 import pytest
 import torch
 from torch import Tensor
@@ -27,7 +25,7 @@ def standard(values: Tensor) -> Tensor:
 
 
 @pytest.mark.slow
-def test_gdpo_normalises_each_reward_function_apart(tmp_path: Path) -> None:
+def test_gdpo_normalises_each_reward_function_apart(tmp_path):
     playground = Playground(tmp_path)
     (tmp_path / "length.py").write_text(LENGTH)
     length = f"{tmp_path}/length.py:compute_score"

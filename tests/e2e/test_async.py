@@ -30,12 +30,12 @@ Without native decode steps, which would be done before the trainer comes with n
 
 
 @pytest.fixture(scope="module")
-def playground(tmp_path_factory: pytest.TempPathFactory) -> Playground:
+def playground(tmp_path_factory):
     return Playground(tmp_path_factory.mktemp("async"), num_rows=16)
 
 
 @pytest.fixture(scope="module")
-def long_tail(playground: Playground) -> Run:
+def long_tail(playground):
     # or they would take longer than all the rest of a step
     quick = ("trust.check_freq=0", "trust.canary_freq=0")
     steps = ("async.max_staleness=4", "trainer.total_training_steps=20")
@@ -61,9 +61,7 @@ def ledger(run: Run, kind: str) -> Iterator[dict[str, Any]]:
 
 
 @pytest.mark.slow
-def test_answers_span_three_versions_and_a_group_is_trained_four_steps_behind_its_start(
-    long_tail: Run,
-) -> None:
+def test_answers_span_three_versions_and_a_group_is_trained_four_steps_behind_its_start(long_tail):
     decoded = spans(long_tail, "engine", "decode")
     at_work: dict[int, set[int]] = defaultdict(set)
     issued = {}
@@ -85,7 +83,7 @@ def test_answers_span_three_versions_and_a_group_is_trained_four_steps_behind_it
 
 
 @pytest.mark.slow
-def test_the_ledger_shows_no_group_staler_than_the_bound(long_tail: Run) -> None:
+def test_the_ledger_shows_no_group_staler_than_the_bound(long_tail):
     account = verify(long_tail.folder / "ledger.jsonl")
     assert (
         account.consumed == 40 and account.running == account.complete == 0 and not account.dropped
@@ -117,9 +115,7 @@ class Pushed:
 
 
 @pytest.mark.slow
-def test_steps_without_an_update_send_nothing_and_count_on(
-    playground: Playground, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_steps_without_an_update_send_nothing_and_count_on(playground, monkeypatch):
     pushed = Pushed(monkeypatch)
     run = playground.run(
         "ppo",
@@ -142,8 +138,8 @@ def test_steps_without_an_update_send_nothing_and_count_on(
 
 @pytest.mark.slow
 def test_without_staleness_a_copy_on_a_thread_of_its_own_gives_the_numbers_of_shared_storage(
-    playground: Playground, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    playground, monkeypatch
+):
     """The machinery of weights in flight, at staleness 0."""
 
     def apart(spec: Spec) -> Spec:
@@ -162,9 +158,7 @@ def test_without_staleness_a_copy_on_a_thread_of_its_own_gives_the_numbers_of_sh
 
 
 @pytest.mark.slow
-def test_answers_that_an_update_cuts_off_are_begun_again(
-    playground: Playground, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_answers_that_an_update_cuts_off_are_begun_again(playground, monkeypatch):
     aborted = list[int]()
     follow = EmbeddedEngine._refresh_weights
 

@@ -1,8 +1,6 @@
 """How asynchronous runs come to their end: short data, few steps, filters, evaluations beside the
 stream."""
 
-from pathlib import Path
-
 import pytest
 
 from distflow.scheduling.sample_queue import Exhausted
@@ -20,7 +18,7 @@ CHEAP = (
 
 
 @pytest.fixture
-def ground(tmp_path: Path) -> Playground:
+def ground(tmp_path):
     return Playground(tmp_path, num_rows=10)
 
 
@@ -34,7 +32,7 @@ def whole(ground: Playground, staleness: int, num_epochs: int) -> Survivors:
     return audit(ground.folder / "run", staleness, places)
 
 
-def test_the_data_end_with_a_short_step(ground: Playground) -> None:
+def test_the_data_end_with_a_short_step(ground):
     run(
         ground,
         4,
@@ -48,7 +46,7 @@ def test_the_data_end_with_a_short_step(ground: Playground) -> None:
     ]
 
 
-def test_no_ticket_is_issued_that_no_step_will_consume(ground: Playground) -> None:
+def test_no_ticket_is_issued_that_no_step_will_consume(ground):
     run(ground, 4, "trainer.total_training_steps=3")
     issued = [r["group_id"] for r in records(ground.folder / "run") if r["kind"] == "issued"]
     consumed = [number for r in records(ground.folder / "run") for number in r.get("group_ids", ())]
@@ -58,9 +56,7 @@ def test_no_ticket_is_issued_that_no_step_will_consume(ground: Playground) -> No
 @pytest.mark.parametrize(
     ("staleness", "at_once"), one_fast_in(4, [(2, 3), (0, 1), (50, 100), (2, 1)], unpack=True)
 )
-def test_any_number_of_groups_in_flight_comes_to_the_end(
-    ground: Playground, staleness: int, at_once: int
-) -> None:
+def test_any_number_of_groups_in_flight_comes_to_the_end(ground, staleness, at_once):
     """Fewer than a step takes, and more than the run has."""
     run(ground, staleness, f"async.max_concurrent_rollouts={at_once}", "trainer.total_epochs=1")
     survived = whole(ground, staleness, 1)
@@ -85,7 +81,7 @@ DYNAMIC = (
 )
 
 
-def test_a_step_that_does_not_fill_goes_on_with_what_there_is(ground: Playground) -> None:
+def test_a_step_that_does_not_fill_goes_on_with_what_there_is(ground):
     ground.write_reward(NOW_AND_THEN.format(one_in=3))
 
     # the same answers at any version
@@ -104,7 +100,7 @@ def test_a_step_that_does_not_fill_goes_on_with_what_there_is(ground: Playground
     assert min(sizes) < 4 and set(survived.dropped.values()) == {"all_equal"}
 
 
-def test_a_step_that_does_not_fill_ends_the_run_where_that_is_wanted(ground: Playground) -> None:
+def test_a_step_that_does_not_fill_ends_the_run_where_that_is_wanted(ground):
     ground.write_reward(NOW_AND_THEN.format(one_in=12))
     with pytest.raises(Exhausted, match=r"needs 4 prompt groups, .*max_num_gen_batches"):
         run(ground, 2, *DYNAMIC[:2], f"{DYNAMIC[2]}1", preset="dapo")

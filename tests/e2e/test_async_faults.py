@@ -5,7 +5,6 @@ import json
 import time
 from collections import Counter
 from collections.abc import Iterable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -182,7 +181,7 @@ PLACES = {(0, row) for row in range(NUM_ROWS)}
 
 
 @pytest.fixture
-def ground(tmp_path: Path) -> Playground:
+def ground(tmp_path):
     ground = Playground(tmp_path, num_rows=NUM_ROWS)
     (tmp_path / "faulty.py").write_text(PROGRAM)
     return ground
@@ -269,7 +268,7 @@ def some_slow(names: Iterable[str]) -> list[ParameterSet]:
 
 
 @pytest.mark.parametrize("fault", some_slow(GOES_ON))
-def test_a_fault_costs_its_own_group_at_most(ground: Playground, fault: str) -> None:
+def test_a_fault_costs_its_own_group_at_most(ground, fault):
     run = start(ground, fault)
     assert run.status() == 0, run.said()
     assert (ground.folder / "fired").exists()
@@ -278,9 +277,7 @@ def test_a_fault_costs_its_own_group_at_most(ground: Playground, fault: str) -> 
 
 
 @pytest.mark.parametrize("fault", some_slow(ENDS))
-def test_a_run_that_cannot_go_on_ends_with_one_message_and_is_resumed(
-    ground: Playground, fault: str
-) -> None:
+def test_a_run_that_cannot_go_on_ends_with_one_message_and_is_resumed(ground, fault):
     status, message = ENDS[fault]
     patience = ("actor_rollout_ref.rollout.timeout_s=2",) if fault == "lost_request" else ()
     run = start(ground, fault, *patience)
@@ -302,7 +299,7 @@ def test_a_run_that_cannot_go_on_ends_with_one_message_and_is_resumed(
     assert set(unharmed(ground)) <= {"error", "max_retries"}
 
 
-def test_a_rollout_fifty_times_slower_is_trained_at_last(ground: Playground) -> None:
+def test_a_rollout_fifty_times_slower_is_trained_at_last(ground):
     run = start(ground, "slow_request")
     assert run.status() == 0, run.said()
     assert unharmed(ground) == {}

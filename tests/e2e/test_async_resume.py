@@ -120,7 +120,7 @@ PLACES = {(epoch, row) for epoch in range(NUM_EPOCHS) for row in range(NUM_ROWS)
 
 
 @pytest.fixture(scope="module")
-def ground(tmp_path_factory: pytest.TempPathFactory) -> Playground:
+def ground(tmp_path_factory):
     ground = Playground(tmp_path_factory.mktemp("async_resume"), num_rows=NUM_ROWS)
     (ground.folder / "killed.py").write_text(KILLED)
     return ground
@@ -155,7 +155,7 @@ def finish(ground: Playground, name: str, *overrides: str, flags: tuple[str, ...
 
 
 @pytest.fixture(scope="module")
-def undisturbed(ground: Playground) -> Survivors:
+def undisturbed(ground):
     return audit(finish(ground, "undisturbed"), STALENESS, PLACES)
 
 
@@ -180,9 +180,7 @@ def same_account(folder: Path, undisturbed: Survivors) -> None:
     assert len(set(survived.step.values())) == len(set(undisturbed.step.values()))
 
 
-def test_killed_four_times_a_run_trains_every_prompt_once(
-    ground: Playground, undisturbed: Survivors
-) -> None:
+def test_killed_four_times_a_run_trains_every_prompt_once(ground, undisturbed):
     kills = ["putting:9", "part run:2", "copying:60", "torn complete:7"]
     folder = hunted(ground, "four", kills)
     same_account(folder, undisturbed)
@@ -195,7 +193,7 @@ def moment(draw: random.Random) -> str:
 
 
 @pytest.fixture(scope="module")
-def cut(ground: Playground) -> Path:
+def cut(ground):
     """A run that was killed behind its fifth checkpoint, with complete groups in the queue and
     others under way."""
     assert start(ground, "cut", KILL_AT="renamed:5", HELD="23").status() == -9
@@ -209,9 +207,7 @@ def copied(cut: Path, name: str) -> str:
     return name
 
 
-def test_complete_groups_are_trained_as_they_were_and_begun_ones_start_again(
-    ground: Playground, cut: Path
-) -> None:
+def test_complete_groups_are_trained_as_they_were_and_begun_ones_start_again(ground, cut):
     left = Left(cut).run["coordinator"]
     folder = finish(ground, copied(cut, "as_they_were"))
     audit(folder, STALENESS, PLACES)
@@ -224,9 +220,7 @@ def test_complete_groups_are_trained_as_they_were_and_begun_ones_start_again(
 
 
 @pytest.mark.parametrize("staleness", [0, 1, 5])
-def test_a_run_goes_on_with_another_bound(
-    ground: Playground, cut: Path, undisturbed: Survivors, staleness: int
-) -> None:
+def test_a_run_goes_on_with_another_bound(ground, cut, undisturbed, staleness):
     """What no step can train on in time any more is dropped, with that reason, and nothing else
     is."""
     name = copied(cut, f"bound-{staleness}")
@@ -261,7 +255,7 @@ def all_metrics(folder: Path) -> list[tuple[tuple[int, str], dict[str, float]]]:
 
 
 @pytest.mark.parametrize("batch", [pytest.param(3, marks=pytest.mark.slow), 6])
-def test_a_run_goes_on_with_another_batch_size(ground: Playground, cut: Path, batch: int) -> None:
+def test_a_run_goes_on_with_another_batch_size(ground, cut, batch):
     keys = ("data.train_batch_size", "actor_rollout_ref.actor.ppo_mini_batch_size")
     allowed = tuple(flag for key in keys for flag in ("--allow-change", key))
     name = copied(cut, f"batch-{batch}")
@@ -275,7 +269,7 @@ def test_a_run_goes_on_with_another_batch_size(ground: Playground, cut: Path, ba
 
 
 @pytest.mark.slow
-def test_a_synchronous_run_goes_on_asynchronously_and_back(ground: Playground) -> None:
+def test_a_synchronous_run_goes_on_asynchronously_and_back(ground):
     allow = ("--allow-change", "async.max_staleness")
     assert (
         start(ground, "there_and_back", "async.max_staleness=0", KILL_AT="renamed:3").status() == -9
@@ -296,9 +290,7 @@ def steps_journaled(folder: Path) -> int:
 @pytest.mark.parametrize(
     "number", [pytest.param(signal.SIGINT, marks=pytest.mark.slow), signal.SIGTERM]
 )
-def test_a_stopped_run_saves_and_goes_on_with_what_was_under_way(
-    ground: Playground, undisturbed: Survivors, number: signal.Signals
-) -> None:
+def test_a_stopped_run_saves_and_goes_on_with_what_was_under_way(ground, undisturbed, number):
     name = f"stopped-{number}"
     run = start(ground, name, "trainer.save_freq=99")
     run.wait_for(lambda: steps_journaled(ground.folder / name) >= 2)

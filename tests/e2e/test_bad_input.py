@@ -23,7 +23,7 @@ Prepare = Callable[[Playground], None]
 
 
 @pytest.fixture
-def ground(tmp_path: Path) -> Playground:
+def ground(tmp_path):
     return Playground(tmp_path, num_rows=4)
 
 
@@ -161,12 +161,7 @@ BAD_INPUT: dict[str, tuple[Prepare, tuple[str, ...], tuple[str, ...]]] = {
 
 
 @pytest.mark.parametrize("what", BAD_INPUT)
-def test_one_message_names_what_to_change(
-    ground: Playground,
-    capsys: pytest.CaptureFixture[str],
-    what: str,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_one_message_names_what_to_change(ground, capsys, what, monkeypatch):
     if what == "no CUDA":
         import torch
 
@@ -180,9 +175,7 @@ def test_one_message_names_what_to_change(
     refused(capsys, 2, status, *needed)
 
 
-def test_a_user_s_node_is_the_user_s_fault_and_named_with_its_line(
-    ground: Playground, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_user_s_node_is_the_user_s_fault_and_named_with_its_line(ground, capsys, monkeypatch):
     (ground.folder / "odd_estimator.py").write_text(
         "from distflow import register_adv_est\n"
         "@register_adv_est('odd')\n"
@@ -200,9 +193,7 @@ def test_a_user_s_node_is_the_user_s_fault_and_named_with_its_line(
     )
 
 
-def test_a_run_s_folder_of_another_config_data_or_tokenizer(
-    ground: Playground, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_s_folder_of_another_config_data_or_tokenizer(ground, capsys):
     assert train(ground, "trainer.save_freq=1") == 0
     capsys.readouterr()
     before = (ground.folder / "run" / "metrics.jsonl").read_bytes()
@@ -244,7 +235,7 @@ def test_a_run_s_folder_of_another_config_data_or_tokenizer(
     assert (ground.folder / "run" / "metrics.jsonl").read_bytes().startswith(before)
 
 
-def test_another_tokenizer(ground: Playground, capsys: pytest.CaptureFixture[str]) -> None:
+def test_another_tokenizer(ground, capsys):
     assert train(ground, "trainer.save_freq=1") == 0
     capsys.readouterr()
     tokenizer = tiny_tokenizer()
@@ -254,7 +245,7 @@ def test_another_tokenizer(ground: Playground, capsys: pytest.CaptureFixture[str
     refused(capsys, 2, train(ground, "trainer.save_freq=1", other), "a different tokenizer")
 
 
-def test_another_model(ground: Playground, capsys: pytest.CaptureFixture[str]) -> None:
+def test_another_model(ground, capsys):
     """The reference would be another one, although the policy's weights are in the checkpoint."""
     assert train(ground, "trainer.save_freq=1") == 0
     capsys.readouterr()
@@ -270,9 +261,7 @@ def damage(checkpoint: Path) -> None:
     file.write_bytes(content)
 
 
-def test_a_damaged_checkpoint_is_passed_over_and_told(
-    ground: Playground, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_damaged_checkpoint_is_passed_over_and_told(ground, capsys):
     saving = ("trainer.save_freq=1", "trainer.total_epochs=2")
     assert train(ground, *saving) == 0
     checkpoints = ground.folder / "run" / "checkpoints"
@@ -306,7 +295,7 @@ def limited(ground: Playground, num_bytes: int, *overrides: str) -> CliRun:
     return run
 
 
-def test_a_full_disk_while_saving(ground: Playground) -> None:
+def test_a_full_disk_while_saving(ground):
     saving = ("trainer.save_freq=1", "trainer.total_epochs=1")
     assert train(ground, *saving) == 0
     checkpoints = ground.folder / "run" / "checkpoints"

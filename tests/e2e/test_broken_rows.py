@@ -36,7 +36,7 @@ def playground(
 
 
 @pytest.mark.slow
-def test_a_row_with_broken_tests_is_left_out(tmp_path: Path) -> None:
+def test_a_row_with_broken_tests_is_left_out(tmp_path):
     ground = playground(tmp_path, [RIGHT] * 6, broken=2)
     run = ground.run("grpo", *CODE)
     assert len(run.metrics()) == 1
@@ -50,7 +50,7 @@ def test_a_row_with_broken_tests_is_left_out(tmp_path: Path) -> None:
     )
 
 
-def test_broken_tests_are_an_error_where_asked_or_where_most_rows_have_them(tmp_path: Path) -> None:
+def test_broken_tests_are_an_error_where_asked_or_where_most_rows_have_them(tmp_path):
     ground = playground(tmp_path, [RIGHT] * 3, broken=1)
     with pytest.raises(UserError, match=r"(?s)1 row .*rows\.jsonl:4.*data\.broken_tests=skip"):
         ground.spec("grpo", *CODE, "data.broken_tests=error")

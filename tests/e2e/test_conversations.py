@@ -43,7 +43,7 @@ TALKS = [talk(0, 1), talk(1, 3), talk(2, 2), talk(3, 4)]
 
 
 @pytest.fixture
-def ground(tmp_path: Path) -> Playground:
+def ground(tmp_path):
     ground = Playground(tmp_path)
     ground.write_rows(TALKS)
     return ground
@@ -75,7 +75,7 @@ def reference(folder: Path, rows: list[dict[str, Any]]) -> tuple[float, float]:
 
 
 @pytest.mark.parametrize("most_tokens", [300, 10_000])
-def test_loss_and_gradient_are_those_of_the_turns(ground: Playground, most_tokens: int) -> None:
+def test_loss_and_gradient_are_those_of_the_turns(ground, most_tokens):
     held_out = ground.folder / "held_out.jsonl"
     held_out.write_text("".join(json.dumps(talk(i, 2)) + "\n" for i in (5, 4)))
     keys = (f"{ACTOR}.ppo_max_token_len_per_gpu={most_tokens}", f"data.val_files={held_out}")
@@ -92,7 +92,7 @@ def test_loss_and_gradient_are_those_of_the_turns(ground: Playground, most_token
     assert validated["sft/val_loss"] == pytest.approx(validation_loss, rel=2e-5)
 
 
-def test_its_steps_are_proven(ground: Playground) -> None:
+def test_its_steps_are_proven(ground):
     run = ground.run("sft", *SFT)
     (proven, *_) = [
         event.fields["passed"] for event in read_events(run.folder) if event.kind == "checks"
@@ -103,7 +103,7 @@ def test_its_steps_are_proven(ground: Playground) -> None:
     )
 
 
-def test_one_turn_trains_what_its_prompt_and_response_do(ground: Playground) -> None:
+def test_one_turn_trains_what_its_prompt_and_response_do(ground):
     keys = (*SFT, "data.prompt_format=chat", "trainer.save_freq=2")
     pairs = [(f"{i}+{i}?", f"it is {2 * i}") for i in range(8)]
     ground.write_rows([{"prompt": prompt, "response": response} for prompt, response in pairs])
@@ -123,9 +123,7 @@ def test_one_turn_trains_what_its_prompt_and_response_do(ground: Playground) -> 
     assert one.keys() == other.keys() and all(one[name].equal(other[name]) for name in one)
 
 
-def test_the_command_says_what_is_learnt_and_what_is_wrong(
-    ground: Playground, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_command_says_what_is_learnt_and_what_is_wrong(ground, capsys):
     assert cli.main(["sft", *ground.overrides("run", *SFT)]) == 0
     assert "tokens, 10 assistant turns to train on" in capsys.readouterr().out
     rows = [*TALKS, {"messages": TALKS[1]["messages"][:-1]}]

@@ -1,9 +1,6 @@
 """What a whole run calls right: its verifier's verdict, whatever penalties and weights make of the
 reward."""
 
-from collections.abc import Iterator
-from pathlib import Path
-
 import pytest
 
 from distflow import cli
@@ -73,7 +70,7 @@ def by_node():
 
 
 @pytest.fixture
-def ground(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Playground]:
+def ground(tmp_path, monkeypatch):
     (tmp_path / "own_rewards.py").write_text(PROGRAM)
     monkeypatch.syspath_prepend(str(tmp_path))
     with forgotten("own_rewards"):
@@ -98,7 +95,7 @@ def validated(ground: Playground) -> dict[str, float]:
 @pytest.mark.parametrize(
     "said", one_fast_in(3, ["{'score': -1.0, 'acc': 1}", "{'score': 0.7, 'acc': True}", "1.0"])
 )
-def test_a_right_answer_that_is_too_long_is_right(ground: Playground, said: str) -> None:
+def test_a_right_answer_that_is_too_long_is_right(ground, said):
     ground.write_reward(f"{ASKED}return {said}\n")
     weighed = "reward.functions.default=[{name: custom, weight: 0.5}]"
     keys = ground.overrides("run", *CHEAP, *PENALISED, *held_out(ground), weighed)
@@ -109,7 +106,7 @@ def test_a_right_answer_that_is_too_long_is_right(ground: Playground, said: str)
     assert {row["acc"] for row in rows} == {1.0} and max(row["score"] for row in rows) < 1.0
 
 
-def test_a_wrong_answer_stays_wrong_whatever_else_pays(ground: Playground) -> None:
+def test_a_wrong_answer_stays_wrong_whatever_else_pays(ground):
     ground.write_reward(f"{ASKED}return {{'score': 9.0, 'acc': False}}\n")
     assert (
         cli.main(
@@ -126,9 +123,7 @@ def test_a_wrong_answer_stays_wrong_whatever_else_pays(ground: Playground) -> No
 
 
 @pytest.mark.slow
-def test_the_filter_of_dapo_does_not_take_a_penalty_for_a_difference(
-    ground: Playground, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_filter_of_dapo_does_not_take_a_penalty_for_a_difference(ground, capsys):
     """All are right; their lengths, and so their scores, differ."""
     ground.write_reward(f"{ASKED}return 1.0\n")
     keys = ground.overrides("run", *CHEAP, *PENALISED)
@@ -151,9 +146,7 @@ def test_the_filter_of_dapo_does_not_take_a_penalty_for_a_difference(
 @pytest.mark.parametrize(
     "builder", one_fast_in(2, ["by_sample", "by_sample_async", "by_batch", "by_node"])
 )
-def test_a_reward_of_the_user_s_own_is_filtered_and_validated_by_its_verdict(
-    ground: Playground, builder: str
-) -> None:
+def test_a_reward_of_the_user_s_own_is_filtered_and_validated_by_its_verdict(ground, builder):
     keys = [
         key
         for key in ground.overrides("run", *CHEAP)

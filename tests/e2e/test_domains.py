@@ -45,7 +45,7 @@ FILTERED = ("algorithm.filter_groups.enable=true", "algorithm.filter_groups.max_
 
 
 @pytest.fixture(scope="module")
-def ground(tmp_path_factory: pytest.TempPathFactory) -> Playground:
+def ground(tmp_path_factory):
     ground = Playground(tmp_path_factory.mktemp("domains"))
     ground.write_reward(REWARD)
 
@@ -126,7 +126,7 @@ def go_back(run: Run, step: int, name: str) -> None:
 
 
 @pytest.mark.slow
-def test_a_run_that_is_resumed_is_the_run_that_was_not(ground: Playground) -> None:
+def test_a_run_that_is_resumed_is_the_run_that_was_not(ground):
     settings = given(
         ground,
         *FILTERED,
@@ -176,7 +176,7 @@ def check_metrics(whole: Run, other: Run, account: GroupCounts) -> None:
 
 
 @pytest.mark.slow
-def test_ahead_of_training_the_shares_are_as_exact(ground: Playground) -> None:
+def test_ahead_of_training_the_shares_are_as_exact(ground):
     settings = given(
         ground, *FILTERED, "async.max_staleness=2", "actor_rollout_ref.actor.policy_loss=decoupled",
         "trainer.total_training_steps=4", "trust.check_freq=2", "reward.overlong.buffer_tokens=3",
@@ -190,7 +190,7 @@ def test_ahead_of_training_the_shares_are_as_exact(ground: Playground) -> None:
         verify(each.folder / "ledger.jsonl")
 
 
-def test_a_domain_has_its_own_prompts_rewards_and_sampling(ground: Playground) -> None:
+def test_a_domain_has_its_own_prompts_rewards_and_sampling(ground):
     config, spec = ground.spec("grpo", *given(ground, *FILTERED))
     assert spec.sampling_of["math"] == SamplingParams(10)
     assert spec.sampling_of["code"] == SamplingParams(4, top_k=30)
@@ -216,7 +216,7 @@ def test_a_domain_has_its_own_prompts_rewards_and_sampling(ground: Playground) -
 
 
 @pytest.mark.parametrize("estimator", one_fast_in(3, ["grpo", "rloo", "reinforce_plus_plus"]))
-def test_a_domain_may_have_groups_of_another_size(ground: Playground, estimator: str) -> None:
+def test_a_domain_may_have_groups_of_another_size(ground, estimator):
     domains = {"math": {"train_files": "math.jsonl", "n": 3}, "code": {"train_files": "code.jsonl"}}
     domains["code"] |= {"reward": ["custom"], "prompt_key": "question"}
     run = ground.run(

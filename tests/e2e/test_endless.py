@@ -106,7 +106,7 @@ CASES = {
 
 
 @pytest.fixture(scope="module")
-def ground(tmp_path_factory: pytest.TempPathFactory) -> Playground:
+def ground(tmp_path_factory):
     ground = Playground(tmp_path_factory.mktemp("infinite"), num_rows=4)
     (ground.folder / "endless.py").write_text(PROGRAM)
     return ground
@@ -134,9 +134,7 @@ QUICK = ("answering",)
     "builder",
     [pytest.param(name, marks=[] if name in QUICK else [pytest.mark.slow]) for name in CASES],
 )
-def test_a_run_ends_in_time_and_says_which_function_it_was(
-    ground: Playground, builder: str
-) -> None:
+def test_a_run_ends_in_time_and_says_which_function_it_was(ground, builder):
     run = start(
         ground,
         "train",
@@ -162,7 +160,7 @@ def test_a_run_ends_in_time_and_says_which_function_it_was(
 @pytest.mark.parametrize(
     "builder", ["by_sample", pytest.param("swallowing", marks=[pytest.mark.slow])]
 )
-def test_a_validation_counts_it_and_goes_on(ground: Playground, builder: str) -> None:
+def test_a_validation_counts_it_and_goes_on(ground, builder):
     run = start(
         ground,
         "eval",
@@ -176,7 +174,7 @@ def test_a_validation_counts_it_and_goes_on(ground: Playground, builder: str) ->
 
 
 @pytest.mark.slow
-def test_a_blocked_evaluation_ends(ground: Playground) -> None:
+def test_a_blocked_evaluation_ends(ground):
     run = start(
         ground,
         "eval",

@@ -383,7 +383,7 @@ QUICK = ("run_dir", "rows", "held_out_rows", "refused_rows", "policy", "engine",
 
 
 @pytest.fixture(scope="module")
-def lab(tmp_path_factory: pytest.TempPathFactory) -> Lab:
+def lab(tmp_path_factory):
     return Lab(tmp_path_factory.mktemp("lab"))
 
 
@@ -398,7 +398,7 @@ def lab(tmp_path_factory: pytest.TempPathFactory) -> Lab:
         for change in CHANGES
     ],
 )
-def test_a_change_shows(change: Change, lab: Lab) -> None:
+def test_a_change_shows(change, lab):
     changed = (*change.given, f"{change.key}={change.value}", *change.also)
     before = lab.look(change.base, change.given, change.shows)
     after = lab.look(change.base, changed, change.shows)

@@ -1,8 +1,6 @@
 """Whole runs of models of other families, by the engine `hf`: what is sampled is what is
 trained."""
 
-from pathlib import Path
-
 import pytest
 
 from tests.e2e.runs import OF_TOYS, Playground
@@ -16,7 +14,7 @@ CHOSEN = ("deepseek_v3", "gemma3_text", "gpt_oss", "qwen3_5_text", "qwen3_moe")
     "name",
     [pytest.param(name, marks=() if name in CHOSEN else pytest.mark.by_hand) for name in FAMILIES],
 )
-def test_it_trains_and_the_run_finds_nothing(name: str, tmp_path: Path) -> None:
+def test_it_trains_and_the_run_finds_nothing(name, tmp_path):
     ground = Playground(tmp_path, FAMILIES[name].family, **FAMILIES[name].changes)
     run = ground.run("grpo", "actor_rollout_ref.rollout.name=hf", "trainer.total_training_steps=3")
     assert len(run.metrics()) == 3

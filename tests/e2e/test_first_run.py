@@ -1,7 +1,6 @@
 """The first run on one's own model, data and reward file: three keys, from a bare folder."""
 
 import json
-from pathlib import Path
 
 import pytest
 import yaml
@@ -18,7 +17,7 @@ REWARD = "custom_reward_function.path=reward.py"
 
 
 @pytest.fixture
-def bare(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def bare(tmp_path, monkeypatch):
     """A folder with a model of 24 tokens of context, 30 rows and a reward file; we are in it."""
     monkeypatch.chdir(tmp_path)
     write_tiny_model(tmp_path / "model", max_position_embeddings=24)
@@ -28,9 +27,7 @@ def bare(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_three_keys_are_enough_and_the_first_lines_say_what_was_made_to_fit(
-    bare: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_three_keys_are_enough_and_the_first_lines_say_what_was_made_to_fit(bare, capsys):
     command = [
         "train",
         "grpo",
@@ -105,9 +102,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_a_mistake_is_refused_with_its_fix(
-    name: str, bare: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_mistake_is_refused_with_its_fix(name, bare, capsys):
     more, words = REFUSED[name]
     try:
         status = main(["train", "grpo", MODEL, "data.train_files=rows.jsonl", REWARD, *more])
@@ -129,9 +124,7 @@ ESTIMATORS = {
 
 
 @pytest.mark.parametrize("name", ESTIMATORS)
-def test_what_an_estimator_must_not_return_is_named_with_the_function(
-    name: str, bare: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_an_estimator_must_not_return_is_named_with_the_function(name, bare, capsys):
     said, returned = ESTIMATORS[name]
     (bare / "mine.py").write_text(
         f"def own(token_level_rewards, response_mask):\n    return {returned}\n"

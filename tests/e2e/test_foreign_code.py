@@ -38,12 +38,12 @@ class Trap:
 
 
 @pytest.fixture
-def trap(tmp_path: Path) -> Trap:
+def trap(tmp_path):
     return Trap(tmp_path)
 
 
 @pytest.fixture
-def ground(tmp_path: Path) -> Playground:
+def ground(tmp_path):
     return Playground(tmp_path, num_rows=4)
 
 
@@ -73,9 +73,7 @@ def run_that_trusts(ground: Playground) -> Path:
     return ground.folder / "run"
 
 
-def test_export_runs_no_code_of_the_model_unless_asked(
-    ground: Playground, trap: Trap, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_export_runs_no_code_of_the_model_unless_asked(ground, trap, capsys):
     run = run_that_trusts(ground)
     bring_code(ground.folder / "model", trap.code)
     command = ["export", str(run), "--to", str(ground.folder / "out")]
@@ -97,9 +95,7 @@ def test_export_runs_no_code_of_the_model_unless_asked(
     assert trap.sprung and "evil.py:EvilConfig" in capsys.readouterr().out
 
 
-def test_a_model_whose_code_is_not_needed_is_exported_without_it(
-    ground: Playground, trap: Trap
-) -> None:
+def test_a_model_whose_code_is_not_needed_is_exported_without_it(ground, trap):
     assert cli.main(["train", "grpo", *ground.overrides("run", *CHEAP, "trainer.save_freq=1")]) == 0
     bring_code(ground.folder / "model", trap.code)
     assert cli.main(["export", str(ground.folder / "run"), "--to", str(ground.folder / "out")]) == 0
@@ -107,9 +103,7 @@ def test_a_model_whose_code_is_not_needed_is_exported_without_it(
 
 
 @pytest.mark.parametrize("file", ["config.json", "tokenizer_config.json"])
-def test_training_a_model_that_needs_its_code_names_it(
-    ground: Playground, trap: Trap, capsys: pytest.CaptureFixture[str], file: str
-) -> None:
+def test_training_a_model_that_needs_its_code_names_it(ground, trap, capsys, file):
     model = ground.folder / "model"
     bring_code(model, trap.code)
 
@@ -124,9 +118,7 @@ def test_training_a_model_that_needs_its_code_names_it(
     assert not trap.sprung and f"{model}/evil.py:Evil" in err and "trust_remote_code" in err
 
 
-def test_weights_of_a_model_are_no_program(
-    ground: Playground, trap: Trap, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_weights_of_a_model_are_no_program(ground, trap, capsys):
     class Evil:
         def __reduce__(self) -> tuple[object, tuple[str]]:
             return exec, (trap.code,)
@@ -139,18 +131,14 @@ def test_weights_of_a_model_are_no_program(
     assert not trap.sprung and "cannot be loaded" in capsys.readouterr().err
 
 
-def test_a_kernel_of_the_hub_is_code(
-    ground: Playground, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_kernel_of_the_hub_is_code(ground, capsys):
     edit_json(ground.folder / "model" / "config.json", attn_implementation="evil-org/kernel")
     assert cli.main(["train", "grpo", *ground.overrides("run", *CHEAP)]) == 2
     assert "'evil-org/kernel'" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("kind", ["script", "pickle"])
-def test_a_folder_of_data_is_no_program(
-    ground: Playground, trap: Trap, capsys: pytest.CaptureFixture[str], kind: str
-) -> None:
+def test_a_folder_of_data_is_no_program(ground, trap, capsys, kind):
     folder = ground.folder / "handed"
     folder.mkdir()
 
@@ -168,9 +156,7 @@ def test_a_folder_of_data_is_no_program(
     assert not trap.sprung and "data.train_files" in capsys.readouterr().err
 
 
-def test_replay_imports_no_module_of_the_bundle_unless_asked(
-    tmp_path: Path, trap: Trap, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_replay_imports_no_module_of_the_bundle_unless_asked(tmp_path, trap, monkeypatch, capsys):
     bundle = make_bundle(Playground(tmp_path), monkeypatch, "advantages", "grpo")
     module = tmp_path / "handed_over.py"
     module.write_text(trap.code)
@@ -187,9 +173,7 @@ def test_replay_imports_no_module_of_the_bundle_unless_asked(
     )
 
 
-def test_replay_runs_no_code_of_the_model_unless_asked(
-    tmp_path: Path, trap: Trap, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_replay_runs_no_code_of_the_model_unless_asked(tmp_path, trap, monkeypatch, capsys):
     trusts = "actor_rollout_ref.model.trust_remote_code=true"
     bundle = make_bundle(Playground(tmp_path), monkeypatch, "advantages", "grpo", trusts)
     bring_code(tmp_path / "model", trap.code)
@@ -210,12 +194,7 @@ def edit_config(run: Path, **changes: Any) -> None:
     )
 
 
-def test_eval_and_chat_run_no_code_of_a_run_unless_asked(
-    ground: Playground,
-    trap: Trap,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_eval_and_chat_run_no_code_of_a_run_unless_asked(ground, trap, capsys, monkeypatch):
     cheap = [
         each
         for each in ground.overrides("run", *CHEAP, "trainer.save_freq=1")
@@ -263,13 +242,7 @@ register_config_group("mine_{number}", Mine)
 
 
 @pytest.mark.parametrize("flag", ["--explain", "--graph", ""])
-def test_to_look_at_a_config_runs_nothing_that_it_names(
-    ground: Playground,
-    trap: Trap,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-    flag: str,
-) -> None:
+def test_to_look_at_a_config_runs_nothing_that_it_names(ground, trap, capsys, monkeypatch, flag):
     number = len(flag)
     config = ground.folder / "handed.yaml"
     module = f"groups_handed_{number}"
@@ -291,7 +264,7 @@ def test_to_look_at_a_config_runs_nothing_that_it_names(
     assert trap.sprung
 
 
-def test_verifiers_that_are_named_by_their_place_are_code_of_the_config(ground: Playground) -> None:
+def test_verifiers_that_are_named_by_their_place_are_code_of_the_config(ground):
     file = ground.folder / "reward.py"
     more = "def {}(data_source, solution_str, ground_truth, extra_info=None):\n    return 1.0\n"
     file.write_text(file.read_text() + more.format("own") + more.format("other"))
@@ -313,8 +286,8 @@ def test_verifiers_that_are_named_by_their_place_are_code_of_the_config(ground: 
     ],
 )
 def test_modules_in_the_folder_that_is_looked_at_stand_for_no_others(
-    tmp_path: Path, trap: Trap, command: tuple[str, ...], status: int
-) -> None:
+    tmp_path, trap, command, status
+):
     folder = tmp_path / "handed"
     (folder / "checkpoints").mkdir(parents=True)
 

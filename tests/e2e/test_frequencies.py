@@ -35,9 +35,7 @@ def metrics(folder: Path) -> list[tuple[int, dict[str, float]]]:
     ]
 
 
-def test_a_killed_run_that_goes_by_the_clock_is_bit_equal_when_it_is_resumed(
-    tmp_path: Path,
-) -> None:
+def test_a_killed_run_that_goes_by_the_clock_is_bit_equal_when_it_is_resumed(tmp_path):
     ground = Playground(tmp_path)
     keys = (
         *CHEAP,

@@ -37,7 +37,7 @@ STEPS = (
 
 
 @pytest.fixture(scope="module")
-def ground(tmp_path_factory: pytest.TempPathFactory) -> Playground:
+def ground(tmp_path_factory):
     ground = Playground(tmp_path_factory.mktemp("filters"))
     (ground.folder / "accept.py").write_text(ACCEPT)
     return ground
@@ -62,7 +62,7 @@ def reasons(run: Run) -> Counter[str]:
 
 
 @pytest.mark.slow
-def test_groups_with_a_mean_outside_are_replaced_counted_and_proven(ground: Playground) -> None:
+def test_groups_with_a_mean_outside_are_replaced_counted_and_proven(ground):
     run = ground.run("grpo", *BAND, *STEPS, name="band")
     means = [float(scores.double().mean()) for scores in groups_of(run)]
     assert len(means) == 16 and all(0.4 < mean < 0.6 for mean in means)
@@ -82,7 +82,7 @@ def test_groups_with_a_mean_outside_are_replaced_counted_and_proven(ground: Play
 
 
 @pytest.mark.slow
-def test_a_function_drops_groups_for_reasons_of_its_own(ground: Playground) -> None:
+def test_a_function_drops_groups_for_reasons_of_its_own(ground):
     accepts = f"algorithm.filter_groups.should_accept={ground.folder}/accept.py:is_wanted"
     run = ground.run(
         "grpo", accepts, *STEPS, "algorithm.filter_groups.max_num_gen_batches=20", name="function"

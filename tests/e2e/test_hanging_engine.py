@@ -2,7 +2,6 @@
 all the same."""
 
 import time
-from pathlib import Path
 
 import pytest
 
@@ -50,9 +49,7 @@ DecoderView.decode, _Draw.__call__ = decode_and_hang, draw_and_hang
         pytest.param("hf", 0.05, marks=pytest.mark.slow),
     ],
 )
-def test_a_run_ends_in_time_and_names_the_engine(
-    tmp_path: Path, engine: str, each_s: float, command: str
-) -> None:
+def test_a_run_ends_in_time_and_names_the_engine(tmp_path, engine, each_s, command):
     """Also where it hangs outside of Python code, which nothing interrupts."""
     ground = Playground(tmp_path, num_rows=8)
     (tmp_path / "hangs.py").write_text(HANGS.replace("EACH_S", str(each_s)))

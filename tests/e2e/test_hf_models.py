@@ -29,7 +29,7 @@ def names(folder: Path) -> list[str]:
 
 @pytest.mark.by_hand
 @pytest.mark.slow
-def test_each_kept_checkpoint_has_the_model_that_transformers_loads(tmp_path: Path) -> None:
+def test_each_kept_checkpoint_has_the_model_that_transformers_loads(tmp_path):
     ground = Playground(tmp_path)
     run = ground.run("grpo", *CHEAP, EXPORTS, "trainer.total_training_steps=3")
     plain = ground.run("grpo", *CHEAP, "trainer.total_training_steps=3", name="plain")
@@ -58,14 +58,12 @@ def test_each_kept_checkpoint_has_the_model_that_transformers_loads(tmp_path: Pa
     assert names(models) == ["mine", "step-000002", "step-000003"]
 
 
-def test_without_checkpoints_there_is_nothing_to_write(tmp_path: Path) -> None:
+def test_without_checkpoints_there_is_nothing_to_write(tmp_path):
     with pytest.raises(UserError, match="trainer.save_hf_model"):
         Playground(tmp_path).spec("grpo", EXPORTS, "trainer.total_training_steps=1")
 
 
-def test_an_export_that_was_killed_is_made_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_export_that_was_killed_is_made_again(tmp_path, monkeypatch):
     """A kill leaves the empty folder that the export was to replace."""
     store = CheckpointStore(tmp_path / "checkpoints", 2)
     for step in (1, 2):

@@ -6,7 +6,6 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
 from itertools import product
 from pathlib import Path
 
@@ -41,7 +40,7 @@ MOST_MB = 1000
 
 
 @pytest.fixture(scope="module")
-def sound(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def sound(tmp_path_factory):
     """A run of two steps that trained on group 0 and group 1."""
     run = write_run(tmp_path_factory.mktemp("handed") / "over" / "run", num_steps=2)
     issued = b"".join(line(kind="issued", group_id=i, epoch=0, row=i, version=0) for i in range(2))
@@ -52,7 +51,7 @@ def sound(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def run(sound: Path) -> Iterator[Path]:
+def run(sound):
     copy = sound.parent.parent / "copies" / "copy"
     shutil.copytree(sound, copy)
     yield copy
@@ -74,9 +73,7 @@ def one_message(capsys: pytest.CaptureFixture[str], status: int) -> str:
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("file", FILES)
-def test_files_that_are_none(
-    run: Path, capsys: pytest.CaptureFixture[str], file: str, kind: str
-) -> None:
+def test_files_that_are_none(run, capsys, file, kind):
     KINDS[kind](run / file)
     status = look("report", run)
     said = one_message(capsys, status)
@@ -93,9 +90,7 @@ def test_files_that_are_none(
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_one_run_that_cannot_be_read_hides_no_other(
-    run: Path, capsys: pytest.CaptureFixture[str], kind: str
-) -> None:
+def test_one_run_that_cannot_be_read_hides_no_other(run, capsys, kind):
     (run.parent / "whole").mkdir()
     (run.parent / "whole" / "events.jsonl").write_bytes(line(kind="start", message="m"))
     KINDS[kind](run / "metrics.jsonl")
@@ -106,9 +101,7 @@ def test_one_run_that_cannot_be_read_hides_no_other(
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_tokens_that_are_no_files(
-    run: Path, sound: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], kind: str
-) -> None:
+def test_tokens_that_are_no_files(run, sound, tmp_path, capsys, kind):
     other = shutil.copytree(sound, tmp_path / "other")
     for folder in (run, other):
         for name in (
@@ -125,9 +118,7 @@ def test_tokens_that_are_no_files(
 
 
 @pytest.mark.parametrize("kind", [*YAML, *KINDS])
-def test_a_config_of_a_run_is_shown_or_left_out(
-    run: Path, capsys: pytest.CaptureFixture[str], kind: str
-) -> None:
+def test_a_config_of_a_run_is_shown_or_left_out(run, capsys, kind):
     if kind in YAML:
         text = YAML[kind]
         (run / "config.yaml").write_bytes(text if isinstance(text, bytes) else text.encode())
@@ -145,9 +136,7 @@ def test_a_config_of_a_run_is_shown_or_left_out(
 
 
 @pytest.mark.parametrize("kind", one_fast_in(3, YAML))
-def test_configs_that_stand_for_too_much(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], kind: str
-) -> None:
+def test_configs_that_stand_for_too_much(tmp_path, capsys, kind):
     text = YAML[kind]
     (tmp_path / "own.yaml").write_bytes(text if isinstance(text, bytes) else text.encode())
     (tmp_path / "built.yaml").write_text("defaults: [own, _self_]\ntrainer: {seed: 2}\n")
@@ -180,7 +169,7 @@ def watched(commands: list[list[str]]) -> tuple[list[int], int]:
 
 
 @pytest.mark.slow
-def test_they_take_little_memory(sound: Path, tmp_path: Path) -> None:
+def test_they_take_little_memory(sound, tmp_path):
     """All together: what one leaves in memory, the next one uses."""
     commands = []
     for number, name in enumerate(JOURNALS):
@@ -194,7 +183,7 @@ def test_they_take_little_memory(sound: Path, tmp_path: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> Playground:
+def trained(tmp_path_factory):
     ground = Playground(tmp_path_factory.mktemp("trained"), num_rows=4)
     cheap = ("trust.check_rewards=false", "trainer.save_freq=1", "trainer.total_epochs=1")
     assert cli.main(["train", "grpo", *ground.overrides("run", *cheap)]) == 0
@@ -203,7 +192,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Playground:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", one_fast_in(2, KINDS, others=BY_HAND))
-def test_checkpoints_and_models(trained: Playground, tmp_path: Path, kind: str) -> None:
+def test_checkpoints_and_models(trained, tmp_path, kind):
     commands = []
     for number, file in enumerate(("manifest.json", "run.json", "actor.safetensors")):
         run = tmp_path / f"run{number}"

@@ -2,7 +2,6 @@
 lets it act."""
 
 import io
-from pathlib import Path
 
 import pytest
 
@@ -31,7 +30,7 @@ def quoted(key: str, value: str) -> str:
 
 
 @pytest.fixture
-def ground(tmp_path: Path) -> Playground:
+def ground(tmp_path):
     ground = Playground(tmp_path)
     speak_hostile(tmp_path / "model")
     ground.write_rows(
@@ -45,9 +44,7 @@ def ground(tmp_path: Path) -> Playground:
     return ground
 
 
-def test_a_run_with_such_text_everywhere(
-    ground: Playground, capfd: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+def test_a_run_with_such_text_everywhere(ground, capfd, tmp_path):
     folder = f"run {CANARY.replace('/', '|')}"
     names = [quoted("trainer.project_name", CANARY), quoted("trainer.experiment_name", CANARY)]
     where = quoted("trainer.default_local_dir", str(tmp_path / folder))
@@ -79,7 +76,7 @@ def test_a_run_with_such_text_everywhere(
     assert "<script>document" not in page and page.count("<script") == 3
 
 
-def test_what_a_run_prints() -> None:
+def test_what_a_run_prints():
     out = io.StringIO()
     view = TerminalLines(3, file=out)
     view.note("warning", CANARY)

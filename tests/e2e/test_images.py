@@ -2,7 +2,6 @@
 run refuses."""
 
 import json
-from pathlib import Path
 
 import pytest
 
@@ -27,7 +26,7 @@ EVERY = ("trust.check_freq=1",)
 
 
 @pytest.fixture
-def playground(tmp_path: Path) -> Playground:
+def playground(tmp_path):
     """Rows with an image, with two, and with none."""
     made = Playground(tmp_path)
     write_tiny_llava(tmp_path / "model")
@@ -46,7 +45,7 @@ def playground(tmp_path: Path) -> Playground:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("preset, staleness", [("grpo", 0), ("dapo", 0), ("grpo", 1)])
-def test_every_check_of_a_run_passes(playground: Playground, preset: str, staleness: int) -> None:
+def test_every_check_of_a_run_passes(playground, preset, staleness):
     stale = f"async.max_staleness={staleness}"
     run = playground.run(preset, *HF, *EVERY, "actor_rollout_ref.rollout.n=2", stale)
     passed = {name for step in run.checks() for name in step["passed"]}
@@ -54,7 +53,7 @@ def test_every_check_of_a_run_passes(playground: Playground, preset: str, stalen
     assert not run.notes("warning")
 
 
-def test_fine_tuning_reads_images(playground: Playground) -> None:
+def test_fine_tuning_reads_images(playground):
     rows = (
         f"data.train_files={playground.folder}/rows.jsonl",
         f"data.val_files={playground.folder}/rows.jsonl",
@@ -75,16 +74,14 @@ def test_fine_tuning_reads_images(playground: Playground) -> None:
 
 
 @pytest.mark.slow
-def test_an_exported_model_has_its_processor(playground: Playground) -> None:
+def test_an_exported_model_has_its_processor(playground):
     playground.run("grpo", *HF, "trainer.save_freq=2")
     folder = playground.folder / "exported"
     export_checkpoint(playground.folder / "run", folder, say=lambda line: None)
     assert images_of(load_tokenizer(folder)) is images_of(load_model(folder)) is not None
 
 
-def test_the_trainer_must_see_the_images_of_the_engine(
-    playground: Playground, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_trainer_must_see_the_images_of_the_engine(playground, monkeypatch):
     right = image_inputs._inputs_of
 
     def others(model, images, device):  # type: ignore[no-untyped-def]
@@ -100,9 +97,7 @@ def test_the_trainer_must_see_the_images_of_the_engine(
 
 
 @pytest.mark.slow
-def test_the_engine_must_see_the_images_of_the_row(
-    playground: Playground, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_engine_must_see_the_images_of_the_row(playground, monkeypatch):
     request = sample_responses.GenerateRequest
 
     def without(*arguments, images, **named):  # type: ignore[no-untyped-def]
@@ -123,14 +118,12 @@ def test_the_engine_must_see_the_images_of_the_row(
         ("actor_rollout_ref.rollout.workflow=multi_turn", "episodes have no images"),
     ],
 )
-def test_what_would_not_see_images_is_refused(
-    playground: Playground, override: str, says: str
-) -> None:
+def test_what_would_not_see_images_is_refused(playground, override, says):
     with pytest.raises(UserError, match=says):
         playground.spec("grpo", *HF, override)
 
 
-def test_a_critic_of_images_is_refused(playground: Playground) -> None:
+def test_a_critic_of_images_is_refused(playground):
     with pytest.raises(UserError, match="without a critic"):
         playground.spec("ppo", *HF)
 
@@ -144,7 +137,7 @@ def test_a_critic_of_images_is_refused(playground: Playground) -> None:
         ({"prompt": "q <image>"}, "stands for an image, but no image"),
     ],
 )
-def test_faulty_rows_are_named(playground: Playground, row: dict[str, object], says: str) -> None:
+def test_faulty_rows_are_named(playground, row, says):
     (playground.folder / "0.png").write_bytes(png(square("r")))
     text = "".join(json.dumps({"answer": "7", **each}) + "\n" for each in ({"prompt": "fine"}, row))
     (playground.folder / "rows.jsonl").write_text(text)

@@ -48,7 +48,7 @@ one."""
 
 
 @pytest.fixture(scope="module")
-def ground(tmp_path_factory: pytest.TempPathFactory) -> Games:
+def ground(tmp_path_factory):
     ground = Games(tmp_path_factory.mktemp("killed_episodes"), num_rows=NUM_ROWS)
     (ground.folder / "talk.py").write_text(TALK)
     return ground
@@ -92,7 +92,7 @@ def check_ledger(folder: Path, staleness: int) -> None:
     assert {restart for own in restarts.values() if len(own) > 1 for restart in own} == {0, 1, 2}
 
 
-def test_at_staleness_0_it_ends_with_the_same_bits(ground: Games) -> None:
+def test_at_staleness_0_it_ends_with_the_same_bits(ground):
     whole = start(ground, "whole", 0)
     assert whole.status() == 0, whole.said()
     folder = killed_twice(ground, "killed", 0)
@@ -112,13 +112,13 @@ def test_at_staleness_0_it_ends_with_the_same_bits(ground: Games) -> None:
     assert max(ended) > 0, "limits end episodes in the middle of a round"
 
 
-def test_ahead_of_training_each_group_is_trained_once_and_in_time(ground: Games) -> None:
+def test_ahead_of_training_each_group_is_trained_once_and_in_time(ground):
     check_ledger(killed_twice(ground, "ahead", staleness=4), staleness=4)
 
 
 def test_a_server_that_is_killed_between_turns_is_started_again_and_the_run_ends_with_the_same_bits(
-    ground: Games,
-) -> None:
+    ground,
+):
     rollout = "actor_rollout_ref.rollout"
     keys = (f"{rollout}.name=sglang", f"{rollout}.python={launcher(ground.folder)}")
     keys += (

@@ -15,7 +15,7 @@ STEPS = ("trainer.total_training_steps=4", "trainer.save_freq=2", "trust.check_f
 
 
 @pytest.fixture(scope="module")
-def ground(tmp_path_factory: pytest.TempPathFactory) -> Playground:
+def ground(tmp_path_factory):
     ground = Playground(tmp_path_factory.mktemp("lazy"))
     good = (ground.folder / "rows.jsonl").read_text()
     (ground.folder / "long.jsonl").write_text(
@@ -40,7 +40,7 @@ def dropped(run: Run) -> list[str]:
     ]
 
 
-def test_a_run_reads_the_same_rows_in_the_same_order(ground: Playground) -> None:
+def test_a_run_reads_the_same_rows_in_the_same_order(ground):
     eager = ground.run("grpo", *STEPS, name="eager")
     lazy = ground.run("grpo", *STEPS, "data.lazy=true", name="lazy")
     same_weights(eager, lazy)
@@ -48,9 +48,7 @@ def test_a_run_reads_the_same_rows_in_the_same_order(ground: Playground) -> None
     assert checks == eager.notes("checks") and len(checks) >= 4 and not lazy.notes("warning")
 
 
-def test_a_row_that_is_left_out_is_replaced_and_a_killed_run_goes_on_as_if_it_was_not(
-    ground: Playground,
-) -> None:
+def test_a_row_that_is_left_out_is_replaced_and_a_killed_run_goes_on_as_if_it_was_not(ground):
     settings = (*STEPS, f"data.train_files={ground.folder}/long.jsonl", "data.lazy=true")
     whole = ground.run("grpo", *settings, name="whole")
     assert (

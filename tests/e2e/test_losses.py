@@ -1,7 +1,5 @@
 """Losses and corrections that need more than the loss's own columns, in whole runs."""
 
-from pathlib import Path
-
 import pytest
 import torch
 
@@ -21,7 +19,7 @@ UPDATES = (f"{ACTOR}.ppo_mini_batch_size=2", f"{ACTOR}.ppo_epochs=2")
 
 
 @pytest.fixture
-def playground(tmp_path: Path) -> Playground:
+def playground(tmp_path):
     return Playground(tmp_path)
 
 
@@ -38,8 +36,8 @@ def recorded(run: Run, step: int = 1) -> Batch:
     ],
 )
 def test_tokens_are_chosen_over_the_step_whatever_the_micro_batches(
-    playground: Playground, preset: str, loss: str, options: dict[str, float], share: float
-) -> None:
+    playground, preset, loss, options, share
+):
     given = [f"+{ACTOR}.policy_loss_kwargs.{name}={value}" for name, value in options.items()]
     runs = [
         playground.run(
@@ -65,7 +63,7 @@ def test_tokens_are_chosen_over_the_step_whatever_the_micro_batches(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("loss", ["dppo_tv", "dppo_kl", "dro", "cpgd"])
-def test_a_loss_trains(playground: Playground, loss: str) -> None:
+def test_a_loss_trains(playground, loss):
     drift = [f"+{ACTOR}.policy_loss_kwargs.policy_drift_coeff=0.5"] if loss == "cpgd" else []
     run = playground.run(
         "grpo", f"{ACTOR}.policy_loss={loss}", *drift, *UPDATES, "trainer.total_training_steps=2"
@@ -79,9 +77,7 @@ def test_a_loss_trains(playground: Playground, loss: str) -> None:
     assert ("actor/policy_drift" in first) == (loss == "cpgd")
 
 
-def test_weights_are_of_whole_sequences_and_rejected_tokens_leave_every_count(
-    playground: Playground,
-) -> None:
+def test_weights_are_of_whole_sequences_and_rejected_tokens_leave_every_count(playground):
     """The weight of a sequence is the product over all its tokens, also over those that are
     rejected by themselves."""
     run = playground.run(
@@ -138,9 +134,7 @@ def test_weights_are_of_whole_sequences_and_rejected_tokens_leave_every_count(
         ),
     ],
 )
-def test_what_no_loss_takes_is_refused_before_the_start(
-    playground: Playground, options: list[str], said: str
-) -> None:
+def test_what_no_loss_takes_is_refused_before_the_start(playground, options, said):
     with pytest.raises(PipelineError, match=said):
         playground.spec("grpo", *options)
     assert not (playground.folder / "run").exists()

@@ -1,7 +1,5 @@
 """A run says by which code its tokens were made, and one that goes on without it is told."""
 
-from pathlib import Path
-
 import pytest
 
 from distflow.models.cpu_kernels import build
@@ -10,7 +8,7 @@ from tests.e2e.runs import Playground
 
 @pytest.mark.slow
 @pytest.mark.skipif(not build.is_there(), reason="wants a C compiler (Debian: apt-get install gcc)")
-def test_in_bfloat16_the_engine_rounds_as_the_trainer_does(tmp_path: Path) -> None:
+def test_in_bfloat16_the_engine_rounds_as_the_trainer_does(tmp_path):
     """Products are summed in another order on another processor, so a few roundings differ: a
     seventieth of what an engine all in bfloat16 differs by was the most that was seen."""
     (tmp_path / "eager").mkdir()

@@ -115,7 +115,7 @@ CANARY = {0, 1, 2, 3}
 
 
 @pytest.fixture(scope="module")
-def ground(tmp_path_factory: pytest.TempPathFactory) -> Playground:
+def ground(tmp_path_factory):
     ground = Playground(tmp_path_factory.mktemp("nodes"))
     rows = [
         json.dumps({"q": f"{'ab' * (i % 4 + 1)}{i}=", "a": "7"}) + "\n" for i in range(NUM_ROWS)
@@ -171,14 +171,12 @@ def refused(ground: Playground, graph: str, *more: str) -> None:
         ),
     ],
 )
-def test_keys_that_no_run_can_have_are_refused_with_the_node(
-    ground: Playground, graph: str, more: tuple[str, ...], said: str
-) -> None:
+def test_keys_that_no_run_can_have_are_refused_with_the_node(ground, graph, more, said):
     with pytest.raises(UserError, match=said):
         refused(ground, graph, *more)
 
 
-def test_each_path_may_have_a_data_set_of_its_own(ground: Playground) -> None:
+def test_each_path_may_have_a_data_set_of_its_own(ground):
     for policy, file, lazy in (("actor", "own", True), ("b", "rows", False)):
         more = (
             "dag.policies={b: {actor.optim.lr: 1e-2}}",
@@ -194,9 +192,7 @@ def test_each_path_may_have_a_data_set_of_its_own(ground: Playground) -> None:
 
 
 @pytest.mark.slow
-def test_a_run_on_the_data_of_a_node_is_that_of_a_config_that_names_them(
-    ground: Playground,
-) -> None:
+def test_a_run_on_the_data_of_a_node_is_that_of_a_config_that_names_them(ground):
     node = run(ground, "loaded", name="by_node")
     assert node.config.data.train_files == (), "the node names them"
     config = ground.run(
@@ -209,9 +205,7 @@ def test_a_run_on_the_data_of_a_node_is_that_of_a_config_that_names_them(
 
 
 @pytest.mark.slow
-def test_each_process_tokenises_the_rows_of_its_own_groups_and_the_driver_a_few_first_ones(
-    ground: Playground,
-) -> None:
+def test_each_process_tokenises_the_rows_of_its_own_groups_and_the_driver_a_few_first_ones(ground):
     overrides = ground.overrides("ranks", "data.train_files=[]", *keys(ground, "loaded"))
     two = (
         "trainer.n_gpus_per_node=2",
@@ -244,9 +238,7 @@ def test_each_process_tokenises_the_rows_of_its_own_groups_and_the_driver_a_few_
 
 
 @pytest.mark.slow
-def test_a_node_that_interacts_with_an_environment_plays_the_episodes_of_that_workflow(
-    ground: Playground,
-) -> None:
+def test_a_node_that_interacts_with_an_environment_plays_the_episodes_of_that_workflow(ground):
     options = (
         f"actor_rollout_ref.rollout.workflow_kwargs={{env: '{ground.folder}/game.py:Game', "
         f"max_turns: 2}}"

@@ -2,7 +2,6 @@
 temperatures, masked parts."""
 
 import math
-from pathlib import Path
 
 import pytest
 import torch
@@ -26,7 +25,7 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None):
 
 
 @pytest.fixture
-def playground(tmp_path: Path) -> Playground:
+def playground(tmp_path):
     return Playground(tmp_path)
 
 
@@ -35,7 +34,7 @@ def recorded(run: Run, step: int = 1) -> Batch:
 
 
 @pytest.mark.parametrize("family", one_fast_in(3, ["qwen3", "qwen2", "llama"]))
-def test_log_probs_stand_at_their_tokens_from_the_border_on(tmp_path: Path, family: str) -> None:
+def test_log_probs_stand_at_their_tokens_from_the_border_on(tmp_path, family):
     playground = Playground(tmp_path, family)
     batch = recorded(playground.run("grpo", f"{ROLLOUT}.temperature=0.8", *ONE_STEP))
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float32).eval()
@@ -68,7 +67,7 @@ def test_log_probs_stand_at_their_tokens_from_the_border_on(tmp_path: Path, fami
 
 
 @pytest.mark.slow
-def test_each_domain_has_the_policy_of_its_own_temperature(playground: Playground) -> None:
+def test_each_domain_has_the_policy_of_its_own_temperature(playground):
     rows = "".join(f'{{"prompt": "ab{i}=", "answer": "7"}}\n' for i in range(4))
     heats = {"hot": 1.7, "cold": 0.6, "plain": 0.9}
     for name in heats:
@@ -133,9 +132,7 @@ def test_each_domain_has_the_policy_of_its_own_temperature(playground: Playgroun
         ],
     ),
 )
-def test_engine_trainer_and_reference_mean_one_policy(
-    playground: Playground, options: list[str]
-) -> None:
+def test_engine_trainer_and_reference_mean_one_policy(playground, options):
     run = playground.run(
         "grpo", "trainer.total_training_steps=3", "trainer.save_groups=all", *options
     )
@@ -152,7 +149,7 @@ def test_engine_trainer_and_reference_mean_one_policy(
 
 
 @pytest.mark.slow
-def test_masked_micro_batches_change_nothing(playground: Playground) -> None:
+def test_masked_micro_batches_change_nothing(playground):
     """One sample a micro-batch, so that those without a verdict are micro-batches without a
     token."""
     playground.write_reward(PICKY)
@@ -174,9 +171,7 @@ def test_masked_micro_batches_change_nothing(playground: Playground) -> None:
 
 
 @pytest.mark.slow
-def test_a_batch_without_a_verdict_takes_no_step_and_the_run_goes_on(
-    playground: Playground,
-) -> None:
+def test_a_batch_without_a_verdict_takes_no_step_and_the_run_goes_on(playground):
     playground.write_reward(PICKY)
     playground.write_rows(
         [{"prompt": f"{i}", "answer": "x" if 4 <= i < 8 else "7"} for i in range(12)]
@@ -202,7 +197,7 @@ def test_a_batch_without_a_verdict_takes_no_step_and_the_run_goes_on(
         assert [name for name, value in step.items() if not math.isfinite(value)] == []
 
 
-def test_samples_without_a_verdict_are_in_no_statistic(playground: Playground) -> None:
+def test_samples_without_a_verdict_are_in_no_statistic(playground):
     playground.write_reward(PICKY)
     run = playground.run("grpo", *ONE_STEP, "reward.max_error_rate=1")
     batch = recorded(run)
@@ -231,7 +226,7 @@ def test_samples_without_a_verdict_are_in_no_statistic(playground: Playground) -
     )
 
 
-def test_the_next_epoch_draws_other_answers_to_the_same_prompts(tmp_path: Path) -> None:
+def test_the_next_epoch_draws_other_answers_to_the_same_prompts(tmp_path):
     """With weights that stand still only the random stream can differ between the epochs."""
     playground = Playground(tmp_path, num_rows=4)
     frozen = (

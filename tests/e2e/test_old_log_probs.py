@@ -24,7 +24,7 @@ RECOMPUTES = "algorithm.recompute_old_log_probs=true"
 
 
 @pytest.fixture
-def playground(tmp_path: Path) -> Playground:
+def playground(tmp_path):
     return Playground(tmp_path)
 
 
@@ -53,7 +53,7 @@ def same_run(one: Run, other: Run) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("preset", ["grpo", "ppo"])
-def test_it_trains_what_a_pass_of_its_own_does(playground: Playground, preset: str) -> None:
+def test_it_trains_what_a_pass_of_its_own_does(playground, preset):
     more = ("algorithm.use_kl_in_reward=false",) if preset == "ppo" else ()
     left_out = playground.run(preset, *KEPT, *more, name="auto")
     assert not scores(left_out.folder, playground, preset, more)
@@ -72,7 +72,7 @@ def functions(pipeline: BoundPipeline) -> list[Any]:
 
 
 @pytest.mark.slow
-def test_the_rollouts_own_may_be_taken(playground: Playground) -> None:
+def test_the_rollouts_own_may_be_taken(playground):
     run = playground.run(
         "grpo", *KEPT, "algorithm.recompute_old_log_probs=false", f"{ACTOR}.ppo_mini_batch_size=2"
     )
@@ -83,9 +83,7 @@ def test_the_rollouts_own_may_be_taken(playground: Playground) -> None:
     assert int(scored.sum()) == 8 and run.metrics()[1]["mismatch/same_version/share"] == 1
 
 
-def test_a_loss_that_is_given_other_log_probs_is_found(
-    playground: Playground, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_loss_that_is_given_other_log_probs_is_found(playground, monkeypatch):
     """They are the old ones too, which nothing else computes."""
     compute = TorchScorer.compute
 

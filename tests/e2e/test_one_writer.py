@@ -17,7 +17,7 @@ from tests.one_winner import KEYS, names_in, one_wins, playground
 
 
 @pytest.mark.slow
-def test_of_many_starts_one_wins_and_the_others_leave_nothing(tmp_path: Path) -> None:
+def test_of_many_starts_one_wins_and_the_others_leave_nothing(tmp_path):
     ground = playground(tmp_path)
     runs = []
     for number in range(6):
@@ -41,7 +41,7 @@ def _hold(folder: Path, ready: "object", leave: "object") -> None:
 
 
 @pytest.mark.parametrize("start", ["train", "rollouts"])
-def test_a_start_from_python_is_refused_and_leaves_nothing(tmp_path: Path, start: str) -> None:
+def test_a_start_from_python_is_refused_and_leaves_nothing(tmp_path, start):
     ground = Playground(tmp_path)
     ready = forks.Event()
     leave = forks.Event()

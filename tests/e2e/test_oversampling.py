@@ -8,7 +8,7 @@ import torch
 
 from distflow.scheduling.ledger import timeline
 from distflow.scheduling.sample_queue import Exhausted
-from tests.e2e.runs import Playground, Run
+from tests.e2e.runs import Run
 from tests.e2e.test_domains import FILTERED, REWARD, given, go_back, ground, steps_of
 from tests.ledger_audit import verify
 from tests.sparse_params import one_fast_in
@@ -47,9 +47,7 @@ def moves(run: Run) -> list[tuple[object, ...]]:
 
 
 @pytest.mark.slow
-def test_a_run_that_is_killed_is_the_one_that_was_not_whatever_its_verifiers_take(
-    ground: Playground,
-) -> None:
+def test_a_run_that_is_killed_is_the_one_that_was_not_whatever_its_verifiers_take(ground):
     settings = given(
         ground, *FILTERED, MORE, "trainer.total_training_steps=4", "trust.check_freq=1"
     )
@@ -89,7 +87,7 @@ def test_a_run_that_is_killed_is_the_one_that_was_not_whatever_its_verifiers_tak
         ],
     ),
 )
-def test_each_row_of_each_epoch_is_trained_on(ground: Playground, more: tuple[str, ...]) -> None:
+def test_each_row_of_each_epoch_is_trained_on(ground, more):
     name = f"epochs{len(more)}{more[0][-2:]}"
     run = ground.run(
         "grpo", MORE, "data.train_max_samples=7", "trainer.total_epochs=2", *more, name=name
@@ -103,7 +101,7 @@ def test_each_row_of_each_epoch_is_trained_on(ground: Playground, more: tuple[st
     )
 
 
-def test_a_domain_whose_groups_are_all_dropped_ends_the_run(ground: Playground) -> None:
+def test_a_domain_whose_groups_are_all_dropped_ends_the_run(ground):
     ground.write_reward(REWARD.replace('extra_info["number"] % 2', "True"))
     keys = ("algorithm.filter_groups.enable=true", "algorithm.filter_groups.max_num_gen_batches=3")
     with pytest.raises(Exhausted, match="'code', .* 3 drawn "):

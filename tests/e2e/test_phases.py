@@ -73,9 +73,7 @@ def sleeping(function: Callable[..., None]) -> Callable[..., None]:
         ("grpo", "callbacks", ("async.max_staleness=1",)),
     ],
 )
-def test_named_phases_add_up_to_the_clock(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, preset: str, slow: str, keys: tuple[str, ...]
-) -> None:
+def test_named_phases_add_up_to_the_clock(tmp_path, monkeypatch, preset, slow, keys):
     """Each with something slow, which a phase that is left out would not have, in whatever step.
     What a busy machine adds between two phases it does not add to each step. A save is written
     while the next step runs, and the save behind that waits for what is left."""

@@ -25,7 +25,7 @@ ONE = "trainer.total_training_steps=1"
 
 
 @pytest.fixture(scope="module")
-def ground(tmp_path_factory: pytest.TempPathFactory) -> Playground:
+def ground(tmp_path_factory):
     """Its tokenizer begins each text with a token."""
     ground = Playground(tmp_path_factory.mktemp("data"))
     begins = tiny_tokenizer()
@@ -155,9 +155,7 @@ def run(ground: Playground, patch: Patch, setting: str, name: str) -> Any:
 
 
 @pytest.mark.parametrize("name", first_of_each(PLANTED, lambda name: PLANTED[name][2]))
-def test_what_is_not_the_configs_is_named(
-    ground: Playground, monkeypatch: Patch, name: str
-) -> None:
+def test_what_is_not_the_configs_is_named(ground, monkeypatch, name):
     setting, plant, seen = PLANTED[name]
     plant(monkeypatch)
     with pytest.raises(TrustError, match=seen):

@@ -4,7 +4,6 @@ caught and named."""
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -38,7 +37,7 @@ compared."""
 
 
 @pytest.fixture
-def playground(tmp_path: Path) -> Playground:
+def playground(tmp_path):
     return Playground(tmp_path)
 
 
@@ -58,9 +57,7 @@ def off_by_one(mask: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("plane", ["rollout", "training"])
-def test_a_response_mask_that_is_off_by_one(
-    playground: Playground, monkeypatch: Patch, plane: str
-) -> None:
+def test_a_response_mask_that_is_off_by_one(playground, monkeypatch, plane):
     if plane == "rollout":
         plant_in_group(monkeypatch, change("response_mask", off_by_one))
     else:
@@ -70,9 +67,7 @@ def test_a_response_mask_that_is_off_by_one(
 
 
 @pytest.mark.parametrize("dtype", one_fast_in(2, ["bfloat16", "float32"], others=BY_HAND))
-def test_old_log_probs_that_are_shifted(
-    playground: Playground, monkeypatch: Patch, dtype: str
-) -> None:
+def test_old_log_probs_that_are_shifted(playground, monkeypatch, dtype):
     plant_before_update(monkeypatch, change("old_log_probs", shifted))
     with pytest.raises(TrustError, match="ratio .* must be 1, "):
         playground.run(*GRPO, *SCORED, f"actor_rollout_ref.model.dtype={dtype}")
@@ -80,9 +75,7 @@ def test_old_log_probs_that_are_shifted(
 
 @pytest.mark.parametrize("dtype", one_fast_in(2, ["bfloat16", "float32"], others=BY_HAND))
 @pytest.mark.parametrize("loss", ["vanilla", "decoupled"])
-def test_rollout_log_probs_that_are_shifted(
-    playground: Playground, monkeypatch: Patch, dtype: str, loss: str
-) -> None:
+def test_rollout_log_probs_that_are_shifted(playground, monkeypatch, dtype, loss):
     plant_in_group(monkeypatch, change("rollout_log_probs", shifted))
     options = [
         f"actor_rollout_ref.model.dtype={dtype}",
@@ -95,14 +88,14 @@ def test_rollout_log_probs_that_are_shifted(
 
 @pytest.mark.parametrize("check_freq", [0, 1])
 def test_rollout_log_probs_that_are_shifted_where_nothing_scores_a_step_before(
-    playground: Playground, monkeypatch: Patch, check_freq: int
-) -> None:
+    playground, monkeypatch, check_freq
+):
     plant_in_group(monkeypatch, change("rollout_log_probs", shifted))
     with pytest.raises(TrustError, match=SHIFTED):
         playground.run(*GRPO, f"trust.check_freq={check_freq}")
 
 
-def test_a_gap_of_a_hundred_nats(playground: Playground, monkeypatch: Patch) -> None:
+def test_a_gap_of_a_hundred_nats(playground, monkeypatch):
     plant_before_update(monkeypatch, change("old_log_probs", lambda values: values - 100))
     with pytest.raises(TrustError, match=r"\|log ratio\| is 100 "):
         playground.run(*GRPO, *SCORED, name="old")
@@ -113,7 +106,7 @@ def test_a_gap_of_a_hundred_nats(playground: Playground, monkeypatch: Patch) -> 
         playground.run(*GRPO, *SCORED, name="rollout")
 
 
-def test_group_ids_that_are_swapped(playground: Playground, monkeypatch: Patch) -> None:
+def test_group_ids_that_are_swapped(playground, monkeypatch):
     plant_before_update(
         monkeypatch, change("group_index", lambda groups: torch.arange(len(groups)) % 4)
     )
@@ -131,9 +124,7 @@ def keep_prompts_for_ever(monkeypatch: Patch) -> None:
     )
 
 
-def test_prompt_kv_kept_across_a_publish_on_shared_weights(
-    playground: Playground, monkeypatch: Patch
-) -> None:
+def test_prompt_kv_kept_across_a_publish_on_shared_weights(playground, monkeypatch):
     keep_prompts_for_ever(monkeypatch)
     with pytest.raises(TrustError, match="disagree by .* same weights"):
         playground.run(*GRPO, "trainer.total_training_steps=6", "trust.check_freq=0", *FAST)
@@ -144,15 +135,13 @@ def test_prompt_kv_kept_across_a_publish_on_shared_weights(
         )
 
 
-def test_prompt_kv_kept_across_a_publish_on_a_copy(
-    playground: Playground, monkeypatch: Patch
-) -> None:
+def test_prompt_kv_kept_across_a_publish_on_a_copy(playground, monkeypatch):
     keep_prompts_for_ever(monkeypatch)
     with pytest.raises(TrustError, match="canary: "):
         playground.run(*GRPO, "trainer.total_training_steps=6", *FAST, BFLOAT16)
 
 
-def test_a_tensor_that_the_engine_skips(playground: Playground, monkeypatch: Patch) -> None:
+def test_a_tensor_that_the_engine_skips(playground, monkeypatch):
     original = engine_weights.copy_weights
 
     def forgetful(module: nn.Module, weights: Any) -> dict[str, str]:
@@ -171,9 +160,7 @@ def test_a_tensor_that_the_engine_skips(playground: Playground, monkeypatch: Pat
         playground.run(*GRPO, BFLOAT16)
 
 
-def test_an_engine_that_takes_nothing_and_says_it_did(
-    playground: Playground, monkeypatch: Patch
-) -> None:
+def test_an_engine_that_takes_nothing_and_says_it_did(playground, monkeypatch):
     monkeypatch.setattr(
         engine_weights,
         "copy_weights",
@@ -183,7 +170,7 @@ def test_an_engine_that_takes_nothing_and_says_it_did(
         playground.run(*GRPO, "trainer.total_training_steps=6", *FAST, BFLOAT16)
 
 
-def test_a_weight_that_is_not_sent(playground: Playground, monkeypatch: Patch) -> None:
+def test_a_weight_that_is_not_sent(playground, monkeypatch):
     original = TorchTrainEngine.weights
 
     def without_one(self: TorchTrainEngine) -> Iterator[tuple[str, torch.Tensor]]:
@@ -194,7 +181,7 @@ def test_a_weight_that_is_not_sent(playground: Playground, monkeypatch: Patch) -
         playground.run(*GRPO, BFLOAT16)
 
 
-def test_a_loss_term_that_is_dead(playground: Playground, monkeypatch: Patch) -> None:
+def test_a_loss_term_that_is_dead(playground, monkeypatch):
     plant_before_update(monkeypatch, change("advantages", torch.zeros_like))
     run = playground.run(*GRPO, "trainer.total_training_steps=6", "trust.check_freq=0")
     (found,) = [note for note in run.notes("finding") if "loss term" in note]
@@ -204,7 +191,7 @@ def test_a_loss_term_that_is_dead(playground: Playground, monkeypatch: Patch) ->
 
 
 @pytest.mark.parametrize("weight_decay", [0.0, 0.1])
-def test_a_tensor_that_nothing_moves(playground: Playground, weight_decay: float) -> None:
+def test_a_tensor_that_nothing_moves(playground, weight_decay):
     def deaf(spec: Spec) -> Spec:
         def build(get: Any, device: torch.device) -> object:
             engine = spec.factories["actor"](get, device)
@@ -227,7 +214,7 @@ def test_a_tensor_that_nothing_moves(playground: Playground, weight_decay: float
     )
 
 
-def test_a_ticket_that_is_lost(playground: Playground, monkeypatch: Patch) -> None:
+def test_a_ticket_that_is_lost(playground, monkeypatch):
     original = SampleQueue.release
 
     def losing(self: SampleQueue, step: int) -> Any:
@@ -252,9 +239,7 @@ def nan_advantages(uid: str, steps: range, monkeypatch: Patch) -> None:
     plant_before_update(monkeypatch, spoil)
 
 
-def test_a_nan_loss_skips_the_step_and_leaves_a_bundle(
-    playground: Playground, monkeypatch: Patch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_nan_loss_skips_the_step_and_leaves_a_bundle(playground, monkeypatch, capsys):
     nan_advantages("-2", range(1, 2), monkeypatch)
     run = playground.run(*GRPO, "trainer.save_freq=1", "trainer.keep_last=5")
     assert [step["actor/skipped"] for step in run.metrics()] == [0, 1, 0]
@@ -270,9 +255,7 @@ def test_a_nan_loss_skips_the_step_and_leaves_a_bundle(
 
 
 @pytest.mark.parametrize("preset", ["grpo", "ppo"])
-def test_nan_losses_in_a_row_end_the_run(
-    playground: Playground, monkeypatch: Patch, preset: str
-) -> None:
+def test_nan_losses_in_a_row_end_the_run(playground, monkeypatch, preset):
     # The critic's updates stay sound: they must not hide that the actor has none.
     nan_advantages("-0", range(1, 1000), monkeypatch)
     options = [
@@ -292,9 +275,7 @@ def test_nan_losses_in_a_row_end_the_run(
     assert saved[-1] == "step-000003", "the fourth step ended the run before it was saved"
 
 
-def test_weights_that_overflow_are_never_published_or_saved(
-    playground: Playground, monkeypatch: Patch
-) -> None:
+def test_weights_that_overflow_are_never_published_or_saved(playground, monkeypatch):
     original, count = TorchTrainEngine._step, iter(range(100))
 
     def overflowing(self: TorchTrainEngine, lrs: list[float]) -> None:

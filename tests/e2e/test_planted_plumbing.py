@@ -247,7 +247,7 @@ FAULTS = {
 
 
 @pytest.fixture(scope="module")
-def playground(tmp_path_factory: pytest.TempPathFactory) -> Playground:
+def playground(tmp_path_factory):
     return Playground(tmp_path_factory.mktemp("run"))
 
 
@@ -260,7 +260,7 @@ def told_by(seen: str, step: str) -> str:
 
 
 @pytest.mark.parametrize("name", one_fast_in(99, FAULTS))
-def test_a_planted_fault_is_named(playground: Playground, monkeypatch: Patch, name: str) -> None:
+def test_a_planted_fault_is_named(playground, monkeypatch, name):
     fault = FAULTS[name]
     fault.plant(monkeypatch)
     with pytest.raises(TrustError, match=told_by(fault.seen, "[1-3]")):
@@ -283,9 +283,7 @@ LATE = (
 
 
 @pytest.mark.parametrize("name", one_fast_in(99, LATE))
-def test_a_fault_that_begins_late_and_is_rare(
-    playground: Playground, monkeypatch: Patch, name: str
-) -> None:
+def test_a_fault_that_begins_late_and_is_rare(playground, monkeypatch, name):
     """In one of three steps from the sixth on."""
     fault = FAULTS[name]
     step_taken = Checker.step_taken
@@ -315,7 +313,7 @@ def test_a_fault_that_begins_late_and_is_rare(
 
 
 @pytest.mark.slow
-def test_a_group_of_another_row_is_found(playground: Playground, monkeypatch: Patch) -> None:
+def test_a_group_of_another_row_is_found(playground, monkeypatch):
     from distflow.scheduling import data_plan
 
     original = data_plan.place

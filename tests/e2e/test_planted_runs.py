@@ -57,7 +57,7 @@ WEIGHT = "model.layers.0.self_attn.q_proj.weight"
 
 
 @pytest.fixture(scope="module")
-def ground(tmp_path_factory: pytest.TempPathFactory) -> Playground:
+def ground(tmp_path_factory):
     ground = Playground(tmp_path_factory.mktemp("run"))
     ground.write_reward(BINARY)
     held_out = [
@@ -250,9 +250,7 @@ RESUME_FAULTS: dict[str, tuple[Plant, str, tuple[str, ...]]] = {
 
 
 @pytest.mark.parametrize("name", one_fast_in(99, RESUME_FAULTS))
-def test_what_a_resume_does_not_restore_is_named(
-    ground: Playground, monkeypatch: Patch, name: str
-) -> None:
+def test_what_a_resume_does_not_restore_is_named(ground, monkeypatch, name):
     plant, seen, config = RESUME_FAULTS[name]
     checkpoint = saved(ground, config)
     plant(monkeypatch)
@@ -262,15 +260,13 @@ def test_what_a_resume_does_not_restore_is_named(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("config", [PPO, KL, AHEAD], ids=["ppo", "grpo", "ahead"])
-def test_a_healthy_resume_passes(ground: Playground, config: tuple[str, ...]) -> None:
+def test_a_healthy_resume_passes(ground, config):
     assert "resume" in resume(
         ground, config, saved(ground, config), f"healthy-{config[0]}-{len(config)}"
     )
 
 
-def test_a_damaged_checkpoint_with_fitting_checksums_is_told(
-    ground: Playground, tmp_path: Path
-) -> None:
+def test_a_damaged_checkpoint_with_fitting_checksums_is_told(ground, tmp_path):
     source = saved(ground, KL)
     forged = tmp_path / "step-000002"
     forged.mkdir()
@@ -287,7 +283,7 @@ def test_a_damaged_checkpoint_with_fitting_checksums_is_told(
 
 
 @pytest.mark.slow
-def test_a_checkpoint_without_hashes_is_not_compared(ground: Playground) -> None:
+def test_a_checkpoint_without_hashes_is_not_compared(ground):
     checkpoint = saved(ground, (*KL, "trust.check_freq=0"))
     preset, *overrides = KL
     steps = (
@@ -427,7 +423,7 @@ def validating(ground: Playground) -> tuple[str, ...]:
 
 
 @pytest.mark.parametrize("name", one_fast_in(99, VALIDATION_FAULTS))
-def test_a_wrong_validation_is_named(ground: Playground, monkeypatch: Patch, name: str) -> None:
+def test_a_wrong_validation_is_named(ground, monkeypatch, name):
     plant, seen = VALIDATION_FAULTS[name]
     plant(monkeypatch)
     preset, *overrides = validating(ground)
@@ -521,9 +517,7 @@ TALKS = [
 
 
 @pytest.mark.parametrize("name", one_fast_in(3, LOSS_FAULTS))
-def test_a_wrong_validation_loss_is_named(
-    ground: Playground, monkeypatch: Patch, name: str
-) -> None:
+def test_a_wrong_validation_loss_is_named(ground, monkeypatch, name):
     plant, seen = LOSS_FAULTS[name]
     plant(monkeypatch)
     with pytest.raises(TrustError, match=rf"step 1 found \(validation\): .*({seen})"):
@@ -563,9 +557,7 @@ TEXT_FAULTS: dict[str, tuple[Plant, list[dict[str, Any]], str]] = {
 
 
 @pytest.mark.parametrize("name", one_fast_in(2, TEXT_FAULTS))
-def test_texts_to_learn_that_are_not_the_files_are_named(
-    ground: Playground, monkeypatch: Patch, name: str
-) -> None:
+def test_texts_to_learn_that_are_not_the_files_are_named(ground, monkeypatch, name):
     plant, rows, seen = TEXT_FAULTS[name]
     plant(monkeypatch)
     with pytest.raises(TrustError, match=rf"found \(data\): ({seen})"):
@@ -573,7 +565,7 @@ def test_texts_to_learn_that_are_not_the_files_are_named(
 
 
 @pytest.mark.slow
-def test_validation_prompts_that_are_trained_on_are_told(ground: Playground) -> None:
+def test_validation_prompts_that_are_trained_on_are_told(ground):
     rows = [json.loads(line) for line in (ground.folder / "rows.jsonl").read_text().splitlines()]
     both = ground.folder / "both.jsonl"
     both.write_text(
@@ -632,7 +624,7 @@ FILES = ("jsonl", "parquet")
 
 
 @pytest.fixture(scope="module", params=one_fast_in(2, FILES))
-def rows_file(request: pytest.FixtureRequest, ground: Playground) -> Path:
+def rows_file(request, ground):
     rows = [
         {"prompt": f"a{i}\n=", "answer": f"é{i}", "hint": f"h{i}", "data_source": "xy"[i % 2]}
         for i in every(20)
@@ -665,16 +657,14 @@ def read_again(ground: Playground, path: Path, name: str) -> Any:
     ],
     indirect=["rows_file"],
 )
-def test_rows_that_are_not_the_files_are_named(
-    ground: Playground, monkeypatch: Patch, rows_file: Path, name: str
-) -> None:
+def test_rows_that_are_not_the_files_are_named(ground, monkeypatch, rows_file, name):
     change, seen = DATA_FAULTS[name]
     changed_rows(change)(monkeypatch)
     with pytest.raises(TrustError, match=rf"found \(data\): .*({seen})"):
         read_again(ground, rows_file, f"data-{list(DATA_FAULTS).index(name)}")
 
 
-def test_a_file_that_is_named_twice_may_repeat_its_rows(ground: Playground) -> None:
+def test_a_file_that_is_named_twice_may_repeat_its_rows(ground):
     path = ground.folder / "named-twice.jsonl"
     path.write_text(
         "".join(json.dumps({"prompt": f"c{i}", "answer": "1"}) + "\n" for i in every(8))
@@ -685,7 +675,7 @@ def test_a_file_that_is_named_twice_may_repeat_its_rows(ground: Playground) -> N
     assert "data" in checks["passed"]
 
 
-def test_rows_without_a_second_reader_are_said_not_to_be_checked(ground: Playground) -> None:
+def test_rows_without_a_second_reader_are_said_not_to_be_checked(ground):
     (ground.folder / "made.py").write_text(
         "def rows():\n    return [{'prompt': f'd{i}', 'answer': '1'} for i in range(8)]"
     )

@@ -4,7 +4,6 @@ Each is caught within a few steps."""
 
 import copy
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -49,7 +48,7 @@ Fired = list[object]
 
 
 @pytest.fixture
-def playground(tmp_path: Path) -> Playground:
+def playground(tmp_path):
     return Playground(tmp_path, num_rows=64)
 
 
@@ -95,9 +94,7 @@ def merged_once(patch: Patch, fired: Fired) -> None:
         pytest.param(merged_once, "waves", marks=BY_HAND),
     ],
 )
-def test_an_adapter_that_is_not_sent_as_it_is(
-    playground: Playground, monkeypatch: Patch, fault: Callable[..., None], mode: str
-) -> None:
+def test_an_adapter_that_is_not_sent_as_it_is(playground, monkeypatch, fault, mode):
     fired: Fired = []
     fault(monkeypatch, fired)
 
@@ -156,9 +153,7 @@ def transposed(patch: Patch, fired: Fired) -> None:
         pytest.param(of_the_step_before, "waves", marks=BY_HAND),
     ],
 )
-def test_a_tensor_that_is_sent_otherwise(
-    playground: Playground, monkeypatch: Patch, fault: Callable[..., None], mode: str
-) -> None:
+def test_a_tensor_that_is_sent_otherwise(playground, monkeypatch, fault, mode):
     fired: Fired = []
     fault(monkeypatch, fired)
     with pytest.raises(TrustError, match="version [01] .*trainer's: "):
@@ -167,9 +162,7 @@ def test_a_tensor_that_is_sent_otherwise(
 
 
 @pytest.mark.parametrize("mode", one_fast_in(2, ["stream", "waves"], others=BY_HAND))
-def test_a_tensor_that_is_exchanged_on_its_way(
-    playground: Playground, monkeypatch: Patch, mode: str
-) -> None:
+def test_a_tensor_that_is_exchanged_on_its_way(playground, monkeypatch, mode):
     original, first, fired = LocalWeights.put, dict[str, torch.Tensor](), Fired()
 
     def put(self: LocalWeights, bucket: Any) -> None:
@@ -225,9 +218,7 @@ def rounded(module: nn.Module, sent: dict[str, torch.Tensor]) -> None:
         pytest.param(nothing, "stream", marks=BY_HAND),
     ],
 )
-def test_an_engine_that_claims_to_have_taken_weights(
-    playground: Playground, monkeypatch: Patch, take: Callable[..., None], mode: str
-) -> None:
+def test_an_engine_that_claims_to_have_taken_weights(playground, monkeypatch, take, mode):
     """Its version runs ahead of its weights."""
     taken_otherwise(monkeypatch, take)
     with pytest.raises(TrustError, match="version .* different tensors: "):
@@ -235,9 +226,7 @@ def test_an_engine_that_claims_to_have_taken_weights(
 
 
 @pytest.mark.parametrize("mode", one_fast_in(3, MODES, others=BY_HAND))
-def test_weights_in_a_module_that_is_not_computed_with(
-    playground: Playground, monkeypatch: Patch, mode: str
-) -> None:
+def test_weights_in_a_module_that_is_not_computed_with(playground, monkeypatch, mode):
     """The initial weights are served for ever, and every hash is right."""
     original = EmbeddedEngine.__init__
 
@@ -252,9 +241,7 @@ def test_weights_in_a_module_that_is_not_computed_with(
 
 
 @pytest.mark.parametrize("mode", one_fast_in(2, ["stream", "waves"], others=BY_HAND))
-def test_initial_weights_after_a_resume(
-    playground: Playground, monkeypatch: Patch, mode: str
-) -> None:
+def test_initial_weights_after_a_resume(playground, monkeypatch, mode):
     original = WeightSender.sync_changed
 
     def breaking(self: WeightSender, version: Any, updated: bool) -> Any:
@@ -275,9 +262,7 @@ def test_initial_weights_after_a_resume(
 
 @pytest.mark.parametrize("mode", one_fast_in(2, ["stream", "waves"], others=BY_HAND))
 @pytest.mark.parametrize("by", [-1, 1])
-def test_versions_that_are_counted_ahead_or_late(
-    playground: Playground, monkeypatch: Patch, by: int, mode: str
-) -> None:
+def test_versions_that_are_counted_ahead_or_late(playground, monkeypatch, by, mode):
     original, fired = Sequence.append, Fired()
 
     def append(
@@ -295,7 +280,7 @@ def test_versions_that_are_counted_ahead_or_late(
     assert fired
 
 
-def test_versions_of_an_answer_s_begin(playground: Playground, monkeypatch: Patch) -> None:
+def test_versions_of_an_answer_s_begin(playground, monkeypatch):
     """Tokens behind an update carry the version before it, which their step may train on."""
     original, fired = Sequence.append, Fired()
 
@@ -313,9 +298,7 @@ def test_versions_of_an_answer_s_begin(playground: Playground, monkeypatch: Patc
     assert fired
 
 
-def test_keys_and_values_that_are_not_made_again(
-    playground: Playground, monkeypatch: Patch
-) -> None:
+def test_keys_and_values_that_are_not_made_again(playground, monkeypatch):
     fired = Fired()
     monkeypatch.setattr(RequestLane, "forget_kv", lambda self: fired.extend(self.scheduler.begun()))
     with pytest.raises(TrustError, match=r"\(versions\): .* other weights"):
@@ -323,7 +306,7 @@ def test_keys_and_values_that_are_not_made_again(
     assert fired
 
 
-def test_prompt_kv_kept_across_a_publish(playground: Playground, monkeypatch: Patch) -> None:
+def test_prompt_kv_kept_across_a_publish(playground, monkeypatch):
     original, fired = PromptCache.rows, Fired()
 
     def rows(self: PromptCache, version: object, *rest: Any) -> Any:
@@ -337,9 +320,7 @@ def test_prompt_kv_kept_across_a_publish(playground: Playground, monkeypatch: Pa
     assert len(set(fired)) > 1
 
 
-def test_an_old_copy_that_is_swapped_in_after_a_pause(
-    playground: Playground, monkeypatch: Patch
-) -> None:
+def test_an_old_copy_that_is_swapped_in_after_a_pause(playground, monkeypatch):
     original, fired = EmbeddedEngine.resume, Fired()
 
     async def resume(self: EmbeddedEngine) -> None:
@@ -356,9 +337,7 @@ def test_an_old_copy_that_is_swapped_in_after_a_pause(
     assert fired
 
 
-def test_a_new_version_number_in_the_place_of_changed_weights(
-    playground: Playground, monkeypatch: Patch
-) -> None:
+def test_a_new_version_number_in_the_place_of_changed_weights(playground, monkeypatch):
     fired = Fired()
 
     def sync_changed(self: WeightSender, version: Any, updated: bool) -> Any:

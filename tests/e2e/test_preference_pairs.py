@@ -82,7 +82,7 @@ def reference(folder: Path, rows: list[dict[str, Any]]) -> dict[str, float]:
 
 
 @pytest.fixture
-def ground(tmp_path: Path) -> Playground:
+def ground(tmp_path):
     ground = Playground(tmp_path)
     ground.write_rows(PAIRS)
     write_tiny_reward_model(tmp_path / "start", seed=8)
@@ -90,7 +90,7 @@ def ground(tmp_path: Path) -> Playground:
 
 
 @pytest.mark.parametrize("most_tokens", [60, 10_000])
-def test_loss_and_gradient_are_those_of_the_pairs(ground: Playground, most_tokens: int) -> None:
+def test_loss_and_gradient_are_those_of_the_pairs(ground, most_tokens):
     """Pairs stay together, also where each is a micro-batch of its own."""
     held_out = [
         {"prompt": "what", "chosen": "yes", "rejected": "no"},
@@ -132,9 +132,7 @@ def test_loss_and_gradient_are_those_of_the_pairs(ground: Playground, most_token
 
 
 @pytest.mark.slow
-def test_from_pairs_to_a_reward_that_trains_a_policy(
-    ground: Playground, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_from_pairs_to_a_reward_that_trains_a_policy(ground, capsys):
     """What is worked out wins: the model learns it from pairs, resumes bit-equal, and scores the
     responses of a run."""
     keys = (
@@ -197,9 +195,7 @@ def test_from_pairs_to_a_reward_that_trains_a_policy(
         assert policy.metrics()[-1]["actor/grad_norm"] > 0
 
 
-def test_bad_pairs_are_told_before_the_start(
-    ground: Playground, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_bad_pairs_are_told_before_the_start(ground, capsys):
     bad = {
         "the columns 'chosen' and 'rejected' hold the same response": {
             **PAIRS[0],

@@ -12,7 +12,7 @@ from tests.e2e.runs import Playground
 
 
 @pytest.fixture(scope="module")
-def ground(tmp_path_factory: pytest.TempPathFactory) -> Playground:
+def ground(tmp_path_factory):
     return Playground(tmp_path_factory.mktemp("profiled"))
 
 
@@ -24,7 +24,7 @@ def names(file: Path) -> set[str]:
     }
 
 
-def test_chosen_steps_are_recorded_and_the_run_is_the_same(ground: Playground) -> None:
+def test_chosen_steps_are_recorded_and_the_run_is_the_same(ground):
     keys = ("trainer.total_training_steps=3", "trainer.save_freq=3")
     plain = ground.run("grpo", *keys, name="plain")
     run = ground.run(
@@ -43,7 +43,7 @@ def test_chosen_steps_are_recorded_and_the_run_is_the_same(ground: Playground) -
 
 
 @pytest.mark.slow
-def test_each_worker_records_its_own(ground: Playground) -> None:
+def test_each_worker_records_its_own(ground):
     keys = ("trainer.total_training_steps=2", "trainer.n_gpus_per_node=2", "profiler.enable=true")
     assert main(["train", "grpo", *ground.overrides("two", *keys)]) == 0
     files = sorted(file.name for file in (ground.folder / "two" / "profiles").iterdir())

@@ -22,7 +22,7 @@ def carries(problem: str) -> bool:
     return int(first[-1]) + int(second[-1]) > 9
 
 
-def test_the_script_writes_the_data_that_are_committed(tmp_path: Path) -> None:
+def test_the_script_writes_the_data_that_are_committed(tmp_path):
     spec = importlib.util.spec_from_file_location(
         "make_quickstart", ROOT / "scripts" / "make_quickstart.py"
     )
@@ -36,7 +36,7 @@ def test_the_script_writes_the_data_that_are_committed(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("preset", ["quickstart_sft", "quickstart_grpo"])
-def test_no_row_of_the_presets_is_too_long(preset: str, tmp_path: Path) -> None:
+def test_no_row_of_the_presets_is_too_long(preset, tmp_path):
     config = load_config(preset).config
     tokenizer = load_tokenizer("builtin:tiny-arithmetic")
 
@@ -48,7 +48,7 @@ def test_no_row_of_the_presets_is_too_long(preset: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_the_three_commands_end_with_accuracy_before_and_after(tmp_path: Path) -> None:
+def test_the_three_commands_end_with_accuracy_before_and_after(tmp_path):
     distflow(tmp_path, "sft", "quickstart_sft", "trainer.total_training_steps=4")
     distflow(tmp_path, "export", "runs/quickstart/sft", "--to", "runs/quickstart/model")
     lines = distflow(

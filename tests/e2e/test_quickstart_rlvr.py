@@ -3,7 +3,6 @@ what is right."""
 
 import importlib.util
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 
@@ -17,7 +16,7 @@ NAMES = ("sft", "rl", "val", "long")
 
 
 @pytest.fixture(scope="module")
-def script() -> ModuleType:
+def script():
     spec = importlib.util.spec_from_file_location("make_functions", SCRIPT)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -26,7 +25,7 @@ def script() -> ModuleType:
 
 
 @pytest.mark.slow
-def test_the_script_writes_the_data_that_are_committed(script: ModuleType, tmp_path: Path) -> None:
+def test_the_script_writes_the_data_that_are_committed(script, tmp_path):
     script.write_data(tmp_path)
     for name in NAMES:
         file = f"functions-{name}.jsonl"
@@ -34,7 +33,7 @@ def test_the_script_writes_the_data_that_are_committed(script: ModuleType, tmp_p
 
 
 @pytest.mark.parametrize("preset", ["quickstart_rlvr_sft", "quickstart_rlvr"])
-def test_no_row_of_the_presets_is_too_long(preset: str, tmp_path: Path) -> None:
+def test_no_row_of_the_presets_is_too_long(preset, tmp_path):
     config = load_config(preset).config
     tokenizer = load_tokenizer("builtin:tiny-arithmetic")
     judged = preset == "quickstart_rlvr"

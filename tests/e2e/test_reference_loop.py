@@ -4,7 +4,6 @@ gradients and weights."""
 import math
 from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -48,17 +47,17 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None):
 
 
 @pytest.fixture
-def playground(tmp_path: Path) -> Playground:
+def playground(tmp_path):
     return Playground(tmp_path)
 
 
 @pytest.mark.parametrize("family", one_fast_in(2, ["llama", "qwen2"]))
-def test_grpo(tmp_path: Path, family: str) -> None:
+def test_grpo(tmp_path, family):
     assert_equal_to_reference(Playground(tmp_path, family).run(*GRPO, *RECORDED))
 
 
 @pytest.mark.slow
-def test_grpo_with_samples_that_have_no_verdict(playground: Playground) -> None:
+def test_grpo_with_samples_that_have_no_verdict(playground):
     playground.write_reward(ERRS)
     run = playground.run(*GRPO, *RECORDED)
     assert sum(step["reward/errors"] for step in run.metrics()) > 20
@@ -69,7 +68,7 @@ def test_grpo_with_samples_that_have_no_verdict(playground: Playground) -> None:
 @pytest.mark.parametrize(
     ("reward", "mini_batch"), one_fast_in(2, [(REWARD, 3), (ERRS, 4)], unpack=True)
 )
-def test_ppo(playground: Playground, reward: str, mini_batch: int) -> None:
+def test_ppo(playground, reward, mini_batch):
     playground.write_reward(reward)
     numbers = [
         f"actor_rollout_ref.actor.ppo_mini_batch_size={mini_batch}",
@@ -83,23 +82,21 @@ def test_ppo(playground: Playground, reward: str, mini_batch: int) -> None:
 
 
 @pytest.mark.slow
-def test_a_last_step_that_is_short(tmp_path: Path) -> None:
+def test_a_last_step_that_is_short(tmp_path):
     run = Playground(tmp_path, num_rows=11).run(*GRPO, *TWICE_HALVED, *RECORDED, *ONE_EPOCH)
     assert len(read_step(run.folder / "tokens" / "000003.safetensors")) == 3 * 4
     assert_equal_to_reference(run, steps=3)
 
 
 @pytest.mark.slow
-def test_dapo_with_every_term_on(playground: Playground) -> None:
+def test_dapo_with_every_term_on(playground):
     run = playground.run(*DAPO, *RECORDED)
     assert_equal_to_reference(run)
     assert max(step["actor/pg_clipfrac"] for step in run.metrics()) > 0.01
 
 
 @pytest.mark.parametrize("column", one_fast_in(3, ["old_log_probs", "advantages", "ref_log_prob"]))
-def test_a_column_shifted_by_one_turns_the_comparison_red(
-    playground: Playground, monkeypatch: pytest.MonkeyPatch, column: str
-) -> None:
+def test_a_column_shifted_by_one_turns_the_comparison_red(playground, monkeypatch, column):
     def shift(batch: Batch) -> None:
         batch[column] = batch[column].roll(1, dims=-1)
 

@@ -31,7 +31,7 @@ PROGRAMS = {
 
 
 @pytest.fixture(scope="module")
-def ground(tmp_path_factory: pytest.TempPathFactory) -> Playground:
+def ground(tmp_path_factory):
     ground = Playground(tmp_path_factory.mktemp("resume"), num_rows=10)
     ground.write_reward(COARSE_REWARD)
     return ground
@@ -66,9 +66,7 @@ def has_saved(folder: Path, step: int) -> bool:
 
 
 @pytest.mark.parametrize("pipeline", ["grpo"])
-def test_a_killed_run_ends_as_one_that_was_never_disturbed(
-    ground: Playground, pipeline: str
-) -> None:
+def test_a_killed_run_ends_as_one_that_was_never_disturbed(ground, pipeline):
     whole = finish(ground, pipeline, f"{pipeline}-whole", "trainer.total_epochs=2")
     assert whole.checkpoint.step == 5
     assert sorted(whole.trained_rows()) == [(epoch, row) for epoch in range(2) for row in range(10)]
@@ -84,7 +82,7 @@ def test_a_killed_run_ends_as_one_that_was_never_disturbed(
 
 
 @pytest.mark.slow
-def test_after_the_end_there_is_nothing_to_do_and_epochs_can_be_added(ground: Playground) -> None:
+def test_after_the_end_there_is_nothing_to_do_and_epochs_can_be_added(ground):
     constant = "actor_rollout_ref.actor.optim.scheduler=constant"
     whole = finish(ground, "grpo", "three", "trainer.total_epochs=3", constant)
     finish(ground, "grpo", "grown", "trainer.total_epochs=2", constant)
@@ -99,7 +97,7 @@ def test_after_the_end_there_is_nothing_to_do_and_epochs_can_be_added(ground: Pl
 
 
 @pytest.mark.slow
-def test_epochs_added_behind_a_short_last_step_are_trained_whole(ground: Playground) -> None:
+def test_epochs_added_behind_a_short_last_step_are_trained_whole(ground):
     first = finish(ground, "grpo", "short", "trainer.total_epochs=1")
     assert (first.checkpoint.step, len(first.trained_rows())) == (3, 10)
     grown = finish(ground, "grpo", "short", "trainer.total_epochs=2")
@@ -117,7 +115,7 @@ def steps_journaled(folder: Path) -> int:
     "pipeline",
     ["grpo", *(pytest.param(name, marks=pytest.mark.by_hand) for name in ("dapo", "ppo"))],
 )
-def test_twenty_kills_at_random_moments(ground: Playground, pipeline: str) -> None:
+def test_twenty_kills_at_random_moments(ground, pipeline):
     """While it starts, and from a step's end on: while it validates, saves, generates, trains."""
     keys = ("trainer.total_epochs=8",)
     began = time.monotonic()

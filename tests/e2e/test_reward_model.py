@@ -48,7 +48,7 @@ def weights_after(run: Run, step: int) -> bytes:
 
 
 @pytest.mark.slow
-def test_a_reward_model_judges_a_run_and_its_resume_alike(tmp_path: Path) -> None:
+def test_a_reward_model_judges_a_run_and_its_resume_alike(tmp_path):
     ground = Playground(tmp_path)
     tokenizer = tiny_tokenizer()
     tokenizer.chat_template = TEMPLATE
@@ -109,8 +109,8 @@ def test_a_reward_model_judges_a_run_and_its_resume_alike(tmp_path: Path) -> Non
     "form", ["reward_model.model.path={}", "reward_model.models={{h: {{path: {}}}}}"]
 )
 def test_an_engine_with_the_tokenizer_of_another_model_is_refused_before_the_first_step(
-    tmp_path: Path, form: str
-) -> None:
+    tmp_path, form
+):
     folder = write_tiny_reward_model(tmp_path / "other", "qwen3", vocab_size=50)
     with pytest.raises(
         UserError,
@@ -122,7 +122,7 @@ def test_an_engine_with_the_tokenizer_of_another_model_is_refused_before_the_fir
 
 
 @pytest.mark.slow
-def test_models_by_domain_score_their_own_rows_beside_functions_by_domain(tmp_path: Path) -> None:
+def test_models_by_domain_score_their_own_rows_beside_functions_by_domain(tmp_path):
     """In one process, and in two that have the models in shards, of which one may have no row of a
     domain."""
     ground = Playground(tmp_path)

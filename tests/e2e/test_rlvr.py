@@ -68,7 +68,7 @@ def batch_of(run: Run, step: int) -> Batch:
 
 
 @pytest.mark.slow
-def test_every_domain_is_judged_processed_and_estimated_by_its_own_settings(tmp_path: Path) -> None:
+def test_every_domain_is_judged_processed_and_estimated_by_its_own_settings(tmp_path):
     run = playground(tmp_path).run("rlvr", *settings(tmp_path, "trainer.total_training_steps=3"))
     seen: list[float] = []
     for step in (1, 2, 3):
@@ -165,7 +165,7 @@ def check_sums(batch: Batch) -> None:
 
 
 @pytest.mark.slow
-def test_a_resumed_run_goes_on_with_the_moments_of_each_domain(tmp_path: Path) -> None:
+def test_a_resumed_run_goes_on_with_the_moments_of_each_domain(tmp_path):
     made = playground(tmp_path)
     keys = settings(
         tmp_path, "trainer.total_training_steps=3", "trainer.save_freq=2", "trainer.keep_last=5"
@@ -181,7 +181,7 @@ def test_a_resumed_run_goes_on_with_the_moments_of_each_domain(tmp_path: Path) -
 
 
 @pytest.mark.slow
-def test_domains_are_trained_while_the_next_answers_are_made(tmp_path: Path) -> None:
+def test_domains_are_trained_while_the_next_answers_are_made(tmp_path):
     """The domains are named, each with files, verifier and share; whoever lost a verdict is
     replaced within it."""
     made = playground(tmp_path)

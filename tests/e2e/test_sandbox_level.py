@@ -1,8 +1,6 @@
 """What holds the programs that a run's verifiers run is recorded, and a resume at another level is
 told."""
 
-from pathlib import Path
-
 import pytest
 
 from distflow.observe.crash_safe_files import read_object
@@ -19,9 +17,7 @@ SAVED = (
 
 
 @pytest.mark.slow
-def test_the_level_is_in_the_runs_folder_and_a_resume_at_another_is_told(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_level_is_in_the_runs_folder_and_a_resume_at_another_is_told(tmp_path, monkeypatch):
     ground = Playground(tmp_path)
     rows = [{"prompt": f"{i}=", "answer": {"inputs": ["1"], "outputs": [str(i)]}} for i in range(8)]
     ground.write_rows(rows)

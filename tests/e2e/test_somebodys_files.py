@@ -23,7 +23,7 @@ EVERYTHING = (
 
 
 @pytest.fixture
-def ground(tmp_path: Path) -> Playground:
+def ground(tmp_path):
     return Playground(tmp_path, num_rows=4)
 
 
@@ -31,9 +31,7 @@ def train(ground: Playground, *overrides: str) -> int:
     return cli.main(["train", "grpo", *ground.overrides("run", *CHEAP, *EVERYTHING, *overrides)])
 
 
-def test_a_folder_with_somebodys_files_is_refused_before_anything_is_loaded(
-    ground: Playground, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_folder_with_somebodys_files_is_refused_before_anything_is_loaded(ground, capsys):
     theirs = ground.folder / "run"
     for name in (
         "checkpoints/old.removed",
@@ -60,7 +58,7 @@ def test_a_folder_with_somebodys_files_is_refused_before_anything_is_loaded(
     assert state_of(theirs) == before, "rows of Python code are not kept there either"
 
 
-def test_what_is_put_into_a_runs_folder_outlives_the_run(ground: Playground) -> None:
+def test_what_is_put_into_a_runs_folder_outlives_the_run(ground):
     run = ground.folder / "run"
     assert train(ground, "trainer.total_epochs=1") == 0
     mine = [
@@ -91,9 +89,7 @@ def test_what_is_put_into_a_runs_folder_outlives_the_run(ground: Playground) -> 
 
 
 @pytest.mark.parametrize("umask", [0o000, 0o277])
-def test_every_file_of_a_run_is_for_its_owner_alone_whatever_the_umask(
-    ground: Playground, umask: int
-) -> None:
+def test_every_file_of_a_run_is_for_its_owner_alone_whatever_the_umask(ground, umask):
     logger = "trainer.logger=[console,tensorboard]"
     (ground.folder / "parent").mkdir()
 
@@ -122,9 +118,7 @@ def test_every_file_of_a_run_is_for_its_owner_alone_whatever_the_umask(
 
 
 @pytest.mark.parametrize("target", ["full", "file", "below a file", "a link to a full one"])
-def test_an_export_takes_no_folder_that_holds_something(
-    ground: Playground, capsys: pytest.CaptureFixture[str], target: str
-) -> None:
+def test_an_export_takes_no_folder_that_holds_something(ground, capsys, target):
     assert train(ground, "trainer.total_epochs=1") == 0
     full = ground.folder / "full"
     full.mkdir(mode=0o750)

@@ -27,7 +27,7 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None):
 
 
 @pytest.fixture
-def ground(tmp_path: Path) -> Playground:
+def ground(tmp_path):
     return Playground(tmp_path, num_rows=8)
 
 
@@ -54,9 +54,7 @@ def end_event(folder: Path) -> str:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("number", one_fast_in(3, SIGNALS, others=BY_HAND))
-def test_once_finishes_the_step_saves_leaves_and_resumes_with_the_same_bits(
-    ground: Playground, number: signal.Signals
-) -> None:
+def test_once_finishes_the_step_saves_leaves_and_resumes_with_the_same_bits(ground, number):
     (ground.folder / "hold").touch()
     run = start(ground, "stopped", "reward.timeout_s=120")
     children = wait_for_verdicts(ground, run)
@@ -81,9 +79,7 @@ def test_once_finishes_the_step_saves_leaves_and_resumes_with_the_same_bits(
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_twice_leaves_at_once_and_leaves_nothing_behind(
-    ground: Playground, number: signal.Signals
-) -> None:
+def test_twice_leaves_at_once_and_leaves_nothing_behind(ground, number):
     run = start(ground, "twice", seconds=300)
     children = wait_for_verdicts(ground, run)
     run.send(number)
@@ -93,7 +89,7 @@ def test_twice_leaves_at_once_and_leaves_nothing_behind(
     assert_gone(children)
 
 
-def test_killed_takes_all_its_processes_with_it(ground: Playground) -> None:
+def test_killed_takes_all_its_processes_with_it(ground):
     run = start(ground, "killed", "reward.num_workers=2", seconds=300)
     children = wait_for_verdicts(ground, run)
     assert run.kill()
@@ -105,9 +101,7 @@ def test_killed_takes_all_its_processes_with_it(ground: Playground) -> None:
 @pytest.mark.parametrize(
     "number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)]
 )
-def test_an_evaluation_ends_and_leaves_no_folder_behind(
-    ground: Playground, number: signal.Signals
-) -> None:
+def test_an_evaluation_ends_and_leaves_no_folder_behind(ground, number):
     ground.write_reward(SLOW_REWARD.format(folder=str(ground.folder), seconds=300))
     (ground.folder / "tmp").mkdir()
     data = (f"data.val_files={ground.folder}/rows.jsonl", "trust.check_rewards=false")
@@ -124,7 +118,7 @@ def test_an_evaluation_ends_and_leaves_no_folder_behind(
 
 
 @pytest.mark.slow
-def test_what_a_hard_kill_left_half_written_is_swept_by_the_next_start(ground: Playground) -> None:
+def test_what_a_hard_kill_left_half_written_is_swept_by_the_next_start(ground):
     assert start(ground, "run", "trainer.save_freq=1", "trainer.total_epochs=1").status() == 0
     partial = ground.folder / "run" / "checkpoints" / "step-000009.partial"
     partial.mkdir()

@@ -16,7 +16,7 @@ ODD = (
 
 
 @pytest.fixture
-def ground(tmp_path: Path) -> Playground:
+def ground(tmp_path):
     """Nine steps of four prompts."""
     playground = Playground(tmp_path, num_rows=12)
     playground.write_reward(ODD)
@@ -33,9 +33,7 @@ def saved(folder: Path) -> list[str]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("staleness", [2, pytest.param(0, marks=pytest.mark.by_hand)])
-def test_a_run_ends_validated_and_saved_at_the_first_step_with_the_value(
-    ground: Playground, staleness: int
-) -> None:
+def test_a_run_ends_validated_and_saved_at_the_first_step_with_the_value(ground, staleness):
     keys = (
         *CHEAP,
         f"async.max_staleness={staleness}",
@@ -97,8 +95,6 @@ def metrics(folder: Path) -> list[dict[str, float]]:
         ),
     ],
 )
-def test_a_condition_that_cannot_hold_is_refused_before_the_start(
-    ground: Playground, keys: list[str], words: str
-) -> None:
+def test_a_condition_that_cannot_hold_is_refused_before_the_start(ground, keys, words):
     with pytest.raises(UserError, match=words):
         ground.spec("grpo", *CHEAP, *(key.format(ground.folder) for key in keys))

@@ -21,7 +21,7 @@ DOMAINS = "{math: {tags: [gsm, aime], weight: 3}, code: {tags: [mbpp, apps]}}"
 
 
 @pytest.fixture(scope="module")
-def ground(tmp_path_factory: pytest.TempPathFactory) -> Playground:
+def ground(tmp_path_factory):
     ground = Playground(tmp_path_factory.mktemp("tags"))
     ground.write_reward(REWARD)
     rows = [
@@ -46,7 +46,7 @@ def given(ground: Playground, *more: str) -> tuple[str, ...]:
     return ("data.tag_key=tag", f"data.domains={DOMAINS}", *validated, *more)
 
 
-def test_one_file_feeds_domains_by_the_tags_of_its_rows(ground: Playground) -> None:
+def test_one_file_feeds_domains_by_the_tags_of_its_rows(ground):
     _, spec = ground.spec("grpo", *given(ground, "data.domains.math.train_max_samples=7"))
     assert [(domain.name, domain.num_rows) for domain in spec.data.domains] == [
         ("math", 7),
@@ -67,7 +67,7 @@ def test_one_file_feeds_domains_by_the_tags_of_its_rows(ground: Playground) -> N
     }
 
 
-def test_accuracy_is_reported_by_tag(ground: Playground) -> None:
+def test_accuracy_is_reported_by_tag(ground):
     own = write(
         ground, "own.jsonl", [{"prompt": f"{i}=", "answer": "7", "tag": "gsm"} for i in range(4)]
     )
@@ -122,9 +122,7 @@ BAD = {
 
 
 @pytest.mark.parametrize("name", one_fast_in(3, BAD))
-def test_a_row_without_a_domain_is_told_with_its_file_and_line(
-    ground: Playground, name: str
-) -> None:
+def test_a_row_without_a_domain_is_told_with_its_file_and_line(ground, name):
     row, said = BAD[name]
     good = [{"prompt": f"{i}", "answer": "5", "tag": tag} for i, tag in enumerate(TAGS)]
     path = write(

@@ -73,7 +73,7 @@ def meeting():
 
 
 @pytest.fixture(scope="module")
-def ground(tmp_path_factory: pytest.TempPathFactory) -> Playground:
+def ground(tmp_path_factory):
     ground = Playground(tmp_path_factory.mktemp("policies"))
     Playground(ground.folder / "b", hidden_size=96)
     (ground.folder / "graphs.py").write_text(PIPELINE)
@@ -110,9 +110,7 @@ def other_than_names(run: Left) -> tuple[object, ...]:
 
 
 @pytest.mark.slow
-def test_each_policy_ends_where_it_ends_alone_and_both_resume(
-    ground: Playground, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_each_policy_ends_where_it_ends_alone_and_both_resume(ground, capsys):
     model_b = f"actor_rollout_ref.model.path={ground.folder}/b/model"
     assert main(["train", "grpo", *overrides(ground, "alone-actor", "first")]) == 0
     lr = "actor_rollout_ref.actor.optim.lr=1e-2"
@@ -143,9 +141,7 @@ def test_each_policy_ends_where_it_ends_alone_and_both_resume(
     )
 
 
-def test_nothing_starts_where_a_later_policy_cannot(
-    ground: Playground, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_nothing_starts_where_a_later_policy_cannot(ground, capsys):
     nowhere = "dag.policies={policy_b: {model: {path: /nowhere/at/all}}}"
     assert main(["train", "grpo", *overrides(ground, "never", "both", nowhere)]) == 2
     said = capsys.readouterr().err
@@ -182,9 +178,7 @@ def test_nothing_starts_where_a_later_policy_cannot(
         ),
     ],
 )
-def test_a_graph_that_cannot_be_split_is_refused(
-    ground: Playground, pipeline: str, policy: str, said: str
-) -> None:
+def test_a_graph_that_cannot_be_split_is_refused(ground, pipeline, policy, said):
     with pytest.raises(PipelineError, match=said):
         spec_of(
             both(
@@ -196,12 +190,12 @@ def test_a_graph_that_cannot_be_split_is_refused(
         )
 
 
-def test_a_policy_that_the_config_lacks_is_refused(ground: Playground) -> None:
+def test_a_policy_that_the_config_lacks_is_refused(ground):
     with pytest.raises(PipelineError, match=r"'policy_b', .*dag\.policies=\{policy_b"):
         spec_of(overrides(ground, "never", "both"))
 
 
-def test_one_run_trains_one_policy(ground: Playground) -> None:
+def test_one_run_trains_one_policy(ground):
     with pytest.raises(UserError, match=r"dag\.policy .* actor, policy_b"):
         spec_of(both(ground, "never"))
     spec = spec_of(both(ground, "never", "dag.policy=policy_b"))

@@ -1,10 +1,8 @@
 """A user's rollout node that asks the engine twice for a sample, with given tokens between: it
 trains rightly, the checks follow both requests, and faults of such nodes are found."""
 
-from collections.abc import Callable
 from dataclasses import replace
 from importlib import import_module
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -23,20 +21,18 @@ GIVEN = 2  # tokens of the node's "=?"
 
 
 @pytest.fixture
-def example() -> Any:
+def example():
     """The node's module, as the run imports it."""
     return import_module("tests.e2e.two_turns_node")
 
 
 @pytest.fixture
-def playground(tmp_path: Path) -> Playground:
+def playground(tmp_path):
     return Playground(tmp_path)
 
 
 @pytest.mark.parametrize("max_staleness", [0, 2])
-def test_two_turns_train_and_every_check_passes(
-    playground: Playground, example: Any, max_staleness: int
-) -> None:
+def test_two_turns_train_and_every_check_passes(playground, example, max_staleness):
     steps = (
         "trainer.total_training_steps=4",
         f"async.max_staleness={max_staleness}",
@@ -121,13 +117,7 @@ def takes_anothers_first(sample: Sample, seen: dict[int, Segment] = {}) -> list[
         (takes_anothers_first, "counts as the policy's, "),
     ],
 )
-def test_a_fault_in_the_sample_is_found(
-    playground: Playground,
-    example: Any,
-    monkeypatch: pytest.MonkeyPatch,
-    fault: Callable[..., Any],
-    found: str,
-) -> None:
+def test_a_fault_in_the_sample_is_found(playground, example, monkeypatch, fault, found):
     def planted(sample: Sample, **changes: Any) -> Sample:
         whole = replace(sample, **changes)
         return replace(whole, segments=fault(whole))
@@ -137,9 +127,7 @@ def test_a_fault_in_the_sample_is_found(
         playground.run(*GRPO, "trainer.total_training_steps=1")
 
 
-def test_a_turn_that_goes_on_from_anothers_is_found(
-    playground: Playground, example: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_turn_that_goes_on_from_anothers_is_found(playground, example, monkeypatch):
     async def mixed(*inputs: Any) -> list[Sample]:
         samples = await generate(*inputs)
         return [

@@ -85,7 +85,7 @@ def make():
 
 
 @pytest.fixture(scope="module")
-def ground(tmp_path_factory: pytest.TempPathFactory) -> Playground:
+def ground(tmp_path_factory):
     ground = Playground(tmp_path_factory.mktemp("draws"), num_rows=10)
     (ground.folder / "drawing.py").write_text(DRAWS + PROGRAM)
     return ground
@@ -125,7 +125,7 @@ def kill_and_finish(ground: Playground, name: str, *more: str) -> Left:
 
 
 @pytest.mark.slow
-def test_what_users_draw_anywhere_is_drawn_again_after_a_kill(ground: Playground) -> None:
+def test_what_users_draw_anywhere_is_drawn_again_after_a_kill(ground):
     ground.write_reward(DRAWS + VERIFIER)
     whole = finish(ground, "whole")
     assert whole.checkpoint.step == 5

@@ -1,9 +1,6 @@
 """Nodes of a user's own in a whole run: what they measure is recorded, and they may ask the
 verifiers."""
 
-from collections.abc import Iterator
-from pathlib import Path
-
 import pytest
 
 from distflow import cli
@@ -64,7 +61,7 @@ GROUP = 4
 
 
 @pytest.fixture
-def ground(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Playground]:
+def ground(tmp_path, monkeypatch):
     (tmp_path / "own_nodes.py").write_text(PROGRAM)
     monkeypatch.syspath_prepend(str(tmp_path))
     with forgotten("own_nodes"):
@@ -86,9 +83,7 @@ def train(ground: Playground, builder: str, *overrides: str, judges: bool = Fals
     return cli.main(["train", "grpo", *keys, *chosen])
 
 
-def test_what_a_node_measures_of_each_group_is_recorded_as_the_mean_over_the_groups(
-    ground: Playground,
-) -> None:
+def test_what_a_node_measures_of_each_group_is_recorded_as_the_mean_over_the_groups(ground):
     assert train(ground, "of_a_batch") == 0
     records = [record for record in read_metrics(ground.folder / "run") if record.kind == "train"]
     assert [record.step for record in records] == [1, 2]
@@ -101,7 +96,7 @@ def test_what_a_node_measures_of_each_group_is_recorded_as_the_mean_over_the_gro
         assert record.values["own/mean"] == pytest.approx(sum(scores) / len(scores))
 
 
-def test_a_node_that_asks_gets_verdicts_where_another_brings_the_judge(ground: Playground) -> None:
+def test_a_node_that_asks_gets_verdicts_where_another_brings_the_judge(ground):
     assert train(ground, "that_asks_and_has_a_judge", judges=True) == 0
     for record in (
         record for record in read_metrics(ground.folder / "run") if record.kind == "train"

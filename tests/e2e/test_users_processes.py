@@ -267,7 +267,7 @@ def in_places(first: int) -> list[tuple[str, str]]:
 
 
 @pytest.mark.parametrize(("kind", "place"), in_places(0))
-def test_it_trains_and_ends(tmp_path: Path, kind: str, place: str) -> None:
+def test_it_trains_and_ends(tmp_path, kind, place):
     run = UsersRun(tmp_path, kind, place, steps=2)
     try:
         assert run.status() == 0, run.said()[-3000:]
@@ -277,7 +277,7 @@ def test_it_trains_and_ends(tmp_path: Path, kind: str, place: str) -> None:
 
 
 @pytest.mark.parametrize(("kind", "place"), in_places(2))
-def test_ctrl_c_ends_it(tmp_path: Path, kind: str, place: str) -> None:
+def test_ctrl_c_ends_it(tmp_path, kind, place):
     run = UsersRun(tmp_path, kind, place, steps=10_000)
     try:
         wait_until(
@@ -291,7 +291,7 @@ def test_ctrl_c_ends_it(tmp_path: Path, kind: str, place: str) -> None:
 
 
 @pytest.mark.parametrize(("kind", "pause_s"), [("hung", 0.0005), ("process", 0.01), ("hung", 0.4)])
-def test_a_second_ctrl_c_leaves_nothing(tmp_path: Path, kind: str, pause_s: float) -> None:
+def test_a_second_ctrl_c_leaves_nothing(tmp_path, kind, pause_s):
     """Many in a row, or the second when the run has saved and Python ends."""
     run = UsersRun(tmp_path, kind, "workflow", steps=10_000)
     try:
@@ -311,7 +311,7 @@ def test_a_second_ctrl_c_leaves_nothing(tmp_path: Path, kind: str, pause_s: floa
 
 @pytest.mark.parametrize("launcher", ["local", pytest.param("ray", marks=pytest.mark.alone)])
 @pytest.mark.parametrize("kind", ["hung", "process", "executor-spawn"])
-def test_workers_in_other_processes_leave_nothing(tmp_path: Path, launcher: str, kind: str) -> None:
+def test_workers_in_other_processes_leave_nothing(tmp_path, launcher, kind):
     more = (f"trainer.launcher={launcher}", "trainer.n_gpus_per_node=2")
     run = UsersRun(tmp_path, kind, "workflow", steps=2, more=more)
     try:
@@ -322,7 +322,7 @@ def test_workers_in_other_processes_leave_nothing(tmp_path: Path, launcher: str,
 
 
 @pytest.mark.parametrize("place", ["agent", "environment"])
-def test_episodes_of_a_killed_server_are_issued_again(tmp_path: Path, place: str) -> None:
+def test_episodes_of_a_killed_server_are_issued_again(tmp_path, place):
     run = UsersRun(tmp_path, "popen", place, steps=3, strike="once")
     try:
         assert run.status() == 0, run.said()[-3000:]

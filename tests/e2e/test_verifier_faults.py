@@ -4,8 +4,6 @@ goes on."""
 import json
 import re
 import shutil
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
@@ -37,7 +35,7 @@ FAULTS = {
 
 
 @pytest.fixture
-def ground(tmp_path: Path) -> Playground:
+def ground(tmp_path):
     return Playground(tmp_path, num_rows=8)
 
 
@@ -48,7 +46,7 @@ def train(ground: Playground, *overrides: str, preset: str = "grpo") -> int:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("fault", FAULTS)
-def test_a_fault_costs_one_verdict(ground: Playground, fault: str) -> None:
+def test_a_fault_costs_one_verdict(ground, fault):
     code, counted = FAULTS[fault]
     ground.write_reward(FAULTY.format(fault=code))
 
@@ -89,9 +87,7 @@ def costs_one_verdict(ground: Playground, counted: str) -> None:
 
 
 @pytest.mark.parametrize("preset", one_fast_in(2, ["ppo", "grpo"]))
-def test_a_reward_that_always_fails_ends_the_run_with_its_own_words(
-    ground: Playground, preset: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_reward_that_always_fails_ends_the_run_with_its_own_words(ground, preset, capsys):
     """Also where groups of one sample are trained masked and nothing would be dropped."""
     ground.write_reward(
         FAULTY.format(fault="pass").replace("number % 7 / 6", "solution_str.no_such_method()")
@@ -114,7 +110,7 @@ def test_a_reward_that_always_fails_ends_the_run_with_its_own_words(
 
 
 @pytest.fixture
-def nodes(ground: Playground, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def nodes(ground, monkeypatch):
     (ground.folder / "own_judges.py").write_text(PROGRAM)
     monkeypatch.syspath_prepend(str(ground.folder))
     with forgotten("own_judges"):
@@ -168,9 +164,7 @@ SHORT = {"grpo": (), "ppo": (), "dapo": ("reward.overlong.buffer_tokens=0",)}
 
 
 @pytest.mark.parametrize("preset", one_fast_in(3, ["grpo", "ppo", "dapo"]))
-def test_above_the_limit_the_run_stops_before_it_learns(
-    ground: Playground, capsys: pytest.CaptureFixture[str], preset: str
-) -> None:
+def test_above_the_limit_the_run_stops_before_it_learns(ground, capsys, preset):
     """Most of GRPO's groups have too few verdicts and reach no batch: their verdicts count all the
     same."""
     ground.write_reward(SOME_FAIL.format(percent=55))
@@ -201,9 +195,7 @@ def test_above_the_limit_the_run_stops_before_it_learns(
     ("builder", "said"),
     [("that_says_so", "a bad day (node 'reward')"), ("that_raises", "the judge is not at home")],
 )
-def test_a_reward_that_is_a_node_counts_too(
-    ground: Playground, capsys: pytest.CaptureFixture[str], builder: str, said: str
-) -> None:
+def test_a_reward_that_is_a_node_counts_too(ground, capsys, builder, said):
     keys = ground.overrides("run", "trainer.total_epochs=9", f"dag.pipeline=own_judges:{builder}")
     keys = [
         key

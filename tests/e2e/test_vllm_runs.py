@@ -4,7 +4,6 @@ updates."""
 import asyncio
 import os
 import signal
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -47,9 +46,7 @@ def kill_in(monkeypatch: pytest.MonkeyPatch, name: str, struck: list[str]) -> No
     ("staleness", "kv_on_update"),
     [(0, "recompute"), (1, "recompute"), (1, "keep"), (2, "recompute"), (2, "keep")],
 )
-def test_kills_around_updates_cost_no_group(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, staleness: int, kv_on_update: str
-) -> None:
+def test_kills_around_updates_cost_no_group(tmp_path, monkeypatch, staleness, kv_on_update):
     struck = list[str]()
     for name in KILLS:
         kill_in(monkeypatch, name, struck)

@@ -1,6 +1,6 @@
 """Episodes behind an endpoint, with a scripted policy."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from importlib import import_module
@@ -48,20 +48,20 @@ class Episode:
 
 
 @pytest.fixture(scope="module")
-def endpoint() -> Iterator[Endpoint]:
+def endpoint():
     endpoint = Endpoint()
     yield endpoint
     endpoint.close()
 
 
 @pytest.fixture(scope="module")
-def loop() -> Iterator[LoopThread]:
+def loop():
     with LoopThread("episodes") as loop:
         yield loop
 
 
 @pytest.fixture
-def begin(endpoint: Endpoint, loop: LoopThread) -> Iterator[Any]:
+def begin(endpoint, loop):
     """Starts an episode with these replies."""
     opened = []
 

@@ -28,7 +28,7 @@ def owners(episode: Any) -> list[str]:
 
 
 @pytest.mark.parametrize("api", ["chat_completions", "responses"])
-def test_openai_agents(begin: Any, api: str) -> None:
+def test_openai_agents(begin, api):
     agents = pytest.importorskip("agents", reason=f"{WHY} openai-agents")
     openai = pytest.importorskip("openai")
     episode = begin(f"Let me see. {CALLS}", "It is 2.")
@@ -53,7 +53,7 @@ def test_openai_agents(begin: Any, api: str) -> None:
     assert episode.chat.messages[3]["content"] == "2"
 
 
-def test_pydantic_ai(begin: Any) -> None:
+def test_pydantic_ai(begin):
     pydantic_ai = pytest.importorskip("pydantic_ai", reason=f"{WHY} 'pydantic-ai-slim[openai]'")
     from pydantic_ai.models.openai import OpenAIChatModel
     from pydantic_ai.providers.openai import OpenAIProvider
@@ -70,7 +70,7 @@ def test_pydantic_ai(begin: Any) -> None:
     assert owners(episode) == ["prompt", "policy", "tool", "policy"]
 
 
-def test_smolagents(begin: Any) -> None:
+def test_smolagents(begin):
     smolagents = pytest.importorskip("smolagents", reason=f"{WHY} smolagents")
     final = '<tool_call>\n{"name": "final_answer", "arguments": {"answer": "2"}}\n</tool_call>'
     episode = begin(f"Let me see. {CALLS}", final)
@@ -93,7 +93,7 @@ def test_smolagents(begin: Any) -> None:
 
 
 @pytest.mark.parametrize("api", ["chat_completions", "responses"])
-def test_langchain(begin: Any, api: str) -> None:
+def test_langchain(begin, api):
     langchain = pytest.importorskip("langchain_openai", reason=f"{WHY} langchain-openai")
     from langchain_core.messages import HumanMessage, ToolMessage
     from langchain_core.tools import tool
@@ -114,7 +114,7 @@ def test_langchain(begin: Any, api: str) -> None:
     assert owners(episode) == ["prompt", "policy", "tool", "policy"]
 
 
-def test_instructor_asks_again_until_the_answer_fits(begin: Any) -> None:
+def test_instructor_asks_again_until_the_answer_fits(begin):
     instructor = pytest.importorskip("instructor", reason=f"{WHY} instructor")
     from pydantic import BaseModel
 

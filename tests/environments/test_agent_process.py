@@ -1,7 +1,5 @@
 """What the functions of an agent find when they are loaded."""
 
-from pathlib import Path
-
 import pytest
 
 from distflow.environments.agent_process import Agent, client_variables
@@ -20,9 +18,7 @@ def seen():
 """
 
 
-def test_clients_find_the_episode_and_no_key_or_address_of_the_users(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_clients_find_the_episode_and_no_key_or_address_of_the_users(tmp_path, monkeypatch):
     """Neither when the module is imported, nor in the episode. Frameworks have their own names for
     the address."""
     (tmp_path / "agent.py").write_text(MODULE)
@@ -44,7 +40,7 @@ def test_clients_find_the_episode_and_no_key_or_address_of_the_users(
         ]
 
 
-def test_further_arguments_reach_the_function_by_name(tmp_path: Path) -> None:
+def test_further_arguments_reach_the_function_by_name(tmp_path):
     (tmp_path / "agent.py").write_text(
         "def scaled(prompt, factor, by=1): return [prompt, factor, by]\n"
     )

@@ -6,7 +6,6 @@ import json
 import sys
 import time
 from importlib.util import find_spec
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -154,7 +153,7 @@ KEYS = (
 
 
 @pytest.fixture
-def games(tmp_path: Path) -> Games:
+def games(tmp_path):
     (tmp_path / "agents.py").write_text(AGENTS)
     (tmp_path / "command.py").write_text(COMMAND)
     return Games(tmp_path)
@@ -184,9 +183,7 @@ def checked(games: Games, function: str, max_staleness: int) -> Run:
 
 
 @pytest.mark.parametrize("max_staleness", [0, 1])
-def test_calls_at_once_are_branches_that_train_and_pass_every_check(
-    games: Games, max_staleness: int
-) -> None:
+def test_calls_at_once_are_branches_that_train_and_pass_every_check(games, max_staleness):
     run = checked(games, "at_once", max_staleness)
     named = ("episodes/branches", "reward/error_rate")
     branches, errors = ([row[name] for row in run.metrics() if name in row] for name in named)
@@ -197,9 +194,7 @@ def test_calls_at_once_are_branches_that_train_and_pass_every_check(
 
 
 @pytest.mark.parametrize("max_staleness", [0, pytest.param(1, marks=pytest.mark.by_hand)])
-def test_an_agent_with_all_clients_trains_and_every_check_passes(
-    games: Games, max_staleness: int
-) -> None:
+def test_an_agent_with_all_clients_trains_and_every_check_passes(games, max_staleness):
     run = checked(games, "several", max_staleness)
     batch = saved(run)
     assert all(len(forks) == 3 for forks in batch["forks"])
@@ -227,7 +222,7 @@ SAID = (
 )
 
 
-def test_bad_agents_are_errors_of_their_episode_by_name_and_the_run_goes_on(games: Games) -> None:
+def test_bad_agents_are_errors_of_their_episode_by_name_and_the_run_goes_on(games):
     games.write_rows(
         [{"prompt": f"{i}=", "answer": "7", "file": f"{games.folder}/pid"} for i in range(4)]
     )
@@ -262,9 +257,7 @@ def test_bad_agents_are_errors_of_their_episode_by_name_and_the_run_goes_on(game
     assert not is_running(pid), "a process in a session of its own ends with its episode"
 
 
-def test_an_agent_gets_the_text_without_the_template_and_cannot_apply_it_twice(
-    games: Games,
-) -> None:
+def test_an_agent_gets_the_text_without_the_template_and_cannot_apply_it_twice(games):
     games.write_rows([{"prompt": f"{i}=", "answer": "7", "odd": i % 2} for i in range(4)])
     run = games.run(
         "grpo",
@@ -282,9 +275,7 @@ def test_an_agent_gets_the_text_without_the_template_and_cannot_apply_it_twice(
     assert "template would be applied twice" in (run.folder / "report.html").read_text()
 
 
-def test_a_fault_of_ours_is_an_error_of_the_episode_although_the_agent_goes_on(
-    games: Games,
-) -> None:
+def test_a_fault_of_ours_is_an_error_of_the_episode_although_the_agent_goes_on(games):
     async def breaks(*_: object) -> Any:
         raise KeyError("broken")
 
@@ -302,9 +293,7 @@ def test_a_fault_of_ours_is_an_error_of_the_episode_although_the_agent_goes_on(
 @pytest.mark.parametrize(
     "reward", [pytest.param("agents.py:judged", marks=pytest.mark.by_hand), "reward_fn"]
 )
-def test_a_command_is_run_with_its_row_and_scored_by_its_trace_or_the_runs_functions(
-    games: Games, reward: str
-) -> None:
+def test_a_command_is_run_with_its_row_and_scored_by_its_trace_or_the_runs_functions(games, reward):
     keys = options(
         games,
         command=f"[{sys.executable}, {games.folder}/command.py]",
@@ -361,15 +350,13 @@ def test_a_command_is_run_with_its_row_and_scored_by_its_trace_or_the_runs_funct
         ),
     ],
 )
-def test_options_that_cannot_work_are_refused_at_the_start(
-    games: Games, values: dict[str, str], said: str
-) -> None:
+def test_options_that_cannot_work_are_refused_at_the_start(games, values, said):
     told = {name: value.replace("{}", str(games.folder)) for name, value in values.items()}
     with pytest.raises(UserError, match=said):
         games.spec("grpo", *KEYS, options(games, **told))
 
 
-def test_the_code_of_an_agent_is_named(games: Games) -> None:
+def test_the_code_of_an_agent_is_named(games):
     agents = f"{games.folder}/agents.py"
     config, _ = games.spec(
         "grpo", *KEYS, options(games, function=f"{agents}:several", reward=f"{agents}:judged")

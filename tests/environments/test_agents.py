@@ -1,7 +1,5 @@
 """Whole runs with several agents in an episode: they train, and the checks follow each of them."""
 
-from pathlib import Path
-
 import pytest
 
 from distflow.errors import TrustError
@@ -30,7 +28,7 @@ JUDGE = "judge: {trainable: false}"
 
 
 @pytest.fixture
-def playground(tmp_path: Path) -> Playground:
+def playground(tmp_path):
     playground = Games(tmp_path)
     (tmp_path / "pair.py").write_text(AGENTS)
     return playground
@@ -50,9 +48,7 @@ def keys(playground: Playground, rewards: str, *agents: str) -> list[str]:
 @pytest.mark.parametrize(
     ("rewards", "staleness", "first"), [("margin", 0, "solver"), ("own", 1, "judge")]
 )
-def test_agents_of_one_policy_train_and_every_check_passes(
-    playground: Playground, rewards: str, staleness: int, first: str
-) -> None:
+def test_agents_of_one_policy_train_and_every_check_passes(playground, rewards, staleness, first):
     run = playground.run(
         "grpo",
         *keys(
@@ -82,7 +78,7 @@ def test_agents_of_one_policy_train_and_every_check_passes(
         assert float(batch["scores"][row]) == pytest.approx(scores["solver"] + scores["checker"])
 
 
-def test_agents_are_compared_with_the_values_of_the_next_speaker(playground: Playground) -> None:
+def test_agents_are_compared_with_the_values_of_the_next_speaker(playground):
     run = playground.run(
         "ppo",
         *keys(playground, "shared", SOLVER, CHECKER, JUDGE),
@@ -105,9 +101,7 @@ HOT = (
 )
 
 
-def test_a_trainer_at_the_temperature_of_another_agent_is_found(
-    playground: Playground, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_trainer_at_the_temperature_of_another_agent_is_found(playground, monkeypatch):
     right = TorchScorer.temperature_of
     monkeypatch.setattr(
         TorchScorer, "temperature_of", lambda self, micro: right(self, micro).flip(0)

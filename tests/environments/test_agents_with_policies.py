@@ -42,7 +42,7 @@ WHO = (
 
 
 @pytest.fixture(scope="module")
-def playground(tmp_path_factory: pytest.TempPathFactory) -> Playground:
+def playground(tmp_path_factory):
     ground = Playground(tmp_path_factory.mktemp("policies"), num_rows=4)
     write_policies(ground.folder)
     return ground
@@ -78,8 +78,8 @@ def overrides(ground: Playground, *more: str) -> list[str]:
 @pytest.mark.slow
 @pytest.mark.parametrize("staleness", [0, 1])
 def test_both_policies_train_on_their_own_tokens_and_every_check_passes(
-    playground: Playground, staleness: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    playground, staleness, monkeypatch
+):
     load, served = MultiPolicyRollout.load_weights, list[dict[str, str]]()
 
     async def watched(self: MultiPolicyRollout, *loaded: Any) -> Any:
@@ -187,9 +187,7 @@ def check_solver_and_checker(run: Run, staleness: int) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("staleness", "in_reward"), [(0, "false"), (1, "true")])
-def test_each_policy_has_its_own_reference(
-    playground: Playground, staleness: int, in_reward: str
-) -> None:
+def test_each_policy_has_its_own_reference(playground, staleness, in_reward):
     """In the first step, each policy is its reference; later they differ, and the checks compute
     both again."""
     options = [
@@ -225,16 +223,14 @@ def test_each_policy_has_its_own_reference(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("staleness", [0, 1])
-def test_the_preset_of_a_solver_and_a_checker_trains_both(
-    playground: Playground, staleness: int
-) -> None:
+def test_the_preset_of_a_solver_and_a_checker_trains_both(playground, staleness):
     options = solver_and_checker(playground, f"async.max_staleness={staleness}")
     check_solver_and_checker(
         playground.run("multi_agent", *options, name=f"pair{staleness}"), staleness
     )
 
 
-def test_a_solver_without_a_score_has_a_reward_error_and_its_checker_is_not_asked() -> None:
+def test_a_solver_without_a_score_has_a_reward_error_and_its_checker_is_not_asked():
     failed = RewardOutcome(Error("broken"))
 
     class Solver:
@@ -248,7 +244,7 @@ def test_a_solver_without_a_score_has_a_reward_error_and_its_checker_is_not_aske
     assert asyncio.run(solver_checker({"solver": Solver()}, row, reward_fn)) is failed  # type: ignore[arg-type]
 
 
-def test_a_resumed_run_would_report_another_frozen_model(playground: Playground) -> None:
+def test_a_resumed_run_would_report_another_frozen_model(playground):
     """The checkpoint has the trained policies, and of a frozen one its fingerprint alone."""
     facts = playground.spec("grpo", *overrides(playground))[1].facts
     other = overrides(
@@ -288,16 +284,14 @@ def test_a_resumed_run_would_report_another_frozen_model(playground: Playground)
         (["algorithm.adv_estimator=gae_marft", "dag.pipeline=ppo"], "cannot train a critic yet"),
     ],
 )
-def test_what_cannot_be_is_refused_before_the_start(
-    playground: Playground, changes: list[str], said: str
-) -> None:
+def test_what_cannot_be_is_refused_before_the_start(playground, changes, said):
     given = playground.overrides("refused", *overrides(playground, *changes))
     with pytest.raises(ConfigError) as refused:
         load_config("grpo", given)
     assert said in str(refused.value)
 
 
-def test_a_policy_with_another_tokenizer_is_refused(playground: Playground, tmp_path: Path) -> None:
+def test_a_policy_with_another_tokenizer_is_refused(playground, tmp_path):
     write_tiny_model(tmp_path / "other", seed=3)
     file = tmp_path / "other" / "tokenizer.json"
     file.write_text(file.read_text().replace('"a":', '"zz":', 1))

@@ -105,9 +105,7 @@ def without_given(family: Family, chat: Chat) -> list[int]:
 
 @pytest.mark.parametrize("name", FAMILIES)
 @pytest.mark.parametrize("cut", [False, True])
-def test_each_prompt_is_what_was_seen_before_and_the_templates_own_tokens(
-    name: str, cut: bool
-) -> None:
+def test_each_prompt_is_what_was_seen_before_and_the_templates_own_tokens(name, cut):
     """The last prompt is that of the template over the whole conversation, where it keeps what was
     said; and each begins with the one before and the drawn tokens as they are. cut: replies lack
     their end token."""
@@ -161,7 +159,7 @@ def test_each_prompt_is_what_was_seen_before_and_the_templates_own_tokens(
         assert text == family.tokenizer.decode(whole).replace(" ", "")
 
 
-def test_thinking_stays_as_it_was_drawn() -> None:
+def test_thinking_stays_as_it_was_drawn():
     """The template would strip it from earlier turns."""
     family = FAMILIES["qwen3"]()
     drawn = ids(family, "<think>\nlet me see\n</think>\n\n7<|im_end|>")
@@ -200,14 +198,14 @@ def test_thinking_stays_as_it_was_drawn() -> None:
         ),
     ],
 )
-def test_a_template_that_cannot_be_used_is_refused(template: str | None, said: str) -> None:
+def test_a_template_that_cannot_be_used_is_refused(template, said):
     family = FAMILIES["qwen2.5"]()
     family.tokenizer.chat_template = template
     with pytest.raises(TemplateError, match=said):
         chat_of(family, Engine([])).tokens.describe()
 
 
-def test_a_template_whose_text_joins_a_reply_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_template_whose_text_joins_a_reply_is_refused(monkeypatch):
     monkeypatch.setattr(of, "_CORPUS", ["a replyetc"] * 4)
     template = "{% for m in messages %}{{ m['content'] + 'etc' }}{% endfor %}"
     family = Family(of.byte_level(template, of.CHATML_TOKENS, "<|im_end|>"), "<|im_end|>")
@@ -220,9 +218,7 @@ def test_a_template_whose_text_joins_a_reply_is_refused(monkeypatch: pytest.Monk
     ("template", "tokens", "end"),
     [(of.GLM, of.GLM_TOKENS, "<|user|>"), (of.ENDED_LATE, of.CHATML_TOKENS, "<|im_end|>")],
 )
-def test_an_end_token_that_the_next_turn_begins_with_is_not_there_twice(
-    template: str, tokens: tuple[str, ...], end: str
-) -> None:
+def test_an_end_token_that_the_next_turn_begins_with_is_not_there_twice(template, tokens, end):
     family = Family(of.byte_level(template, tokens, end), end)
     engine = Engine([ids(family, f"seven{end}"), ids(family, "cut"), ids(family, "9")])
     chat = chat_of(family, engine)
@@ -243,7 +239,7 @@ def test_an_end_token_that_the_next_turn_begins_with_is_not_there_twice(
     assert list(engine.asked[2][0]) == wanted
 
 
-def test_a_rows_prompt_and_token_ids_are_passed_as_they_are() -> None:
+def test_a_rows_prompt_and_token_ids_are_passed_as_they_are():
     family = FAMILIES["qwen2.5"]()
     engine = Engine([[5, 6], [7], [8]])
     chat = chat_of(family, engine)
@@ -268,7 +264,7 @@ def test_a_rows_prompt_and_token_ids_are_passed_as_they_are() -> None:
     ]
 
 
-def test_limits_end_a_chat_at_a_whole_turn() -> None:
+def test_limits_end_a_chat_at_a_whole_turn():
     """12 tokens of response: 5 drawn, 2 given, 4 drawn leave 1, and two more given do not fit."""
     family = FAMILIES["qwen2.5"]()
     engine = Engine([[5] * 5, [6] * 4, [7]])
@@ -293,7 +289,7 @@ def test_limits_end_a_chat_at_a_whole_turn() -> None:
     assert len(chat.token_ids) == 3 + 5 + 2 + 4 and chat.response_left == 1 and chat.turns == 4
 
 
-def test_a_full_context_is_named() -> None:
+def test_a_full_context_is_named():
     family = FAMILIES["qwen2.5"]()
     chat = chat_of(family, Engine([[5], [6]]), Limits(50, 10))
 
@@ -311,19 +307,19 @@ def test_a_full_context_is_named() -> None:
 
 
 @pytest.mark.parametrize("content", [[], {}, [{"content": "x"}], 7, b"x", [[1]]])
-def test_what_cannot_be_said_is_refused(content: Any) -> None:
+def test_what_cannot_be_said_is_refused(content):
     chat = chat_of(FAMILIES["qwen2.5"](), Engine([[5]]))
     with pytest.raises(ChatError, match=r"^ask\(.*'role' and 'content'"):
         asyncio.run(chat.ask(content))
 
 
-def test_an_agent_that_the_config_does_not_have_is_named() -> None:
+def test_an_agent_that_the_config_does_not_have_is_named():
     agents = begin_agents(chat_of(FAMILIES["qwen2.5"](), Engine([])), {"solver": AgentConfig()})
     with pytest.raises(ChatError, match="agents .*solver"):
         agents["solvr"]
 
 
-def test_rewards_of_turns_are_added_to_the_last_reply() -> None:
+def test_rewards_of_turns_are_added_to_the_last_reply():
     family = FAMILIES["qwen2.5"]()
     chat = chat_of(family, Engine([ids(family, "one"), ids(family, "two")]))
 
@@ -345,7 +341,7 @@ def test_rewards_of_turns_are_added_to_the_last_reply() -> None:
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_a_fork_begins_with_the_exact_tokens_so_far_which_are_given_there(name: str) -> None:
+def test_a_fork_begins_with_the_exact_tokens_so_far_which_are_given_there(name):
     family = FAMILIES[name]()
     end = family.tokenizer.convert_tokens_to_ids(family.end)
     replies = [[*ids(family, word), end] for word in ("7", "8", "nine", "10")]
@@ -379,7 +375,7 @@ def test_a_fork_begins_with_the_exact_tokens_so_far_which_are_given_there(name: 
     assert [len(each.messages) for each in (chat, one, two)] == [4, 4, 4]
 
 
-def test_a_fork_with_messages_of_its_own_begins_as_the_template_renders_them() -> None:
+def test_a_fork_with_messages_of_its_own_begins_as_the_template_renders_them():
     """Here the user takes the template's choice: thinking is stripped from the history."""
     family = FAMILIES["qwen3"]()
     drawn = ids(family, "<think>\nlet me see\n</think>\n\n7<|im_end|>")
@@ -406,7 +402,7 @@ def test_a_fork_with_messages_of_its_own_begins_as_the_template_renders_them() -
 
 
 @pytest.mark.parametrize("messages", [[], [7], [{"content": "x"}], "x"])
-def test_what_is_no_history_is_refused(messages: Any) -> None:
+def test_what_is_no_history_is_refused(messages):
     with pytest.raises(ChatError, match=r"^fork\(.*'role' and 'content'"):
         chat_of(FAMILIES["qwen2.5"](), Engine([])).fork(messages)
 
@@ -430,7 +426,7 @@ CONDITIONAL = (
     ("template", "told"),
     [(NAMED, "Again. (by tool_use)<|im_end|>"), (CONDITIONAL, "Again.<|im_end|> by add")],
 )
-def test_later_turns_are_rendered_with_the_tools_of_the_first(template: Any, told: str) -> None:
+def test_later_turns_are_rendered_with_the_tools_of_the_first(template, told):
     family = Family(of.byte_level(of.PLAIN, of.CHATML_TOKENS, "<|im_end|>"), "<|im_end|>")
     family.tokenizer.chat_template = template
     end = family.tokenizer.convert_tokens_to_ids("<|im_end|>")
@@ -451,7 +447,7 @@ def test_later_turns_are_rendered_with_the_tools_of_the_first(template: Any, tol
     assert "Again.<|im_end|><|im_start|>" in last and "by" not in last
 
 
-def test_a_chat_asks_for_one_reply_at_a_time_and_goes_on_when_nobody_waits_for_it() -> None:
+def test_a_chat_asks_for_one_reply_at_a_time_and_goes_on_when_nobody_waits_for_it():
     family = FAMILIES["qwen2.5"]()
 
     async def talk() -> list[Any]:
@@ -482,7 +478,7 @@ def test_a_chat_asks_for_one_reply_at_a_time_and_goes_on_when_nobody_waits_for_i
 
 
 @pytest.mark.parametrize("name", ["mistral", "qwen2.5"])
-def test_text_is_appended_without_a_space(name: str) -> None:
+def test_text_is_appended_without_a_space(name):
     """SentencePiece puts one in front of each text that it encodes."""
     family = FAMILIES[name]()
     texts = ["2 + 2=", "=?", " two", "\n\nagain", "x"]
@@ -500,7 +496,7 @@ def test_text_is_appended_without_a_space(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_a_message_that_went_through_the_template_is_refused(name: str) -> None:
+def test_a_message_that_went_through_the_template_is_refused(name):
     family = FAMILIES[name]()
     twice = str(
         family.tokenizer.apply_chat_template(

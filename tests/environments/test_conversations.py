@@ -93,7 +93,7 @@ LINEAR = ["prompt", "policy", "environment", "policy"]
         },
     ],
 )
-def test_a_reply_is_known_again_however_a_client_returns_it(returned: dict[str, Any]) -> None:
+def test_a_reply_is_known_again_however_a_client_returns_it(returned):
     agent = Agent("qwen2.5", "one \n", "two")
     agent.says(user("1"))
     agent.says(user("1"), returned, user("2"))
@@ -105,7 +105,7 @@ def test_a_reply_is_known_again_however_a_client_returns_it(returned: dict[str, 
 
 
 @pytest.mark.parametrize("family", CALLS)
-def test_calls_of_tools_go_back_and_forth_in_each_format(family: str) -> None:
+def test_calls_of_tools_go_back_and_forth_in_each_format(family):
     agent = Agent(family, CALLS[family], "2")
     message = agent.says(user("1"), tools=TOOLS)
     (call,) = message["tool_calls"]
@@ -130,9 +130,7 @@ def test_calls_of_tools_go_back_and_forth_in_each_format(family: str) -> None:
         [user("1")],
     ],
 )
-def test_what_extends_no_conversation_is_a_branch_as_it_was_sent(
-    history: list[Any],
-) -> None:
+def test_what_extends_no_conversation_is_a_branch_as_it_was_sent(history):
     agent = Agent("qwen2.5", "one", "two", "three", "four")
     agent.says(user("1"))
     reply = agent.says(*history)
@@ -148,7 +146,7 @@ def test_what_extends_no_conversation_is_a_branch_as_it_was_sent(
     assert [talk[-1]["content"] for talk in agent.conversations.messages] == ["three", "four"]
 
 
-def test_other_tools_are_a_branch_and_unused_ones_are_none() -> None:
+def test_other_tools_are_a_branch_and_unused_ones_are_none():
     agent = Agent("qwen2.5", "one", "two", CALLS["qwen2.5"])
     reply = agent.says(user("1"), tools=TOOLS)
     agent.says(user("1"), reply, user("2"))
@@ -159,7 +157,7 @@ def test_other_tools_are_a_branch_and_unused_ones_are_none() -> None:
     assert sorted(agent.owners) == [["prompt", "policy"], LINEAR]
 
 
-def test_the_longest_conversation_is_extended_and_texts_have_their_own() -> None:
+def test_the_longest_conversation_is_extended_and_texts_have_their_own():
     agent = Agent("qwen2.5", "a", "b", "c", "d", "e")
     first = [user("1"), agent.says(user("1")), user("2")]
     longer = [*first, agent.says(*first), user("3")]
@@ -171,7 +169,7 @@ def test_the_longest_conversation_is_extended_and_texts_have_their_own() -> None
     assert agent.prompts[3] == tuple(ids(agent.family, "say "))
 
 
-def test_a_text_is_continued_behind_the_stop_string_that_was_drawn_or_is_a_branch() -> None:
+def test_a_text_is_continued_behind_the_stop_string_that_was_drawn_or_is_a_branch():
     agent = Agent("qwen2.5", "act\nObservation:", "two", "three")
     assert agent.send("Q: ", TEXT, stop=["\nObservation:"]).text == "act"
     agent.send("Q: act\nObservation: 42", TEXT)
@@ -185,7 +183,7 @@ def test_a_text_is_continued_behind_the_stop_string_that_was_drawn_or_is_a_branc
     assert agent.prompts[2] == tuple(ids(agent.family, "Q: act otherwise"))
 
 
-def test_calls_beyond_the_last_are_refused_and_the_episode_says_so() -> None:
+def test_calls_beyond_the_last_are_refused_and_the_episode_says_so():
     agent = Agent("qwen2.5", *"abcde")
     for number in range(5):
         agent.says(user(str(number)))
@@ -195,7 +193,7 @@ def test_calls_beyond_the_last_are_refused_and_the_episode_says_so() -> None:
     assert [chat.finish_reason for chat in agent.chat.conversations] == [*["stop"] * 4, "max_turns"]
 
 
-def test_calls_at_once_are_answered_side_by_side_each_in_a_branch_of_its_own() -> None:
+def test_calls_at_once_are_answered_side_by_side_each_in_a_branch_of_its_own():
     agent = Agent("qwen2.5", "one", "two", "three", "four", "five")
     begun, may_reply = asyncio.Event(), asyncio.Event()
     draw = agent.chat.generate

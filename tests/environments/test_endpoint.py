@@ -3,7 +3,7 @@ what it was shown."""
 
 import asyncio
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import Future
 from importlib import import_module
 from typing import Any
@@ -11,7 +11,7 @@ from typing import Any
 import httpx
 import pytest
 
-from distflow.environments.endpoint import MAX_BODY_BYTES, Endpoint
+from distflow.environments.endpoint import MAX_BODY_BYTES
 from distflow.environments.endpoint_calls import Answer, Call
 from tests.environments.test_chat import ids
 
@@ -24,7 +24,7 @@ LISTED = {"type": "object", "properties": ["a", "b"]}
 
 
 @pytest.fixture(autouse=True)
-def official_clients() -> None:
+def official_clients():
     """Imported by the tests that use them: that takes longer than to collect all others."""
     for name in ("anthropic", "openai"):
         pytest.importorskip(
@@ -32,7 +32,7 @@ def official_clients() -> None:
         )
 
 
-def test_chat_completions_of_several_turns_are_one_conversation_token_by_token(begin: Any) -> None:
+def test_chat_completions_of_several_turns_are_one_conversation_token_by_token(begin):
     episode = begin("two", "four\n", "six")
     create = episode.openai.chat.completions.create
     messages = [ASKED]
@@ -73,7 +73,7 @@ def test_chat_completions_of_several_turns_are_one_conversation_token_by_token(b
 
 
 @pytest.mark.parametrize("streams", [False, True])
-def test_tools_of_openai(begin: Any, streams: bool) -> None:
+def test_tools_of_openai(begin, streams):
     episode = begin(f"Let me see. {CALLS}", "2")
     create = episode.openai.chat.completions.create
     messages = [ASKED]
@@ -109,7 +109,7 @@ def test_tools_of_openai(begin: Any, streams: bool) -> None:
 
 
 @pytest.mark.parametrize("streams", [False, True])
-def test_tools_of_responses(begin: Any, streams: bool) -> None:
+def test_tools_of_responses(begin, streams):
     episode = begin(CALLS, "2")
     options = {
         "model": "x",
@@ -136,7 +136,7 @@ def test_tools_of_responses(begin: Any, streams: bool) -> None:
 
 
 @pytest.mark.parametrize("streams", [False, True])
-def test_tools_of_anthropic(begin: Any, streams: bool) -> None:
+def test_tools_of_anthropic(begin, streams):
     episode = begin(f"Let me see. {CALLS}", "2 END")
     tools = [{"name": "add", "description": "Adds.", "input_schema": PARAMETERS}]
     options = {
@@ -198,14 +198,14 @@ def anthropic_pieces(client: Any) -> Iterator[str]:
 
 
 @pytest.mark.parametrize("pieces", [openai_pieces, text_pieces, responses_pieces, anthropic_pieces])
-def test_a_streamed_text_is_the_answer(begin: Any, pieces: Callable[[Any], Iterator[str]]) -> None:
+def test_a_streamed_text_is_the_answer(begin, pieces):
     episode = begin(SAID)
     client = episode.anthropic if pieces is anthropic_pieces else episode.openai
     assert "".join(pieces(client)) == SAID
     episode.check_exact()
 
 
-def test_completions_continue_a_text(begin: Any) -> None:
+def test_completions_continue_a_text(begin):
     episode = begin("two", "four")
     create = episode.openai.completions.create
     assert create(model="x", prompt="1 + 1 =").choices[0].text == "two"
@@ -216,7 +216,7 @@ def test_completions_continue_a_text(begin: Any) -> None:
     assert episode.engine.asked[0][0] == tuple(ids(episode.family, "1 + 1 ="))
 
 
-def test_a_reply_is_cut_by_its_length_and_a_call_that_cannot_be_read_is_text(begin: Any) -> None:
+def test_a_reply_is_cut_by_its_length_and_a_call_that_cannot_be_read_is_text(begin):
     episode = begin("two and more", CALLS.replace("}}", "}"))
     create = episode.openai.chat.completions.create
     cut = create(model="x", messages=[ASKED], tools=[TOOL], max_completion_tokens=1).choices[0]
@@ -308,8 +308,8 @@ def test_a_reply_is_cut_by_its_length_and_a_call_that_cannot_be_read_is_text(beg
     ],
 )
 def test_bad_requests_are_refused_and_leave_the_conversation_as_it_was(
-    begin: Any, path: str, changes: dict[str, Any], status: int, said: str
-) -> None:
+    begin, path, changes, status, said
+):
     episode = begin("two")
     url = f"{episode.session.base_url}/v1"
     headers = {"Authorization": f"Bearer {episode.session.key}"}
@@ -326,7 +326,7 @@ def test_bad_requests_are_refused_and_leave_the_conversation_as_it_was(
     )
 
 
-def test_bodies_that_are_no_json_or_too_large_are_refused(begin: Any) -> None:
+def test_bodies_that_are_no_json_or_too_large_are_refused(begin):
     episode = begin("two")
     url = f"{episode.session.base_url}/v1/chat/completions"
     headers = {"x-api-key": episode.session.key}
@@ -338,7 +338,7 @@ def test_bodies_that_are_no_json_or_too_large_are_refused(begin: Any) -> None:
     assert found.status_code == 413 and f"{MAX_BODY_BYTES:,}" in found.json()["error"]["message"]
 
 
-def test_a_key_opens_its_own_episode_while_it_lasts(endpoint: Endpoint, begin: Any) -> None:
+def test_a_key_opens_its_own_episode_while_it_lasts(endpoint, begin):
     one = begin("two")
     other = begin("three")
     assert one.session.key != other.session.key and one.session.base_url != other.session.base_url
@@ -363,7 +363,7 @@ def test_a_key_opens_its_own_episode_while_it_lasts(endpoint: Endpoint, begin: A
     assert not (one.engine.asked or other.engine.asked)
 
 
-def test_errors_have_the_types_of_their_api(begin: Any) -> None:
+def test_errors_have_the_types_of_their_api(begin):
     episode = begin("two")
     errors = tuple(import_module(name).APIStatusError for name in ("openai", "anthropic"))
 

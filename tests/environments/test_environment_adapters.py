@@ -1,7 +1,5 @@
 """A registered environment of the package gymnasium, unchanged, by its id."""
 
-from pathlib import Path
-
 import pytest
 
 from distflow.environments.environment_workflow import EnvironmentWorkflow
@@ -19,9 +17,7 @@ SHORTEST = ("1", "down: 1", "2", "1", "2", "2")
     ("moves", "score", "turns"),
     [(SHORTEST, 1.0, 6), (("2", "1"), 0.0, 2), (("nine", "2", "1"), 0.0, 3)],
 )
-def test_the_frozen_lake_is_crossed_or_not(
-    moves: tuple[str, ...], score: float, turns: int
-) -> None:
+def test_the_frozen_lake_is_crossed_or_not(moves, score, turns):
     workflow = EnvironmentWorkflow(
         env="FrozenLake-v1", env_kwargs={"is_slippery": False, "render_mode": None}
     )
@@ -35,8 +31,8 @@ def test_the_frozen_lake_is_crossed_or_not(
 
 
 def test_a_module_that_registers_environments_at_its_import_is_named_before_the_id(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    tmp_path, monkeypatch
+):
     lake = "gymnasium.envs.toy_text.frozen_lake:FrozenLakeEnv"
     text = (
         f"import gymnasium\ngymnasium.register('Lake-v0', {lake!r}, kwargs={{'is_slippery': "

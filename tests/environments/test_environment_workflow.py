@@ -65,7 +65,7 @@ def given(chat: Chat) -> list[str]:
     ]
 
 
-def test_a_game_is_played_to_its_end() -> None:
+def test_a_game_is_played_to_its_end():
     score, chat = play(
         EnvironmentWorkflow(env=f"{FILE}Hunt"), ["9", "0", "7", "8"], seed=7, hint="a digit"
     )
@@ -79,12 +79,12 @@ def test_a_game_is_played_to_its_end() -> None:
     assert "lower" in given(chat)[1] and "higher" in given(chat)[2]
 
 
-def test_reset_is_called_with_the_arguments_that_it_takes() -> None:
+def test_reset_is_called_with_the_arguments_that_it_takes():
     for name, secret in (("OnlySeed", "7"), ("NoSeed", "3")):
         assert play(EnvironmentWorkflow(env=f"{FILE}{name}"), [secret], seed=7)[0] == 1.0
 
 
-def test_plain_text_continues_the_prompt() -> None:
+def test_plain_text_continues_the_prompt():
     _, chat = play(
         EnvironmentWorkflow(env=f"{FILE}Hunt", env_kwargs={"tries": 2}),
         ["1", "2"],
@@ -96,7 +96,7 @@ def test_plain_text_continues_the_prompt() -> None:
     )
 
 
-def test_numbers_are_found_in_the_text_and_asked_for_where_there_are_none() -> None:
+def test_numbers_are_found_in_the_text_and_asked_for_where_there_are_none():
     score, chat = play(
         EnvironmentWorkflow(env=f"{FILE}Walk"), ["I go 3", "north", "9", "step 1 or 2"]
     )
@@ -109,7 +109,7 @@ def test_numbers_are_found_in_the_text_and_asked_for_where_there_are_none() -> N
     assert all("Write a number from 0 to 3." in text for text in given(chat)[2:])
 
 
-def test_one_that_never_ends_is_left_after_max_turns_with_its_rewards() -> None:
+def test_one_that_never_ends_is_left_after_max_turns_with_its_rewards():
     score, chat = play(EnvironmentWorkflow(env=f"{FILE}Endless", max_turns=3), ["1"])
     assert score == 1.5 and chat.turns == 3 and chat.finish_reason == "max_turns"
 
@@ -129,13 +129,13 @@ def test_one_that_never_ends_is_left_after_max_turns_with_its_rewards() -> None:
         ("inf", "step returned the reward inf"),
     ],
 )
-def test_a_failure_is_no_score(how: str, said: str) -> None:
+def test_a_failure_is_no_score(how, said):
     with pytest.raises(CallFailed) as error:
         play(EnvironmentWorkflow(env=f"{FILE}Bad", env_kwargs={"how": how}), ["1"])
     assert said in str(error.value)
 
 
-def test_observations_may_change_their_shape() -> None:
+def test_observations_may_change_their_shape():
     score, chat = play(EnvironmentWorkflow(env=f"{FILE}Bad", env_kwargs={"how": "shapes"}), ["1"])
     assert score == 3.0 and chat.turns == 3
     assert [message["content"] for message in chat.messages[2::2]] == [
@@ -144,7 +144,7 @@ def test_observations_may_change_their_shape() -> None:
     ]
 
 
-def test_one_that_hangs_is_ended_with_all_that_it_started(tmp_path: Path) -> None:
+def test_one_that_hangs_is_ended_with_all_that_it_started(tmp_path):
     file = tmp_path / "pid"
     workflow = EnvironmentWorkflow(
         env=f"{FILE}Bad", env_kwargs={"how": "hangs", "file": str(file)}, timeout_s=1.0
@@ -155,7 +155,7 @@ def test_one_that_hangs_is_ended_with_all_that_it_started(tmp_path: Path) -> Non
         time.sleep(0.05)
 
 
-def test_its_server_ends_with_the_workflow() -> None:
+def test_its_server_ends_with_the_workflow():
     workflow = EnvironmentWorkflow(env=f"{FILE}Hunt")
     pid = workflow._server.pid
     assert is_running(pid)
@@ -164,7 +164,7 @@ def test_its_server_ends_with_the_workflow() -> None:
     assert not is_running(pid)
 
 
-def test_rows_give_the_seed() -> None:
+def test_rows_give_the_seed():
     row = Row(Prompt("a", [1]), extra_info={"seed": 5})
     others = [Row(Prompt(text, [1]), truth) for text, truth in (("a", None), ("b", None), ("a", 1))]
     assert seed_of(row) == 5 and len({seed_of(other) for other in others}) == 3
@@ -179,13 +179,13 @@ def test_rows_give_the_seed() -> None:
         ("Blackjack-v999", "'Blackjack-v999'"),
     ],
 )
-def test_what_cannot_be_loaded_is_refused_at_the_start(env: str, said: str) -> None:
+def test_what_cannot_be_loaded_is_refused_at_the_start(env, said):
     with pytest.raises(UserError, match=said):
         EnvironmentWorkflow(env=env)
 
 
 @pytest.mark.slow
-def test_failures_of_an_environment_are_counted_and_their_groups_replaced(tmp_path: Path) -> None:
+def test_failures_of_an_environment_are_counted_and_their_groups_replaced(tmp_path):
     playground = Games(tmp_path)
     playground.write_rows([{"prompt": f"{number}:", "seed": number} for number in range(12)])
     run = playground.run(
@@ -211,7 +211,7 @@ def test_failures_of_an_environment_are_counted_and_their_groups_replaced(tmp_pa
     ).read_text() or run.notes("warning")
 
 
-def test_a_class_that_is_no_environment_is_refused_at_the_start(tmp_path: Path) -> None:
+def test_a_class_that_is_no_environment_is_refused_at_the_start(tmp_path):
     (tmp_path / "half.py").write_text(
         "class Half:\n    def reset(self, **given):\n        return 'go', {}\n"
     )

@@ -2,7 +2,6 @@
 loss."""
 
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,7 +10,6 @@ from distflow.data.batch import Batch
 from distflow.environments.chat import Chat
 from distflow.errors import TrustError
 from distflow.observe.run_reader import read_samples
-from tests.e2e.runs import Playground
 from tests.environments.test_training import Games, saved
 
 pytestmark = pytest.mark.slow
@@ -47,7 +45,7 @@ async def back(chat, row):
 
 
 @pytest.fixture
-def playground(tmp_path: Path) -> Playground:
+def playground(tmp_path):
     playground = Games(tmp_path)
     (tmp_path / "branches.py").write_text(BRANCHES)
     return playground
@@ -68,9 +66,7 @@ def conversations(batch: Batch, row: int) -> Iterator[tuple[list[int], list[bool
 
 
 @pytest.mark.parametrize(("pipeline", "max_staleness"), [("grpo", 0), ("ppo", 1)])
-def test_episodes_that_branch_train_and_every_check_passes(
-    playground: Playground, pipeline: str, max_staleness: int
-) -> None:
+def test_episodes_that_branch_train_and_every_check_passes(playground, pipeline, max_staleness):
     run = playground.run(
         pipeline,
         f"{WORKFLOW}={playground.folder}/branches.py:branches",
@@ -127,9 +123,7 @@ def test_episodes_that_branch_train_and_every_check_passes(
     assert told == pytest.approx(4 * len(branched) / len(batch))
 
 
-def test_a_drawn_token_that_would_be_trained_in_two_conversations_is_found(
-    playground: Playground, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_drawn_token_that_would_be_trained_in_two_conversations_is_found(playground, monkeypatch):
     right = Chat.fork
 
     def wrong(self: Chat, messages: Any = None) -> Chat:

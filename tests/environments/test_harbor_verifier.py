@@ -28,7 +28,7 @@ python -m pytest -q /tests/test_answer.py && echo 1 > /logs/verifier/reward.txt 
 
 
 @pytest.fixture(autouse=True)
-def needs_bubblewrap() -> None:
+def needs_bubblewrap():
     shell = Shell("/app")
     try:
         shell.check()
@@ -92,7 +92,7 @@ BREAKS = {
 
 @pytest.mark.parametrize("test", [READS, IN_PYTHON], ids=["bash", "python"])
 @pytest.mark.parametrize("name", BREAKS)
-def test_what_a_policy_did_to_the_place_scores_0(name: str, test: str, tmp_path: Path) -> None:
+def test_what_a_policy_did_to_the_place_scores_0(name, test, tmp_path):
     assert play(tmp_path, BREAKS[name], test)["score"] == 0.0
 
 
@@ -113,7 +113,7 @@ CODE = "open('/logs/verifier/reward.txt', 'w').write('1'); import os; os._exit(0
     "test", [IN_PYTHON, IN_PYTEST, f"cp /tests/*.py .; {IN_PYTEST}"], ids=["c", "pytest", "copied"]
 )
 @pytest.mark.parametrize("name", FORGES)
-def test_code_that_a_policy_left_is_not_imported(name: str, test: str, tmp_path: Path) -> None:
+def test_code_that_a_policy_left_is_not_imported(name, test, tmp_path):
     file = FORGES[name]
     home = "$HOME/.local/lib/python3.11/site-packages"
     command = (
@@ -123,7 +123,7 @@ def test_code_that_a_policy_left_is_not_imported(name: str, test: str, tmp_path:
     assert play(tmp_path, command, test, 30.0)["score"] == 0.0
 
 
-def test_a_plugin_that_a_policy_left_is_not_loaded(tmp_path: Path) -> None:
+def test_a_plugin_that_a_policy_left_is_not_loaded(tmp_path):
     command = (
         f'echo "{CODE}" > evil.py; mkdir evil-1.dist-info; printf "[pytest11]\\nevil = evil\\n" > '
         "evil-1.dist-info/entry_points.txt; printf 'Name: evil\\nVersion: 1\\n' > "
@@ -140,13 +140,13 @@ OPTIONS = {
 
 
 @pytest.mark.parametrize("name", OPTIONS)
-def test_options_that_a_policy_gives_pytest_are_not_read(name: str, tmp_path: Path) -> None:
+def test_options_that_a_policy_gives_pytest_are_not_read(name, tmp_path):
     command = f'echo "{CODE}" > evil.py; printf "{OPTIONS[name]}" > {name}; echo 8 > answer'
     test = f"cp /tests/*.py .; {IN_PYTEST.replace('/tests/', '')}"
     assert play(tmp_path, command, test, 30.0)["score"] == 0.0
 
 
-def test_other_options_of_a_package_stay(tmp_path: Path) -> None:
+def test_other_options_of_a_package_stay(tmp_path):
     command = f"echo '[tool.x]' > pyproject.toml; printf '[metadata]\n' > setup.cfg; {RIGHT}"
     test = f"set -e; [ -s pyproject.toml ]; [ -s setup.cfg ]; {READS}"
     assert play(tmp_path, command, test)["score"] == 1.0
@@ -175,11 +175,11 @@ cp /tests/test_answer.py .; {}; [ -s /logs/verifier/reward.txt ] || echo 0 > /lo
     ],
     ids=["script", "script with an option", "compiled", "compiled, by unittest"],
 )
-def test_a_copy_of_the_tests_is_what_runs(command: str, test: str, tmp_path: Path) -> None:
+def test_a_copy_of_the_tests_is_what_runs(command, test, tmp_path):
     assert play(tmp_path, command, IN_A_COPY.format(test))["score"] == 0.0
 
 
-def test_hooks_of_git_do_not_run(tmp_path: Path) -> None:
+def test_hooks_of_git_do_not_run(tmp_path):
     command = (
         "git init -q .; printf '#!/bin/sh\\necho 1 > /logs/verifier/reward.txt\\n' > h; chmod +x "
         "h; "
@@ -193,7 +193,7 @@ def test_hooks_of_git_do_not_run(tmp_path: Path) -> None:
     )
 
 
-def test_tests_that_a_program_kills_are_not_believed(tmp_path: Path) -> None:
+def test_tests_that_a_program_kills_are_not_believed(tmp_path):
     command = "printf 'echo 1 > /logs/verifier/reward.txt; kill -9 $PPID\\n' > answer"
     assert (
         play(tmp_path, command, "bash answer || true; echo 0 > /logs/verifier/reward.txt")["score"]
@@ -202,14 +202,14 @@ def test_tests_that_a_program_kills_are_not_believed(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("test", [READS, IN_PYTHON, IN_PYTEST], ids=["bash", "python", "pytest"])
-def test_a_right_answer_scores_1(test: str, tmp_path: Path) -> None:
+def test_a_right_answer_scores_1(test, tmp_path):
     command = (
         f"{RIGHT}; chmod 444 answer; echo x > /tmp/other; ln -s answer link; ln -s /usr/bin/env env"
     )
     assert play(tmp_path, command, test, 30.0)["score"] == 1.0
 
 
-def test_a_program_of_the_policy_finds_its_own_modules(tmp_path: Path) -> None:
+def test_a_program_of_the_policy_finds_its_own_modules(tmp_path):
     command = "echo 'import part; print(part.x)' > main.py; echo 'x = 7' > part.py"
     test = (
         "set -e; python main.py > out; python -m main; [ $(cat out) = 7 ] && echo 1 > "
@@ -221,6 +221,6 @@ def test_a_program_of_the_policy_finds_its_own_modules(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "test", ["exit 1", "echo nan > /logs/verifier/reward.txt", "kill -9 $$", "sleep 60"]
 )
-def test_broken_tests_are_an_error(test: str, tmp_path: Path) -> None:
+def test_broken_tests_are_an_error(test, tmp_path):
     with pytest.raises(RuntimeError, match="test.sh"):
         play(tmp_path, "chmod 000 .", test, 1.0)

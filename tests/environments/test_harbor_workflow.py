@@ -34,7 +34,7 @@ WRITES = "echo 7 > answer"
 
 
 @pytest.fixture(autouse=True)
-def needs_bubblewrap() -> None:
+def needs_bubblewrap():
     try:
         HarborWorkflow()
     except UserError as error:
@@ -69,9 +69,7 @@ def said(chat: Chat) -> list[str]:
 
 
 @pytest.fixture(autouse=True)
-def own_folder_of_shells(
-    tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def own_folder_of_shells(tmp_path_factory, monkeypatch):
     """Other tests' shells are in another one."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path_factory.mktemp("shells")))
 
@@ -80,7 +78,7 @@ def left() -> set[Path]:
     return set(Path(tempfile.gettempdir()).glob("distflow-shell-*"))
 
 
-def test_a_task_is_worked_on_in_its_folder_and_scored_by_its_tests(tmp_path: Path) -> None:
+def test_a_task_is_worked_on_in_its_folder_and_scored_by_its_tests(tmp_path):
     before = left()
     task = make(tmp_path / "a", CONFIG, test=TEST)
     (task / "environment" / "data").write_text("of the task")
@@ -99,7 +97,7 @@ def test_a_task_is_worked_on_in_its_folder_and_scored_by_its_tests(tmp_path: Pat
     )
 
 
-def test_calls_that_are_wrong_hang_or_print_too_much_are_told_and_counted(tmp_path: Path) -> None:
+def test_calls_that_are_wrong_hang_or_print_too_much_are_told_and_counted(tmp_path):
     task = make(tmp_path / "a", CONFIG + "[agent]\ntimeout_sec = 2.0\n", test=TEST)
     replies = ["<tool_call>{</tool_call>", call("ls", name="bash"), call("yes"), call("ls"), "done"]
     chat, rewards = play(task, replies, max_characters=100)
@@ -110,7 +108,7 @@ def test_calls_that_are_wrong_hang_or_print_too_much_are_told_and_counted(tmp_pa
     assert chat.counts["tool/shell/errors"] == 2 and rewards["score"] == 0.0
 
 
-def test_a_command_that_the_system_cannot_start_is_told_to_the_model(tmp_path: Path) -> None:
+def test_a_command_that_the_system_cannot_start_is_told_to_the_model(tmp_path):
     task = make(tmp_path / "a", CONFIG, test=TEST)
     long = "echo " + "7" * 140_000
     replies = [call("echo \\ud800"), call(long), call("a\\u0000b"), call(WRITES), "done"]
@@ -120,7 +118,7 @@ def test_a_command_that_the_system_cannot_start_is_told_to_the_model(tmp_path: P
     assert [each.count("error") for each in said(chat)] == [1, 1, 1, 0]
 
 
-def test_an_episode_at_its_turn_limit_is_scored_for_what_it_did(tmp_path: Path) -> None:
+def test_an_episode_at_its_turn_limit_is_scored_for_what_it_did(tmp_path):
     chat, rewards = play(make(tmp_path / "a", CONFIG, test=TEST), [call(WRITES)], max_turns=2)
     assert chat.turns == 2 and chat.finish_reason == "max_turns" and rewards["score"] == 1.0
 
@@ -139,9 +137,7 @@ def test_an_episode_at_its_turn_limit_is_scored_for_what_it_did(tmp_path: Path) 
         ("echo 0.25 > /logs/verifier/reward.txt; exit 1", {"reward": 0.25, "score": 0.25}),
     ],
 )
-def test_rewards_are_what_the_tests_write(
-    tmp_path: Path, test: str, rewards: dict[str, float]
-) -> None:
+def test_rewards_are_what_the_tests_write(tmp_path, test, rewards):
     assert play(make(tmp_path / "a", test=test), ["done"])[1] == rewards
 
 
@@ -161,7 +157,7 @@ def test_rewards_are_what_the_tests_write(
         ("sleep 60", "within 1 s"),
     ],
 )
-def test_tests_that_fail_are_an_error_and_no_reward(tmp_path: Path, test: str, why: str) -> None:
+def test_tests_that_fail_are_an_error_and_no_reward(tmp_path, test, why):
     before = left()
     task = make(tmp_path / "a", "[verifier]\ntimeout_sec = 1\n", test=test)
     with pytest.raises(RuntimeError, match=why):
@@ -169,9 +165,7 @@ def test_tests_that_fail_are_an_error_and_no_reward(tmp_path: Path, test: str, w
     assert left() == before
 
 
-def test_a_folder_that_was_being_copied_is_removed_as_well(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_folder_that_was_being_copied_is_removed_as_well(tmp_path, monkeypatch):
     copies = threading.Event()
 
     def copy(task: Task, shell: Shell) -> None:
@@ -194,7 +188,7 @@ def test_a_folder_that_was_being_copied_is_removed_as_well(
     assert not left()
 
 
-def test_rows_of_other_data_are_refused(tmp_path: Path) -> None:
+def test_rows_of_other_data_are_refused(tmp_path):
     tokenizer, _ = FAMILIES["qwen2"]
     chat = Chat(
         TurnTokens(tokenizer, [tokenizer.eos_token_id], {}),
@@ -206,9 +200,7 @@ def test_rows_of_other_data_are_refused(tmp_path: Path) -> None:
         asyncio.run(HarborWorkflow()(chat, Row(Prompt("x", (1,)))))
 
 
-def test_a_run_over_task_folders_trains_and_masks_episodes_whose_tests_fail(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_over_task_folders_trains_and_masks_episodes_whose_tests_fail(tmp_path, monkeypatch):
     monkeypatch.setattr(test_tools_of_a_workflow, "CALL", call(WRITES))
     playground = Callers(tmp_path)
 

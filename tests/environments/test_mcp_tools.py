@@ -49,7 +49,7 @@ for line in sys.stdin:
 NAMES = ["add", "hangs", "dies", "shouts", "fails"]
 
 
-def test_a_server_runs_for_the_episode_and_its_failures_are_told() -> None:
+def test_a_server_runs_for_the_episode_and_its_failures_are_told():
     with closing(Tools([], 60.0, 300, [SERVER])) as tools:
         assert [schema["function"]["name"] for schema in tools.schemas] == NAMES
         assert tools.schemas[0]["function"]["description"] == "Adds to a total, which it returns."
@@ -67,7 +67,7 @@ def test_a_server_runs_for_the_episode_and_its_failures_are_told() -> None:
         assert text == "2", "another episode has a server of its own"
 
 
-def test_a_server_that_hangs_or_dies_ends_and_the_episode_goes_on(tmp_path: Path) -> None:
+def test_a_server_that_hangs_or_dies_ends_and_the_episode_goes_on(tmp_path):
     async def run(tools: Tools) -> list[str]:
         with EpisodeTools(tools, ("a seed",)) as episode:
             first = await episode.run("dies", {})
@@ -89,7 +89,7 @@ def test_a_server_that_hangs_or_dies_ends_and_the_episode_goes_on(tmp_path: Path
     at_some_deadline(check, 8.0, 60.0)
 
 
-def test_a_server_that_did_not_start_is_started_by_the_next_call(tmp_path: Path) -> None:
+def test_a_server_that_did_not_start_is_started_by_the_next_call(tmp_path):
     starts = tmp_path / "starts"
 
     # the first one names the tools
@@ -101,13 +101,13 @@ def test_a_server_that_did_not_start_is_started_by_the_next_call(tmp_path: Path)
     assert failed.startswith("error: add raised ") and added == "2"
 
 
-def test_tools_on_all_pages_are_found(tmp_path: Path) -> None:
+def test_tools_on_all_pages_are_found(tmp_path):
     (tmp_path / "paged.py").write_text(PAGED)
     schemas = mcp_schemas(shlex.join([sys.executable, str(tmp_path / "paged.py")]))
     assert [schema["function"]["name"] for schema in schemas] == ["tool0", "tool1", "tool2"]
 
 
-def test_a_url_is_a_server_that_episodes_share() -> None:
+def test_a_url_is_a_server_that_episodes_share():
     with closing(socket.create_server(("127.0.0.1", 0))) as free:
         port = free.getsockname()[1]
 
@@ -136,6 +136,6 @@ def test_a_url_is_a_server_that_episodes_share() -> None:
         ([SERVER, SERVER], "two tools have the same name"),
     ],
 )
-def test_a_server_that_cannot_be_used_is_refused(mcp: object, said: str) -> None:
+def test_a_server_that_cannot_be_used_is_refused(mcp, said):
     with pytest.raises(UserError, match=said):
         ToolWorkflow(mcp=mcp)  # type: ignore[arg-type]

@@ -46,7 +46,7 @@ def served(kind: str) -> Iterator[str]:
 
 
 @pytest.fixture(scope="module")
-def url() -> Iterator[str]:
+def url():
     pytest.importorskip("openenv", reason="wants openenv-core (make test-agents)")
     with served("text") as url:
         yield url
@@ -54,7 +54,7 @@ def url() -> Iterator[str]:
 
 @pytest.mark.slow
 @pytest.mark.by_hand
-def test_a_game_is_played_to_its_end(url: str) -> None:
+def test_a_game_is_played_to_its_end(url):
     score, chat = play(
         EnvironmentWorkflow(env=f"{url}/"), ["9", "0", "7", "8"], seed=7, hint="a digit", other=[1]
     )
@@ -73,14 +73,14 @@ def test_a_game_is_played_to_its_end(url: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.by_hand
-def test_what_an_environment_raises_is_an_error_of_its_episode(url: str) -> None:
+def test_what_an_environment_raises_is_an_error_of_its_episode(url):
     with pytest.raises(CallFailed, match="on fire"):
         play(EnvironmentWorkflow(env=url), ["66"], seed=7)
 
 
 @pytest.mark.slow
 @pytest.mark.by_hand
-def test_an_action_with_several_fields_is_written_as_json(url: str) -> None:
+def test_an_action_with_several_fields_is_written_as_json(url):
     with served("fields") as own:
         replies = [
             "seven",
@@ -100,7 +100,7 @@ def test_an_action_with_several_fields_is_written_as_json(url: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.by_hand
-def test_a_run_trains_and_its_checks_pass(url: str, tmp_path: Path) -> None:
+def test_a_run_trains_and_its_checks_pass(url, tmp_path):
     games = Games(tmp_path)
     games.write_rows([{"prompt": f"{i}", "answer": "7", "seed": i} for i in range(4)])
     run = games.run(
@@ -113,7 +113,7 @@ def test_a_run_trains_and_its_checks_pass(url: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("said", [b"", b"hello\r\n"])
-def test_a_server_that_speaks_no_http_is_named_at_the_start(said: bytes) -> None:
+def test_a_server_that_speaks_no_http_is_named_at_the_start(said):
     with socket.create_server(("127.0.0.1", 0)) as listening:
 
         def answer() -> None:
@@ -130,13 +130,13 @@ def test_a_server_that_speaks_no_http_is_named_at_the_start(said: bytes) -> None
         thread.join()
 
 
-def test_an_address_where_nothing_answers_is_named_at_the_start() -> None:
+def test_an_address_where_nothing_answers_is_named_at_the_start():
     pytest.importorskip("openenv", reason="wants openenv-core (make test-agents)")
     with pytest.raises(UserError, match=r"http://127\.0\.0\.1:9"):
         EnvironmentWorkflow(env="http://127.0.0.1:9")
 
 
-def test_without_the_package_it_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_the_package_it_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "openenv.core.generic_client", None)
     from distflow.environments.environment_adapters import OpenEnv
 

@@ -125,7 +125,7 @@ CALL = {
 
 
 @pytest.mark.parametrize("form", FORMATS)
-def test_marks_and_quoted_calls_in_an_argument_are_text(form: str) -> None:
+def test_marks_and_quoted_calls_in_an_argument_are_text(form):
     quoted = [f"{prefix}{CALL[form]('x')} and more" for prefix in ("", "see: ", "\n")]
     for text in (*MARKS.values(), f"a {MARKS[form]} b", *quoted):
         (call,) = find_tool_calls(CALL[form](text), form)
@@ -133,7 +133,7 @@ def test_marks_and_quoted_calls_in_an_argument_are_text(form: str) -> None:
 
 
 @pytest.mark.parametrize("form", FORMATS)
-def test_thinking_that_the_prompt_has_opened_holds_no_calls(form: str) -> None:
+def test_thinking_that_the_prompt_has_opened_holds_no_calls(form):
     call = CALL[form]("x")
     assert not find_tool_calls(call, form, in_thought=True)
     assert not find_tool_calls(f"{call}</think>It is 3.", form, in_thought=True)
@@ -144,13 +144,13 @@ def test_thinking_that_the_prompt_has_opened_holds_no_calls(form: str) -> None:
     )
 
 
-def test_a_parameter_that_does_not_end_takes_no_other_call() -> None:
+def test_a_parameter_that_does_not_end_takes_no_other_call():
     calls = find_tool_calls(f"<function=e><parameter=a>1</function>{CALL['xml']('x')}", "xml")
     assert "</parameter>" in calls[0].problem and calls[1].arguments == {"a": "x"}
 
 
 @pytest.mark.parametrize(("form", "text", "calls"), READ)
-def test_calls_are_read(form: str, text: str, calls: list[object]) -> None:
+def test_calls_are_read(form, text, calls):
     found = find_tool_calls(text, form)
     assert [(call.name, call.arguments) for call in found] == calls and not any(
         call.problem for call in found
@@ -159,12 +159,12 @@ def test_calls_are_read(form: str, text: str, calls: list[object]) -> None:
 
 
 @pytest.mark.parametrize(("form", "text", "reason"), BROKEN)
-def test_a_broken_call_has_a_reason(form: str, text: str, reason: str) -> None:
+def test_a_broken_call_has_a_reason(form, text, reason):
     assert reason in find_tool_calls(text, form)[-1].problem
 
 
 @pytest.mark.parametrize("value", ['"\\ud800"', "1e999", "-1e999", '{"a": ["\\udfff"]}'])
-def test_an_argument_that_no_tool_can_receive_has_a_reason(value: str) -> None:
+def test_an_argument_that_no_tool_can_receive_has_a_reason(value):
     calls = {
         "hermes": '<tool_call>{"name": "f", "arguments": {"x": %s}}</tool_call>',
         "llama3": '{"name": "f", "parameters": {"x": %s}}',
@@ -175,7 +175,7 @@ def test_an_argument_that_no_tool_can_receive_has_a_reason(value: str) -> None:
         assert call.problem and not call.arguments, form
 
 
-def test_a_broken_call_leaves_the_others() -> None:
+def test_a_broken_call_leaves_the_others():
     one = '<tool_call>{"name": "f", "arguments": {}}</tool_call>'
     problems = [
         bool(call.problem)
@@ -185,12 +185,12 @@ def test_a_broken_call_leaves_the_others() -> None:
 
 
 @pytest.mark.parametrize("name", ["qwen2", "qwen3", "llama3", "mistral"])
-def test_the_template_says_the_format(name: str) -> None:
+def test_the_template_says_the_format(name):
     template = (Path(__file__).parents[1] / "data" / "templates" / f"{name}.jinja").read_text()
     assert format_of(template) == {"qwen2": "hermes", "qwen3": "hermes"}.get(name, name)
 
 
-def test_a_template_without_calls_is_refused_with_all_formats() -> None:
+def test_a_template_without_calls_is_refused_with_all_formats():
     with pytest.raises(UserError) as error:
         format_of("{% for message in messages %}{{ message.content }}{% endfor %}")
     assert all(name in str(error.value) for name in FORMATS)

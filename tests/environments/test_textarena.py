@@ -14,7 +14,7 @@ pytest.importorskip("textarena", reason="wants textarena: make test-agents")
 PAGE = Path(__file__).parents[2] / "docs" / "tools.md"
 
 
-def test_a_game_is_played_to_its_end(tmp_path: Path) -> None:
+def test_a_game_is_played_to_its_end(tmp_path):
     found = re.search(r"```py\n# arena.py\n(.*?)```", PAGE.read_text(), re.DOTALL)
     assert found is not None
     (tmp_path / "arena.py").write_text(found[1])

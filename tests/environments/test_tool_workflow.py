@@ -6,7 +6,6 @@ import math
 import random
 import time
 from collections import Counter
-from collections.abc import Iterator
 from contextlib import closing, nullcontext
 from pathlib import Path
 from types import SimpleNamespace
@@ -40,7 +39,7 @@ GOOD = ["total", "later", "secret", "forks", "starts"]
 
 
 @pytest.fixture(scope="module")
-def tools(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Tools]:
+def tools(tmp_path_factory):
     texts = tmp_path_factory.mktemp("texts") / "texts.txt"
     texts.write_text(
         "The capital of France is Paris.\nCats have four legs.\nA tower in Paris is tall.\n"
@@ -63,7 +62,7 @@ def answers(tools: Tools, *calls: ToolCall) -> tuple[list[str], Counter[str]]:
     return asyncio.run(run()), chat.counts
 
 
-def test_whatever_a_tool_does_is_a_bounded_text_and_counted(tools: Tools) -> None:
+def test_whatever_a_tool_does_is_a_bounded_text_and_counted(tools):
     calls = [ToolCall(name) for name, _ in HOSTILE]
     texts, counts = answers(tools, *calls, ToolCall("later", {"a": 1}))
     for (name, said), text in zip(HOSTILE, texts, strict=False):
@@ -74,23 +73,23 @@ def test_whatever_a_tool_does_is_a_bounded_text_and_counted(tools: Tools) -> Non
     assert (counts["tool/later/calls"], counts["tool/later/errors"]) == (1, 0)
 
 
-def test_what_a_module_keeps_lasts_for_the_episode_and_not_longer(tools: Tools) -> None:
+def test_what_a_module_keeps_lasts_for_the_episode_and_not_longer(tools):
     call = ToolCall("total", {"amount": 2})
     assert answers(tools, call, call)[0] == ["2", "4"] and answers(tools, call)[0] == ["2"]
 
 
-def test_a_tool_that_forks_answers_once(tools: Tools) -> None:
+def test_a_tool_that_forks_answers_once(tools):
     assert answers(tools, ToolCall("forks"), ToolCall("total", {"amount": 1}))[0] == ["forked", "1"]
 
 
-def test_processes_of_a_tool_end_with_the_episode(tools: Tools, tmp_path: Path) -> None:
+def test_processes_of_a_tool_end_with_the_episode(tools, tmp_path):
     file = tmp_path / "pid"
     assert answers(tools, ToolCall("starts", {"file": str(file)}))[0] == ["started"]
     while is_running(int(file.read_text())):  # else this test runs into its timeout
         time.sleep(0.05)
 
 
-def test_a_call_that_does_not_end_is_ended_at_its_deadline() -> None:
+def test_a_call_that_does_not_end_is_ended_at_its_deadline():
     with closing(Tools([f"{FILE}hangs", "python"], 0.5, MOST)) as tools:
         calls = ToolCall("hangs"), ToolCall("python", {"code": "while True: pass"})
         texts, counts = answers(tools, *calls)
@@ -103,7 +102,7 @@ def test_a_call_that_does_not_end_is_ended_at_its_deadline() -> None:
         assert counts[f"tool/{name}/errors"] == 1 and counts[f"tool/{name}/ms"] >= 400
 
 
-def test_calls_that_fit_no_tool_are_answered(tools: Tools) -> None:
+def test_calls_that_fit_no_tool_are_answered(tools):
     bad = [
         (ToolCall("totl", {"amount": 1}), "error: there is no tool 'totl'; did you mean 'total'?"),
         (
@@ -121,7 +120,7 @@ def test_calls_that_fit_no_tool_are_answered(tools: Tools) -> None:
     assert counts["tool/unknown/errors"] == 3 and counts["tool/total/errors"] == 2
 
 
-def test_text_arguments_become_what_the_schema_declares(tools: Tools) -> None:
+def test_text_arguments_become_what_the_schema_declares(tools):
     calls = [
         ToolCall("later", {"a": "1", "b": "4"}, typed=False),
         ToolCall("secret", {"word": "12"}, typed=False),
@@ -129,7 +128,7 @@ def test_text_arguments_become_what_the_schema_declares(tools: Tools) -> None:
     assert answers(tools, *calls)[0] == ['{"sum": 5}', "12-hidden"]
 
 
-def test_schemas_are_those_of_signature_and_docstring_without_options(tools: Tools) -> None:
+def test_schemas_are_those_of_signature_and_docstring_without_options(tools):
     schemas = {schema["function"]["name"]: schema["function"] for schema in tools.schemas}
     assert schemas["later"]["parameters"] == {
         "type": "object",
@@ -157,12 +156,12 @@ def test_schemas_are_those_of_signature_and_docstring_without_options(tools: Too
         ("True + 1", "is no arithmetic"),
     ],
 )
-def test_calculator(tools: Tools, expression: str, value: str) -> None:
+def test_calculator(tools, expression, value):
     (text,), _ = answers(tools, ToolCall("calculator", {"expression": expression}))
     assert value in text and ("error" in text) == (not value[0].isdigit())
 
 
-def test_search_ranks_by_bm25(tools: Tools, tmp_path: Path) -> None:
+def test_search_ranks_by_bm25(tools, tmp_path):
     found, nothing = answers(
         tools, ToolCall("search", {"query": "PARIS capital"}), ToolCall("search", {"query": "x"})
     )[0]
@@ -195,7 +194,7 @@ def bm25(texts: list[list[str]], query: list[str]) -> list[str]:
     return [" ".join(text) for text in ranked if score(text) > 0]
 
 
-def test_python_keeps_names_over_the_calls_of_an_episode(tools: Tools) -> None:
+def test_python_keeps_names_over_the_calls_of_an_episode(tools):
     codes = [
         "x = 3\nprint('set')\nx + 1",
         "x * 2",
@@ -235,12 +234,12 @@ def test_python_keeps_names_over_the_calls_of_an_episode(tools: Tools) -> None:
         ({"path": "x"}, "neither a name nor {name, options}"),
     ],
 )
-def test_a_tool_that_cannot_be_used_is_refused(entry: str | dict[str, object], said: str) -> None:
+def test_a_tool_that_cannot_be_used_is_refused(entry, said):
     with pytest.raises(UserError) as error:
         Tools([entry], 1.0, 100).close()  # type: ignore[list-item]  # a wrong entry
     assert said in str(error.value)
 
 
-def test_two_tools_of_one_name_are_refused() -> None:
+def test_two_tools_of_one_name_are_refused():
     with pytest.raises(UserError, match="calculator"):
         Tools(["calculator", "calculator"], 1.0, 100)

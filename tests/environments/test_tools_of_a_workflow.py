@@ -106,7 +106,7 @@ def run_workflow(
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_turns_are_the_ids_that_the_policy_saw_and_drew(family: str) -> None:
+def test_turns_are_the_ids_that_the_policy_saw_and_drew(family):
     tokenizer, form = FAMILIES[family]
     policy = Policy(tokenizer, [CALLS[form], CALLS[form].replace("6*7", "6*"), "42"])
     chat = talk(
@@ -142,7 +142,7 @@ def test_turns_are_the_ids_that_the_policy_saw_and_drew(family: str) -> None:
     assert batch["response_mask"][0].tolist() == owners
 
 
-def test_several_calls_in_a_reply_have_an_answer_each() -> None:
+def test_several_calls_in_a_reply_have_an_answer_each():
     tokenizer, form = FAMILIES["qwen2"]
     broken = "<tool_call>{</tool_call>"
     policy = Policy(
@@ -155,7 +155,7 @@ def test_several_calls_in_a_reply_have_an_answer_each() -> None:
     assert answers[0] == "42" and "cannot be read" in answers[1] and answers[2] == "-3"
 
 
-def test_calls_end_with_max_turns_and_with_a_reply_that_is_cut_off() -> None:
+def test_calls_end_with_max_turns_and_with_a_reply_that_is_cut_off():
     tokenizer, form = FAMILIES["qwen2"]
     endless = talk(
         Policy(tokenizer, [CALLS[form]]), [{"role": "user", "content": "x"}], max_turns=2
@@ -169,7 +169,7 @@ def test_calls_end_with_max_turns_and_with_a_reply_that_is_cut_off() -> None:
     assert cut.turns == 1 and cut.finish_reason == "length" and not cut.counts
 
 
-def test_calls_of_an_episode_that_raises_are_counted() -> None:
+def test_calls_of_an_episode_that_raises_are_counted():
     class Ends(Policy):
         async def __call__(self, *asked: Any) -> Segment:
             if self.drawn:
@@ -189,7 +189,7 @@ def test_calls_of_an_episode_that_raises_are_counted() -> None:
     assert chat.counts["tool/calculator/calls"] == 1
 
 
-def test_a_template_without_tools_is_refused() -> None:
+def test_a_template_without_tools_is_refused():
     tokenizer = byte_level("{{ messages[0].content }}", CHATML_TOKENS, "<|im_end|>")
     with pytest.raises(UserError, match="template .* tools"):
         talk(Policy(tokenizer, ["x"]), [{"role": "user", "content": "x"}])
@@ -209,7 +209,7 @@ def test_a_template_without_tools_is_refused() -> None:
         ({"tools": ["calculator"], "format": "hermess"}, "hermess.*'hermes'"),
     ],
 )
-def test_options_that_cannot_be_used_are_refused(options: dict[str, Any], said: str) -> None:
+def test_options_that_cannot_be_used_are_refused(options, said):
     with pytest.raises(UserError, match=said):
         ToolWorkflow(**options)
 
@@ -264,7 +264,7 @@ class Callers(Playground):
         )
 
 
-def test_a_template_that_shows_no_format_is_refused_at_the_start(tmp_path: Path) -> None:
+def test_a_template_that_shows_no_format_is_refused_at_the_start(tmp_path):
     keys = ("data.prompt_format=chat", "actor_rollout_ref.rollout.workflow=tools")
     tools = "actor_rollout_ref.rollout.workflow_kwargs={tools: [calculator]}"
     paths = (
@@ -276,9 +276,7 @@ def test_a_template_that_shows_no_format_is_refused_at_the_start(tmp_path: Path)
 
 
 @pytest.mark.slow
-def test_a_run_with_tools_trains_on_what_was_drawn_alone_and_passes_every_check(
-    tmp_path: Path,
-) -> None:
+def test_a_run_with_tools_trains_on_what_was_drawn_alone_and_passes_every_check(tmp_path):
     run = Callers(tmp_path).run(
         "grpo",
         f"actor_rollout_ref.model.path={tmp_path}/caller",

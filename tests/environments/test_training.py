@@ -3,7 +3,6 @@ request."""
 
 import json
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -70,16 +69,14 @@ class Games(Playground):
 
 
 @pytest.fixture
-def playground(tmp_path: Path) -> Playground:
+def playground(tmp_path):
     playground = Games(tmp_path)
     (tmp_path / "game.py").write_text(GAME + FAULTY)
     return playground
 
 
 @pytest.mark.parametrize("max_staleness", [0, 2])
-def test_a_game_of_two_turns_trains_and_every_check_passes(
-    playground: Playground, max_staleness: int
-) -> None:
+def test_a_game_of_two_turns_trains_and_every_check_passes(playground, max_staleness):
     run = playground.run(
         "grpo",
         f"{WORKFLOW}={playground.folder}/game.py:echo",
@@ -116,9 +113,7 @@ workflow = MultiTurnWorkflow(reward, gconfig, tokenizer, max_turns=3, turn_disco
 """  # noqa: E501
 
 
-def test_a_workflow_of_areal_trains_as_it_stands_and_every_check_passes(
-    playground: Playground,
-) -> None:
+def test_a_workflow_of_areal_trains_as_it_stands_and_every_check_passes(playground):
     (playground.folder / "of_areal.py").write_text(
         OF_AREAL.format(model=f"{playground.folder}/model")
     )
@@ -182,9 +177,7 @@ async def paid(chat, row):
         ("ppo", ["adv_estimator_kwargs={over_turns: true}", "gamma=0.9"]),
     ],
 )
-def test_turns_have_rewards_of_their_own(
-    playground: Playground, preset: str, keys: list[str]
-) -> None:
+def test_turns_have_rewards_of_their_own(playground, preset, keys):
     """The advantages of turns."""
     (playground.folder / "paid.py").write_text(PAID)
     more = [f"critic.model.path={playground.folder}/model"] if preset == "ppo" else []
@@ -237,7 +230,7 @@ class Digits:
 """
 
 
-def test_each_domain_has_its_own_workflow_and_estimator(tmp_path: Path) -> None:
+def test_each_domain_has_its_own_workflow_and_estimator(tmp_path):
     playground = Playground(tmp_path)
     (tmp_path / "digits.py").write_text(DIGITS)
 
@@ -299,7 +292,7 @@ def saved(run: Any) -> Batch:
     )
 
 
-def test_errors_and_rejected_episodes_are_left_out_and_told_apart(playground: Playground) -> None:
+def test_errors_and_rejected_episodes_are_left_out_and_told_apart(playground):
     """Of 48 episodes a tenth each raises before a token, returns a text, or is rejected."""
     run = playground.run(
         "grpo",
@@ -337,7 +330,7 @@ def test_errors_and_rejected_episodes_are_left_out_and_told_apart(playground: Pl
     assert "workflow faulty: " in warning
 
 
-def test_a_class_is_made_with_its_options_and_calls_reward_functions(tmp_path: Path) -> None:
+def test_a_class_is_made_with_its_options_and_calls_reward_functions(tmp_path):
     playground = Playground(tmp_path)
     (tmp_path / "game.py").write_text(FAULTY)
     run = playground.run(
@@ -376,9 +369,7 @@ def test_a_class_is_made_with_its_options_and_calls_reward_functions(tmp_path: P
         (["_kwargs={rounds: 2}"], "keys without effect|workflow_kwargs"),
     ],
 )
-def test_a_workflow_that_cannot_run_is_refused_at_the_start(
-    playground: Playground, lines: list[str], said: str
-) -> None:
+def test_a_workflow_that_cannot_run_is_refused_at_the_start(playground, lines, said):
     folder = str(playground.folder)
     (playground.folder / "nodes.py").write_text(OWN)
     keys = [
@@ -391,7 +382,7 @@ def test_a_workflow_that_cannot_run_is_refused_at_the_start(
         playground.spec("grpo", *keys)
 
 
-def test_multi_turn_gives_feedback_until_the_answer_is_right(tmp_path: Path) -> None:
+def test_multi_turn_gives_feedback_until_the_answer_is_right(tmp_path):
     """Scores of the run's reward function, discounted by turn; accuracies are of the last
     answer."""
     playground = Playground(tmp_path)
@@ -425,7 +416,7 @@ def test_multi_turn_gives_feedback_until_the_answer_is_right(tmp_path: Path) -> 
     assert seen == {1, 2, 3} and "max_turns" in batch["finish_reason"]
 
 
-def test_a_limit_that_ends_an_episode_costs_its_penalty(tmp_path: Path) -> None:
+def test_a_limit_that_ends_an_episode_costs_its_penalty(tmp_path):
     playground = Playground(tmp_path)
     penalties = {"max_turns": 0.5, "length": 0.25, "stop": 0.0}
     playground.write_reward(REWARDED)
@@ -467,8 +458,8 @@ def compute_score(solution_str, ground_truth, conversation=()):
 
 
 def test_a_reward_function_may_see_all_turns_of_its_episode_and_the_checks_call_it_with_them(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    tmp_path, monkeypatch
+):
     playground = Playground(tmp_path)
     playground.write_reward(OF_ALL_TURNS)
     common = (

@@ -9,7 +9,6 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -43,7 +42,7 @@ asyncio.run(episode(Tools([sys.argv[1] + name for name in ("starts", "hangs")], 
 """  # noqa: E501
 
 
-def test_a_killed_run_leaves_no_process(tmp_path: Path) -> None:
+def test_a_killed_run_leaves_no_process(tmp_path):
     tools = f"{Path(__file__).with_name('hostile_tools.py')}:"
     file = tmp_path / "pid"
     run = subprocess.Popen(
@@ -60,7 +59,7 @@ def test_a_killed_run_leaves_no_process(tmp_path: Path) -> None:
         time.sleep(0.05)
 
 
-def test_an_answer_that_came_in_time_counts_although_the_workflow_waits_for_its_turn() -> None:
+def test_an_answer_that_came_in_time_counts_although_the_workflow_waits_for_its_turn():
     """Another function of the user's has the turn until long after the deadline."""
 
     async def run() -> object:
@@ -102,9 +101,7 @@ class Helped:
 """
 
 
-def test_long_options_stay_private_and_what_a_module_starts_lasts_for_all_episodes(
-    tmp_path: Path,
-) -> None:
+def test_long_options_stay_private_and_what_a_module_starts_lasts_for_all_episodes(tmp_path):
     (tmp_path / "helped.py").write_text(HELPED)
     server = ProcessServer(f"{tmp_path}/helped.py:Helped", {"word": "secret" * 50_000})
     assert b"secret" not in Path(f"/proc/{server.pid}/cmdline").read_bytes()
@@ -157,7 +154,7 @@ class Striking:
 
 
 @pytest.fixture
-def server(tmp_path: Path) -> Iterator[ProcessServer]:
+def server(tmp_path):
     (tmp_path / "striking.py").write_text(STRIKING)
     server = ProcessServer(f"{tmp_path}/striking.py:Striking", {})
     yield server
@@ -165,9 +162,7 @@ def server(tmp_path: Path) -> Iterator[ProcessServer]:
 
 
 @pytest.mark.parametrize("victims", ["server", "keeper", "server and keeper"])
-def test_a_killed_server_is_started_anew_and_nothing_of_it_lives_on(
-    server: ProcessServer, victims: str
-) -> None:
+def test_a_killed_server_is_started_anew_and_nothing_of_it_lives_on(server, victims):
     async def run() -> list[int]:
         process = await server.fork(1)
         idle = await server.fork(2)
@@ -198,9 +193,7 @@ def test_a_killed_server_is_started_anew_and_nothing_of_it_lives_on(
 @pytest.mark.parametrize(
     "number", [signal.SIGKILL, signal.SIGTERM, signal.SIGHUP, signal.SIGINT, signal.SIGUSR1]
 )
-def test_who_signals_its_parent_or_its_group_harms_only_itself(
-    server: ProcessServer, number: int
-) -> None:
+def test_who_signals_its_parent_or_its_group_harms_only_itself(server, number):
     async def run() -> None:
         first = server.pid
         other = await server.fork("other")
@@ -230,7 +223,7 @@ def test_who_signals_its_parent_or_its_group_harms_only_itself(
     asyncio.run(run())
 
 
-def test_deaths_in_a_row_end_with_advice(server: ProcessServer) -> None:
+def test_deaths_in_a_row_end_with_advice(server):
     async def run() -> None:
         for _ in range(20):
             process = await server.fork(1)

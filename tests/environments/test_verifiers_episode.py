@@ -2,7 +2,6 @@
 `make test-verifiers` installs it, as its OpenAI client is older than that of the other extras."""
 
 import asyncio
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -76,7 +75,7 @@ TOOLS = "toolsets = classmethod(lambda cls, config: [Adder(vf.ToolsetConfig())])
 
 
 @pytest.fixture
-def row(tmp_path: Path, monkeypatch: Any) -> Any:
+def row(tmp_path, monkeypatch):
     """The row of the task 1+1=, of a taskset of this test alone."""
 
     def make(task: str = "", environment: str = "__all__ = ['Sums']") -> dict[str, Any]:
@@ -100,7 +99,7 @@ def played(episode: Any, row: dict[str, Any], **env: Any) -> Any:
     )
 
 
-def test_turns_are_the_environments_and_tokens_exact(begin: Any, row: Any) -> None:
+def test_turns_are_the_environments_and_tokens_exact(begin, row):
     episode = begin("7", " 3", "2")
     assert played(episode, row(environment=guesses())) == {"score": 2.3, "right": 1.0, "turns": 0.3}
     episode.check_exact()
@@ -109,7 +108,7 @@ def test_turns_are_the_environments_and_tokens_exact(begin: Any, row: Any) -> No
     ]
 
 
-def test_tools_of_a_task_are_called(begin: Any, row: Any) -> None:
+def test_tools_of_a_task_are_called(begin, row):
     name = f"{CALLS}".replace('"add"', '"adder_add"')
     episode = begin(f"Let me see. {name}", "2")
     found = played(episode, row(task=TOOLS))
@@ -119,7 +118,7 @@ def test_tools_of_a_task_are_called(begin: Any, row: Any) -> None:
     )
 
 
-def test_what_fails_is_an_error_and_no_reward_of_0(begin: Any, row: Any) -> None:
+def test_what_fails_is_an_error_and_no_reward_of_0(begin, row):
     with pytest.raises(RuntimeError, match="ValueError: the game"):
         played(begin("7"), row(environment=guesses(fault="raise ValueError('the game is lost')")))
     with pytest.raises(UserError, match="must be verifiers:ID"):
@@ -135,14 +134,12 @@ def test_what_fails_is_an_error_and_no_reward_of_0(begin: Any, row: Any) -> None
         ("", {"player": {"harness": {"id": "nowhere"}}}, "nowhere"),
     ],
 )
-def test_what_cannot_be_played_is_told(
-    begin: Any, row: Any, more: str, env: dict[str, Any], said: str
-) -> None:
+def test_what_cannot_be_played_is_told(begin, row, more, env, said):
     with pytest.raises(UserError, match=said):
         played(begin(), row(environment=guesses(more)), **env)
 
 
-def test_a_run_trains_on_them(row: Any, tmp_path: Path, monkeypatch: Any) -> None:
+def test_a_run_trains_on_them(row, tmp_path, monkeypatch):
     """Episodes run in processes of their own, two turns each at most by the config of the agent's
     seat."""
     name = row(environment=guesses())["name"]

@@ -2,7 +2,6 @@
 
 import asyncio
 import math
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -71,7 +70,7 @@ NUMBER = 7
         ("NUMBER", "is 7, "),
     ],
 )
-def test_what_is_no_workflow_is_refused(tmp_path: Path, name: str, said: str) -> None:
+def test_what_is_no_workflow_is_refused(tmp_path, name, said):
     (tmp_path / "own.py").write_text(FILE)
     with pytest.raises(UserError, match=said):
         load_workflow(f"{tmp_path}/own.py:{name}", {})
@@ -79,12 +78,12 @@ def test_what_is_no_workflow_is_refused(tmp_path: Path, name: str, said: str) ->
 
 @pytest.mark.parametrize("limit", [{"max_turns": 0}, {"max_turns": 1.5}, {"max_turns": True}])
 @pytest.mark.parametrize("name", ["multi_turn", "tools", "environment"])
-def test_limits_are_above_zero(name: str, limit: dict[str, object]) -> None:
+def test_limits_are_above_zero(name, limit):
     with pytest.raises(UserError, match=r"workflow_kwargs.max_turns=\S+: "):
         load_workflow(name, limit)
 
 
-def test_a_timeout_is_above_zero() -> None:
+def test_a_timeout_is_above_zero():
     with pytest.raises(UserError, match="timeout_s=-1"):
         load_workflow(
             "by_domain",
@@ -92,7 +91,7 @@ def test_a_timeout_is_above_zero() -> None:
         )
 
 
-def test_areals_form_is_a_workflow_as_a_class_with_options_and_as_an_object(tmp_path: Path) -> None:
+def test_areals_form_is_a_workflow_as_a_class_with_options_and_as_an_object(tmp_path):
     (tmp_path / "own.py").write_text(FILE)
     for name, options in (("ByAReaL", {"reward_fn": 1}), ("made", {})):
         loaded = load_workflow(f"{tmp_path}/own.py:{name}", options)
@@ -101,7 +100,7 @@ def test_areals_form_is_a_workflow_as_a_class_with_options_and_as_an_object(tmp_
         load_workflow(f"{tmp_path}/own.py:made", {"reward_fn": 1})
 
 
-def test_the_decorator_refuses_at_once() -> None:
+def test_the_decorator_refuses_at_once():
     with pytest.raises(UserError, match="@workflow: plain .* async"):
 
         @workflow
@@ -120,13 +119,13 @@ def test_the_decorator_refuses_at_once() -> None:
         ({"style": 0.5, "acc": 1}, 0.5, {"style": 0.5}, 1.0),
     ],
 )
-def test_scores(returned: object, value: float, parts: dict[str, float], accuracy: float) -> None:
+def test_scores(returned, value, parts, accuracy):
     outcome = read_outcome(returned)
     assert outcome is not None and outcome.reward_result == Score(value)
     assert outcome.scores() == parts and outcome.accuracy == accuracy
 
 
-def test_values_beside_the_parts_stay_numbers_and_lists() -> None:
+def test_values_beside_the_parts_stay_numbers_and_lists():
     extra = {"n": np.int64(3), "list": torch.ones(60), "none": None, "odd": object()}
     outcome = read_outcome({"found": np.float32(0.5), "extra": extra})
     assert outcome is not None and isinstance(outcome.reward_result, Score) and outcome.score == 0.5
@@ -135,7 +134,7 @@ def test_values_beside_the_parts_stay_numbers_and_lists() -> None:
     assert found == {"n": 3, "list": [1.0] * 60, "none": None} and type(found["n"]) is int
 
 
-def test_a_result_of_the_reward_functions_passes_and_none_rejects() -> None:
+def test_a_result_of_the_reward_functions_passes_and_none_rejects():
     outcome = RewardOutcome(Score(0.5), {}, 1.0)
     assert read_outcome(outcome) is outcome and read_outcome(None) is None
 
@@ -161,7 +160,7 @@ def test_a_result_of_the_reward_functions_passes_and_none_rejects() -> None:
         RewardOutcome(Score(0.5), {}, math.nan),
     ],
 )
-def test_anything_else_is_an_error(returned: object) -> None:
+def test_anything_else_is_an_error(returned):
     with pytest.raises(ValueError, match="it returned"):
         read_outcome(returned)
 
@@ -171,9 +170,7 @@ def test_anything_else_is_an_error(returned: object) -> None:
     # the feedback has two tokens, each reply two but the last one
     [(1000, 3, 0.25), (5, 2, 0.5), (4, 1, 1.0)],
 )
-def test_the_discount_counts_the_turns_that_had_room(
-    response: int, turns: int, score: float
-) -> None:
+def test_the_discount_counts_the_turns_that_had_room(response, turns, score):
     chat = chat_of(FAMILIES["qwen2.5"](), Engine([[5, 6], [7, 8], [9]]), Limits(response, 2000))
 
     async def score_of(reply: object) -> RewardOutcome:
@@ -199,9 +196,7 @@ def test_the_discount_counts_the_turns_that_had_room(
         ),
     ],
 )
-def test_the_prompt_of_a_chat_is_its_text_without_the_template(
-    messages: list[dict[str, str]], text: str
-) -> None:
+def test_the_prompt_of_a_chat_is_its_text_without_the_template(messages, text):
     row = row_of(
         PromptRow(0, (1, 2), "<eos>user: 1+1=", extra_info={"prompt_chat": messages}),
         "prompt",

@@ -19,7 +19,7 @@ def manifests() -> dict[str, Any]:
     }
 
 
-def test_the_command_of_the_ray_job_is_one_of_ours() -> None:
+def test_the_command_of_the_ray_job_is_one_of_ours():
     pipeline, *words = shlex.split(manifests()["RayJob"]["spec"]["entrypoint"])
     assert pipeline == "distflow"
     arguments = make_parser().parse_args(words)
@@ -27,7 +27,7 @@ def test_the_command_of_the_ray_job_is_one_of_ours() -> None:
     assert set(keys) <= schema_keys().keys() and "trainer.launcher" in keys
 
 
-def test_ray_job_and_launcher_agree_on_the_nodes() -> None:
+def test_ray_job_and_launcher_agree_on_the_nodes():
     spec = manifests()["RayJob"]["spec"]
     keys = dict(word.split("=", 1) for word in shlex.split(spec["entrypoint"]) if "=" in word)
     (group,) = spec["rayClusterSpec"]["workerGroupSpecs"]
@@ -44,7 +44,7 @@ def test_ray_job_and_launcher_agree_on_the_nodes() -> None:
     assert spec["rayClusterSpec"]["rayVersion"] in (CLUSTER / "Dockerfile").read_text()
 
 
-def test_every_pod_has_the_runs_folder_the_label_and_the_image() -> None:
+def test_every_pod_has_the_runs_folder_the_label_and_the_image():
     found = manifests()
     cluster = found["RayJob"]["spec"]["rayClusterSpec"]
     assert cluster["authOptions"] == {"mode": "token"}

@@ -1,7 +1,6 @@
 """Every example runs as it is and does what it says."""
 
 import runpy
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -18,7 +17,7 @@ EXAMPLES = ROOT / "examples"
 
 
 @pytest.fixture(autouse=True)
-def at_the_root(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def at_the_root(monkeypatch):
     monkeypatch.chdir(ROOT)
     with forgotten("examples"):
         yield
@@ -38,7 +37,7 @@ def train(name: str, run_dir: Path, *overrides: str) -> Batch:
     return Batch.load(run_dir / "tokens" / "000001.safetensors")
 
 
-def test_reward(tmp_path: Path) -> None:
+def test_reward(tmp_path):
     train("custom_reward", tmp_path)
     for sample in read_samples(tmp_path, 1):
         assert set(sample["reward_parts"]) == {"custom", "exact_match"}
@@ -47,14 +46,14 @@ def test_reward(tmp_path: Path) -> None:
             assert sample["score"] == pytest.approx(0.5 * digits / len(sample["response"]))
 
 
-def test_pipeline(tmp_path: Path) -> None:
+def test_pipeline(tmp_path):
     batch = train("custom_pipeline", tmp_path)
     charged = batch["token_level_scores"] - 0.02 * batch["response_mask"]
     assert torch.allclose(batch["token_level_rewards"], charged)
     assert "values" not in batch and "old_log_probs" not in batch
 
 
-def test_two_turns(tmp_path: Path) -> None:
+def test_two_turns(tmp_path):
     batch = train("two_turns", tmp_path)
     for mask, length in zip(
         batch["response_mask"], batch.lengths("response").tolist(), strict=True
@@ -66,14 +65,14 @@ def test_two_turns(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_any_agent(tmp_path: Path) -> None:
+def test_any_agent(tmp_path):
     batch = train(
         "any_agent", tmp_path, "trainer.val_before_train=false", "actor_rollout_ref.rollout.n=4"
     )
     assert {*batch["scores"].tolist()} <= {0.0, 1.0} and not any(batch["reward_errors"])
 
 
-def test_multi_turn(tmp_path: Path) -> None:
+def test_multi_turn(tmp_path):
     batch = train(
         "multi_turn", tmp_path, "trainer.val_before_train=false", "actor_rollout_ref.rollout.n=4"
     )
@@ -83,7 +82,7 @@ def test_multi_turn(tmp_path: Path) -> None:
         assert score == float(text == answer)
 
 
-def test_two_agents(tmp_path: Path) -> None:
+def test_two_agents(tmp_path):
     batch = train(
         "two_agents", tmp_path, "trainer.val_before_train=false", "actor_rollout_ref.rollout.n=4"
     )
@@ -94,7 +93,7 @@ def test_two_agents(tmp_path: Path) -> None:
         assert score == len(chosen & {"1", "2"}) / 2
 
 
-def test_agents_with_policies(tmp_path: Path) -> None:
+def test_agents_with_policies(tmp_path):
     batch = train(
         "solver_checker",
         tmp_path,
@@ -129,7 +128,7 @@ def rewards(run_dir: Path, *command: str) -> list[float]:
 @pytest.mark.parametrize(
     "name", ["multi_turn", pytest.param("any_agent", marks=pytest.mark.by_hand), "two_agents"]
 )
-def test_the_agents_learn(name: str, tmp_path: Path) -> None:
+def test_the_agents_learn(name, tmp_path):
     found = rewards(
         tmp_path / "run", "train", f"examples/{name}.yaml", "trainer.total_training_steps=40"
     )
@@ -138,7 +137,7 @@ def test_the_agents_learn(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.by_hand
-def test_the_model_learns_to_use_a_tool(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_model_learns_to_use_a_tool(tmp_path, monkeypatch):
     folder = tmp_path / "runs" / "tool_use"
     with monkeypatch.context() as elsewhere:
         elsewhere.chdir(tmp_path)
@@ -164,7 +163,7 @@ def test_the_model_learns_to_use_a_tool(tmp_path: Path, monkeypatch: pytest.Monk
     assert calls[-1] > 1.5 * calls[0]
 
 
-def test_advantage(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_advantage(tmp_path, capsys):
     batch = train("custom_advantage", tmp_path)
     assert "advantages: median(scale=0.5)" in capsys.readouterr().out
     scores = batch["token_level_scores"].sum(-1)
@@ -175,7 +174,7 @@ def test_advantage(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         assert torch.allclose(batch["advantages"][members, 0], expected)
 
 
-def test_loss_in_our_signature(tmp_path: Path) -> None:
+def test_loss_in_our_signature(tmp_path):
     train("custom_loss", tmp_path)
     ratios = [
         record.values["actor/ratio"] for record in read_metrics(tmp_path) if record.kind == "train"
@@ -183,7 +182,7 @@ def test_loss_in_our_signature(tmp_path: Path) -> None:
     assert all(0.9 < ratio < 1.1 for ratio in ratios)
 
 
-def test_loss_in_the_signature_of_the_seed(tmp_path: Path) -> None:
+def test_loss_in_the_signature_of_the_seed(tmp_path):
     other = [
         "actor_rollout_ref.actor.policy_loss=my_custom_loss",
         "~actor_rollout_ref.actor.policy_loss_kwargs",
@@ -197,7 +196,7 @@ def test_loss_in_the_signature_of_the_seed(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_own_loop(tmp_path: Path) -> None:
+def test_own_loop(tmp_path):
     """Its reward rises: from a tenth of digits to a third and more."""
     main_of_the_loop = runpy.run_path(str(EXAMPLES / "own_loop.py"))["main"]
     run = main_of_the_loop(
@@ -232,7 +231,7 @@ def rewards_after_sft(
 
 @pytest.mark.slow
 @pytest.mark.by_hand
-def test_the_model_learns_to_name_colours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_model_learns_to_name_colours(tmp_path, monkeypatch):
     found = rewards_after_sft("images", tmp_path, monkeypatch)
     assert sum(found[:3]) / 3 < 0.4 and sum(found[-3:]) / 3 > 0.7, found
 
@@ -251,9 +250,7 @@ DENOISED = (
 @pytest.mark.slow
 @pytest.mark.by_hand
 @pytest.mark.parametrize("overrides", [(), DENOISED], ids=["gaussian", "flow_sde"])
-def test_the_policy_learns_continuous_moves_from_random_weights(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, overrides: tuple[str, ...]
-) -> None:
+def test_the_policy_learns_continuous_moves_from_random_weights(tmp_path, monkeypatch, overrides):
     monkeypatch.setenv("ACTION_TOKENS", "640" if overrides else "8")
     with monkeypatch.context() as elsewhere:
         elsewhere.chdir(tmp_path)
@@ -269,9 +266,7 @@ def test_the_policy_learns_continuous_moves_from_random_weights(
 
 @pytest.mark.slow
 @pytest.mark.by_hand
-def test_the_policy_learns_to_reach_targets(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_policy_learns_to_reach_targets(tmp_path, monkeypatch):
     found = rewards_after_sft("acting", tmp_path, monkeypatch)
     assert sum(found[20:30]) / 10 > 0.75 and sum(found[-10:]) / 10 > 0.8, found
     folder = tmp_path / "runs" / "acting"
@@ -283,9 +278,7 @@ def test_the_policy_learns_to_reach_targets(
 
 @pytest.mark.slow
 @pytest.mark.by_hand
-def test_the_policy_learns_to_reach_with_a_robots_arm(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_policy_learns_to_reach_with_a_robots_arm(tmp_path, monkeypatch):
     pytest.importorskip("gymnasium_robotics")
     own = ("data.train_files=examples/fetch_reach.py:demonstrations", "data.max_response_length=9")
     found = rewards_after_sft(

@@ -2,7 +2,6 @@
 
 import re
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,7 @@ nbformat = pytest.importorskip("nbformat")
 from scripts.execute_notebook import LIMIT_S, NOTEBOOK, executed  # noqa: E402  wants them
 
 
-def test_the_notebook_ships_with_the_outputs_of_its_run(tmp_path: Path) -> None:
+def test_the_notebook_ships_with_the_outputs_of_its_run(tmp_path):
     run = executed(tmp_path)
     outputs = [output for cell in run.cells if cell.cell_type == "code" for output in cell.outputs]
     texts = "".join(output["text"] for output in outputs if output.output_type == "stream")
@@ -61,7 +60,7 @@ print(run.status, signal.getsignal(signal.SIGINT) is before)
 
 
 @pytest.fixture
-def kernel() -> Iterator[tuple[Any, Any]]:
+def kernel():
     from jupyter_client.manager import start_new_kernel
 
     manager, client = start_new_kernel(kernel_name="python3")
@@ -70,9 +69,7 @@ def kernel() -> Iterator[tuple[Any, Any]]:
     manager.shutdown_kernel(now=True)
 
 
-def test_the_interrupt_button_saves_and_the_kernel_lives_on(
-    kernel: tuple[Any, Any], tmp_path: Path
-) -> None:
+def test_the_interrupt_button_saves_and_the_kernel_lives_on(kernel, tmp_path):
     (manager, client), folder = kernel, tmp_path / "run"
     client.execute(CELL.format(tiny=str(ROOT / "examples" / "tiny.yaml"), folder=str(folder)))
     deadline = time.monotonic() + LIMIT_S

@@ -2,7 +2,6 @@
 rollout."""
 
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -27,7 +26,7 @@ SPOILED = '[row["code"], row["code"].replace("return ", "return 1, ")]'
 
 
 @pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+def folder(tmp_path, monkeypatch):
     three_domains.write(tmp_path)
     monkeypatch.chdir(tmp_path)
     with forgotten("examples"):
@@ -35,7 +34,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 
 @pytest.mark.slow
-def test_recorded_solutions_are_right_and_every_second_that_is_spoiled_is_not(folder: Path) -> None:
+def test_recorded_solutions_are_right_and_every_second_that_is_spoiled_is_not(folder):
     reader = folder / "examples" / "mbpp.py"
     reader.write_text(
         reader.read_text().replace('"recorded": row["code"]', f'"recorded": {SPOILED}')
@@ -96,6 +95,6 @@ def check_samples(run_dir: Path) -> None:
                 )
 
 
-def test_it_is_a_config_as_it_stands(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_it_is_a_config_as_it_stands(folder, capsys):
     assert main(["config", "examples/rlvr_three.yaml", "--graph"]) == 0
     assert "reward_norm" in capsys.readouterr().out

@@ -10,7 +10,7 @@ from tests.device.rehearsal import load_device
 
 
 @pytest.fixture(scope="session")
-def device() -> torch.device:
+def device():
     name = os.environ.get("DISTFLOW_TEST_DEVICE", "cuda")
     if name.startswith("cuda") and not torch.cuda.is_available():
         pytest.skip("wants a CUDA device")

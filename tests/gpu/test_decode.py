@@ -54,9 +54,7 @@ def num_graphs(engine: EmbeddedEngine) -> int:
     return 0 if steps is None else steps.graphs.num_recorded
 
 
-def test_a_cuda_device_has_its_steps_chained_and_enforce_eager_its_kernels_launched(
-    device: torch.device,
-) -> None:
+def test_a_cuda_device_has_its_steps_chained_and_enforce_eager_its_kernels_launched(device):
     if device.type != "cuda":
         pytest.skip("wants a CUDA device")
     for eager in (False, True):
@@ -65,7 +63,7 @@ def test_a_cuda_device_has_its_steps_chained_and_enforce_eager_its_kernels_launc
         assert (num_graphs(engine) == 0) == eager
 
 
-def test_uniform_numbers_are_those_of_the_host(device: torch.device) -> None:
+def test_uniform_numbers_are_those_of_the_host(device):
     generator = np.random.default_rng(1)
     keys = [
         0,
@@ -84,9 +82,7 @@ def test_uniform_numbers_are_those_of_the_host(device: torch.device) -> None:
 
 
 @pytest.mark.parametrize("law", LAWS, ids=str)
-def test_graphs_give_the_bits_that_single_kernels_give(
-    device: torch.device, law: dict[str, object]
-) -> None:
+def test_graphs_give_the_bits_that_single_kernels_give(device, law):
     answers: list[list[tuple[Segment, ...]]] = []
     for graphs in (False, True):
         engine = engine_of(device, graphs)
@@ -97,7 +93,7 @@ def test_graphs_give_the_bits_that_single_kernels_give(
     assert answers[0] == answers[1]
 
 
-def test_weights_that_lie_elsewhere_are_followed(device: torch.device) -> None:
+def test_weights_that_lie_elsewhere_are_followed(device):
     engine, other = engine_of(device, True), make_model(seed=1)
     expected = run_all(make_engine(other), requests())
 
@@ -118,7 +114,7 @@ def test_weights_that_lie_elsewhere_are_followed(device: torch.device) -> None:
 
 
 @pytest.mark.parametrize("graphs", [False, True])
-def test_no_step_but_the_first_waits_for_the_device(device: torch.device, graphs: bool) -> None:
+def test_no_step_but_the_first_waits_for_the_device(device, graphs):
     """However many tokens are drawn."""
     if device.type != "cuda":
         pytest.skip("wants CUDA, which tells when something waits for it")

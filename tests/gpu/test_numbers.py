@@ -58,7 +58,7 @@ def batch_of(prompts: list[tuple[int, ...]], results: list[tuple[Segment, ...]])
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_rollout_and_trainer_agree(tmp_path: Path, device: torch.device, family: str) -> None:
+def test_rollout_and_trainer_agree(tmp_path, device, family):
     folder = write_tiny_model(tmp_path / "m", family)
     prompts, results = answers(folder, device, temperature=0.8)
     batch = batch_of(prompts, results)
@@ -71,9 +71,7 @@ def test_rollout_and_trainer_agree(tmp_path: Path, device: torch.device, family:
     assert (scored - exact).abs().max() <= 1e-4
 
 
-def test_the_streams_draw_the_tokens_that_they_draw_on_a_cpu(
-    tmp_path: Path, device: torch.device
-) -> None:
+def test_the_streams_draw_the_tokens_that_they_draw_on_a_cpu(tmp_path, device):
     folder = write_tiny_model(tmp_path / "m")
     for params in (
         {},
@@ -90,9 +88,7 @@ def test_the_streams_draw_the_tokens_that_they_draw_on_a_cpu(
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("checkpointing", [False, True])
-def test_a_step_is_that_of_a_plain_loop(
-    tmp_path: Path, device: torch.device, family: str, checkpointing: bool
-) -> None:
+def test_a_step_is_that_of_a_plain_loop(tmp_path, device, family, checkpointing):
     """transformers makes rotary tables in float32, whatever the model's type, and a device rounds
     them its own way."""
     folder = write_tiny_model(tmp_path / "m", family)
@@ -129,7 +125,7 @@ def plain_step(
     return float(loss.detach()), float(norm)
 
 
-def test_bfloat16_products_stay_near_float64(tmp_path: Path, device: torch.device) -> None:
+def test_bfloat16_products_stay_near_float64(tmp_path, device):
     folder = write_tiny_model(tmp_path / "m", "qwen3")
     batch = ragged_batch()
     scorer = TorchScorer(load_model(folder, device=device), compute_dtype=torch.bfloat16)
@@ -138,7 +134,7 @@ def test_bfloat16_products_stay_near_float64(tmp_path: Path, device: torch.devic
         assert (found.flat(name) - exact).abs().mean() <= 2e-2, name
 
 
-def test_values_are_those_of_a_plain_forward(tmp_path: Path, device: torch.device) -> None:
+def test_values_are_those_of_a_plain_forward(tmp_path, device):
     folder = write_tiny_model(tmp_path / "m")
     batch = ragged_batch()
     critic = load_model(folder, seed=1, device=device, critic=True)
@@ -151,7 +147,7 @@ def test_values_are_those_of_a_plain_forward(tmp_path: Path, device: torch.devic
     torch.testing.assert_close(values, exact.float(), rtol=0, atol=1e-5)
 
 
-def test_lora_trains_its_adapter_as_on_a_cpu(tmp_path: Path, device: torch.device) -> None:
+def test_lora_trains_its_adapter_as_on_a_cpu(tmp_path, device):
     folder = write_tiny_model(tmp_path / "m")
     found = []
     for where in ("cpu", device):
@@ -171,9 +167,7 @@ def test_lora_trains_its_adapter_as_on_a_cpu(tmp_path: Path, device: torch.devic
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
-def test_checkpoints_go_between_devices(
-    tmp_path: Path, device: torch.device, optimizer: str
-) -> None:
+def test_checkpoints_go_between_devices(tmp_path, device, optimizer):
     """What training left on the CPU is on the device, bit for bit, and back; from there both go on
     alike."""
     folder = write_tiny_model(tmp_path / "m")
@@ -203,7 +197,7 @@ def same_state(ours: TrainState, theirs: TrainState) -> None:
     assert not different
 
 
-def test_receipts_are_those_of_the_weights_on_a_cpu(tmp_path: Path, device: torch.device) -> None:
+def test_receipts_are_those_of_the_weights_on_a_cpu(tmp_path, device):
     model = load_model(write_tiny_model(tmp_path / "m"))
     here = stripe_hashes(model.named_parameters())
     assert stripe_hashes(model.to(device).named_parameters()) == here
@@ -212,9 +206,7 @@ def test_receipts_are_those_of_the_weights_on_a_cpu(tmp_path: Path, device: torc
 @pytest.mark.parametrize(
     "objective", [PolicyObjective(entropy_coef=0.01), PolicyObjective("gspo", derives_old=True)]
 )
-def test_a_step_waits_for_its_device_once(
-    tmp_path: Path, device: torch.device, objective: PolicyObjective
-) -> None:
+def test_a_step_waits_for_its_device_once(tmp_path, device, objective):
     if device.type != "cuda":
         pytest.skip("wants CUDA, which tells when something waits for it")
     engine = trainer(load_model(write_tiny_model(tmp_path / "m"), device=device), "adamw")

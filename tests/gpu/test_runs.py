@@ -1,10 +1,7 @@
 """Whole runs on a device: a few steps with every check, LoRA, bfloat16, kills and resumes, and on
 from a CPU."""
 
-from pathlib import Path
-
 import pytest
-import torch
 
 from tests.e2e.cli_runs import CliRun, Left, same_run
 from tests.e2e.runs import Playground
@@ -23,12 +20,12 @@ RUNS = {
 
 
 @pytest.fixture
-def ground(tmp_path: Path) -> Playground:
+def ground(tmp_path):
     return Playground(tmp_path, num_rows=8)
 
 
 @pytest.mark.parametrize("name", RUNS)
-def test_a_run_passes_its_checks(ground: Playground, device: torch.device, name: str) -> None:
+def test_a_run_passes_its_checks(ground, device, name):
     """Its checks compare log-probs, receipts of weights, ratios, gradients and the optimizer's
     steps."""
     more = ("trainer.total_training_steps=3", "trust.check_freq=1", f"trainer.device={device.type}")
@@ -54,7 +51,7 @@ def finish(ground: Playground, device: str, name: str, *more: str) -> Left:
     return Left(ground.folder / name)
 
 
-def test_a_killed_run_ends_with_the_same_bits(ground: Playground, device: torch.device) -> None:
+def test_a_killed_run_ends_with_the_same_bits(ground, device):
     whole = finish(ground, device.type, "whole")
     killed = start(ground, device.type, "killed")
     killed.wait_for(
@@ -64,7 +61,7 @@ def test_a_killed_run_ends_with_the_same_bits(ground: Playground, device: torch.
     same_run(whole, finish(ground, device.type, "killed", "--resume", "auto"))
 
 
-def test_a_run_goes_on_on_another_device(ground: Playground, device: torch.device) -> None:
+def test_a_run_goes_on_on_another_device(ground, device):
     finish(ground, "cpu", "moved", "trainer.total_training_steps=2")
     moved = finish(ground, device.type, "moved", "--allow-change", "trainer.device")
     assert moved.checkpoint.step == 4

@@ -7,7 +7,7 @@ import pytest
 
 
 @pytest.fixture
-def config() -> SimpleNamespace:
+def config():
     return SimpleNamespace(
         algorithm=SimpleNamespace(
             adv_estimator="grpo",

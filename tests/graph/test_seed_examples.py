@@ -2,7 +2,7 @@
 
 import pytest
 
-from distflow.graph import Form, Pipeline, TaskGraph
+from distflow.graph import Form, Pipeline
 
 NODES = """
 import statistics
@@ -67,7 +67,7 @@ def my_custom_pipeline() -> TaskGraph:
 
 
 @pytest.fixture
-def four_nodes(tmp_path, monkeypatch) -> TaskGraph:
+def four_nodes(tmp_path, monkeypatch):
     (tmp_path / "seed_nodes.py").write_text(NODES)
     (tmp_path / "seed_pipeline.py").write_text(PIPELINE)
     monkeypatch.syspath_prepend(str(tmp_path))

@@ -12,7 +12,7 @@ def scaled(responses, *, scale: float = 1.0, shift: float = 0.0): ...
 
 
 @pytest.fixture
-def diamond() -> TaskGraph:
+def diamond():
     return (
         Pipeline("diamond")
         .add_node("a", nothing)

@@ -3,7 +3,6 @@ on. Each test is named after what happened, and
 names the repository and its issue."""
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -25,7 +24,7 @@ MICROS = ("actor_rollout_ref.actor.ppo_max_token_len_per_gpu=40",)
 
 
 @pytest.fixture
-def playground(tmp_path: Path) -> Playground:
+def playground(tmp_path):
     return Playground(tmp_path, num_rows=64)
 
 
@@ -62,9 +61,7 @@ FACTORS = [lambda n: 4.0, lambda n: 0.5, lambda n: 1 / n, float]
 
 @pytest.mark.slow
 @pytest.mark.parametrize("how", one_fast_in(len(FACTORS), FACTORS, others=BY_HAND))
-def test_a_loss_scaled_by_the_accumulation(
-    playground: Playground, monkeypatch: Patch, how: Callable[[int], float]
-) -> None:
+def test_a_loss_scaled_by_the_accumulation(playground, monkeypatch, how):
     """huggingface/trl#6024, modelscope/ms-swift#10117."""
     found(
         playground,
@@ -85,7 +82,7 @@ def whole_batch_if_uneven(batch: Batch) -> None:
 
 
 @pytest.mark.slow
-def test_groups_mixed(playground: Playground, monkeypatch: Patch) -> None:
+def test_groups_mixed(playground, monkeypatch):
     """THUDM/slime#2230, #1414."""
     playground.write_reward(UNEVEN)
     plant = plant_behind("calculate_advantages", whole_batch_if_uneven)
@@ -102,9 +99,7 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None):
 
 
 @pytest.mark.slow
-def test_advantages_of_other_samples_in_a_micro_batch(
-    playground: Playground, monkeypatch: Patch
-) -> None:
+def test_advantages_of_other_samples_in_a_micro_batch(playground, monkeypatch):
     """tenstorrent/tt-metal#46548."""
 
     def plant(patch: Patch) -> None:

@@ -31,7 +31,7 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None):
 
 
 @pytest.fixture
-def playground(tmp_path_factory: pytest.TempPathFactory) -> Playground:
+def playground(tmp_path_factory):
     return Playground(tmp_path_factory.mktemp("incidents"), num_rows=128)
 
 
@@ -76,7 +76,7 @@ SLOW = [
 
 
 @pytest.mark.parametrize("plant", [failed_part_is_0, *SLOW])
-def test_dead_sandboxes_scored_0(playground: Playground, monkeypatch: Patch, plant: Any) -> None:
+def test_dead_sandboxes_scored_0(playground, monkeypatch, plant):
     """allenai/open-instruct#1887, GAIR-NLP/ToRL#27."""
     playground.write_reward(FAILING)
     steps = plant_from(monkeypatch, BEGIN, plant)
@@ -162,7 +162,7 @@ LOST: dict[str, tuple[Callable[[Any], bool], bool, str]] = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", LOST)
-def test_rows_that_a_resume_loses(playground: Playground, monkeypatch: Patch, name: str) -> None:
+def test_rows_that_a_resume_loses(playground, monkeypatch, name):
     kept, counted, says = LOST[name]
     broken_off(playground, monkeypatch)
     keeps(monkeypatch, kept, counted)

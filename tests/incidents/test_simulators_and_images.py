@@ -1,7 +1,6 @@
 """Faults in what a policy sees and what its actions do, planted into real runs: each has a twin
 that is healthy."""
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,9 +15,7 @@ pytestmark = pytest.mark.slow
 
 
 @pytest.mark.parametrize("fault", ["channels", "brightness"])
-def test_pixels_that_are_not_those_of_the_file(
-    tmp_path: Path, monkeypatch: Patch, fault: str
-) -> None:
+def test_pixels_that_are_not_those_of_the_file(tmp_path, monkeypatch, fault):
     """Engine, trainer and the model's own forward agree: they read the same wrong pixels."""
     made = Playground(tmp_path)
     right = ImageProcessor.inputs

@@ -3,7 +3,6 @@ middle on, with every rollout engine, an adapter that is merged and one that is 
 then is not the trainer's policy, though each receipt names the right bytes."""
 
 from collections.abc import Callable, Sequence
-from pathlib import Path
 
 import pytest
 
@@ -55,7 +54,7 @@ CAUSES = (
 
 
 @pytest.fixture
-def playground(tmp_path: Path) -> Playground:
+def playground(tmp_path):
     return Playground(tmp_path, num_rows=4)
 
 
@@ -81,9 +80,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("fault", "mode"), CASES)
-def test_a_policy_that_is_served_otherwise(
-    playground: Playground, monkeypatch: Patch, fault: str, mode: str
-) -> None:
+def test_a_policy_that_is_served_otherwise(playground, monkeypatch, fault, mode):
     late = FAULTS[fault](monkeypatch)
     with pytest.raises(TrustError, match=CAUSES):
         run(playground, MODES[mode])
@@ -102,8 +99,8 @@ async def turns(chat, row):
 @pytest.mark.parametrize("max_staleness", [0, pytest.param(1, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("is_planted", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_turns_over_keys_and_values_of_older_weights(
-    playground: Playground, monkeypatch: Patch, is_planted: bool, max_staleness: int
-) -> None:
+    playground, monkeypatch, is_planted, max_staleness
+):
     """NVIDIA-NeMo/RL#4018 again, in the prefix cache of episodes. Without the fault the same run is
     silent."""
     (playground.folder / "turns.py").write_text(TURNS)

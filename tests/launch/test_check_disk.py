@@ -3,7 +3,6 @@ are loaded."""
 
 import json
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
@@ -14,9 +13,7 @@ from distflow.launch.configured_models import model_sizes
 from tests.e2e.runs import Playground
 
 
-def test_a_tracker_whose_package_is_missing_is_told_before_a_run_starts(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_tracker_whose_package_is_missing_is_told_before_a_run_starts(tmp_path, monkeypatch):
     monkeypatch.setitem(TRACKERS, "mlflow", replace(TRACKERS["mlflow"], package="no_such_package"))
     playground = Playground(tmp_path)
 
@@ -29,9 +26,7 @@ def test_a_tracker_whose_package_is_missing_is_told_before_a_run_starts(
     assert not (tmp_path / "tracked" / "events.jsonl").exists()
 
 
-def test_a_disk_without_room_for_the_checkpoints_is_told_before_the_models_are_loaded(
-    tmp_path: Path,
-) -> None:
+def test_a_disk_without_room_for_the_checkpoints_is_told_before_the_models_are_loaded(tmp_path):
     playground = Playground(tmp_path)
     config = json.loads((tmp_path / "model" / "config.json").read_text())
     (tmp_path / "model" / "config.json").write_text(json.dumps({**config, "vocab_size": 10**13}))
@@ -51,9 +46,7 @@ def test_a_disk_without_room_for_the_checkpoints_is_told_before_the_models_are_l
 @pytest.mark.parametrize(
     ("keys", "of_a_weight"), [((), 12), (("actor_rollout_ref.actor.optim.optimizer=sgd",), 4)]
 )
-def test_the_size_of_a_checkpoint_is_known_before_it_is_written(
-    keys: tuple[str, ...], of_a_weight: int, tmp_path: Path
-) -> None:
+def test_the_size_of_a_checkpoint_is_known_before_it_is_written(keys, of_a_weight, tmp_path):
     run = Playground(tmp_path).run(
         "grpo", "trainer.total_training_steps=1", "trainer.save_freq=1", *keys
     )

@@ -1,7 +1,5 @@
 """How large the models of a config are: as it says, or counted."""
 
-from pathlib import Path
-
 import pytest
 from transformers import AutoConfig
 
@@ -21,7 +19,7 @@ def ppo(*overrides: str) -> Config:
     return load_config("ppo", [*needed, "data.train_files=rows.jsonl", *overrides]).config
 
 
-def test_sizes_of_models_are_as_given_or_counted(tmp_path: Path) -> None:
+def test_sizes_of_models_are_as_given_or_counted(tmp_path):
     write_tiny_model(tmp_path / "critic")
     own = f"critic.model.path={tmp_path}/critic"
     ray = ("trainer.launcher=ray", "trainer.n_gpus_per_node=3")
@@ -51,9 +49,7 @@ def test_sizes_of_models_are_as_given_or_counted(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("family", "said"), [("llama", None), ("gemma2", "family 'gemma2' is not one of llama")]
 )
-def test_what_a_model_limits_is_known_without_its_weights(
-    family: str, said: str | None, tmp_path: Path
-) -> None:
+def test_what_a_model_limits_is_known_without_its_weights(family, said, tmp_path):
     sizes = {
         "vocab_size": 32,
         "hidden_size": 16,
@@ -70,7 +66,7 @@ def test_what_a_model_limits_is_known_without_its_weights(
     )
 
 
-def test_layers_of_an_adapter_are_looked_for_without_weights(tmp_path: Path) -> None:
+def test_layers_of_an_adapter_are_looked_for_without_weights(tmp_path):
     write_tiny_model(tmp_path)
     (tmp_path / "model.safetensors").unlink()
 

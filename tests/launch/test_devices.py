@@ -14,7 +14,7 @@ DTYPE = "actor_rollout_ref.model.dtype"
 
 
 @pytest.mark.parametrize("preset", ["grpo", "ppo", "sft", "rm", "async_grpo"])
-def test_the_dtype_is_that_of_the_device_unless_it_is_chosen(preset: str) -> None:
+def test_the_dtype_is_that_of_the_device_unless_it_is_chosen(preset):
     """A Slurm job has GPUs, whatever this machine has."""
     for keys, dtype in (
         (("trainer.device=cpu",), "float32"),
@@ -46,7 +46,7 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 
 @pytest.mark.slow
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="wants glibc")
-def test_what_is_wanted_again_costs_no_page_faults() -> None:
+def test_what_is_wanted_again_costs_no_page_faults():
     faults = {
         how: int(
             subprocess.run(

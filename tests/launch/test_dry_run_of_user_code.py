@@ -1,7 +1,6 @@
 """A user's loss or estimator that a run could not use is refused before a model is loaded."""
 
 from contextlib import nullcontext
-from pathlib import Path
 
 import pytest
 
@@ -165,9 +164,7 @@ ESTIMATOR = "algorithm.adv_estimator"
         (ESTIMATOR, "misspelt_with_ctx", "NameError: .*'scores' is not defined"),
     ],
 )
-def test_what_a_run_could_not_use_is_refused(
-    tmp_path: Path, key: str, function: str, message: str
-) -> None:
+def test_what_a_run_could_not_use_is_refused(tmp_path, key, function, message):
     (tmp_path / "own.py").write_text(OWN)
     ground = Playground(tmp_path)
     with pytest.raises(UserError, match=f"{key}.*{message}"):
@@ -189,9 +186,7 @@ def test_what_a_run_could_not_use_is_refused(
         ("dropping", None),
     ],
 )
-def test_nodes_are_tried_before_a_model_is_loaded(
-    tmp_path: Path, pipeline: str, message: str | None
-) -> None:
+def test_nodes_are_tried_before_a_model_is_loaded(tmp_path, pipeline, message):
     (tmp_path / "own.py").write_text(NODES)
     keys = Playground(tmp_path).overrides("run", f"dag.pipeline={tmp_path}/own.py:{pipeline}")
     with (
@@ -205,9 +200,7 @@ def test_nodes_are_tried_before_a_model_is_loaded(
 @pytest.mark.parametrize(
     ("key", "function"), [(LOSS, "reads_more"), (ESTIMATOR, "reads_tokenizer")]
 )
-def test_what_fails_on_made_up_numbers_alone_is_left_to_the_run(
-    tmp_path: Path, key: str, function: str
-) -> None:
+def test_what_fails_on_made_up_numbers_alone_is_left_to_the_run(tmp_path, key, function):
     (tmp_path / "own.py").write_text(OWN)
     run = Playground(tmp_path).run(
         "grpo", f"{key}={tmp_path}/own.py:{function}", "trainer.total_training_steps=1"
@@ -225,9 +218,7 @@ def test_what_fails_on_made_up_numbers_alone_is_left_to_the_run(
         ("rises_on_gains", None),
     ],
 )
-def test_a_loss_that_advantages_do_not_steer_is_noted(
-    tmp_path: Path, function: str, note: str | None
-) -> None:
+def test_a_loss_that_advantages_do_not_steer_is_noted(tmp_path, function, note):
     (tmp_path / "own.py").write_text(OWN)
     lines = list[str]()
     keys = Playground(tmp_path).overrides("run", f"{LOSS}={tmp_path}/own.py:{function}")

@@ -3,7 +3,6 @@ optimizer steps."""
 
 import pickle
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -49,7 +48,7 @@ def falls_to_zero_at(engine: object) -> int:
     return next(step for step in range(1000) if engine.schedule(step) == 0.0)
 
 
-def test_an_engine_without_a_model_is_refused_before_one_is_built() -> None:
+def test_an_engine_without_a_model_is_refused_before_one_is_built():
     with pytest.raises(UserError, match=r"reward_model\.model\.path: .* engine"):
         make_factories(config("grpo"), ("actor", "reward_model"), (), 1)
 
@@ -58,7 +57,7 @@ def test_an_engine_without_a_model_is_refused_before_one_is_built() -> None:
         make_factories(config("grpo", models), ("actor", "helpfull"), (), 1)
 
 
-def test_warm_up_of_the_critic_is_taken_off_the_actors_schedule_and_not_off_the_critics() -> None:
+def test_warm_up_of_the_critic_is_taken_off_the_actors_schedule_and_not_off_the_critics():
     linear = ("scheduler=linear_with_warmup", "warmup_ratio=0.0", "min_lr_ratio=0.0")
     settings = config(
         "ppo",
@@ -88,9 +87,7 @@ def test_warm_up_of_the_critic_is_taken_off_the_actors_schedule_and_not_off_the_
         ("hf", HFEngine, {}),
     ],
 )
-def test_a_rollout_engine_gets_the_keys_that_its_constructor_names(
-    name: str, made: type, taken: dict[str, object]
-) -> None:
+def test_a_rollout_engine_gets_the_keys_that_its_constructor_names(name, made, taken):
     settings = config(
         "grpo", f"{ROLLOUT}.name={name}", f"{ROLLOUT}.max_num_seqs=7", f"{MODEL}.dtype=float32"
     )
@@ -98,14 +95,14 @@ def test_a_rollout_engine_gets_the_keys_that_its_constructor_names(
     assert type(build(settings, "rollout").rollout) is made
 
 
-def test_only_what_the_plan_names_is_built() -> None:
+def test_only_what_the_plan_names_is_built():
     built = build(config("grpo"), "actor")
     assert isinstance(built.actor, TorchTrainEngine)
     assert built.rollout is built.ref is built.critic is built.reward_fn is None
 
 
 @pytest.mark.parametrize("engine", ["actor", "critic", "ref"])
-def test_weights_are_spread_over_ranks_only_where_there_are_several(engine: str) -> None:
+def test_weights_are_spread_over_ranks_only_where_there_are_several(engine):
     settings = config("ppo")
     actor = replace(settings.actor_rollout_ref.actor, strategy="fsdp")
     sharded = replace(settings, actor_rollout_ref=replace(settings.actor_rollout_ref, actor=actor))
@@ -123,8 +120,8 @@ def test_weights_are_spread_over_ranks_only_where_there_are_several(engine: str)
     ],
 )
 def test_the_engine_computes_on_the_trainers_weights_only_where_both_are_there_in_float32(
-    dtype: str, engines: tuple[str, ...], shares: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    dtype, engines, shares, monkeypatch
+):
     given: list[nn.Module] = []
     monkeypatch.setattr(
         EmbeddedEngine,
@@ -144,7 +141,7 @@ def test_the_engine_computes_on_the_trainers_weights_only_where_both_are_there_i
         )
 
 
-def test_the_reference_is_a_model_of_its_own_or_the_adapters_base(tmp_path: Path) -> None:
+def test_the_reference_is_a_model_of_its_own_or_the_adapters_base(tmp_path):
     write_tiny_model(tmp_path)
     own = (f"{MODEL}.path={tmp_path}", f"{MODEL}.init=pretrained")
     plain = build(config("grpo", *own), "actor", "ref")
@@ -155,7 +152,7 @@ def test_the_reference_is_a_model_of_its_own_or_the_adapters_base(tmp_path: Path
         assert (built.ref.model is built.actor.model) == same
 
 
-def test_actor_critic_and_reference_get_their_own_settings() -> None:
+def test_actor_critic_and_reference_get_their_own_settings():
     settings = config(
         "ppo",
         f"{ACTOR}.optim.lr=0.5",
@@ -185,7 +182,7 @@ def test_actor_critic_and_reference_get_their_own_settings() -> None:
     assert isinstance(critic, TorchTrainEngine) and critic.max_tokens == 100
 
 
-def test_answers_of_the_data_are_learned_at_temperature_one() -> None:
+def test_answers_of_the_data_are_learned_at_temperature_one():
     actor = build(config("sft", f"{ROLLOUT}.temperature=0.5"), "actor").actor
     assert isinstance(actor, TorchTrainEngine) and actor.temperature == 1.0
 
@@ -193,9 +190,7 @@ def test_answers_of_the_data_are_learned_at_temperature_one() -> None:
 @pytest.mark.parametrize(
     "given", [{}, {"lr_warmup_steps": 4}, {"warmup_ratio": 0.4, "min_lr_ratio": 0.5}]
 )
-def test_a_schedule_gets_the_keys_of_the_optimizer(
-    given: dict[str, float], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_schedule_gets_the_keys_of_the_optimizer(given, monkeypatch):
     keys = (f"{ACTOR}.optim.{name}={value}" for name, value in given.items())
     settings = config("grpo", f"{ACTOR}.optim.scheduler=linear_with_warmup", *keys)
     made = dict[str, object]()
@@ -209,7 +204,7 @@ def test_a_schedule_gets_the_keys_of_the_optimizer(
     )
 
 
-def test_another_critic_is_loaded_as_it_was_trained_and_an_equal_one_as_the_policy() -> None:
+def test_another_critic_is_loaded_as_it_was_trained_and_an_equal_one_as_the_policy():
     told = (f"{MODEL}.revision=abc", f"{MODEL}.path=some/model", f"{MODEL}.init=random")
     sources = [
         critic_source(config("ppo", *told, *more))
@@ -229,8 +224,8 @@ def test_another_critic_is_loaded_as_it_was_trained_and_an_equal_one_as_the_poli
     ],
 )
 def test_native_code_casts_the_weights_that_the_trainer_casts(
-    others: tuple[str, ...], there: bool, casts: bool, rounds: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    others, there, casts, rounds, monkeypatch
+):
     if there and not native.is_there():
         pytest.skip("wants a C compiler (Debian: apt-get install gcc)")
     given: list[tuple[nn.Module, torch.dtype | None]] = []
@@ -252,9 +247,7 @@ def test_native_code_casts_the_weights_that_the_trainer_casts(
     )
 
 
-def test_an_engine_in_bfloat16_keeps_the_frequencies_of_positions(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_an_engine_in_bfloat16_keeps_the_frequencies_of_positions(monkeypatch):
     """Rounded, they would turn a token 500 places away by up to a radian."""
     given: list[nn.Module] = []
     monkeypatch.setattr(
@@ -266,9 +259,7 @@ def test_an_engine_in_bfloat16_keeps_the_frequencies_of_positions(
     assert exact and all(torch.equal(rounded[name], buffer) for name, buffer in exact.items())
 
 
-def test_an_engine_beside_an_adapter_computes_on_the_merged_weights_copy(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_engine_beside_an_adapter_computes_on_the_merged_weights_copy(tmp_path, monkeypatch):
     given: list[nn.Module] = []
     monkeypatch.setattr(
         EmbeddedEngine,
@@ -293,7 +284,7 @@ def test_an_engine_beside_an_adapter_computes_on_the_merged_weights_copy(
     assert built.ref.without_adapter
 
 
-def test_a_judge_whose_reply_leaves_no_room_for_a_question_is_refused(tmp_path: Path) -> None:
+def test_a_judge_whose_reply_leaves_no_room_for_a_question_is_refused(tmp_path):
     folder = write_tiny_model(tmp_path / "judge")
     models = (
         f"reward_model.models={{critique: {{path: {folder}, judge: true, answer_tokens: 512}}}}"

@@ -21,7 +21,7 @@ LONG = {"prompt": "x" * 40, "answer": "7"}
 
 
 @pytest.fixture(scope="module")
-def ground(tmp_path_factory: pytest.TempPathFactory) -> Playground:
+def ground(tmp_path_factory):
     return Playground(tmp_path_factory.mktemp("lazy"), num_rows=300)
 
 
@@ -45,9 +45,7 @@ def good(count: int) -> list[dict[str, Any]]:
     "more",
     [(), ("data.prompt_format=chat", "data.max_prompt_length=64"), ("data.train_max_samples=280",)],
 )
-def test_rows_fingerprint_and_plan_are_those_of_all(
-    ground: Playground, more: tuple[str, ...]
-) -> None:
+def test_rows_fingerprint_and_plan_are_those_of_all(ground, more):
     _, spec = ground.spec("grpo", *more)
     _, lazy = ground.spec("grpo", "data.lazy=true", *more)
     assert lazy.data == spec.data and len(lazy.rows) == len(spec.rows) == lazy.data.num_rows
@@ -63,7 +61,7 @@ def test_rows_fingerprint_and_plan_are_those_of_all(
     assert again[270] == spec.rows[270] and again.fingerprint() == lazy.facts["data_fingerprint"]  # type: ignore[attr-defined]
 
 
-def test_domains_have_their_rows_in_their_order(ground: Playground) -> None:
+def test_domains_have_their_rows_in_their_order(ground):
     files = {name: ground.folder / f"{name}.jsonl" for name in ("sums", "words")}
     for number, (name, file) in enumerate(files.items()):
         rows = [{"prompt": f"{name[0]}{i}=", "answer": "7"} for i in range(270 + number)]
@@ -90,9 +88,7 @@ def test_domains_have_their_rows_in_their_order(ground: Playground) -> None:
         ({"prompt": "a", "answer": ["assert f(1) =="]}, CODE, "broken_tests"),
     ],
 )
-def test_a_row_that_is_left_out_says_why_when_its_turn_comes(
-    ground: Playground, row: dict[str, Any], overrides: tuple[str, ...], reason: str
-) -> None:
+def test_a_row_that_is_left_out_says_why_when_its_turn_comes(ground, row, overrides, reason):
     rows = [{**each, "data_source": "a"} for each in (*good(300), row)]
     lazy = spec_of(ground, rows, "data.lazy=true", *overrides).rows
     with pytest.raises(UnusableRow) as raised:
@@ -121,16 +117,14 @@ def test_a_row_that_is_left_out_says_why_when_its_turn_comes(
         ),
     ],
 )
-def test_a_row_that_ends_a_run_names_itself(
-    ground: Playground, row: dict[str, Any], overrides: tuple[str, ...], message: str
-) -> None:
+def test_a_row_that_ends_a_run_names_itself(ground, row, overrides, message):
     lazy = spec_of(ground, [*good(300), row], "data.lazy=true", *overrides).rows
     with pytest.raises(UserError, match=message) as raised:
         lazy[300]
     assert not isinstance(raised.value, UnusableRow)
 
 
-def test_what_is_wrong_with_all_rows_is_found_before_the_start(ground: Playground) -> None:
+def test_what_is_wrong_with_all_rows_is_found_before_the_start(ground):
     with pytest.raises(UserError, match="data.prompt_key"):
         spec_of(
             ground, [{"question": "a", "answer": "7"}] * 270, "data.lazy=true", "data.bad_rows=skip"
@@ -148,13 +142,13 @@ def test_what_is_wrong_with_all_rows_is_found_before_the_start(ground: Playgroun
         spec_of(ground, tagged, "data.tag_key=level", more)
 
 
-def test_no_sample_can_be_older_than_the_run_is_long(ground: Playground) -> None:
+def test_no_sample_can_be_older_than_the_run_is_long(ground):
     """A bound that no step can reach costs nothing."""
     _, spec = ground.spec("grpo", "async.max_staleness=1000000", "trainer.total_training_steps=2")
     assert spec.data.max_staleness == spec.data.total_steps == 2
 
 
-def test_the_margin_of_a_simulators_capacity_is_that_of_its_own_pipeline() -> None:
+def test_the_margin_of_a_simulators_capacity_is_that_of_its_own_pipeline():
     more = {"actor_rollout_ref.model.path": "model", "embodied_sampling.oversample_factor": 1.5}
     config = with_values(preset_config("embodied_srpo"), more)
     assert data_plan(config, {"": 40}).oversampling == Fraction(1, 2)

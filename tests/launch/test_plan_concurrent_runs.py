@@ -20,7 +20,7 @@ RAY = (
 
 
 @pytest.fixture(scope="module")
-def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+def files(tmp_path_factory):
     """A config for a small model, and one for a larger."""
     folder = tmp_path_factory.mktemp("several")
     return {
@@ -54,9 +54,7 @@ def nodes(run: PlannedRun) -> list[int]:
     return [rank.node for rank in run.plan.ranks]
 
 
-def test_the_larger_model_gets_more_devices_unless_they_are_shared_evenly(
-    files: dict[str, str],
-) -> None:
+def test_the_larger_model_gets_more_devices_unless_they_are_shared_evenly(files):
     (small, large), said = planned(files)
     assert (nodes(small), nodes(large)) == ([0], [0, 1, 1])
     assert large.words[-1] == "trainer.devices=[[0, 2, 3]]"
@@ -70,7 +68,7 @@ def test_the_larger_model_gets_more_devices_unless_they_are_shared_evenly(
     )
 
 
-def test_without_ray_each_run_gets_its_number_of_processes(files: dict[str, str]) -> None:
+def test_without_ray_each_run_gets_its_number_of_processes(files):
     (small, large), said = planned(files, *ALONE, "trainer.n_gpus_per_node=3")
     assert (small.devices, large.devices) == ((2,), (0, 1)), "the larger is placed first"
     assert (small.words[-1], large.words[-1]) == (
@@ -81,7 +79,7 @@ def test_without_ray_each_run_gets_its_number_of_processes(files: dict[str, str]
     assert said[1].startswith("large: trainer.n_gpus_per_node=2 (machine 0), models of ")
 
 
-def test_the_policies_of_a_graph_are_placed_like_parts(files: dict[str, str]) -> None:
+def test_the_policies_of_a_graph_are_placed_like_parts(files):
     model_b = Path(files["large"]).parent / "model"
     policies = f"dag.policies={{large: {{model: {{path: {model_b}}}}}}}"
     planned = plan_runs({"both": (files["small"], *RAY, policies)}, lambda line: None)
@@ -140,8 +138,6 @@ def test_the_policies_of_a_graph_are_placed_like_parts(files: dict[str, str]) ->
         ((), ("dag.pipeline=nowhere:at_all",), "large: dag.pipeline: .*nowhere"),
     ],
 )
-def test_what_cannot_be_side_by_side_is_refused(
-    files: dict[str, str], words: tuple[str, ...], of_large: tuple[str, ...], said: str
-) -> None:
+def test_what_cannot_be_side_by_side_is_refused(files, words, of_large, said):
     with pytest.raises(UserError, match=said):
         planned(files, *words, large=of_large)

@@ -2,7 +2,6 @@
 them."""
 
 import sys
-from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
@@ -38,11 +37,11 @@ accept = cache(refuse)
 
 
 @pytest.mark.parametrize("preset", sorted(path.stem for path in PRESETS.glob("*.yaml")))
-def test_no_preset_has_one(preset: str) -> None:
+def test_no_preset_has_one(preset):
     refuse(preset, *(VALIDATED if preset.startswith("verl_") else ()))
 
 
-def test_a_preset_with_verls_defaults_may_say_more_than_is_read() -> None:
+def test_a_preset_with_verls_defaults_may_say_more_than_is_read():
     refuse("verl_grpo", *VALIDATED, f"{ACTOR}.policy_loss=gpg", f"{ROLLOUT}.n=4")
     refuse("verl_ppo", "trainer.val_before_train=false")
     with pytest.raises(UserError, match="critic.cliprange_value"):
@@ -50,14 +49,14 @@ def test_a_preset_with_verls_defaults_may_say_more_than_is_read() -> None:
 
 
 @pytest.mark.parametrize("key", ["algorithm.kl_ctrl.kl_coef", f"{ACTOR}.kl_loss_coef"])
-def test_the_coefficient_of_a_term_that_is_off_may_be_0(key: str) -> None:
+def test_the_coefficient_of_a_term_that_is_off_may_be_0(key):
     refuse("dapo", f"{key}=0.0")
     with pytest.raises(UserError, match=key):
         refuse("dapo", f"{key}=0.1")
 
 
 @pytest.mark.parametrize("file", EXAMPLES, ids=lambda path: path.stem)
-def test_no_example_has_one(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_example_has_one(file, monkeypatch):
     if file.stem == "fetch_reach":
         pytest.importorskip("gymnasium_robotics", reason="wants the packages of gymnasium's robots")
     monkeypatch.syspath_prepend(str(file.parents[1]))
@@ -112,7 +111,7 @@ INERT = [
     one_fast_in(3, INERT, unpack=True),
     ids=[f"{preset}-{key}" for preset, key, _ in INERT],
 )
-def test_it_is_named_with_its_origin(preset: str, inert: str, given: tuple[str, ...]) -> None:
+def test_it_is_named_with_its_origin(preset, inert, given):
     accept(preset, *given)
     with pytest.raises(UserError) as refused:
         refuse(preset, *given, inert)
@@ -121,9 +120,7 @@ def test_it_is_named_with_its_origin(preset: str, inert: str, given: tuple[str, 
 
 
 @pytest.mark.parametrize("inert", [f"{ROLLOUT}.kv_on_update=recompute", f"{ROLLOUT}.num_threads=1"])
-def test_what_matters_to_training_and_generation_at_once_is_refused_where_they_take_turns(
-    inert: str,
-) -> None:
+def test_what_matters_to_training_and_generation_at_once_is_refused_where_they_take_turns(inert):
     with pytest.raises(
         UserError, match=rf"{inert.partition('=')[0]} \(command line\): .*async\.max_staleness=0"
     ):
@@ -138,9 +135,7 @@ def test_what_matters_to_training_and_generation_at_once_is_refused_where_they_t
     ("mode", "more"),
     [("disk", ()), ("collective", ()), ("disk", ("trainer.allocation='embedded:d2|torch:d2'",))],
 )
-def test_how_weights_travel_is_refused_where_every_worker_that_generates_trains(
-    mode: str, more: tuple[str, ...]
-) -> None:
+def test_how_weights_travel_is_refused_where_every_worker_that_generates_trains(mode, more):
     elsewhere = (
         f"{ACTOR}.weight_update_mode={mode}",
         "trainer.launcher=ray",
@@ -172,7 +167,7 @@ REFERENCE = (
 )
 
 
-def test_the_kl_loss_of_a_preset_is_off_in_a_pipeline_that_computes_no_reference() -> None:
+def test_the_kl_loss_of_a_preset_is_off_in_a_pipeline_that_computes_no_reference():
     compares = f"dag.pipeline=[{','.join((*NODES, REFERENCE))}]"
     lacks = f"dag.pipeline=[{','.join(NODES)}]"
     assert follow_pipeline(
@@ -185,7 +180,7 @@ def test_the_kl_loss_of_a_preset_is_off_in_a_pipeline_that_computes_no_reference
         follow_pipeline(load_config("grpo", [*NEEDED, lacks, f"{ACTOR}.use_kl_loss=true"]))
 
 
-def test_the_file_and_line_are_the_origin(tmp_path: Path) -> None:
+def test_the_file_and_line_are_the_origin(tmp_path):
     file = tmp_path / "mine.yaml"
     file.write_text("defaults: [grpo, _self_]\ncritic:\n  ppo_epochs: 3\n")
     with pytest.raises(UserError, match=r"critic\.ppo_epochs \(.*mine\.yaml:3\)"):
@@ -211,7 +206,7 @@ TAKEN = [
 @pytest.mark.parametrize(
     ("preset", "taken", "given"), TAKEN, ids=[f"{preset}-{key}" for preset, key, _ in TAKEN]
 )
-def test_a_key_in_use_is_accepted(preset: str, taken: str, given: tuple[str, ...]) -> None:
+def test_a_key_in_use_is_accepted(preset, taken, given):
     refuse(preset, *given, taken)
 
 
@@ -260,7 +255,7 @@ def with_node(config, fn):
 
 
 @pytest.fixture
-def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def own(tmp_path, monkeypatch):
     (tmp_path / "own_inert_pipeline.py").write_text(OWN_NODE)
     monkeypatch.syspath_prepend(str(tmp_path))
     with forgotten("own_inert_pipeline"):
@@ -275,29 +270,27 @@ def refuse_own(builder: str, *overrides: str) -> None:
 @pytest.mark.parametrize(
     "key", ["algorithm.lam", "critic.cliprange_value", f"{ACTOR}.clip_ratio_low"]
 )
-def test_a_node_of_the_users_that_takes_ctx_does_not_excuse_other_keys(own: None, key: str) -> None:
+def test_a_node_of_the_users_that_takes_ctx_does_not_excuse_other_keys(own, key):
     given = (f"{ACTOR}.policy_loss=gpg", "mine.strength=0.5")
     refuse_own("with_ctx", *given)
     with pytest.raises(UserError, match=rf"in pipeline '\w+':\n  {key} \(command line\)\n\w"):
         refuse_own("with_ctx", *given, f"{key}=0.3")
 
 
-def test_a_registered_group_is_read_by_a_node_that_takes_ctx(own: None) -> None:
+def test_a_registered_group_is_read_by_a_node_that_takes_ctx(own):
     refuse_own("with_ctx", "mine.strength=0.5", "mine.deeper=2")
 
 
-def test_a_registered_group_that_no_node_can_read_is_refused(own: None) -> None:
+def test_a_registered_group_that_no_node_can_read_is_refused(own):
     with pytest.raises(UserError, match=r"mine\.strength \(command line\)"):
         refuse_own("without_ctx", "mine.strength=0.5")
 
 
-def test_a_registered_group_of_which_nothing_is_set_has_its_defaults(own: None) -> None:
+def test_a_registered_group_of_which_nothing_is_set_has_its_defaults(own):
     refuse_own("with_ctx")
 
 
-def test_a_users_module_is_imported_with_the_runs_number_of_threads(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_users_module_is_imported_with_the_runs_number_of_threads(tmp_path, monkeypatch):
     (tmp_path / "counting_threads.py").write_text(
         "import torch\nthreads = torch.get_num_threads()\n"
     )
@@ -324,8 +317,8 @@ def test_a_users_module_is_imported_with_the_runs_number_of_threads(
 
 
 def test_parts_that_are_chosen_by_name_are_checked_once_however_often_the_config_is_read(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    monkeypatch,
+):
     read, checked = list[object](), list[object]()
     monkeypatch.setattr("distflow.launch.read_config.check_extensions", checked.append)
     monkeypatch.setattr(
@@ -341,7 +334,7 @@ def test_parts_that_are_chosen_by_name_are_checked_once_however_often_the_config
     assert len(checked) == 1 and len(read) == 1, "again, as sizes were fitted"
 
 
-def test_the_allocation_decides_the_engine_before_its_options_are_refused() -> None:
+def test_the_allocation_decides_the_engine_before_its_options_are_refused():
     given = (
         f"{MODEL}.path=builtin:tiny-arithmetic",
         f"{MODEL}.init=random",
@@ -364,9 +357,7 @@ def test_the_allocation_decides_the_engine_before_its_options_are_refused() -> N
 @pytest.mark.parametrize(
     "key", ["apportion_strategy=even", "consider_node_cohesion=false", "consider_node_load=false"]
 )
-def test_how_devices_are_divided_matters_where_there_is_more_than_one_part(
-    key: str, tmp_path: Path
-) -> None:
+def test_how_devices_are_divided_matters_where_there_is_more_than_one_part(key, tmp_path):
     over_ray = (
         "trainer.launcher=ray",
         "trainer.n_gpus_per_node=4",

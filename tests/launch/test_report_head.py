@@ -1,7 +1,5 @@
 """What a config says differently from the preset that it builds on."""
 
-from pathlib import Path
-
 import pytest
 
 from distflow.config import load_config, preset_config
@@ -10,12 +8,12 @@ from distflow.launch.report_head import changes
 
 
 @pytest.mark.parametrize("name", preset_names())
-def test_a_preset_as_it_is_has_no_changes(name: str) -> None:
+def test_a_preset_as_it_is_has_no_changes(name):
     """Which holds only where the presets are read as Hydra composes them."""
     assert changes(load_config(name, complete=False)) == (name, [])
 
 
-def test_what_was_set_is_told_with_what_was_before_and_where(tmp_path: Path) -> None:
+def test_what_was_set_is_told_with_what_was_before_and_where(tmp_path):
     (tmp_path / "mine.yaml").write_text(
         "defaults: [quickstart_grpo, _self_]\ntrainer:\n  seed: 4\n  project_name: mine\n"
     )
@@ -37,7 +35,7 @@ def test_what_was_set_is_told_with_what_was_before_and_where(tmp_path: Path) -> 
     ] == [True] * 3
 
 
-def test_a_file_without_a_preset_changes_that_which_it_builds_on(tmp_path: Path) -> None:
+def test_a_file_without_a_preset_changes_that_which_it_builds_on(tmp_path):
     (tmp_path / "bare.yaml").write_text("trainer:\n  seed: 4\n")
     preset, found = changes(load_config(str(tmp_path / "bare.yaml"), complete=False))
     assert preset == "grpo" and [(change["key"], change["now"]) for change in found] == [

@@ -54,7 +54,7 @@ def build(config):
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("taken")
     write_tiny_model(folder / "model")
     (folder / "own.py").write_text(OWN)
@@ -87,7 +87,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_a_key_is_taken_by_a_part_of_the_run_or_named(folder: Path, name: str) -> None:
+def test_a_key_is_taken_by_a_part_of_the_run_or_named(folder, name):
     preset, overrides, expected = CASES[name]
     assert inert(folder, preset, *overrides) == expected
 
@@ -103,9 +103,7 @@ def test_a_key_is_taken_by_a_part_of_the_run_or_named(folder: Path, name: str) -
         ("reader.py:build", "algorithm.lam=0.5", True),
     ],
 )
-def test_what_a_users_code_names_is_taken(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, pipeline: str, key: str, is_taken: bool
-) -> None:
+def test_what_a_users_code_names_is_taken(folder, monkeypatch, pipeline, key, is_taken):
     monkeypatch.syspath_prepend(str(folder))
     own = [f"dag.pipeline={folder}/{pipeline}", "actor_rollout_ref.actor.use_kl_loss=false"]
     assert inert(folder, "grpo", *own, key) == ([] if is_taken else [key.partition("=")[0]])

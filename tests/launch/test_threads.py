@@ -23,13 +23,11 @@ from distflow.launch.threads import own_cores, share_threads, usable_cores
         (4, 3, 3, (3, 3)),
     ],
 )
-def test_the_cores_are_shared(
-    cores: int, trainer: int | None, rollout: int | None, shared: tuple[int, int]
-) -> None:
+def test_the_cores_are_shared(cores, trainer, rollout, shared):
     assert share_threads(cores, trainer, rollout) == shared
 
 
-def test_the_environment_bounds_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_environment_bounds_the_cores(monkeypatch):
     for bound, cores in (("1", 1), ("1,4", 1), ("100000", own_cores()), ("none", own_cores())):
         monkeypatch.setenv("OMP_NUM_THREADS", bound)
         assert usable_cores() == cores
@@ -59,13 +57,7 @@ def group(root: Path, limits: dict[str, str]) -> Path:
         ("0::/", {}, []),
     ],
 )
-def test_a_container_grants_a_share_of_time(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    own: str,
-    limits: dict[str, str],
-    granted: list[int],
-) -> None:
+def test_a_container_grants_a_share_of_time(tmp_path, monkeypatch, own, limits, granted):
     root = group(tmp_path / "cgroup", limits)
     file = tmp_path / "own"
     file.write_text(own + "\n")
@@ -74,5 +66,5 @@ def test_a_container_grants_a_share_of_time(
     assert own_cores() == min([len(os.sched_getaffinity(0)), *granted])
 
 
-def test_without_control_groups_there_is_no_quota(tmp_path: Path) -> None:
+def test_without_control_groups_there_is_no_quota(tmp_path):
     assert list(threads._quotas(tmp_path, tmp_path / "none")) == []

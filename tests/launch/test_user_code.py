@@ -1,7 +1,6 @@
 """The code that a config names: to look at its pipeline runs none of it."""
 
 import json
-from pathlib import Path
 
 import pytest
 
@@ -45,9 +44,7 @@ CONFIGS = {
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_a_graph_runs_no_code_of_its_nodes_unless_asked(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str
-) -> None:
+def test_a_graph_runs_no_code_of_its_nodes_unless_asked(tmp_path, capsys, name):
     file = tmp_path / "own.py"
     config = tmp_path / "handed.yaml"
     file.write_text(CODE)
@@ -62,7 +59,7 @@ def test_a_graph_runs_no_code_of_its_nodes_unless_asked(
     assert (tmp_path / "it ran").exists() and named in capsys.readouterr().err
 
 
-def test_the_code_of_a_workflow_is_named_once() -> None:
+def test_the_code_of_a_workflow_is_named_once():
     kwargs = "{tools: [calculator, my_tools:weather, {name: my_tools:time}]}"
     rollout = "actor_rollout_ref.rollout"
     words = [
@@ -78,9 +75,7 @@ def test_the_code_of_a_workflow_is_named_once() -> None:
     assert [name for _, name in code_of_workflow(config)] == ["my_tools:weather", "my_tools:time"]
 
 
-def test_a_run_of_this_user_is_remembered_by_its_config(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_of_this_user_is_remembered_by_its_config(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     code = tmp_path / "mine.py"
     code.write_text("def compute_score(solution_str, **_):\n    return 1.0\n")

@@ -85,7 +85,7 @@ def view_logits(
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_prefill_and_decode_equal_the_forward(variant: str) -> None:
+def test_prefill_and_decode_equal_the_forward(variant):
     model = make(*VARIANTS[variant])
     view = DecoderView(model)
     num_prefilled = [11, 1, 30, 4]
@@ -100,7 +100,7 @@ def test_prefill_and_decode_equal_the_forward(variant: str) -> None:
         assert got.shape == (num_decoded + 1, view.vocab_size)
 
 
-def test_updates_in_place_are_seen() -> None:
+def test_updates_in_place_are_seen():
     model = make("qwen3", {})
     view = DecoderView(model)
     prompt = (5, 6, 7, 8)
@@ -117,7 +117,7 @@ def test_updates_in_place_are_seen() -> None:
 
 
 @torch.inference_mode()
-def test_padding_beyond_the_positions_of_the_model_does_not_move_the_rotary_table() -> None:
+def test_padding_beyond_the_positions_of_the_model_does_not_move_the_rotary_table():
     """CUDA graphs of decode steps have its address. The longest prompt ends at the last position,
     and a shorter one has the longest rest."""
     model = make("llama", {})
@@ -143,13 +143,13 @@ def test_padding_beyond_the_positions_of_the_model_does_not_move_the_rotary_tabl
     assert (view.logits(after.hidden) - view.logits(whole.hidden)).abs().max() < 1e-4
 
 
-def test_sixteen_bit_models_run() -> None:
+def test_sixteen_bit_models_run():
     view = DecoderView(make("qwen2", {}).to(torch.bfloat16))
     assert view.dtype == torch.bfloat16
     assert torch.isfinite(view.logits(view.prefill([(4, 5, 6)]).hidden)).all()
 
 
-def test_construction_leaves_the_mode_of_the_module() -> None:
+def test_construction_leaves_the_mode_of_the_module():
     model = make("llama", {}).train()
     DecoderView(model)
     assert model.training
@@ -178,7 +178,7 @@ def test_construction_leaves_the_mode_of_the_module() -> None:
         ),
     ],
 )
-def test_other_models_are_refused_with_the_engine_that_can(model: Any, reason: str) -> None:
+def test_other_models_are_refused_with_the_engine_that_can(model, reason):
     made = model()
     with pytest.raises(UserError, match=reason) as refusal:
         DecoderView(made)
@@ -187,7 +187,7 @@ def test_other_models_are_refused_with_the_engine_that_can(model: Any, reason: s
     assert str(why_not_embedded(made.config)) in str(refusal.value)
 
 
-def test_a_lookalike_that_computes_something_else_is_refused() -> None:
+def test_a_lookalike_that_computes_something_else_is_refused():
     model = make("llama", {})
 
     class Doubled(nn.Module):
@@ -207,7 +207,7 @@ def test_a_lookalike_that_computes_something_else_is_refused() -> None:
         DecoderView(model)
 
 
-def test_adapters_take_part() -> None:
+def test_adapters_take_part():
     peft = pytest.importorskip("peft")
     model = make("qwen2", {})
     config = peft.LoraConfig(

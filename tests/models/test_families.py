@@ -34,7 +34,7 @@ def sequences() -> list[torch.Tensor]:
     "name",
     [pytest.param(name, marks=() if name in FAST else pytest.mark.slow) for name in FAMILIES],
 )
-def test_logits_are_those_of_each_sequence_alone(name: str) -> None:
+def test_logits_are_those_of_each_sequence_alone(name):
     family = FAMILIES[name]
     parts = sequences()
     model = make_model(family)
@@ -54,7 +54,7 @@ def test_logits_are_those_of_each_sequence_alone(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", FAST)
-def test_gradients_are_those_of_a_loop(name: str) -> None:
+def test_gradients_are_those_of_a_loop(name):
     model = make_model(FAMILIES[name])
     parts = sequences()
     weights = torch.randn(
@@ -75,7 +75,7 @@ def test_gradients_are_those_of_a_loop(name: str) -> None:
         torch.testing.assert_close(found, grad, rtol=0, atol=atol, msg=parameter_name)
 
 
-def test_a_model_that_looks_ahead_is_refused() -> None:
+def test_a_model_that_looks_ahead_is_refused():
     """Padding on the right is no cure for layers that see what comes after."""
     model = make_model(Family("llama", ""))
     model.model.embed_tokens.register_forward_hook(

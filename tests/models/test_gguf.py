@@ -116,14 +116,14 @@ def write_gguf(path: Path, model: Any) -> None:
 
 
 @pytest.fixture
-def model(tmp_path: Path):
+def model(tmp_path):
     model = load_model(write_tiny_model(tmp_path / "m"))
     (tmp_path / "g").mkdir()
     write_gguf(tmp_path / "g" / "tiny.gguf", model)
     return model
 
 
-def test_weights_and_tokens_come_out_as_they_went_in(tmp_path: Path, model) -> None:
+def test_weights_and_tokens_come_out_as_they_went_in(tmp_path, model):
     loaded = load_model(tmp_path / "g", gguf_file="tiny.gguf")
     assert torch.equal(loaded(IDS).logits, model(IDS).logits)
     tokenizer = load_tokenizer(tmp_path / "g", gguf_file="tiny.gguf")
@@ -136,7 +136,7 @@ def test_weights_and_tokens_come_out_as_they_went_in(tmp_path: Path, model) -> N
     )
 
 
-def test_exported_it_is_a_plain_folder(tmp_path: Path, model) -> None:
+def test_exported_it_is_a_plain_folder(tmp_path, model):
     loaded = load_model(tmp_path / "g", gguf_file="tiny.gguf")
     tokenizer = load_tokenizer(tmp_path / "g", gguf_file="tiny.gguf")
     out = export_model(loaded, tokenizer, tmp_path / "out")

@@ -31,7 +31,7 @@ LATER = [pytest.param(name, marks=pytest.mark.slow) for name in FAMILIES if name
 
 
 @pytest.fixture(params=[*IN_EACH_RUN, *LATER])
-def model(request: pytest.FixtureRequest, tmp_path: Path) -> nn.Module:
+def model(request, tmp_path):
     if request.param == "llava":
         return load_model(write_tiny_llava(tmp_path / "model"), dtype=torch.float64)
     processor, made = tiny_vision_model(request.param)
@@ -72,9 +72,7 @@ def own_log_probs(model: nn.Module, one: Sample) -> torch.Tensor:
     return logits[start - 1 : -1].gather(-1, ids[start:, None])[:, 0]
 
 
-def test_packed_log_probs_are_those_of_each_sequence_alone(
-    model: nn.Module, tmp_path: Path
-) -> None:
+def test_packed_log_probs_are_those_of_each_sequence_alone(model, tmp_path):
     a, b, c = stored(tmp_path, "r", "g", "b")
     held = [(a,), (), (b, c), (a,), (c,)]
     samples = [
@@ -87,7 +85,7 @@ def test_packed_log_probs_are_those_of_each_sequence_alone(
     assert torch.allclose(scored.double(), expected, atol=1e-6)
 
 
-def test_another_image_has_other_log_probs(model: nn.Module, tmp_path: Path) -> None:
+def test_another_image_has_other_log_probs(model, tmp_path):
     a = stored(tmp_path, "r", "g")[:1]
     b = stored(tmp_path, "b", "g")[:1]
     pair = [sample(model, i, images, [5, 6]) for i, images in enumerate((a, b))]
@@ -103,7 +101,7 @@ def test_another_image_has_other_log_probs(model: nn.Module, tmp_path: Path) -> 
     assert float((first - second).abs().max()) > 1e-4
 
 
-def test_a_drawn_placeholder_is_a_token(model: nn.Module, tmp_path: Path) -> None:
+def test_a_drawn_placeholder_is_a_token(model, tmp_path):
     (image,) = stored(tmp_path, "r")
     processor = images_of(model)
     assert processor is not None
@@ -120,7 +118,7 @@ def test_a_drawn_placeholder_is_a_token(model: nn.Module, tmp_path: Path) -> Non
     assert torch.allclose(scored[3:].double(), own_log_probs(model, after), atol=1e-6)
 
 
-def test_gradients_reach_what_computes_images(model: nn.Module, tmp_path: Path) -> None:
+def test_gradients_reach_what_computes_images(model, tmp_path):
     a, b = stored(tmp_path, "r", "g")
     samples = [
         sample(model, 0, (a,), [5, 6]),
@@ -145,9 +143,7 @@ def test_gradients_reach_what_computes_images(model: nn.Module, tmp_path: Path) 
     assert any(grad is not None and bool(grad.any()) for grad in of_images)
 
 
-def test_a_model_whose_packed_images_shift_runs_sequences_one_by_one(
-    model: nn.Module, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_model_whose_packed_images_shift_runs_sequences_one_by_one(model, monkeypatch):
     assert image_error(model)[0] < TOLERANCE[torch.float64]
     if getattr(model, IN_OWN_PASSES):
         return
@@ -165,20 +161,20 @@ def test_a_model_whose_packed_images_shift_runs_sequences_one_by_one(
     assert getattr(ready(model, torch.float64, "cpu"), IN_OWN_PASSES)
 
 
-def test_families_differ_in_how_they_run(model: nn.Module) -> None:
+def test_families_differ_in_how_they_run(model):
     # attention in both directions within an image; recurrent layers
     one_by_one = {"gemma3", "qwen3_5"}
     assert getattr(model, IN_OWN_PASSES) == (model.config.model_type in one_by_one)
 
 
-def test_a_model_whose_response_changes_its_prompt_is_refused() -> None:
+def test_a_model_whose_response_changes_its_prompt_is_refused():
     processor, made = tiny_vision_model("paligemma")
     made.image_processor = ImageProcessor(processor)
     with pytest.raises(UserError, match="'paligemma' .* images: "):
         ready(made, torch.float64, "cpu")
 
 
-def test_images_and_placeholders_must_agree(model: nn.Module, tmp_path: Path) -> None:
+def test_images_and_placeholders_must_agree(model, tmp_path):
     a, b = stored(tmp_path, "r", "g")
     one = sample(model, 0, (a,), [5])
     more = Sample(
@@ -197,18 +193,18 @@ def test_images_and_placeholders_must_agree(model: nn.Module, tmp_path: Path) ->
         processor.encode(2 * processor.mark, (a,))
 
 
-def test_weights_that_no_image_uses_are_not_trained(tmp_path: Path) -> None:
+def test_weights_that_no_image_uses_are_not_trained(tmp_path):
     model = load_model(write_tiny_llava(tmp_path / "model"))
     frozen = {name for name, weight in model.named_parameters() if not weight.requires_grad}
     assert frozen == {f"model.vision_tower.post_layernorm.{part}" for part in ("weight", "bias")}
 
 
-def test_models_of_text_have_no_processor(tmp_path: Path) -> None:
+def test_models_of_text_have_no_processor(tmp_path):
     folder = write_tiny_model(tmp_path / "model")
     assert images_of(load_model(folder)) is None and images_of(load_tokenizer(folder)) is None
 
 
-def test_a_broken_processor_is_named(tmp_path: Path) -> None:
+def test_a_broken_processor_is_named(tmp_path):
     folder = write_tiny_llava(tmp_path / "model")
     (folder / "processor_config.json").write_text("{")
     with pytest.raises(UserError, match="processor of images .* loaded"):

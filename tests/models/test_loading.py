@@ -16,7 +16,7 @@ from tests.tiny_models import tiny_tokenizer, write_tiny_model
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> Path:
+def folder(tmp_path):
     return write_tiny_model(tmp_path / "model")
 
 
@@ -25,9 +25,7 @@ def edit_json(path: Path, **changes: object) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_weights_come_out_as_stored_in_the_dtype_asked_for(
-    folder: Path, dtype: torch.dtype
-) -> None:
+def test_weights_come_out_as_stored_in_the_dtype_asked_for(folder, dtype):
     model = load_model(folder, dtype=dtype)
     stored = load_file(folder / "model.safetensors")
     loaded = dict(model.named_parameters())
@@ -44,9 +42,7 @@ def test_weights_come_out_as_stored_in_the_dtype_asked_for(
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("value", [1e30, -1e30, 1e6, float("nan"), float("inf")])
-def test_garbage_in_a_file_of_weights_is_found(
-    folder: Path, dtype: torch.dtype, value: float
-) -> None:
+def test_garbage_in_a_file_of_weights_is_found(folder, dtype, value):
     stored = load_file(folder / "model.safetensors")
     name = next(name for name in stored if "down_proj" in name)
     stored[name] = stored[name].to(dtype)
@@ -56,7 +52,7 @@ def test_garbage_in_a_file_of_weights_is_found(
         load_model(folder, dtype=dtype)
 
 
-def test_random_weights_depend_on_the_seed_alone(folder: Path) -> None:
+def test_random_weights_depend_on_the_seed_alone(folder):
     (folder / "model.safetensors").unlink()
     torch.manual_seed(1)
     first = load_model(folder, init="random", seed=7)
@@ -71,14 +67,14 @@ def test_random_weights_depend_on_the_seed_alone(folder: Path) -> None:
     assert torch.equal(after, untouched), "loading must not move the global random state"
 
 
-def test_dropout_is_off_even_in_training_mode(tmp_path: Path) -> None:
+def test_dropout_is_off_even_in_training_mode(tmp_path):
     model = load_model(write_tiny_model(tmp_path / "m", attention_dropout=0.5)).train()
     ids = torch.arange(3, 30)[None]
     assert torch.equal(model(ids).logits, model(ids).logits)
     assert all(module.p == 0 for module in model.modules() if isinstance(module, nn.Dropout))
 
 
-def test_missing_and_odd_paths(tmp_path: Path, folder: Path) -> None:
+def test_missing_and_odd_paths(tmp_path, folder):
     with pytest.raises(UserError, match="'/no/such/folder'.*'/no'"):
         load_model("/no/such/folder")
     with pytest.raises(UserError, match="no-runs/of/mine'.*'no-runs'"):
@@ -96,7 +92,7 @@ def test_missing_and_odd_paths(tmp_path: Path, folder: Path) -> None:
         load_model(tmp_path, init="random")
 
 
-def test_a_hub_id_that_cannot_be_reached(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_hub_id_that_cannot_be_reached(monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     with pytest.raises(UserError, match="no-such-org/no-such-model.*HF_HUB_OFFLINE"):
         load_model("no-such-org/no-such-model")
@@ -104,12 +100,12 @@ def test_a_hub_id_that_cannot_be_reached(monkeypatch: pytest.MonkeyPatch) -> Non
         load_tokenizer("no-such-org/no-such-model")
 
 
-def test_remote_code_of_the_hub_must_be_pinned() -> None:
+def test_remote_code_of_the_hub_must_be_pinned():
     with pytest.raises(UserError, match="revision"):
         load_model("some-org/some-model", trust_remote_code=True)
 
 
-def test_folders_without_weights_or_with_broken_ones(folder: Path) -> None:
+def test_folders_without_weights_or_with_broken_ones(folder):
     weights = folder / "model.safetensors"
     whole = weights.read_bytes()
     weights.write_bytes(whole[: len(whole) // 2])
@@ -132,7 +128,7 @@ def load_file_bytes(content: bytes, folder: Path) -> dict[str, torch.Tensor]:
     return load_file(copy)
 
 
-def test_weights_of_other_shapes_are_refused(folder: Path) -> None:
+def test_weights_of_other_shapes_are_refused(folder):
     edit_json(folder / "config.json", hidden_size=64)
     said = (
         r"\d+ weights do not have the sizes that its config.json implies, lm_head.weight is \[\d+, "
@@ -142,7 +138,7 @@ def test_weights_of_other_shapes_are_refused(folder: Path) -> None:
         load_model(folder)
 
 
-def test_unknown_architectures_are_refused(folder: Path) -> None:
+def test_unknown_architectures_are_refused(folder):
     edit_json(folder / "config.json", model_type="nonesuch")
     with pytest.raises(UserError, match="loaded.*nonesuch"):
         load_model(folder)
@@ -157,7 +153,7 @@ def test_unknown_architectures_are_refused(folder: Path) -> None:
         load_model(folder)
 
 
-def test_gguf_files_that_are_missing_or_broken(folder: Path) -> None:
+def test_gguf_files_that_are_missing_or_broken(folder):
     with pytest.raises(UserError, match=r"other.gguf"):
         load_model(folder, gguf_file="other.gguf")
     (folder / "weights.gguf").write_bytes(b"GGUF")
@@ -166,14 +162,14 @@ def test_gguf_files_that_are_missing_or_broken(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
-def test_tokenizers_split_text_as_they_were_saved(tmp_path: Path, family: str) -> None:
+def test_tokenizers_split_text_as_they_were_saved(tmp_path, family):
     tokenizer = load_tokenizer(write_tiny_model(tmp_path / "m", family))
     text = "2 + 2 = 4\nIs it?  Yes!"
     assert tokenizer(text).input_ids == tiny_tokenizer()(text).input_ids
     assert tokenizer.decode(tokenizer(text).input_ids) == text
 
 
-def test_models_without_a_usable_tokenizer(folder: Path) -> None:
+def test_models_without_a_usable_tokenizer(folder):
     edit_json(folder / "tokenizer_config.json", eos_token=None)
     with pytest.raises(UserError, match="eos_token"):
         load_tokenizer(folder)
@@ -187,14 +183,14 @@ def test_models_without_a_usable_tokenizer(folder: Path) -> None:
         load_tokenizer(folder)
 
 
-def test_a_tokenizer_without_a_pad_token_gets_its_eos(folder: Path) -> None:
+def test_a_tokenizer_without_a_pad_token_gets_its_eos(folder):
     edit_json(folder / "tokenizer_config.json", pad_token=None)
     assert load_tokenizer(folder).pad_token == "<eos>"
 
 
 def test_a_tokenizer_with_ids_that_the_model_does_not_embed_is_refused_unless_they_were_added(
-    folder: Path,
-) -> None:
+    folder,
+):
     tokenizer = load_tokenizer(folder)
     config = ModelSource(folder).config()
     tokenizer.add_tokens(["<image>"])
@@ -209,7 +205,7 @@ def test_a_tokenizer_with_ids_that_the_model_does_not_embed_is_refused_unless_th
         load_tokenizer(folder, model=config)
 
 
-def test_stop_ids_are_those_of_model_tokenizer_and_chat_template(folder: Path) -> None:
+def test_stop_ids_are_those_of_model_tokenizer_and_chat_template(folder):
     model = load_model(folder)
     tokenizer = load_tokenizer(folder)
     assert stop_token_ids(model, tokenizer) == (2,)
@@ -224,7 +220,7 @@ def test_stop_ids_are_those_of_model_tokenizer_and_chat_template(folder: Path) -
 
 
 @pytest.mark.parametrize("elsewhere", ["../x.safetensors", "/dev/zero"])
-def test_an_index_that_leads_elsewhere_is_refused(folder: Path, elsewhere: str) -> None:
+def test_an_index_that_leads_elsewhere_is_refused(folder, elsewhere):
     index = folder / "model.safetensors.index.json"
     index.write_text(json.dumps({"weight_map": {"x": elsewhere}}))
     with pytest.raises(UserError, match=f"another folder: '{elsewhere}'"):

@@ -27,7 +27,7 @@ def adapted(tmp_path: Path, family: str = "qwen3", **options):
     return model
 
 
-def test_a_new_adapter_changes_nothing_and_is_all_that_trains(tmp_path: Path) -> None:
+def test_a_new_adapter_changes_nothing_and_is_all_that_trains(tmp_path):
     base = load_model(write_tiny_model(tmp_path / "m"))
     expected = packed_hidden_states(base, IDS, LENGTHS)
     model = add_lora(base, rank=4)
@@ -40,7 +40,7 @@ def test_a_new_adapter_changes_nothing_and_is_all_that_trains(tmp_path: Path) ->
     assert not any("lm_head" in name for name in trainable)
 
 
-def test_adapters_depend_on_the_seed_alone(tmp_path: Path) -> None:
+def test_adapters_depend_on_the_seed_alone(tmp_path):
     def first_a(seed: int) -> torch.Tensor:
         model = add_lora(load_model(write_tiny_model(tmp_path / "m")), rank=4, seed=seed)
         return next(p for name, p in model.named_parameters() if "lora_A" in name)
@@ -51,7 +51,7 @@ def test_adapters_depend_on_the_seed_alone(tmp_path: Path) -> None:
     assert torch.equal(one, first_a(5)) and not torch.equal(one, first_a(6))
 
 
-def test_switched_off_the_model_is_its_own_reference(tmp_path: Path) -> None:
+def test_switched_off_the_model_is_its_own_reference(tmp_path):
     model = adapted(tmp_path)
     base = load_model(tmp_path / "m")
 
@@ -72,9 +72,7 @@ def test_switched_off_the_model_is_its_own_reference(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("tied", [False, True])
-def test_merged_weights_are_pefts_own_and_leave_the_model_as_it_is(
-    tmp_path: Path, tied: bool
-) -> None:
+def test_merged_weights_are_pefts_own_and_leave_the_model_as_it_is(tmp_path, tied):
     folder = write_tiny_model(tmp_path / "m", "qwen2", tie_word_embeddings=tied)
     model = add_lora(load_model(folder), rank=4, alpha=9, target_modules=["q_proj", "down_proj"])
 
@@ -105,12 +103,12 @@ def test_merged_weights_are_pefts_own_and_leave_the_model_as_it_is(
     )
 
 
-def test_names_of_no_module_are_refused(tmp_path: Path) -> None:
+def test_names_of_no_module_are_refused(tmp_path):
     with pytest.raises(UserError, match="nonesuch"):
         add_lora(load_model(write_tiny_model(tmp_path / "m")), rank=4, target_modules=["nonesuch"])
 
 
-def test_each_name_must_be_that_of_a_layer(tmp_path: Path) -> None:
+def test_each_name_must_be_that_of_a_layer(tmp_path):
     """Also beside one that is: nobody wants half of an adapter."""
     with pytest.raises(UserError, match="'q_prj'.*'q_proj'"):
         add_lora(
@@ -118,7 +116,7 @@ def test_each_name_must_be_that_of_a_layer(tmp_path: Path) -> None:
         )
 
 
-def test_a_text_is_a_pattern_of_whole_names(tmp_path: Path) -> None:
+def test_a_text_is_a_pattern_of_whole_names(tmp_path):
     model = load_model(write_tiny_model(tmp_path / "m"))
     with pytest.raises(
         UserError,

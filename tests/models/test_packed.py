@@ -52,7 +52,7 @@ def sequences() -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_packed_logits_are_those_of_each_sequence_alone(name: str) -> None:
+def test_packed_logits_are_those_of_each_sequence_alone(name):
     model = make_model(name)
     parts = sequences()
 
@@ -67,7 +67,7 @@ def test_packed_logits_are_those_of_each_sequence_alone(name: str) -> None:
 
 @pytest.mark.parametrize("implementation", [PACKED_ATTENTION, "sdpa", "eager"])
 @pytest.mark.parametrize("checkpointing", [False, True])
-def test_packed_gradients_are_those_of_a_loop(implementation: str, checkpointing: bool) -> None:
+def test_packed_gradients_are_those_of_a_loop(implementation, checkpointing):
     model = make_model("qwen3")
     parts = sequences()
     weights = torch.randn(
@@ -95,9 +95,7 @@ def test_packed_gradients_are_those_of_a_loop(implementation: str, checkpointing
 
 
 @pytest.mark.parametrize("is_native", [True, False])
-def test_gradients_in_float32_are_those_of_float64_to_rounding(
-    is_native: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_gradients_in_float32_are_those_of_float64_to_rounding(is_native, monkeypatch):
     if is_native and not native.is_there():
         pytest.skip("wants a C compiler (Debian: apt-get install gcc)")
     monkeypatch.setattr(native, "is_there", lambda: is_native)
@@ -118,14 +116,14 @@ def test_gradients_in_float32_are_those_of_float64_to_rounding(
         assert (found[0][name] - exact).abs().max() < 1e-5 * exact.abs().max(), name
 
 
-def test_plain_families_get_our_attention_and_windows_their_own() -> None:
+def test_plain_families_get_our_attention_and_windows_their_own():
     assert make_model("llama").config._attn_implementation == PACKED_ATTENTION
     assert make_model("qwen3").config._attn_implementation == PACKED_ATTENTION
     assert make_model("mistral").config._attn_implementation == "sdpa"
     assert make_model("gemma2").config._attn_implementation == "eager"
 
 
-def test_a_head_with_an_unknown_rule_is_refused() -> None:
+def test_a_head_with_an_unknown_rule_is_refused():
     model = make_model("llama", torch.float32)
     original = model.forward
 
@@ -139,7 +137,7 @@ def test_a_head_with_an_unknown_rule_is_refused() -> None:
         choose_attention(model)
 
 
-def test_forwards_that_are_not_packed_stay_as_with_sdpa() -> None:
+def test_forwards_that_are_not_packed_stay_as_with_sdpa():
     model = make_model("llama")
     ids = torch.randint(3, 99, (3, 9), generator=torch.Generator().manual_seed(1))
     mask = torch.ones_like(ids)

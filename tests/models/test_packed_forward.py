@@ -1,7 +1,6 @@
 """The model's pass as one method: a wrapper that gathers weights around it changes nothing."""
 
 import copy
-from pathlib import Path
 
 import pytest
 import torch
@@ -14,7 +13,7 @@ from tests.tiny_models import write_tiny_model
 
 
 @pytest.mark.slow
-def test_sharded_by_fsdp_it_gives_the_same_outputs_and_gradients(tmp_path: Path) -> None:
+def test_sharded_by_fsdp_it_gives_the_same_outputs_and_gradients(tmp_path):
     write_tiny_model(tmp_path / "model", "qwen3")
     write_tiny_model(tmp_path / "recurrent", "qwen3_5_text", **FAMILIES["qwen3_5_text"].changes)
     run_ranks("tests.models.fsdp_worker", 2, tmp_path)
@@ -39,7 +38,7 @@ def test_sharded_by_fsdp_it_gives_the_same_outputs_and_gradients(tmp_path: Path)
         assert ranks[0].keys() == expected.keys()
 
 
-def test_a_copy_runs_on_its_own_weights(tmp_path: Path) -> None:
+def test_a_copy_runs_on_its_own_weights(tmp_path):
     model = load_model(write_tiny_model(tmp_path / "model"))
     other = copy.deepcopy(model)
     with torch.no_grad():

@@ -2,8 +2,6 @@
 states, and the gradient of every weight."""
 
 import copy
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -67,8 +65,8 @@ def states_and_gradients(
 @pytest.mark.parametrize("shares", [False, True])
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_states_and_gradients_are_those_of_the_module_in_float64(
-    variant: str, shares: bool, largest: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    variant, shares, largest, monkeypatch
+):
     """largest: of 0 every model counts as a large one."""
     monkeypatch.setattr(native_layers, "LARGEST", largest)
     family, changes = VARIANTS[variant]
@@ -98,9 +96,7 @@ def test_states_and_gradients_are_those_of_the_module_in_float64(
 
 @pytest.mark.parametrize("shares", [False, True])
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_in_bfloat16_it_rounds_where_autocast_does_and_errs_no_more(
-    variant: str, shares: bool
-) -> None:
+def test_in_bfloat16_it_rounds_where_autocast_does_and_errs_no_more(variant, shares):
     family, changes = VARIANTS[variant]
     model = trainable(family, **changes)
     ids = tokens()
@@ -134,7 +130,7 @@ def distance(found: Tensor, expected: Tensor) -> float:
     return float((found.double() - expected.double()).square().mean().sqrt())
 
 
-def test_a_rows_bits_depend_on_neither_threads_nor_neighbours() -> None:
+def test_a_rows_bits_depend_on_neither_threads_nor_neighbours():
     model = trainable()
     ids = tokens()
     threads = torch.get_num_threads()
@@ -163,7 +159,7 @@ def test_a_rows_bits_depend_on_neither_threads_nor_neighbours() -> None:
 
 
 @pytest.mark.parametrize("low", [False, True])
-def test_the_same_call_gives_the_same_gradient_bit_for_bit(low: bool) -> None:
+def test_the_same_call_gives_the_same_gradient_bit_for_bit(low):
     model = trainable("qwen3", head_dim=24)
     ids = tokens()
     (states, first), (again, second) = (
@@ -174,7 +170,7 @@ def test_the_same_call_gives_the_same_gradient_bit_for_bit(low: bool) -> None:
 
 
 @pytest.mark.parametrize("low", [False, True])
-def test_what_is_not_trained_gets_no_gradient_and_changes_no_other(low: bool) -> None:
+def test_what_is_not_trained_gets_no_gradient_and_changes_no_other(low):
     model = trainable()
     ids = tokens()
     _, expected = states_and_gradients(model, ids, shares=False, low=low)
@@ -187,7 +183,7 @@ def test_what_is_not_trained_gets_no_gradient_and_changes_no_other(low: bool) ->
 
 
 @pytest.mark.parametrize("low", [False, True])
-def test_what_is_not_finite_stays_where_it_is(low: bool) -> None:
+def test_what_is_not_finite_stays_where_it_is(low):
     model = trainable()
     ids = tokens(alike=0)
     ids[50] = 2
@@ -237,13 +233,13 @@ def _dropout(model: Any) -> None:
     "change",
     [_own_module, _hook, _own_forward, _low_weight, _adapter, _dropout, checkpoint_activations],
 )
-def test_what_is_changed_in_a_model_is_computed_by_the_model(change: Callable[[Any], None]) -> None:
+def test_what_is_changed_in_a_model_is_computed_by_the_model(change):
     model = trainable()
     change(model)
     assert not runs_natively(model.model)
 
 
-def test_a_hook_takes_part() -> None:
+def test_a_hook_takes_part():
     model = trainable()
     ids = tokens()
     with torch.no_grad():
@@ -252,19 +248,19 @@ def test_a_hook_takes_part() -> None:
         assert (packed_hidden_states(model, ids, LENGTHS) - before).abs().max() > 0.01
 
 
-def test_dropout_is_of_training_alone() -> None:
+def test_dropout_is_of_training_alone():
     model = trainable()
     _dropout(model)
     assert not runs_natively(model.model) and runs_natively(model.eval().model)
 
 
-def test_float16_is_torchs() -> None:
+def test_float16_is_torchs():
     model = trainable()
     with torch.autocast("cpu", torch.float16):
         assert not runs_natively(model.model)
 
 
-def test_beyond_the_largest_products_are_torchs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_beyond_the_largest_products_are_torchs(monkeypatch):
     """By bits: the same numbers in another order."""
     sizes = {"hidden_size": 64, "intermediate_size": native_layers.LARGEST // 64}
     fits = trainable(**sizes)
@@ -280,5 +276,5 @@ def test_beyond_the_largest_products_are_torchs(monkeypatch: pytest.MonkeyPatch)
             )
 
 
-def test_value_models_run_natively_too(tmp_path: Path) -> None:
+def test_value_models_run_natively_too(tmp_path):
     assert runs_natively(load_model(write_tiny_model(tmp_path / "m"), seed=1, critic=True).model)

@@ -25,7 +25,7 @@ def packed(sequences: list[list[int]]) -> tuple[torch.Tensor, torch.Tensor]:
     )
 
 
-def test_each_token_is_found_at_one_with_the_same_past() -> None:
+def test_each_token_is_found_at_one_with_the_same_past():
     ids, lengths = packed(SEQUENCES)
     sharing = shared_prefixes(ids, lengths)
     assert sharing is not None
@@ -37,12 +37,12 @@ def test_each_token_is_found_at_one_with_the_same_past() -> None:
 
 
 @pytest.mark.parametrize("sequences", [[], [[4, 5]], [[4, 5], [5, 5], [4, 5]]])
-def test_nothing_in_common_is_none(sequences: list[list[int]]) -> None:
+def test_nothing_in_common_is_none(sequences):
     assert shared_prefixes(*packed(sequences)) is None
 
 
 @pytest.mark.parametrize("implementation", [PACKED_ATTENTION, "sdpa"])
-def test_states_and_gradients_are_those_of_a_loop(implementation: str) -> None:
+def test_states_and_gradients_are_those_of_a_loop(implementation):
     model = make_model("qwen3")
     ids, lengths = packed(SEQUENCES)
     wanted = torch.tensor([0, 2, 3, 6, 12, 13, 14, 20, 25, 31])
@@ -74,7 +74,7 @@ def test_states_and_gradients_are_those_of_a_loop(implementation: str) -> None:
         )
 
 
-def test_rows_spread_to_sequences_and_their_gradients_add_up() -> None:
+def test_rows_spread_to_sequences_and_their_gradients_add_up():
     ids, lengths = packed(SEQUENCES)
     sharing = shared_prefixes(ids, lengths)
     spread = Packing(lengths, torch.device("cpu"), sharing).spread

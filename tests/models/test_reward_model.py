@@ -42,9 +42,7 @@ def one_by_one(folder: Path) -> list[float]:
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("pad_id", [0, 2, 50])
-def test_a_text_scores_the_same_beside_others_whatever_fills_them_up(
-    tmp_path: Path, family: str, pad_id: int
-) -> None:
+def test_a_text_scores_the_same_beside_others_whatever_fills_them_up(tmp_path, family, pad_id):
     folder = write_tiny_reward_model(tmp_path, family, **FAMILIES[family])
     model = load_reward_model(folder, dtype=torch.float32, device="cpu")
     wanted = one_by_one(folder)
@@ -53,7 +51,7 @@ def test_a_text_scores_the_same_beside_others_whatever_fills_them_up(
         assert score_ids(model, TEXTS, pad_id, max_tokens) == pytest.approx(wanted, abs=2e-5)
 
 
-def test_forwards_hold_so_many_tokens_with_their_padding(tmp_path: Path) -> None:
+def test_forwards_hold_so_many_tokens_with_their_padding(tmp_path):
     model = load_reward_model(write_tiny_reward_model(tmp_path), dtype=torch.float32, device="cpu")
     shapes = []
     model.base_model.register_forward_pre_hook(
@@ -64,7 +62,7 @@ def test_forwards_hold_so_many_tokens_with_their_padding(tmp_path: Path) -> None
     assert shapes == [(1, 60), (1, 30), (2, 20), (1, 4)]
 
 
-def test_the_head_is_float32_where_the_body_is_not(tmp_path: Path) -> None:
+def test_the_head_is_float32_where_the_body_is_not(tmp_path):
     folder = write_tiny_reward_model(tmp_path)
     model = load_reward_model(folder, dtype=torch.bfloat16, device="cpu")
     assert {parameter.dtype for parameter in model.base_model.parameters()} == {torch.bfloat16}
@@ -77,7 +75,7 @@ def refusal(path: Path | str) -> str:
     return str(caught.value)
 
 
-def test_what_is_no_reward_model_is_told(tmp_path: Path) -> None:
+def test_what_is_no_reward_model_is_told(tmp_path):
     language_model = write_tiny_model(tmp_path / "lm")
     assert "but a LlamaForCausalLM: train one from pairs" in refusal(language_model)
     headless = write_tiny_model(tmp_path / "headless", num_labels=1)
@@ -97,7 +95,7 @@ def test_what_is_no_reward_model_is_told(tmp_path: Path) -> None:
     assert "comes with Python code" in refusal(language_model)
 
 
-def test_weights_that_are_none_are_refused(tmp_path: Path) -> None:
+def test_weights_that_are_none_are_refused(tmp_path):
     folder = write_tiny_reward_model(tmp_path)
     model = AutoModelForSequenceClassification.from_pretrained(folder)
     model.score.weight.data[0, 0] = float("nan")
@@ -105,7 +103,7 @@ def test_weights_that_are_none_are_refused(tmp_path: Path) -> None:
     assert "weights are damaged" in refusal(folder)
 
 
-def test_a_model_is_known_by_its_files(tmp_path: Path) -> None:
+def test_a_model_is_known_by_its_files(tmp_path):
     first, same = (write_tiny_reward_model(tmp_path / name, seed=3) for name in ("a", "b"))
     other = write_tiny_reward_model(tmp_path / "c", seed=4)
     assert identity(str(first))["fingerprint"] == identity(str(same))["fingerprint"]

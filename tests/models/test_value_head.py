@@ -1,8 +1,6 @@
 """Critics: a fresh head on a language model, values as `transformers` computes them, and the way to
 disk and back."""
 
-from pathlib import Path
-
 import pytest
 import torch
 from transformers import AutoModelForTokenClassification
@@ -17,9 +15,7 @@ IDS = torch.arange(3, 40)
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
-def test_a_language_model_gets_a_small_head_by_seed_and_keeps_its_decoder(
-    tmp_path: Path, family: str
-) -> None:
+def test_a_language_model_gets_a_small_head_by_seed_and_keeps_its_decoder(tmp_path, family):
     folder = write_tiny_model(tmp_path / "m", family)
     first, again, other = (load_model(folder, seed=seed, critic=True) for seed in (1, 1, 2))
     assert torch.equal(first.score.weight, again.score.weight)
@@ -33,7 +29,7 @@ def test_a_language_model_gets_a_small_head_by_seed_and_keeps_its_decoder(
     torch.testing.assert_close(values, plain, rtol=0, atol=1e-5)
 
 
-def test_a_critic_goes_to_disk_and_back_with_its_head(tmp_path: Path) -> None:
+def test_a_critic_goes_to_disk_and_back_with_its_head(tmp_path):
     critic = load_model(write_tiny_model(tmp_path / "m"), seed=1, critic=True)
     with torch.no_grad():
         critic.score.weight.fill_(0.3)
@@ -48,14 +44,14 @@ def test_a_critic_goes_to_disk_and_back_with_its_head(tmp_path: Path) -> None:
     )
 
 
-def test_random_critics_depend_on_the_seed_alone(tmp_path: Path) -> None:
+def test_random_critics_depend_on_the_seed_alone(tmp_path):
     folder = write_tiny_model(tmp_path / "m")
     first, again = (load_model(folder, init="random", seed=3, critic=True) for _ in range(2))
     assert torch.equal(first(IDS[None]).logits, again(IDS[None]).logits)
 
 
 @pytest.mark.parametrize("family", ["granite", "gpt_neox"])
-def test_families_without_a_value_head_are_refused(tmp_path: Path, family: str) -> None:
+def test_families_without_a_value_head_are_refused(tmp_path, family):
     folder = write_tiny_model(tmp_path / "m", family)
     for init in ("pretrained", "random"):
         with pytest.raises(UserError, match=f"critic.*'{family}'"):

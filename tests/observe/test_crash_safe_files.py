@@ -9,16 +9,14 @@ import pytest
 from distflow.observe.crash_safe_files import remove_asides, write_atomically
 
 
-def test_a_file_is_replaced_as_a_whole_and_nothing_is_left_beside_it(tmp_path: Path) -> None:
+def test_a_file_is_replaced_as_a_whole_and_nothing_is_left_beside_it(tmp_path):
     file = tmp_path / "run.json"
     write_atomically(file, b"first")
     write_atomically(file, b"second")
     assert file.read_bytes() == b"second" and os.listdir(tmp_path) == ["run.json"]
 
 
-def test_a_write_that_fails_leaves_the_old_file_alone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_write_that_fails_leaves_the_old_file_alone(tmp_path, monkeypatch):
     file = tmp_path / "run.json"
     write_atomically(file, b"first")
 
@@ -31,7 +29,7 @@ def test_a_write_that_fails_leaves_the_old_file_alone(
     assert file.read_bytes() == b"first" and os.listdir(tmp_path) == ["run.json"]
 
 
-def test_what_a_kill_left_is_removed_at_any_depth_and_nothing_else(tmp_path: Path) -> None:
+def test_what_a_kill_left_is_removed_at_any_depth_and_nothing_else(tmp_path):
     left = (
         "config.yaml.abcd_123.distflow-partial",
         "a/b/x.arrow.12345678.distflow-partial",

@@ -30,7 +30,7 @@ def write(path: Path, rows: list[dict[str, object]], split: str = "train") -> Pa
     return path
 
 
-def test_a_row_comes_back_and_columns_say_the_rest(tmp_path: Path) -> None:
+def test_a_row_comes_back_and_columns_say_the_rest(tmp_path):
     row: dict[str, object] = {
         "uid": "7-2",
         "prompt": "a\ud800",
@@ -77,7 +77,7 @@ def test_a_row_comes_back_and_columns_say_the_rest(tmp_path: Path) -> None:
     assert derived[1]["fate"] == "dropped: all_equal" and derived[1]["group_id"] is None
 
 
-def test_one_call_reads_the_files_of_all_splits(tmp_path: Path) -> None:
+def test_one_call_reads_the_files_of_all_splits(tmp_path):
     with RunFolder(tmp_path, 0) as run:
         run.samples(1, [{"uid": "0-0", "score": 1.0}])
         run.samples(1, [{"uid": "1-0", "dropped": "stale"}], DROPPED)
@@ -126,13 +126,13 @@ def batch_of(number: int) -> list[dict[str, object]]:
     ]
 
 
-def test_512_samples_take_less_than_a_megabyte(tmp_path: Path) -> None:
+def test_512_samples_take_less_than_a_megabyte(tmp_path):
     path = write(tmp_path / "samples" / "000003.parquet", batch_of(512))
     assert path.stat().st_size < 1_000_000
     assert len(read_sample_file(path, tmp_path, MAX_BYTES)[0]) == 512
 
 
-def test_a_truncated_file_is_said_and_hides_no_other(tmp_path: Path) -> None:
+def test_a_truncated_file_is_said_and_hides_no_other(tmp_path):
     with RunFolder(tmp_path, 0) as run:
         for step in (1, 2):
             run.samples(step, [{"uid": f"{step}-{i}", "response": "r" * i} for i in range(20)])
@@ -151,7 +151,7 @@ def test_a_truncated_file_is_said_and_hides_no_other(tmp_path: Path) -> None:
     assert len(read_samples(tmp_path, 1)) == 20 and read_damage(tmp_path) == []
 
 
-def test_a_file_that_stands_for_far_more_than_it_holds_is_read_in_part(tmp_path: Path) -> None:
+def test_a_file_that_stands_for_far_more_than_it_holds_is_read_in_part(tmp_path):
     path = tmp_path / "samples" / "000001.parquet"
     number = 4096
     texts = pyarrow.DictionaryArray.from_arrays(
@@ -174,13 +174,13 @@ def test_a_file_that_stands_for_far_more_than_it_holds_is_read_in_part(tmp_path:
     )
 
 
-def test_a_part_of_a_step_is_read_where_the_whole_is_too_long(tmp_path: Path) -> None:
+def test_a_part_of_a_step_is_read_where_the_whole_is_too_long(tmp_path):
     path = write(tmp_path / "samples" / "000003.parquet", batch_of(512))
     rows, said = read_sample_file(path, tmp_path, 600_000)
     assert 50 < len(rows) < 200 and said.startswith("samples/000003.parquet is too long: ")
 
 
-def test_a_newer_version_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_newer_version_is_refused(tmp_path, monkeypatch):
     with monkeypatch.context() as newer:
         newer.setattr(sample_files, "SCHEMA_VERSION", 2)
         path = write(tmp_path / "samples" / "000003.parquet", [{"uid": "0-0"}])
@@ -200,7 +200,7 @@ def as_sample_file(path: Path, columns: dict[str, pyarrow.Array]) -> Path:
     return path
 
 
-def test_hostile_files_take_little(tmp_path: Path) -> None:
+def test_hostile_files_take_little(tmp_path):
     def repeated(text: str, number: int) -> pyarrow.Array:
         return pyarrow.DictionaryArray.from_arrays(
             pyarrow.array([0] * number, pyarrow.int32()), [text]
@@ -234,7 +234,7 @@ def test_hostile_files_take_little(tmp_path: Path) -> None:
     assert "it is no file of samples" in read_sample_file(path, tmp_path)[1]
 
 
-def test_dropped_samples_of_a_step_gather_in_one_file(tmp_path: Path) -> None:
+def test_dropped_samples_of_a_step_gather_in_one_file(tmp_path):
     with RunFolder(tmp_path, 0) as run:
         for number in range(5):
             run.samples(2, [{"uid": f"{number}-0", "dropped": "stale"}], DROPPED)
@@ -254,9 +254,7 @@ def test_dropped_samples_of_a_step_gather_in_one_file(tmp_path: Path) -> None:
     assert [row["uid"] for row in read_samples(tmp_path, 3, DROPPED)] == ["9-0"]
 
 
-def test_what_waits_is_bounded_and_what_is_lost_is_counted(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_waits_is_bounded_and_what_is_lost_is_counted(tmp_path, monkeypatch):
     monkeypatch.setattr(sample_files, "_MAX_WAITING", 10_000)
     said: list[str] = []
 
@@ -277,7 +275,7 @@ def test_what_waits_is_bounded_and_what_is_lost_is_counted(
     assert [path.name for path in (tmp_path / "samples").iterdir()] == ["small.parquet"]
 
 
-def test_a_disk_that_fails_is_a_warning_and_no_error(tmp_path: Path) -> None:
+def test_a_disk_that_fails_is_a_warning_and_no_error(tmp_path):
     with RunFolder(tmp_path, 0) as run:
         (tmp_path / "samples").write_text("in the way")
         run.samples(1, [{"uid": "0-0"}] * 3)

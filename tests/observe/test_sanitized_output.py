@@ -41,16 +41,16 @@ def said(*options: str) -> list[str]:
     ]
 
 
-def test_what_nobody_can_act_on_is_left_out_and_nothing_else() -> None:
+def test_what_nobody_can_act_on_is_left_out_and_nothing_else():
     assert said() == ["shown"] * 6
 
 
-def test_who_asks_for_warnings_gets_them() -> None:
+def test_who_asks_for_warnings_gets_them():
     assert said("-W", "always").count("theirs") == 2
 
 
 @pytest.mark.slow
-def test_the_lines_are_still_theirs() -> None:
+def test_the_lines_are_still_theirs():
     """One that they have changed would be shown again."""
     module = pytest.importorskip(_LOGGER)
     source = module.__loader__.get_source(_LOGGER)
@@ -58,7 +58,7 @@ def test_the_lines_are_still_theirs() -> None:
 
 
 @pytest.mark.parametrize("kind", [TerminalOutput, SanitizedStream])
-def test_output_to_a_terminal_that_is_gone_is_discarded(kind: type[TerminalOutput]) -> None:
+def test_output_to_a_terminal_that_is_gone_is_discarded(kind):
     ours, theirs = os.openpty()
     with os.fdopen(theirs, "w", buffering=1) as terminal:
         os.close(ours)
@@ -74,15 +74,13 @@ def test_output_to_a_terminal_that_is_gone_is_discarded(kind: type[TerminalOutpu
         assert os.fstat(theirs).st_rdev == os.stat(os.devnull).st_rdev
 
 
-def test_other_errors_of_output_are_raised() -> None:
+def test_other_errors_of_output_are_raised():
     with open("/dev/full", "w") as full, pytest.raises(OSError) as raised:  # noqa: PTH123
         TerminalOutput(full).write("x" * 100_000)
     assert raised.value.errno == errno.ENOSPC
 
 
-def test_a_progress_bar_is_a_line_at_its_end_and_one_every_ten_seconds(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_progress_bar_is_a_line_at_its_end_and_one_every_ten_seconds(monkeypatch):
     now, below = [5.0], io.StringIO()
     monkeypatch.setattr("distflow.observe.sanitized_output.time.monotonic", lambda: now[0])
 
@@ -109,7 +107,7 @@ def test_a_progress_bar_is_a_line_at_its_end_and_one_every_ten_seconds(
         (("a\n", "\n", "b"), "a\n\nb"),
     ],
 )
-def test_no_text_of_a_carriage_return_is_lost(writes: tuple[str, ...], shown: str) -> None:
+def test_no_text_of_a_carriage_return_is_lost(writes, shown):
     below = io.StringIO()
     stream = SanitizedStream(below)
     for text in writes:
@@ -117,7 +115,7 @@ def test_no_text_of_a_carriage_return_is_lost(writes: tuple[str, ...], shown: st
     assert below.getvalue() == shown
 
 
-def test_the_bars_of_a_library_are_one_line_each() -> None:
+def test_the_bars_of_a_library_are_one_line_each():
     tqdm = pytest.importorskip("tqdm").tqdm
     below = io.StringIO()
     for _ in tqdm(

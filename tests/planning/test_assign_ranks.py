@@ -2,7 +2,6 @@
 
 import json
 from dataclasses import asdict, replace
-from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -24,7 +23,7 @@ ROLLOUT = "actor_rollout_ref.rollout"
 
 
 @pytest.fixture(autouse=True)
-def ray_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
+def ray_is_there(monkeypatch):
     """The launcher of several workers may be chosen."""
     info = schema_keys()["trainer.launcher"]
     monkeypatch.setitem(schema_keys(), info.name, replace(info, spec=replace(info.spec, later=())))
@@ -112,7 +111,7 @@ PLAYS = ("answer", "grade")
 LEARNS = ("refer", "compare", "learn")
 
 
-def test_without_an_allocation_one_part_is_on_all_devices() -> None:
+def test_without_an_allocation_one_part_is_on_all_devices():
     bound_pipeline = grpo()
     plan = plan_ray(bound_pipeline, devices(2, nodes=2), "cpu", {"actor": "7B"})
     check_plan(plan, bound_pipeline)
@@ -126,7 +125,7 @@ def test_without_an_allocation_one_part_is_on_all_devices() -> None:
     assert json.loads(json.dumps(asdict(plan)))["layouts"][0]["sizes"]["data"] == 4
 
 
-def test_rollout_and_training_on_devices_of_their_own() -> None:
+def test_rollout_and_training_on_devices_of_their_own():
     bound_pipeline = grpo()
     plan = plan_ray(
         bound_pipeline,
@@ -147,14 +146,14 @@ def test_rollout_and_training_on_devices_of_their_own() -> None:
     assert plan.layout("critic") is None
 
 
-def test_an_allocation_of_shared_devices_is_the_plan_of_the_scheduler() -> None:
+def test_an_allocation_of_shared_devices_is_the_plan_of_the_scheduler():
     shared = devices(3, trainer__allocation="embedded:d3|torch:d3")
     assert nodes_of(plan_ray(grpo(), shared, "cpu", {})) == nodes_of(
         plan_ray(grpo(), devices(3), "cpu", {})
     )
 
 
-def test_a_critic_of_its_own_runs_what_it_waits_for() -> None:
+def test_a_critic_of_its_own_runs_what_it_waits_for():
     """What uses no engine runs wherever it is needed; columns go between the ranks of actor and
     critic."""
     bound_pipeline = ppo()
@@ -174,18 +173,18 @@ def test_a_critic_of_its_own_runs_what_it_waits_for() -> None:
     assert kinds["answer", "value"] == "stream" and kinds["answer", "grade"] == "local"
 
 
-def test_an_unnamed_critic_sits_with_the_actor() -> None:
+def test_an_unnamed_critic_sits_with_the_actor():
     plan = plan_ray(ppo(), devices(3, trainer__allocation="embedded:d1+torch:d2"), "cpu", {})
     assert plan.layout("critic") == Layout("critic", "torch", (1, 2), Sizes(data=2))
 
 
-def test_a_rollout_beside_another_model_than_the_policy_is_refused() -> None:
+def test_a_rollout_beside_another_model_than_the_policy_is_refused():
     text = "embedded:d1|torch[critic]:d1+torch[actor]:d1"
     with pytest.raises(UserError, match="rollout .* devices of 'critic' .*'actor'"):
         plan_ray(ppo(), devices(2, trainer__allocation=text), "cpu", {})
 
 
-def test_independent_parts_have_devices_of_their_own() -> None:
+def test_independent_parts_have_devices_of_their_own():
     bound_pipeline = two_parts()
     plan = plan_ray(bound_pipeline, devices(3), "cpu", {"actor": "500M", "critic": 600_000_000})
     check_plan(plan, bound_pipeline)
@@ -196,7 +195,7 @@ def test_independent_parts_have_devices_of_their_own() -> None:
     assert [group.ranks for group in plan.groups] == [(0, 1)]
 
 
-def test_a_join_before_a_fork_is_whole_in_each_part() -> None:
+def test_a_join_before_a_fork_is_whole_in_each_part():
     """X and Y meet in M, M and P in Z, and Z leads to two ends, which train models of their own."""
     deps = {"X": "", "Y": "", "M": "XY", "P": "", "Z": "MP", "J": "Z", "K": "J", "L": "Z", "N": "L"}
     trains = {"K": "actor", "N": "critic"}
@@ -224,7 +223,7 @@ def test_a_join_before_a_fork_is_whole_in_each_part() -> None:
     assert (by_size.layout("actor").ranks, by_size.layout("critic").ranks) == ((0, 2, 3), (1,))
 
 
-def test_shares_go_by_parameters_or_evenly() -> None:
+def test_shares_go_by_parameters_or_evenly():
     sizes: dict[str, str | float] = {"actor": "600B", "critic": "1M"}
     by_size = plan_ray(two_parts(), devices(8), "cpu", sizes)
     assert (len(by_size.layout("actor").ranks), len(by_size.layout("critic").ranks)) == (7, 1)
@@ -239,7 +238,7 @@ LARGE = {"actor": "300M"}
 SMALL = {"actor": "100M"}
 
 
-def test_pipelines_side_by_side_share_devices_by_parameters_or_evenly() -> None:
+def test_pipelines_side_by_side_share_devices_by_parameters_or_evenly():
     parts = [pipeline_parts(grpo(), SMALL), pipeline_parts(grpo(), LARGE)]
     assert share_devices(parts, devices(2, 2)) == [((1,),), ((0, 2, 3),)]
     assert share_devices(parts, devices(2, 2, dag__apportion_strategy="even")) == [
@@ -254,7 +253,7 @@ def test_pipelines_side_by_side_share_devices_by_parameters_or_evenly() -> None:
     assert share_devices(parts, spread) == [((1, 3),), ((0, 2),)]
 
 
-def test_fewer_devices_than_pipelines_are_refused() -> None:
+def test_fewer_devices_than_pipelines_are_refused():
     parts = [pipeline_parts(grpo(), SMALL)] * 3
     with pytest.raises(UserError, match="3 independent parts, .* 2 devices"):
         share_devices(parts, devices(2))
@@ -267,8 +266,8 @@ SHARED = st.lists(st.tuples(st.sampled_from([grpo, ppo, two_parts]), SIZES), min
 @settings(derandomize=True, deadline=None, max_examples=60)
 @given(SHARED, st.integers(1, 3), st.integers(4, 8), st.sampled_from(["even", "param_aware"]))
 def test_each_of_several_pipelines_has_the_plan_that_it_has_alone_on_as_many_devices(
-    wanted: list[Any], nodes: int, per_node: int, strategy: str
-) -> None:
+    wanted, nodes, per_node, strategy
+):
     bound = [(make(), sizes) for make, sizes in wanted]
     given_config = devices(per_node, nodes, dag__apportion_strategy=strategy)
     parts = [pipeline_parts(*each) for each in bound]
@@ -295,9 +294,7 @@ def test_each_of_several_pipelines_has_the_plan_that_it_has_alone_on_as_many_dev
 
 
 @pytest.mark.parametrize("wrong", [((0, 4),), ((1, 1),), ((0,), (1,)), ((),)])
-def test_devices_that_are_not_there_twice_or_for_other_parts_are_refused(
-    wrong: tuple[tuple[int, ...], ...],
-) -> None:
+def test_devices_that_are_not_there_twice_or_for_other_parts_are_refused(wrong):
     with pytest.raises(
         UserError,
         match=r"trainer\.devices.* 1 independent parts, .* 4",
@@ -305,7 +302,7 @@ def test_devices_that_are_not_there_twice_or_for_other_parts_are_refused(
         plan_ray(grpo(), devices(2, 2, trainer__devices=wrong), "cpu", LARGE)
 
 
-def test_on_gpus_gloo_stands_beside_nccl_from_the_threshold_on() -> None:
+def test_on_gpus_gloo_stands_beside_nccl_from_the_threshold_on():
     assert plan_ray(grpo(), devices(4), "cuda", {}).backends == ("nccl",)
     assert plan_ray(grpo(), devices(4, dag__backend_threshold=4), "cuda", {}).backends == (
         "nccl",
@@ -318,9 +315,7 @@ SHARD = "actor_rollout_ref__actor__fsdp_config__fsdp_size"
 
 
 @pytest.mark.parametrize(("size", "shard"), [(-1, None), (1, 1), (2, 2), (4, None)])
-def test_a_copy_of_the_weights_lies_over_as_many_ranks_as_the_config_says(
-    size: int, shard: int | None
-) -> None:
+def test_a_copy_of_the_weights_lies_over_as_many_ranks_as_the_config_says(size, shard):
     plan = plan_ray(grpo(), devices(4, **SHARDED, **{SHARD: size}), "cpu", {})
     assert {layout.role: layout.shard for layout in plan.layouts} == {
         "actor": shard,
@@ -332,7 +327,7 @@ def test_a_copy_of_the_weights_lies_over_as_many_ranks_as_the_config_says(
 
 
 @pytest.mark.parametrize("allocation", ["embedded:d8|fsdp:d8", "embedded:d8|fsdp:d4t2"])
-def test_a_copy_over_ranks_that_do_not_divide_them_is_refused(allocation: str) -> None:
+def test_a_copy_over_ranks_that_do_not_divide_them_is_refused(allocation):
     keys = {**SHARDED, SHARD: 3, "trainer__n_gpus_per_node": 8}
     number = "8" if "d8|fsdp:d8" in allocation else "4"
     with pytest.raises(
@@ -384,15 +379,13 @@ def test_a_copy_over_ranks_that_do_not_divide_them_is_refused(allocation: str) -
         ),
     ],
 )
-def test_what_contradicts_the_allocation_is_refused(
-    allocation: str, keys: dict[str, Any], said: tuple[str, ...]
-) -> None:
+def test_what_contradicts_the_allocation_is_refused(allocation, keys, said):
     with pytest.raises(UserError) as caught:
         plan_ray(grpo(), config(trainer__allocation=allocation, **keys), "cpu", {})
     assert all(part in str(caught.value) for part in said), caught.value
 
 
-def test_a_node_whose_engines_lie_apart_is_refused() -> None:
+def test_a_node_whose_engines_lie_apart_is_refused():
     def both(advantages, *, actor, critic): ...
 
     pipeline = (
@@ -413,7 +406,7 @@ def test_a_node_whose_engines_lie_apart_is_refused() -> None:
         plan_ray(bound_pipeline, devices(3, trainer__allocation=text), "cpu", {})
 
 
-def test_a_rollout_of_several_devices_divides_them() -> None:
+def test_a_rollout_of_several_devices_divides_them():
     keys = {"actor_rollout_ref__rollout__tensor_model_parallel_size": 2}
     with pytest.raises(UserError, match="tensor_model_parallel_size=2 .* 3 devices"):
         plan_ray(grpo(), devices(3, **keys), "cpu", {})
@@ -424,7 +417,7 @@ def test_a_rollout_of_several_devices_divides_them() -> None:
     assert all(not rank.rollout_group for rank in plan_ray(grpo(), devices(2), "cpu", {}).ranks)
 
 
-def test_ranks_of_one_rollout_engine_are_on_one_machine() -> None:
+def test_ranks_of_one_rollout_engine_are_on_one_machine():
     keys = {
         "trainer__allocation": "vllm:d2t2+fsdp:d4",
         "trainer__nnodes": 2,
@@ -445,7 +438,7 @@ def test_ranks_of_one_rollout_engine_are_on_one_machine() -> None:
         plan_ray(grpo(), config(**keys, **engines, **{size: 6}), "cpu", {})
 
 
-def test_more_parts_than_devices_share_all_of_them() -> None:
+def test_more_parts_than_devices_share_all_of_them():
     (rank,) = plan_ray(two_parts(), devices(1), "cpu", {}).ranks
     assert set(rank.training_nodes) == {node.node_id for node in two_parts().training_nodes}
 
@@ -470,7 +463,7 @@ def generates_for_two(joined: bool) -> BoundPipeline:
     return pipeline.build().bind(Config(), ["prompts"])
 
 
-def test_training_paths_that_part_after_one_rollout_have_devices_of_their_own() -> None:
+def test_training_paths_that_part_after_one_rollout_have_devices_of_their_own():
     plan = plan_ray(generates_for_two(joined=False), devices(3), "cpu", {"actor": 2, "critic": 1})
     check_plan(plan, generates_for_two(joined=False))
     policy = (("generate", "score"), ("both_read", "policy"), {"rollout", "actor"})
@@ -494,9 +487,7 @@ def loaded(origins: dict[str, str], **keys: object) -> Loaded:
         ({"trainer.n_gpus_per_node": "run.yaml:3"}, {"trainer__n_gpus_per_node": 3}, 2, 3),
     ],
 )
-def test_keys_that_nobody_set_follow_the_allocation(
-    origins: dict[str, str], keys: dict[str, object], nodes: int, per_node: int
-) -> None:
+def test_keys_that_nobody_set_follow_the_allocation(origins, keys, nodes, per_node):
     found = follow_allocation(loaded(origins, **keys))
     trainer = found.config.trainer
     assert (trainer.nnodes, trainer.n_gpus_per_node) == (nodes, per_node)
@@ -506,13 +497,13 @@ def test_keys_that_nobody_set_follow_the_allocation(
     plan_ray(grpo(), found.config, "cpu", {})
 
 
-def test_other_keys_must_go_with_the_engines_of_the_allocation() -> None:
+def test_other_keys_must_go_with_the_engines_of_the_allocation():
     megatron = Loaded(config(trainer__allocation="embedded:d1|megatron:d1"), {})
     with pytest.raises(UserError, match="'megatron' .* torch"):
         follow_allocation(megatron)
 
 
-def test_without_an_allocation_nothing_follows() -> None:
+def test_without_an_allocation_nothing_follows():
     plain = Loaded(Config(), {})
     assert follow_allocation(plain) is plain
 
@@ -572,8 +563,8 @@ def engines_together(bound_pipeline: BoundPipeline) -> list[set[str]]:
     st.sampled_from(["even", "param_aware"]),
 )
 def test_any_program_is_placed_whole_on_any_cluster_that_is_large_enough(
-    bound_pipeline: BoundPipeline, nodes: int, per_node: int, sizes: dict[str, float], strategy: str
-) -> None:
+    bound_pipeline, nodes, per_node, sizes, strategy
+):
     given_config = devices(per_node, nodes, dag__apportion_strategy=strategy)
     parts = engines_together(bound_pipeline)
     if len(parts) > nodes * per_node:

@@ -16,7 +16,7 @@ from distflow.planning.place_parts import place
 Graph = tuple[dict[str, tuple[str, ...]], dict[str, tuple[str, ...]]]
 
 
-def test_graphs_that_siirl_cuts_at_their_joins_keep_each_input() -> None:
+def test_graphs_that_siirl_cuts_at_their_joins_keep_each_input():
     """Those of its tests: two beginnings that meet, and joins before a fork, of which it makes two
     and six chains."""
     meeting = {
@@ -42,7 +42,7 @@ def test_graphs_that_siirl_cuts_at_their_joins_keep_each_input() -> None:
     assert [set(part) for part in split(both, {})] == [{*joined, "J1", "K1"}, {*joined, "J2", "K2"}]
 
 
-def test_what_is_there_once_keeps_its_users_together() -> None:
+def test_what_is_there_once_keeps_its_users_together():
     fork = {"load": (), "left": ("load",), "right": ("load",), "third": ("load",)}
     assert split(fork, {"left": ["actor"], "third": ["actor"], "right": ["critic"]}) == [
         ("load", "left", "third"),
@@ -78,7 +78,7 @@ def held_by(nodes: set[str], holds: dict[str, tuple[str, ...]]) -> set[str]:
 
 @settings(derandomize=True, deadline=None)
 @given(graphs())
-def test_parts_are_whole_independent_and_irreducible(graph: Graph) -> None:
+def test_parts_are_whole_independent_and_irreducible(graph):
     deps, holds = graph
     parts = [set(part) for part in split(deps, holds)]
     assert set().union(*parts) == set(deps)
@@ -102,7 +102,7 @@ def test_parts_are_whole_independent_and_irreducible(graph: Graph) -> None:
     assert split(deps, holds) == split(dict(deps), dict(holds))
 
 
-def test_parts_are_served_by_size_and_then_by_length() -> None:
+def test_parts_are_served_by_size_and_then_by_length():
     small = Part(("a",), (), 1)
     long = Part(("b", "c"), (), 1)
     large = Part(("d",), (), 9)
@@ -134,13 +134,11 @@ def test_parts_are_served_by_size_and_then_by_length() -> None:
         ((), 10, "param_aware", []),
     ],
 )
-def test_shares(
-    sizes: tuple[float, ...], num_devices: int, strategy: str, shares: list[int]
-) -> None:
+def test_shares(sizes, num_devices, strategy, shares):
     assert apportion(sizes, num_devices, strategy) == shares
 
 
-def test_parts_without_a_device_are_refused() -> None:
+def test_parts_without_a_device_are_refused():
     with pytest.raises(UserError, match="3 independent parts, .* 2 devices: .* 3"):
         apportion((1, 1, 1), 2, "even")
 
@@ -151,9 +149,7 @@ def test_parts_without_a_device_are_refused() -> None:
     st.integers(0, 30),
     st.sampled_from(["even", "param_aware"]),
 )
-def test_no_part_is_empty_and_larger_ones_have_no_less(
-    sizes: list[float], more: int, strategy: str
-) -> None:
+def test_no_part_is_empty_and_larger_ones_have_no_less(sizes, more, strategy):
     sizes = sorted(sizes, reverse=True)
     shares = apportion(sizes, len(sizes) + more, strategy)
     assert sum(shares) == len(sizes) + more and min(shares) >= 1
@@ -162,7 +158,7 @@ def test_no_part_is_empty_and_larger_ones_have_no_less(
 
 @settings(derandomize=True, deadline=None)
 @given(st.lists(st.integers(1, 50), min_size=1, max_size=6), st.integers(0, 30))
-def test_shares_keep_to_their_quota(sizes: list[int], more: int) -> None:
+def test_shares_keep_to_their_quota(sizes, more):
     """Largest remainder: where no part is below 1, each has its proportion rounded down or up."""
     total = sum(sizes)
     num_devices = len(sizes) + more
@@ -172,14 +168,14 @@ def test_shares_keep_to_their_quota(sizes: list[int], more: int) -> None:
         assert all(abs(share - quota) < 1 for share, quota in zip(shares, quotas, strict=True))
 
 
-def test_parts_that_fit_on_a_machine_are_on_one() -> None:
+def test_parts_that_fit_on_a_machine_are_on_one():
     assert place([2, 3, 1], 2, 3) == [(3, 4), (0, 1, 2), (5,)]
     assert place([6, 5, 5], 2, 8) == [(0, 1, 2, 3, 4, 5), (8, 9, 10, 11, 12), (6, 7, 13, 14, 15)]
     assert place([6, 2], 2, 4) == [(0, 1, 4, 5, 6, 7), (2, 3)]
     assert place([6, 3, 3], 3, 4) == [(0, 4, 8, 9, 10, 11), (1, 2, 3), (5, 6, 7)]
 
 
-def test_load_spreads_parts_where_cohesion_allows_it() -> None:
+def test_load_spreads_parts_where_cohesion_allows_it():
     assert place([1, 1, 1, 1], 2, 2, load=True) == [(0,), (2,), (1,), (3,)]
     assert place([1, 1, 1, 1], 2, 2, load=False) == [(0,), (1,), (2,), (3,)]
     assert place([2, 2], 2, 2, cohesion=False, load=True) == [(0, 2), (1, 3)]
@@ -188,7 +184,7 @@ def test_load_spreads_parts_where_cohesion_allows_it() -> None:
 
 @settings(derandomize=True, deadline=None)
 @given(st.integers(1, 4), st.integers(1, 5), st.data())
-def test_every_rank_has_one_part(nodes: int, size: int, data: st.DataObject) -> None:
+def test_every_rank_has_one_part(nodes, size, data):
     cuts = sorted(
         data.draw(st.sets(st.integers(1, max(1, nodes * size - 1)), max_size=6)) - {nodes * size}
     )
@@ -214,13 +210,13 @@ def test_every_rank_has_one_part(nodes: int, size: int, data: st.DataObject) -> 
         (0, 0),
     ],
 )
-def test_a_size_is_a_number_with_a_unit(written: str | float, size: float) -> None:
+def test_a_size_is_a_number_with_a_unit(written, size):
     assert parse_size(written) == size
 
 
 @pytest.mark.parametrize(
     "written", ["", "B", "7 billion", "-1B", "1e9", -1, float("inf"), float("nan")]
 )
-def test_what_is_no_size_is_refused(written: str | float) -> None:
+def test_what_is_no_size_is_refused(written):
     with pytest.raises(UserError, match=rf"^'?{re.escape(str(written))}'? is not "):
         parse_size(written)

@@ -11,7 +11,7 @@ from distflow.planning.lengths import Lengths, lengths_under, quantiles, spread_
 @pytest.mark.parametrize(
     ("mean", "end", "cut"), [(100, 200, 0.0), (256, 512, 0.0), (384, 512, 0.5)]
 )
-def test_responses_spread_around_their_mean(mean: float, end: float, cut: float) -> None:
+def test_responses_spread_around_their_mean(mean, end, cut):
     lengths = Lengths(10, spread_evenly(mean, 512), 512)
     assert lengths.response == pytest.approx(mean, rel=1e-3)
     assert lengths.end == pytest.approx(end, rel=1e-3)
@@ -20,9 +20,7 @@ def test_responses_spread_around_their_mean(mean: float, end: float, cut: float)
     assert lengths.running(end) == 0
 
 
-def test_lengths_under_a_lower_limit_are_cut_and_under_a_higher_one_go_on_at_the_same_rate() -> (
-    None
-):
+def test_lengths_under_a_lower_limit_are_cut_and_under_a_higher_one_go_on_at_the_same_rate():
     random = Random(3)
     rate = 1 / 40
     full = [random.expovariate(rate) for _ in range(20_000)]
@@ -35,5 +33,5 @@ def test_lengths_under_a_lower_limit_are_cut_and_under_a_higher_one_go_on_at_the
     assert lengths_under(90, [30.0, 30.0], 30) == (90.0, 90.0), "nothing ever ended"
 
 
-def test_quantiles_are_of_equal_shares() -> None:
+def test_quantiles_are_of_equal_shares():
     assert quantiles([3, 1, 2], 5) == (1, 2, 3) and quantiles(range(100), 4) == (12, 37, 62, 87)

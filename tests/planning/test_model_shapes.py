@@ -4,7 +4,6 @@ builds."""
 import json
 import tomllib
 from importlib.resources import files
-from pathlib import Path
 
 import pytest
 import torch
@@ -36,7 +35,7 @@ MIXTURES = {
 
 
 @pytest.mark.parametrize("name", TABLE)
-def test_a_known_model_has_its_published_number_of_parameters(name: str) -> None:
+def test_a_known_model_has_its_published_number_of_parameters(name):
     entry = TABLE[name]
     shape = ModelShape.of(entry["config"])
     assert shape.parameters / 1e9 == pytest.approx(entry["parameters"], rel=0.005)
@@ -54,7 +53,7 @@ def test_a_known_model_has_its_published_number_of_parameters(name: str) -> None
 @pytest.mark.parametrize(
     "kind", ["llama", "mistral", "qwen2", "qwen3", "gemma2", "phi3", "mixtral", "qwen3_moe"]
 )
-def test_parameters_are_those_that_transformers_builds(kind: str, tied: bool) -> None:
+def test_parameters_are_those_that_transformers_builds(kind, tied):
     sizes = {**SMALL, **MIXTURES.get(kind, {}), "tie_word_embeddings": tied}
     sizes |= {"pad_token_id": 0} if kind == "phi3" else {}
     with torch.device("meta"):
@@ -64,7 +63,7 @@ def test_parameters_are_those_that_transformers_builds(kind: str, tied: bool) ->
     assert shape.kv_elements == 2 * 3 * 2 * 16
 
 
-def test_a_folder_has_the_shape_of_its_config(tmp_path: Path) -> None:
+def test_a_folder_has_the_shape_of_its_config(tmp_path):
     (tmp_path / "config.json").write_text(
         json.dumps({"model_type": "llama", "tie_word_embeddings": True, **SMALL})
     )
@@ -95,16 +94,14 @@ def test_a_folder_has_the_shape_of_its_config(tmp_path: Path) -> None:
         ('{"model_type": "llama", "hidden_size": Infinity}', "a wrong one"),
     ],
 )
-def test_a_model_without_a_usable_config_is_rejected(
-    tmp_path: Path, content: str | None, message: str
-) -> None:
+def test_a_model_without_a_usable_config_is_rejected(tmp_path, content, message):
     if content is not None:
         (tmp_path / "config.json").write_text(content)
     with pytest.raises(UserError, match=message):
         find_shape(str(tmp_path), tmp_path)
 
 
-def test_an_unknown_name_suggests_the_nearest() -> None:
+def test_an_unknown_name_suggests_the_nearest():
     with pytest.raises(UserError, match=r"'qwen2\.5-7bb'.*'qwen2\.5-7b'"):
         find_shape("qwen2.5-7bb", None)
 
@@ -112,14 +109,12 @@ def test_an_unknown_name_suggests_the_nearest() -> None:
 @pytest.mark.parametrize(
     ("value", "threads"), [("1", 1), ("2,1", 2), ("", None), ("many", None), ("0", None)]
 )
-def test_the_environment_limits_the_threads_of_a_cpu(
-    value: str, threads: int | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_environment_limits_the_threads_of_a_cpu(value, threads, monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", value)
     assert find_device("cpu").threads == threads and find_device("h100").threads is None
 
 
-def test_devices_are_found_by_their_own_name_and_by_that_of_torch() -> None:
+def test_devices_are_found_by_their_own_name_and_by_that_of_torch():
     assert find_device("h100") == find_device("NVIDIA H100 80GB HBM3")
     assert find_device("NVIDIA A100-SXM4-80GB").bandwidth == 2039e9
     assert find_device("H200").memory == 141e9

@@ -3,11 +3,10 @@ anything is built."""
 
 import json
 from dataclasses import asdict, replace
-from typing import Any
 
 import pytest
 
-from distflow.graph import BoundPipeline, NodeRole, Pipeline, PipelineError, node
+from distflow.graph import NodeRole, Pipeline, PipelineError, node
 from distflow.planning.plan import Channel, Plan, RankPlan, plan_local, rank_plan
 from tests.planning.valid_plan import check_plan
 
@@ -22,7 +21,7 @@ class Config:
 
 
 @pytest.fixture
-def pipeline() -> BoundPipeline:
+def pipeline():
     @node(writes="responses")
     def answer(prompts, *, rollout): ...
 
@@ -41,9 +40,7 @@ def pipeline() -> BoundPipeline:
     )
 
 
-def test_everything_is_on_one_worker_and_the_planes_meet_at_the_experience_edge(
-    pipeline: BoundPipeline,
-) -> None:
+def test_everything_is_on_one_worker_and_the_planes_meet_at_the_experience_edge(pipeline):
     plan = plan_local(pipeline, "cpu")
     (rank,) = plan.ranks
     assert (rank.rollout_nodes, rank.training_nodes) == (("answer", "grade"), ("learn",))
@@ -56,7 +53,7 @@ def test_everything_is_on_one_worker_and_the_planes_meet_at_the_experience_edge(
     check_plan(plan, pipeline)
 
 
-def test_an_engine_of_two_nodes_is_named_once() -> None:
+def test_an_engine_of_two_nodes_is_named_once():
     @node(writes="responses")
     def answer(prompts, *, rollout, reward_fn): ...
 
@@ -72,9 +69,7 @@ def test_an_engine_of_two_nodes_is_named_once() -> None:
     assert (rank.engines, rank.services) == (("rollout",), ("reward_fn",))
 
 
-def test_a_worker_gets_the_engines_and_services_of_its_own_nodes_only(
-    pipeline: BoundPipeline,
-) -> None:
+def test_a_worker_gets_the_engines_and_services_of_its_own_nodes_only(pipeline):
     learner = rank_plan(pipeline, 0, "cuda:0", [], ["learn"])
     player = rank_plan(pipeline, 1, "cuda:1", ["answer", "grade"], [])
     assert (learner.engines, learner.services) == (("actor",), ())
@@ -105,9 +100,7 @@ def test_a_worker_gets_the_engines_and_services_of_its_own_nodes_only(
         ),
     ],
 )
-def test_a_plan_that_does_not_fit_its_program_is_refused(
-    pipeline: BoundPipeline, changes: dict[str, Any], said: str
-) -> None:
+def test_a_plan_that_does_not_fit_its_program_is_refused(pipeline, changes, said):
     plan = plan_local(pipeline, "cpu")
     rank: RankPlan = replace(plan.ranks[0], **changes)
     with pytest.raises(AssertionError) as caught:
@@ -115,7 +108,7 @@ def test_a_plan_that_does_not_fit_its_program_is_refused(
     assert said in str(caught.value)
 
 
-def test_a_node_that_the_program_has_not_is_refused(pipeline: BoundPipeline) -> None:
+def test_a_node_that_the_program_has_not_is_refused(pipeline):
     plan = plan_local(pipeline, "cpu")
     rank = replace(plan.ranks[0], training_nodes=("learn", "lern"))
     with pytest.raises(PipelineError, match="lern"):

@@ -116,7 +116,7 @@ class Cluster:
 @pytest.mark.slow
 @pytest.mark.parametrize("num_devices", [2, 3, 4])
 @pytest.mark.parametrize("preset", ["grpo", "async_grpo"])
-def test_the_best_is_the_best_of_all(preset: str, num_devices: int) -> None:
+def test_the_best_is_the_best_of_all(preset, num_devices):
     cluster = Cluster(preset, num_devices)
     found = cluster.search()
     every = cluster.seconds()
@@ -131,7 +131,7 @@ def test_the_best_is_the_best_of_all(preset: str, num_devices: int) -> None:
 
 
 @pytest.mark.slow
-def test_it_is_deterministic_and_says_why_the_first_wins() -> None:
+def test_it_is_deterministic_and_says_why_the_first_wins():
     found, again = (Cluster("async_grpo", 4).search() for _ in range(2))
     assert [each.line() for each in found.best] == [each.line() for each in again.best]
     assert (
@@ -141,7 +141,7 @@ def test_it_is_deterministic_and_says_why_the_first_wins() -> None:
 
 
 @pytest.mark.slow
-def test_what_the_rules_refuse_is_left_out_and_a_chosen_engine_stays() -> None:
+def test_what_the_rules_refuse_is_left_out_and_a_chosen_engine_stays():
     first = Cluster("grpo", 4).search().best[0].text
     assert first not in [each.text for each in Cluster("grpo", 4).search((first,)).best]
     roomy = Device("gpu", 100e12, 1e12, 80e9, 100e9, 10e9)
@@ -153,7 +153,7 @@ def test_what_the_rules_refuse_is_left_out_and_a_chosen_engine_stays() -> None:
 
 
 @pytest.mark.slow
-def test_the_staleness_that_is_as_fast_as_a_greater_one_wins() -> None:
+def test_the_staleness_that_is_as_fast_as_a_greater_one_wins():
     found = Cluster("async_grpo", 4, staleness=(0, 1, 4)).search()
     first = found.best[0]
     greater = [
@@ -163,7 +163,7 @@ def test_the_staleness_that_is_as_fast_as_a_greater_one_wins() -> None:
     assert {each.staleness for each in found.best} > {first.staleness}
 
 
-def test_memory_is_that_of_the_responses_that_may_run_at_each_staleness() -> None:
+def test_memory_is_that_of_the_responses_that_may_run_at_each_staleness():
     cluster = Cluster("async_grpo", 2, staleness=(0, 1, 4))
     keys = {
         "actor_rollout_ref.rollout.max_num_seqs": 10_000,
@@ -179,12 +179,12 @@ def test_memory_is_that_of_the_responses_that_may_run_at_each_staleness() -> Non
     assert any(peak[0] < peak[1] < peak[2] for peak in peaks.values()), peaks
 
 
-def test_too_little_memory_names_what_lacks_least() -> None:
+def test_too_little_memory_names_what_lacks_least():
     with pytest.raises(UserError, match=r"none of \d+ allocations of 2 devices .* vllm"):
         Cluster("grpo", 2, Device("gpu", 100e12, 1e12, 2e9, 100e9, 10e9)).search()
 
 
-def test_checkpointing_is_switched_on_where_nothing_fits_without_it() -> None:
+def test_checkpointing_is_switched_on_where_nothing_fits_without_it():
     tight = Device("gpu", 100e12, 1e12, 13e9, 100e9, 10e9)
     cluster = Cluster("grpo", 2, tight, staleness=(0,))
     with pytest.raises(UserError, match=r"none of \d+ allocations"):

@@ -11,7 +11,7 @@ from distflow.processes.channel import Channel, PeerGone, encode, receive
 
 
 @pytest.fixture
-def ends() -> tuple[Channel, socket.socket]:
+def ends():
     ours, theirs = socket.socketpair()
     return Channel(ours), theirs
 
@@ -33,9 +33,7 @@ def received(sent: bytes) -> object:
     return asyncio.run(read())
 
 
-def test_messages_that_come_together_are_read_one_by_one(
-    ends: tuple[Channel, socket.socket],
-) -> None:
+def test_messages_that_come_together_are_read_one_by_one(ends):
     ours, theirs = ends
     theirs.sendall(encode({"first": 1}) + encode(["second"]))
     assert ours.receive(60) == {"first": 1}
@@ -47,9 +45,7 @@ def test_messages_that_come_together_are_read_one_by_one(
         ours.receive(60)
 
 
-def test_a_message_that_is_larger_than_a_socket_comes_whole(
-    ends: tuple[Channel, socket.socket],
-) -> None:
+def test_a_message_that_is_larger_than_a_socket_comes_whole(ends):
     ours, theirs = ends
     text = "x" * 2**22
     sending = threading.Thread(target=theirs.sendall, args=(encode(text),))
@@ -58,9 +54,7 @@ def test_a_message_that_is_larger_than_a_socket_comes_whole(
     sending.join()
 
 
-def test_none_is_larger_than_the_bound(
-    ends: tuple[Channel, socket.socket], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_none_is_larger_than_the_bound(ends, monkeypatch):
     ours, theirs = ends
     frame = encode("x" * 100)
     monkeypatch.setattr(channel, "MAX_MESSAGE_BYTES", 50)
@@ -73,7 +67,7 @@ def test_none_is_larger_than_the_bound(
         received(frame)
 
 
-def test_one_that_breaks_off_is_no_message() -> None:
+def test_one_that_breaks_off_is_no_message():
     assert received(encode([1, 2])) == [1, 2]
     with pytest.raises(ValueError, match="breaks off"):
         received(encode([1, 2])[:-1])

@@ -37,7 +37,7 @@ def pid_in(file: Path) -> int:
         ("exit 0", 0),
     ],
 )
-def test_the_status_is_the_commands(command: str, status: int) -> None:
+def test_the_status_is_the_commands(command, status):
     child = Child(["/bin/sh", "-c", command], os.environ)
     assert child.wait(60) == status
     child.end()
@@ -46,7 +46,7 @@ def test_the_status_is_the_commands(command: str, status: int) -> None:
 @pytest.mark.parametrize(
     "way", ["ends", "is killed", "is ended", "is ended while its keeper is stopped"]
 )
-def test_what_it_started_ends_with_it(tmp_path: Path, way: str) -> None:
+def test_what_it_started_ends_with_it(tmp_path, way):
     file = tmp_path / "pid"
     then = {"ends": "exit 3", "is killed": "kill -KILL $$"}.get(way, "sleep 600")
     child = Child(["/bin/sh", "-c", LEAVES.format(file=file, then=then)], os.environ)
@@ -63,8 +63,8 @@ def test_what_it_started_ends_with_it(tmp_path: Path, way: str) -> None:
 
 
 def test_it_ends_with_an_owner_that_is_killed_although_another_process_has_its_descriptors(
-    tmp_path: Path,
-) -> None:
+    tmp_path,
+):
     file = tmp_path / "pid"
     command = [sys.executable, "-c", OWNER, LEAVES.format(file=file, then="sleep 600")]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as owner:
@@ -75,7 +75,7 @@ def test_it_ends_with_an_owner_that_is_killed_although_another_process_has_its_d
     wait_until(lambda: not is_running(keeper) and not is_running(left), "all of it ends")
 
 
-def test_signals_to_its_group_do_not_end_the_keeper(tmp_path: Path) -> None:
+def test_signals_to_its_group_do_not_end_the_keeper(tmp_path):
     child = Child(
         ["/bin/sh", "-c", f"trap '' HUP INT USR1; echo $$ >{tmp_path}/pid; sleep 600"], os.environ
     )
@@ -86,14 +86,14 @@ def test_signals_to_its_group_do_not_end_the_keeper(tmp_path: Path) -> None:
     child.end()
 
 
-def test_memory_is_limited() -> None:
+def test_memory_is_limited():
     command = [sys.executable, "-c", "bytearray(2**30)"]
     child = Child(command, memory_bytes=2**29)
     assert child.wait(60) == 1
     child.end()
 
 
-def test_what_ends_by_itself_has_a_moment(tmp_path: Path) -> None:
+def test_what_ends_by_itself_has_a_moment(tmp_path):
     """As what a process of the run started under a keeper of its own."""
     said = tmp_path / "said"
     waits = "while kill -0 $$ 2>/dev/null; do sleep 0.02; done"
@@ -107,7 +107,7 @@ def test_what_ends_by_itself_has_a_moment(tmp_path: Path) -> None:
         (tmp_path / "pid").unlink()
 
 
-def test_folders_of_an_owner_that_is_killed_are_removed(tmp_path: Path) -> None:
+def test_folders_of_an_owner_that_is_killed_are_removed(tmp_path):
     code = OWNER.replace("os.environ)", "removed=[sys.argv[2]])")
     for name in ("mine-1", "mine-2", "others"):
         (tmp_path / name).mkdir()
@@ -122,7 +122,7 @@ def test_folders_of_an_owner_that_is_killed_are_removed(tmp_path: Path) -> None:
     assert (tmp_path / "others").is_dir()
 
 
-def test_it_is_asked_to_end() -> None:
+def test_it_is_asked_to_end():
     child = Child(["/bin/sh", "-c", "trap 'exit 5' TERM; echo ready; while :; do sleep 0.1; done"])
     while child.wait(0.2) is None:
         child.ask_to_end()
@@ -131,7 +131,7 @@ def test_it_is_asked_to_end() -> None:
 
 
 @pytest.mark.parametrize("continued", [False, True])
-def test_a_stop_lasts_unless_it_is_to_go_on(continued: bool) -> None:
+def test_a_stop_lasts_unless_it_is_to_go_on(continued):
     child = Child(["/bin/sh", "-c", "kill -STOP $$; exit 6"], continued=continued)
     assert child.wait(60 if continued else 1.5) == (6 if continued else None)
     child.end()

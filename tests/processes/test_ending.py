@@ -50,7 +50,7 @@ sys.exit(__main__.main())
 @pytest.mark.parametrize(
     "kind", ["popen", *(pytest.param(each, marks=pytest.mark.slow) for each in [*LEAVES][1:])]
 )
-def test_it_ends_with_its_status_and_nothing_is_left(kind: str) -> None:
+def test_it_ends_with_its_status_and_nothing_is_left(kind):
     command = [sys.executable, "-c", PROCESS.format(code=LEAVES[kind])]
     ended = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=60)
     assert ended.returncode == 5
@@ -59,7 +59,7 @@ def test_it_ends_with_its_status_and_nothing_is_left(kind: str) -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_while_python_ends_leaves_nothing(number: signal.Signals) -> None:
+def test_a_signal_while_python_ends_leaves_nothing(number):
     """As a second Ctrl-C, after the command has returned."""
     with subprocess.Popen([sys.executable, "-c", COMMAND], stdout=subprocess.PIPE) as process:
         assert process.stdout is not None

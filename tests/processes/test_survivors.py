@@ -4,7 +4,6 @@ import os
 import signal
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -65,7 +64,7 @@ SLOW = ("spawn", "forkserver")
     "kind",
     [pytest.param(each, marks=pytest.mark.slow) if each in SLOW else each for each in STARTS],
 )
-def test_nothing_is_left_after_a_kill(kind: str, end: str, tmp_path: Path) -> None:
+def test_nothing_is_left_after_a_kill(kind, end, tmp_path):
     file = tmp_path / "starts.py"
     code = STARTS[kind].strip().replace("\n", "\n        ")
     file.write_text(PROCESS.format(code=code, end=LATER[end]))

@@ -2,7 +2,6 @@
 not."""
 
 import asyncio
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -44,36 +43,34 @@ def silent(solution_str): return {"score": 1.0, "acc": None}
         ({"math": 1.0, "exact_match": 0.0}, {"math": 0.4, "exact_match": 0.6}, 0.0),
     ],
 )
-def test_the_part_that_compares_answers_decides(
-    parts: dict[str, float], weights: dict[str, float], expected: float
-) -> None:
+def test_the_part_that_compares_answers_decides(parts, weights, expected):
     assert accuracy({name: Score(value) for name, value in parts.items()}, weights) == expected
 
 
-def test_a_function_that_says_how_right_it_is_decides_before_any_other() -> None:
+def test_a_function_that_says_how_right_it_is_decides_before_any_other():
     parts = {"math": Score(1.0), "custom": Score(0.9, {"acc": 0.0})}
     assert accuracy(parts, {"math": 1.0, "custom": 0.1}) == 0.0
 
 
-def test_one_or_more_is_right() -> None:
+def test_one_or_more_is_right():
     assert [is_right(value) for value in (1.0, 1.0 - 1e-9, 10.0, 0.999, 0.7, -1.0)] == [
         True
     ] * 3 + [False] * 3
 
 
 @pytest.mark.parametrize("acc", [True, 1, np.bool_(True), np.float32(1.0), 1.0])
-def test_what_a_function_says_of_itself_is_a_number(acc: object) -> None:
+def test_what_a_function_says_of_itself_is_a_number(acc):
     score = read_score({"score": -0.5, "acc": acc})
     assert (score.value, score.extra) == (-0.5, {"acc": 1.0})
 
 
 @pytest.mark.parametrize("acc", ["yes", float("nan"), [1.0]])
-def test_else_it_is_no_verdict(acc: object) -> None:
+def test_else_it_is_no_verdict(acc):
     with pytest.raises(ValueError, match="'acc'"):
         read_score({"score": 1.0, "acc": acc})
 
 
-def test_no_verdict_is_not_right(tmp_path: Path) -> None:
+def test_no_verdict_is_not_right(tmp_path):
     (tmp_path / "own.py").write_text(REWARDS)
     settings = {"timeout_s": 20.0, "num_workers": 1, "max_response_length": 100}
     with make_router(

@@ -2,8 +2,6 @@
 
 import asyncio
 import json
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
@@ -50,14 +48,14 @@ MESSAGES = [{"role": "system", "content": "be"}, {"role": "user", "content": "ab
 
 
 @pytest.fixture(scope="module")
-def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def file(tmp_path_factory):
     path = tmp_path_factory.mktemp("rewards") / "foreign.py"
     path.write_text(SOURCE)
     return path
 
 
 @pytest.fixture(scope="module")
-def pool(file: Path) -> Iterator[RewardPool]:
+def pool(file):
     targets = {name: with_answer_key(f"{file}:{name}", {}, "solution") for name in NAMES}
     targets["weighted"] = with_answer_key(f"{file}:some", {"weight": 0.25}, "solution")
     pool = RewardPool(PoolSettings(targets, num_workers=1, timeout_s=60.0))
@@ -71,19 +69,19 @@ def ask(pool: RewardPool, name: str, *texts: str, **extra: object) -> list[Rewar
     return asyncio.run(pool.score_group(name, [{**asked, "solution_str": text} for text in texts]))
 
 
-def test_trl_gets_completions_and_columns_as_lists(pool: RewardPool) -> None:
+def test_trl_gets_completions_and_columns_as_lists(pool):
     assert ask(pool, "columns", "7", "8") == [Score(1.0), Score(0.0)]
     assert ask(pool, "chat", "ab", "abcd", **{PROMPT_CHAT: MESSAGES}) == [Score(2.3), Score(4.3)]
     assert {"columns", "chat", "some"} <= pool.takes_batches
 
 
-def test_an_option_of_the_part_is_its_argument(pool: RewardPool) -> None:
+def test_an_option_of_the_part_is_its_argument(pool):
     assert ask(pool, "some", "x") == [Score(0.5)] and ask(pool, "weighted", "x", weight=9) == [
         Score(0.25)
     ]
 
 
-def test_errors_say_what_is_offered(pool: RewardPool) -> None:
+def test_errors_say_what_is_offered(pool):
     (missing,), (form,) = ask(pool, "wants_more", "a"), ask(pool, "chat", "a")
     assert (
         isinstance(missing, Error)
@@ -97,9 +95,7 @@ def test_errors_say_what_is_offered(pool: RewardPool) -> None:
 
 
 @pytest.mark.parametrize(("name", "what"), [("too_few", "a list of 1"), ("one_number", "0.5")])
-def test_a_wrong_number_of_scores_names_the_function(
-    pool: RewardPool, name: str, what: str
-) -> None:
+def test_a_wrong_number_of_scores_names_the_function(pool, name, what):
     line = next(i for i, text in enumerate(SOURCE.split("\n"), 1) if f"def {name}" in text)
     first, second = ask(pool, name, "a", "b")
     assert first == second and isinstance(first, Error)
@@ -109,7 +105,7 @@ def test_a_wrong_number_of_scores_names_the_function(
     )
 
 
-def test_none_leaves_the_response_out_of_that_function(file: Path) -> None:
+def test_none_leaves_the_response_out_of_that_function(file):
     """As TRL's nansum does; where all functions return None there is no score."""
     functions = {
         "default": [("exact_match", 2.0), (f"{file}:some", 1.0)],
@@ -145,15 +141,13 @@ def test_none_leaves_the_response_out_of_that_function(file: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["completion_ids", "trainer_state"])
-def test_what_nothing_is_passed_for_is_refused_by_name(name: str) -> None:
+def test_what_nothing_is_passed_for_is_refused_by_name(name):
     function = eval(f"lambda completions, {name}: 0")
     assert f"takes '{name}'" in find_fault(function) and "default" in find_fault(function)
     assert find_fault(eval(f"lambda completions, {name}=None: 0")) == ""
 
 
-def test_a_chat_of_a_data_set_is_messages_in_the_reward_check(
-    tmp_path: Path, capsys: pytest.CaptureFixture
-) -> None:
+def test_a_chat_of_a_data_set_is_messages_in_the_reward_check(tmp_path, capsys):
     from distflow import cli
 
     (tmp_path / "own.py").write_text(

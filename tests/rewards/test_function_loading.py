@@ -127,7 +127,7 @@ def test_what_is_none_is_an_error(returned):
         read_score(returned)
 
 
-def test_arguments_that_have_no_name_are_refused_before_a_call() -> None:
+def test_arguments_that_have_no_name_are_refused_before_a_call():
     assert "remove the '/'" in find_fault(lambda solution_str, ground_truth, /: 0.0)
     assert find_fault(lambda *rest: 0.0).startswith(
         "takes (*rest): a reward function takes some of"

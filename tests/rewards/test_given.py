@@ -4,8 +4,6 @@ file."""
 import asyncio
 import functools
 import threading
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
@@ -112,7 +110,7 @@ def cells() -> dict:
 
 
 @pytest.fixture(scope="module")
-def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RewardPool]:
+def pool(tmp_path_factory):
     folder = tmp_path_factory.mktemp("rewards")
     namespace = cells()
 
@@ -133,20 +131,20 @@ def judge(pool: RewardPool, name: str) -> RewardResult:
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)
-def test_every_kind_of_function_gives_its_score(pool: RewardPool, name: str) -> None:
+def test_every_kind_of_function_gives_its_score(pool, name):
     reward_result = judge(pool, name)
     assert isinstance(reward_result, Score), reward_result
     assert reward_result.value == FUNCTIONS[name][1]
 
 
-def test_what_it_raises_is_an_error_as_of_a_file(pool: RewardPool) -> None:
+def test_what_it_raises_is_an_error_as_of_a_file(pool):
     reward_result = judge(pool, "raising")
     assert (
         isinstance(reward_result, Error) and "KeyError: 'what is missing'" in reward_result.reason
     )
 
 
-def test_what_cannot_be_sent_is_named(tmp_path: Path) -> None:
+def test_what_cannot_be_sent_is_named(tmp_path):
     namespace = cells() | {"lock": threading.Lock()}
     exec("def locked(solution_str):\n    with lock:\n        return 1.0", namespace)
     with pytest.raises(UserError, match="locked.*lock.*functools.cache"):
@@ -155,7 +153,7 @@ def test_what_cannot_be_sent_is_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("data", [b"", b"distflow reward abc\n", b"distflow reward abc\ngarbage"])
-def test_a_file_that_is_none_is_the_users_error(data: bytes, tmp_path: Path) -> None:
+def test_a_file_that_is_none_is_the_users_error(data, tmp_path):
     (tmp_path / "reward.pkl").write_bytes(data)
     with pytest.raises(LoadError, match=r"reward\.pkl' .* read "):
         read_pickled(tmp_path / "reward.pkl")
@@ -181,9 +179,7 @@ def reward(solution_str, scale=2):
         (("LIMIT = 1", "LIMIT = 2"), False),
     ],
 )
-def test_a_fingerprint_follows_the_code_and_its_constants(
-    change: tuple[str, str], is_same: bool
-) -> None:
+def test_a_fingerprint_follows_the_code_and_its_constants(change, is_same):
     def fingerprint(source: str, cell: str) -> str:
         namespace: dict = {"__name__": "__main__"}
         exec(compile(source, cell, "exec"), namespace)
@@ -195,7 +191,7 @@ def test_a_fingerprint_follows_the_code_and_its_constants(
     ) is is_same
 
 
-def test_the_fingerprint_of_a_file_is_read_without_running_it(tmp_path: Path) -> None:
+def test_the_fingerprint_of_a_file_is_read_without_running_it(tmp_path):
     function = functools.partial(max, 1)
     write_function(function, "abc", tmp_path / "reward.pkl")
     assert fingerprint_target(f"{tmp_path / 'reward.pkl'}:max") == "abc"

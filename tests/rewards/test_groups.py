@@ -1,8 +1,6 @@
 """Async and batched rewards: handed all answers to a prompt at a time, judged as one by one."""
 
 import asyncio
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
@@ -56,14 +54,14 @@ NAMES = ("waiting", "blocking", "ranked", "ranked_async", "mixed", "short", "ten
 
 
 @pytest.fixture(scope="module")
-def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def file(tmp_path_factory):
     path = tmp_path_factory.mktemp("rewards") / "rewards.py"
     path.write_text(SOURCE)
     return path
 
 
 @pytest.fixture(scope="module")
-def pool(file: Path) -> Iterator[RewardPool]:
+def pool(file):
     pool = RewardPool(
         PoolSettings({name: f"{file}:{name}" for name in NAMES}, num_workers=1, timeout_s=20.0)
     )
@@ -81,11 +79,11 @@ def ask(
     return asyncio.run(pool.score_group(name, asked, timeout_s))
 
 
-def test_the_pool_knows_which_take_groups(pool: RewardPool) -> None:
+def test_the_pool_knows_which_take_groups(pool):
     assert pool.takes_groups == set(NAMES)
 
 
-def test_async_ones_wait_together_and_fail_alone(pool: RewardPool) -> None:
+def test_async_ones_wait_together_and_fail_alone(pool):
     """Each waits for all others to have begun."""
     reward_results = ask(pool, "waiting", ["a", "raise", "abc", *["abcd"] * 20], together=23)
     assert reward_results[0] == Score(1.0, {"acc": 0.0}) and reward_results[2] == Score(
@@ -97,7 +95,7 @@ def test_async_ones_wait_together_and_fail_alone(pool: RewardPool) -> None:
     )
 
 
-def test_an_async_one_has_a_deadline_of_its_own(pool: RewardPool) -> None:
+def test_an_async_one_has_a_deadline_of_its_own(pool):
     """Else both would be killed after the time of two."""
 
     def check(deadline_s: float) -> None:
@@ -107,17 +105,17 @@ def test_an_async_one_has_a_deadline_of_its_own(pool: RewardPool) -> None:
     assert ask(pool, "waiting", ["a"]) == [Score(1.0, {"acc": 0.0})]
 
 
-def test_one_that_blocks_is_killed(pool: RewardPool) -> None:
+def test_one_that_blocks_is_killed(pool):
     assert ask(pool, "blocking", ["a", "b"], 0.2) == [Timeout(0.4), Timeout(0.4)]
     assert ask(pool, "waiting", ["a"]) == [Score(1.0, {"acc": 0.0})]
 
 
 @pytest.mark.parametrize("name", ["ranked", "ranked_async"])
-def test_a_batched_one_sees_all_answers_to_a_prompt(pool: RewardPool, name: str) -> None:
+def test_a_batched_one_sees_all_answers_to_a_prompt(pool, name):
     assert ask(pool, name, ["c", "a", "b"]) == [Score(2.0), Score(0.0), Score(1.0)]
 
 
-def test_what_a_batched_one_may_return(pool: RewardPool) -> None:
+def test_what_a_batched_one_may_return(pool):
     first, second, third, fourth = ask(pool, "mixed", ["a", "b", "c", "d"])
     assert (first, second) == (Score(1.0), Score(0.5, {"why": "so"}))
     assert isinstance(third, Error) and "None" in third.reason
@@ -131,14 +129,14 @@ def test_what_a_batched_one_may_return(pool: RewardPool) -> None:
         )
 
 
-def test_a_crash_is_an_error_for_the_whole_group(pool: RewardPool) -> None:
+def test_a_crash_is_an_error_for_the_whole_group(pool):
     reward_results = ask(pool, "leaves", ["a", "b"])
     assert [
         isinstance(v, Error) and "exited with status 3, twice" in v.reason for v in reward_results
     ] == [True, True]
 
 
-def test_the_router_hands_them_the_samples_of_their_domain(file: Path) -> None:
+def test_the_router_hands_them_the_samples_of_their_domain(file):
     functions = {
         "default": [(f"{file}:ranked", 1.0), ("exact_match", 10.0)],
         "other": [(f"{file}:waiting", 1.0)],

@@ -1,7 +1,5 @@
 """What a judge is asked, and the score that its answer ends with."""
 
-from pathlib import Path
-
 import pytest
 
 from distflow.errors import UserError
@@ -22,7 +20,7 @@ OTHER = '{"reason": "it is wrong", "score": 0}'
         f"{GOOD} or again {GOOD}",
     ],
 )
-def test_an_answer_ends_with_its_score(answer: str) -> None:
+def test_an_answer_ends_with_its_score(answer):
     assert score_at_end(answer) == {"reason": "it is {right}", "score": 0.5}
 
 
@@ -42,12 +40,12 @@ def test_an_answer_ends_with_its_score(answer: str) -> None:
         f'{GOOD} {{"reason": "no score"}}',
     ],
 )
-def test_any_other_answer_is_no_score(answer: str) -> None:
+def test_any_other_answer_is_no_score(answer):
     with pytest.raises(ValueError, match="the judge"):
         score_at_end(answer)
 
 
-def test_a_template_is_a_text_or_a_file_and_names_the_response(tmp_path: Path) -> None:
+def test_a_template_is_a_text_or_a_file_and_names_the_response(tmp_path):
     assert (
         "{response}" in judge_template("")
         and judge_template("Is {response} right?") == "Is {response} right?"

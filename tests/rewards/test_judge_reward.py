@@ -6,9 +6,8 @@ import re
 import threading
 import time
 import unicodedata
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from pathlib import Path
 
 import pytest
 
@@ -80,7 +79,7 @@ class Handler(BaseHTTPRequestHandler):
 
 
 @pytest.fixture
-def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
+def server(monkeypatch):
     monkeypatch.setenv("OPENAI_API_KEY", SECRET)
     with Server() as server:
         thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
@@ -91,7 +90,7 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
 
 
 @pytest.fixture(scope="module")
-def runner() -> Iterator[asyncio.Runner]:
+def runner():
     with asyncio.Runner() as runner:
         yield runner
 
@@ -260,7 +259,7 @@ def test_a_group_waits_together_in_its_process_and_a_silent_endpoint_is_a_timeou
         pool.close()
 
 
-def test_the_router_hands_over_the_prompt_and_an_error_masks(server, tmp_path: Path):
+def test_the_router_hands_over_the_prompt_and_an_error_masks(server, tmp_path):
     server.reply = lambda content, number: (
         reward_result(0.5) if "2+2?" in content else completion("garbage")
     )

@@ -71,7 +71,7 @@ def in_template(response: str, messages: list[dict[str, str]]) -> str:
 @pytest.mark.parametrize(
     "pad", [{"pad_token": EOS}, {"pad_token": None}, {}, {"padding_side": "left"}], ids=str
 )
-def test_messages_go_through_the_models_own_template(tmp_path: Path, pad: dict[str, Any]) -> None:
+def test_messages_go_through_the_models_own_template(tmp_path, pad):
     folder = write_tiny_reward_model(tmp_path, tokenizer=own_tokenizer(**pad))
     wanted = reference(folder, [in_template(response, MESSAGES) for response in RESPONSES])
     assert len({round(each, 3) for each in wanted}) == len(RESPONSES)
@@ -82,13 +82,13 @@ def test_messages_go_through_the_models_own_template(tmp_path: Path, pad: dict[s
         )
 
 
-def test_a_plain_prompt_is_one_message_of_the_user(tmp_path: Path) -> None:
+def test_a_plain_prompt_is_one_message_of_the_user(tmp_path):
     folder = write_tiny_reward_model(tmp_path, tokenizer=own_tokenizer())
     wanted = reference(folder, [in_template(response, MESSAGES[1:]) for response in RESPONSES])
     assert values(score(folder, RESPONSES)) == pytest.approx(wanted, abs=2e-5)
 
 
-def test_without_a_template_texts_stand_behind_each_other_and_end(tmp_path: Path) -> None:
+def test_without_a_template_texts_stand_behind_each_other_and_end(tmp_path):
     folder = write_tiny_reward_model(tmp_path, tokenizer=own_tokenizer(chat_template=None))
     wanted = reference(
         folder, [f"Be brief.\n\n{PROMPT}{response}{EOS}" for response in RESPONSES[:3]]
@@ -96,7 +96,7 @@ def test_without_a_template_texts_stand_behind_each_other_and_end(tmp_path: Path
     assert values(score(folder, RESPONSES[:3], MESSAGES)) == pytest.approx(wanted, abs=2e-5)
 
 
-def test_an_encoder_is_shown_a_pair(tmp_path: Path) -> None:
+def test_an_encoder_is_shown_a_pair(tmp_path):
     from tokenizers.processors import TemplateProcessing
 
     tokenizer = own_tokenizer(chat_template=None)
@@ -115,7 +115,7 @@ def test_an_encoder_is_shown_a_pair(tmp_path: Path) -> None:
     assert cut["cut_tokens"] == 3 + len(PROMPT) + 50 - 40
 
 
-def test_what_is_too_long_loses_its_beginning_and_that_is_told(tmp_path: Path) -> None:
+def test_what_is_too_long_loses_its_beginning_and_that_is_told(tmp_path):
     tokenizer = own_tokenizer(chat_template="{{ bos_token }}" + OWN_TEMPLATE)
     folder = write_tiny_reward_model(tmp_path, tokenizer=tokenizer, max_position_embeddings=40)
     text = f"<bos>{in_template('5', MESSAGES)}"
@@ -143,7 +143,7 @@ def asked(response: str) -> dict[str, object]:
     return {"solution_str": response, "extra_info": {}, "prompt": PROMPT}
 
 
-def test_no_number_is_no_score(tmp_path: Path) -> None:
+def test_no_number_is_no_score(tmp_path):
     folder = write_tiny_reward_model(tmp_path)
     function = load_reward(target(folder))
     model_reward._loaded(str(folder), "", "float32", "cpu", 0).model.score.weight.data[:] = math.nan
@@ -163,7 +163,7 @@ def part(folder: Path, weight: float, **options: object) -> tuple[str, float, di
 
 
 @pytest.mark.slow
-def test_one_process_judges_for_all_domains_as_one_part_of_the_score(tmp_path: Path) -> None:
+def test_one_process_judges_for_all_domains_as_one_part_of_the_score(tmp_path):
     folder, other = (
         write_tiny_reward_model(tmp_path / name, seed=i) for i, name in enumerate("ab")
     )
@@ -229,9 +229,7 @@ def test_one_process_judges_for_all_domains_as_one_part_of_the_score(tmp_path: P
         ),
     ],
 )
-def test_what_cannot_judge_is_told_before_the_start(
-    tmp_path: Path, options: dict[str, Any], said: str
-) -> None:
+def test_what_cannot_judge_is_told_before_the_start(tmp_path, options, said):
     write_tiny_reward_model(tmp_path)
     write_tiny_reward_model(tmp_path / "other", vocab_size=50)
     given = {
@@ -243,7 +241,7 @@ def test_what_cannot_judge_is_told_before_the_start(
     assert said in str(caught.value)
 
 
-def test_a_failure_is_an_error_of_those_that_were_asked_together(tmp_path: Path) -> None:
+def test_a_failure_is_an_error_of_those_that_were_asked_together(tmp_path):
     template = (
         "{% if messages[-1]['content'] == 'bad' %}{{ raise_exception('not this') }}{% endif %}"
         + OWN_TEMPLATE

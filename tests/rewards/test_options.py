@@ -2,7 +2,6 @@
 judged."""
 
 import asyncio
-from pathlib import Path
 
 import pytest
 
@@ -33,7 +32,7 @@ def judged(functions: dict, response: str) -> dict[str, float]:
         return asyncio.run(ask(router))
 
 
-def test_options_from_the_config_to_the_function(tmp_path: Path):
+def test_options_from_the_config_to_the_function(tmp_path):
     (tmp_path / "own.py").write_text(
         "async def compute_score(solution_str, base=1.0, word='x', strict=False):\n"
         "    return base * solution_str.count(word) + 100 * strict\n"

@@ -2,7 +2,6 @@
 
 import inspect
 import re
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -38,7 +37,7 @@ def row_of(
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_scores_are_the_packages_own(name: str) -> None:
+def test_scores_are_the_packages_own(name):
     row, entry, dataset = row_of(name)
     right = entry["answer"]
     said = compute_score(f"I think <answer>0</answer>, no: <answer>{entry['answer']}</answer>", row)
@@ -51,7 +50,7 @@ def test_scores_are_the_packages_own(name: str) -> None:
     )
 
 
-def test_a_fraction_is_paid_and_not_right() -> None:
+def test_a_fraction_is_paid_and_not_right():
     row, entry, dataset = row_of("leg_counting")
     answer = f"{entry['answer']} legs"
     wanted = dataset.score_answer(answer, entry)
@@ -63,7 +62,7 @@ def test_a_fraction_is_paid_and_not_right() -> None:
     }
 
 
-def test_what_the_data_set_cannot_read_is_wrong() -> None:
+def test_what_the_data_set_cannot_read_is_wrong():
     row, entry, dataset = row_of("prime_factorization")
     with pytest.raises(ValueError):
         dataset.score_answer("garbage", entry)
@@ -71,7 +70,7 @@ def test_what_the_data_set_cannot_read_is_wrong() -> None:
 
 
 @pytest.mark.parametrize("name", [*EVALUATED, *EXPRESSIONS])
-def test_no_answer_is_evaluated(name: str, tmp_path: Path) -> None:
+def test_no_answer_is_evaluated(name, tmp_path):
     trace = tmp_path / "it ran"
     row, _, _ = row_of(name)
 
@@ -95,7 +94,7 @@ HARMLESS = {
 }
 
 
-def test_those_that_evaluate_are_known() -> None:
+def test_those_that_evaluate_are_known():
     """A version of the package with others fails here."""
     found = set()
     for name, (dataset, _) in DATASETS.items():
@@ -105,7 +104,7 @@ def test_those_that_evaluate_are_known() -> None:
     assert found == {*EVALUATED, *EXPRESSIONS, *HARMLESS}
 
 
-def test_arithmetic_is_read_and_nothing_else() -> None:
+def test_arithmetic_is_read_and_nothing_else():
     readable = ("3 + 4*(2 - 1)/5", "2*x**2 + sin(x)/3 - 4.5", "x^2 + C", "-7", "", None)
     assert all(is_readable("simple_integration", answer) for answer in readable)
     refused = (
@@ -123,6 +122,6 @@ def test_arithmetic_is_read_and_nothing_else() -> None:
     assert not any(is_readable("simple_integration", answer) for answer in refused)
 
 
-def test_a_row_of_other_data_is_told() -> None:
+def test_a_row_of_other_data_is_told():
     with pytest.raises(ValueError, match="reasoning-gym:NAME"):
         compute_score("<answer>4</answer>", {})

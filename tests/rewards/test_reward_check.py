@@ -2,7 +2,6 @@
 nothing else is."""
 
 import asyncio
-from pathlib import Path
 
 import pytest
 
@@ -58,7 +57,7 @@ def test_a_built_in_has_no_fault(name):
     assert len(result.seconds) >= sum(kind.asked for kind in result.kinds.values())
 
 
-def test_a_reward_that_hangs_ends_the_check_after_a_few_calls(tmp_path: Path):
+def test_a_reward_that_hangs_ends_the_check_after_a_few_calls(tmp_path):
     """Two hundred rows in six forms, each for its deadline, would take minutes."""
     (tmp_path / "hangs.py").write_text(
         "import time\n"
@@ -73,7 +72,7 @@ def test_a_reward_that_hangs_ends_the_check_after_a_few_calls(tmp_path: Path):
     )
 
 
-def test_the_faults_of_a_reward_are_counted_by_kind(tmp_path: Path):
+def test_the_faults_of_a_reward_are_counted_by_kind(tmp_path):
     (tmp_path / "bad.py").write_text(
         "import time\n"
         "def compute_score(solution_str, ground_truth):\n"
@@ -98,7 +97,7 @@ def test_the_faults_of_a_reward_are_counted_by_kind(tmp_path: Path):
     at_some_deadline(check, 1.0, 10.0)
 
 
-def test_a_reward_that_is_never_or_always_right(tmp_path: Path):
+def test_a_reward_that_is_never_or_always_right(tmp_path):
     (tmp_path / "constant.py").write_text(
         "def never(solution_str):\n    return 0.9\ndef always(solution_str):\n"
         "    return {'score': -1.0, 'acc': 1.0}\n"
@@ -112,7 +111,7 @@ def test_a_reward_that_is_never_or_always_right(tmp_path: Path):
     )
 
 
-def test_the_rows_own_responses_stand_for_answers_that_are_no_text(tmp_path: Path):
+def test_the_rows_own_responses_stand_for_answers_that_are_no_text(tmp_path):
     (tmp_path / "tests.py").write_text(
         "def compute_score(solution_str, ground_truth):\n"
         "    return float(ground_truth['key'] in solution_str)\n"
@@ -161,7 +160,7 @@ FIRST_CALLS = {
 
 
 @pytest.mark.parametrize("line", FIRST_CALLS)
-def test_a_first_call_without_a_score_is_reported(tmp_path: Path, line: str) -> None:
+def test_a_first_call_without_a_score_is_reported(tmp_path, line):
     """With the function, its file and line, and the line of the user's code where a library
     raised."""
     (tmp_path / "own.py").write_text(f"\n\ndef judged(solution_str, ground_truth):\n    {line}\n")
@@ -182,7 +181,7 @@ def test_a_first_call_without_a_score_is_reported(tmp_path: Path, line: str) -> 
     assert "data.answer_key" not in said
 
 
-def test_a_first_row_without_a_ground_truth_is_named_as_the_cause(tmp_path: Path) -> None:
+def test_a_first_row_without_a_ground_truth_is_named_as_the_cause(tmp_path):
     (tmp_path / "own.py").write_text(
         "def judged(solution_str, ground_truth):\n    return len(ground_truth)\n"
     )
@@ -195,9 +194,7 @@ def test_a_first_row_without_a_ground_truth_is_named_as_the_cause(tmp_path: Path
         call_first(settings, [Row("rows.jsonl:1", "default", None, {})])
 
 
-def test_a_first_call_is_with_the_first_row_of_a_domain_and_its_ground_truth(
-    tmp_path: Path,
-) -> None:
+def test_a_first_call_is_with_the_first_row_of_a_domain_and_its_ground_truth(tmp_path):
     (tmp_path / "own.py").write_text(
         "def judged(solution_str, ground_truth, prompt='', bonus=0.0):\n"
         "    open(__file__ + '.log', 'a').write(f'{prompt} {solution_str} {ground_truth} "
@@ -233,9 +230,7 @@ def test_a_first_call_is_with_the_first_row_of_a_domain_and_its_ground_truth(
         ({"tests": []}, "return 0.0", []),
     ],
 )
-def test_scores_that_are_odd_are_told(
-    tmp_path: Path, answer: object, line: str, notes: list[str]
-) -> None:
+def test_scores_that_are_odd_are_told(tmp_path, answer, line, notes):
     (tmp_path / "own.py").write_text(f"def judged(solution_str, ground_truth):\n    {line}\n")
     parts = {"default": (RewardPart(f"{tmp_path / 'own.py'}:judged"),)}
     said = call_first(
@@ -257,9 +252,7 @@ NEVER_RIGHT = [
 
 
 @pytest.mark.parametrize(("answer", "line", "said"), NEVER_RIGHT)
-def test_answers_that_never_count_as_right_are_told_with_their_types(
-    tmp_path: Path, answer: object, line: str, said: str
-) -> None:
+def test_answers_that_never_count_as_right_are_told_with_their_types(tmp_path, answer, line, said):
     (tmp_path / "own.py").write_text(f"def judged(solution_str, ground_truth):\n    {line}\n")
     target = f"{tmp_path / 'own.py'}:judged"
     rows = [Row(f"rows.jsonl:{number}", "default", answer, {}) for number in (1, 2)]
@@ -287,7 +280,7 @@ LEGITIMATE = [
 
 
 @pytest.mark.parametrize(("answer", "line"), LEGITIMATE)
-def test_rewards_of_another_kind_are_not_accused(tmp_path: Path, answer: object, line: str) -> None:
+def test_rewards_of_another_kind_are_not_accused(tmp_path, answer, line):
     (tmp_path / "own.py").write_text(f"def judged(solution_str, ground_truth):\n    {line}\n")
     parts = {"default": (RewardPart(f"{tmp_path / 'own.py'}:judged"),)}
     assert not call_first(
@@ -295,7 +288,7 @@ def test_rewards_of_another_kind_are_not_accused(tmp_path: Path, answer: object,
     )
 
 
-def test_a_slow_function_is_not_tried_for_long(tmp_path: Path) -> None:
+def test_a_slow_function_is_not_tried_for_long(tmp_path):
     (tmp_path / "own.py").write_text(
         "import time\n\ndef judged(solution_str, ground_truth):\n"
         "    open(__file__ + '.log', 'a').write('x')\n    time.sleep(1.2)\n    return 0.0\n"
@@ -306,7 +299,7 @@ def test_a_slow_function_is_not_tried_for_long(tmp_path: Path) -> None:
     assert len((tmp_path / "own.py.log").read_text()) < 10
 
 
-def test_a_batched_function_is_called_with_two_responses(tmp_path: Path) -> None:
+def test_a_batched_function_is_called_with_two_responses(tmp_path):
     (tmp_path / "own.py").write_text(
         "def judged(solution_strs, ground_truths):\n    return [1.0]\n"
     )

@@ -1,7 +1,6 @@
 """Rewards by domain: weights, parts by name, the overlong penalty, and parts that fail."""
 
 import asyncio
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -49,7 +48,7 @@ def score(router: RewardRouter, judged: Sample) -> RewardOutcome:
 
 
 @pytest.fixture(scope="module")
-def router() -> Iterator[RewardRouter]:
+def router():
     functions = {
         "default": [("math", 1.0), ("format", 0.25)],
         "text": [("exact_match", 2.0)],

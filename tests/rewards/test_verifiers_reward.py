@@ -57,7 +57,7 @@ def rows_of(tmp_path: Path, monkeypatch: Any, query: str = "", **changes: str) -
     return load_rows(f"verifiers:{name}{query}", Columns(answer_required=False))[0]
 
 
-def test_tasks_are_rows_and_their_rewards_scores(tmp_path: Path, monkeypatch: Any) -> None:
+def test_tasks_are_rows_and_their_rewards_scores(tmp_path, monkeypatch):
     rows = rows_of(tmp_path, monkeypatch, "?rows=2")
     assert [row.answer for row in rows] == ["1", "2"] and rows[0].domain.startswith(
         "verifiers/toy_"
@@ -81,9 +81,7 @@ def test_tasks_are_rows_and_their_rewards_scores(tmp_path: Path, monkeypatch: An
     "changes, said",
     [({"query": "?row=2"}, "cannot be loaded"), ({"taskset": "INFINITE = True"}, "is infinite")],
 )
-def test_tasksets_that_cannot_be_read_are_refused(
-    tmp_path: Path, monkeypatch: Any, changes: dict, said: str
-) -> None:
+def test_tasksets_that_cannot_be_read_are_refused(tmp_path, monkeypatch, changes, said):
     with pytest.raises(UserError) as caught:
         rows_of(tmp_path, monkeypatch, **changes)
     assert said in str(caught.value)
@@ -98,9 +96,7 @@ def test_tasksets_that_cannot_be_read_are_refused(
         ({"taskset": "toolsets = classmethod(lambda cls, config: [object()])"}, "needs tools"),
     ],
 )
-def test_what_needs_more_than_an_answer_is_for_the_workflow(
-    tmp_path: Path, monkeypatch: Any, changes: dict, said: str
-) -> None:
+def test_what_needs_more_than_an_answer_is_for_the_workflow(tmp_path, monkeypatch, changes, said):
     row, *_ = rows_of(tmp_path, monkeypatch, **changes)
     with pytest.raises(ValueError, match=f"{said}.*rollout.workflow=verifiers"):
         asyncio.run(compute_score("2", row.extra_info))

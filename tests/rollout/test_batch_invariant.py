@@ -82,9 +82,7 @@ async def at_any_time(
     ),
     ids=["odd sizes", "qwen3", "bfloat16"],
 )
-def test_an_answer_has_the_bits_of_its_request_alone(
-    family: str, changes: dict[str, Any], dtype: torch.dtype
-) -> None:
+def test_an_answer_has_the_bits_of_its_request_alone(family, changes, dtype):
     model = make_model(family, **changes).to(dtype)
     wanted = requests()
 

@@ -46,7 +46,7 @@ def mixed_requests(samples: tuple[int, ...] = (0, 1, 2)) -> list[GenerateRequest
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_log_probs_are_those_of_a_plain_forward(family: str) -> None:
+def test_log_probs_are_those_of_a_plain_forward(family):
     name, changes = FAMILIES[family]
     model = make_model(name, **changes)
 
@@ -73,7 +73,7 @@ def test_log_probs_are_those_of_a_plain_forward(family: str) -> None:
                 assert all(sampling >= rollout - 1e-9 for sampling, rollout in pairs)
 
 
-def test_tokens_do_not_depend_on_slots_order_or_company() -> None:
+def test_tokens_do_not_depend_on_slots_order_or_company():
     model = make_model("qwen3")
     requests = mixed_requests()
     alone = [tokens_of(run_all(make_engine(model), [request])) for request in requests]
@@ -90,7 +90,7 @@ def test_tokens_do_not_depend_on_slots_order_or_company() -> None:
     assert [tokens_of([result]) for result in shuffled] == [alone[row] for row in order]
 
 
-def test_equal_prompts_are_prefilled_once() -> None:
+def test_equal_prompts_are_prefilled_once():
     model = make_model()
     seen = []
     model.model.embed_tokens.register_forward_hook(
@@ -105,7 +105,7 @@ def test_equal_prompts_are_prefilled_once() -> None:
     assert [shape for shape in seen if len(shape) == 2] == [(1, 9)]
 
 
-def test_adapters_are_applied_unmerged() -> None:
+def test_adapters_are_applied_unmerged():
     peft = pytest.importorskip("peft")
     model = peft.get_peft_model(
         make_model("qwen2"), peft.LoraConfig(r=4, target_modules=["q_proj", "down_proj"])
@@ -143,18 +143,18 @@ def test_adapters_are_applied_unmerged() -> None:
         ("stop", ("",), "rollout.stop"),
     ],
 )
-def test_requests_that_cannot_run_are_refused(name: str, value: Any, message: str) -> None:
+def test_requests_that_cannot_run_are_refused(name, value, message):
     with pytest.raises(UserError, match=message):
         run_all(make_engine(make_model()), [request_of(prompt_of(4), **{name: value})])
 
 
 @pytest.mark.parametrize("prompt", [(), (5, 10_000), (-1,)])
-def test_prompts_that_cannot_run_are_refused(prompt: tuple[int, ...]) -> None:
+def test_prompts_that_cannot_run_are_refused(prompt):
     with pytest.raises(UserError, match="prompt"):
         run_all(make_engine(make_model()), [request_of(prompt)])
 
 
-def test_the_last_position_of_the_model_can_be_used() -> None:
+def test_the_last_position_of_the_model_can_be_used():
     request = request_of(prompt_of(500), max_tokens=12)
     model = make_model()
     (result,) = run_all(make_engine(model), [request])
@@ -162,7 +162,7 @@ def test_the_last_position_of_the_model_can_be_used() -> None:
     assert result[0].rollout_log_probs == pytest.approx(expected, abs=1e-4)
 
 
-def test_the_same_submissions_give_the_same_bits_whatever_ran_before() -> None:
+def test_the_same_submissions_give_the_same_bits_whatever_ran_before():
     model = make_model("qwen2")
 
     async def run() -> None:

@@ -32,7 +32,7 @@ from tests.sparse_params import one_fast_in
 NEXT = Version(0, 1)
 
 
-def test_a_pause_stops_decoding_and_resume_goes_on_as_if_nothing_happened() -> None:
+def test_a_pause_stops_decoding_and_resume_goes_on_as_if_nothing_happened():
     model = make_model()
     request = request_of(prompt_of(5), (0, 1), max_tokens=250)
 
@@ -51,7 +51,7 @@ def test_a_pause_stops_decoding_and_resume_goes_on_as_if_nothing_happened() -> N
     with_engine(make_engine(model), story)
 
 
-def test_a_releasing_pause_drops_the_memory_and_recomputes_it() -> None:
+def test_a_releasing_pause_drops_the_memory_and_recomputes_it():
     model, request = make_model(), request_of(prompt_of(5), (0, 1, 2), max_tokens=200)
 
     async def story(engine: EmbeddedEngine) -> None:
@@ -71,7 +71,7 @@ def test_a_releasing_pause_drops_the_memory_and_recomputes_it() -> None:
 
 
 @pytest.mark.parametrize("dtype", one_fast_in(2, [torch.bfloat16, torch.float32]))
-def test_an_engine_that_released_its_own_weights_needs_them_again(dtype: torch.dtype) -> None:
+def test_an_engine_that_released_its_own_weights_needs_them_again(dtype):
     model, request = make_model().to(dtype), request_of(prompt_of(5), (0, 1), max_tokens=20)
     weights = [(name, weight.detach().clone()) for name, weight in model.named_parameters()]
     pages = DeviceOptions(page_tokens=8, num_pages=40)
@@ -111,7 +111,7 @@ def keys_and_values() -> dict[int, torch.Tensor]:
     return {id(each): each for each in tensors if each.dim() == 5 and each.numel()}
 
 
-def test_an_error_in_the_model_reaches_every_waiting_request_and_the_next_is_served() -> None:
+def test_an_error_in_the_model_reaches_every_waiting_request_and_the_next_is_served():
     model, request = make_model(), request_of(prompt_of(5), max_tokens=300)
 
     async def story(engine: EmbeddedEngine) -> None:
@@ -134,7 +134,7 @@ def test_an_error_in_the_model_reaches_every_waiting_request_and_the_next_is_ser
     with_engine(make_engine(model, max_num_seqs=2), story)
 
 
-def test_weights_that_hold_nan_are_an_error_and_leave_no_nan_behind() -> None:
+def test_weights_that_hold_nan_are_an_error_and_leave_no_nan_behind():
     model = make_model()
     request = request_of(prompt_of(5), max_tokens=20)
     weight = model.model.layers[0].self_attn.k_proj.weight
@@ -162,7 +162,7 @@ def changed(model: Any) -> Any:
     return other
 
 
-def test_cached_prompts_are_dropped_with_the_weights_that_made_them() -> None:
+def test_cached_prompts_are_dropped_with_the_weights_that_made_them():
     """The first request keeps the engine busy, so its prompt is still cached when the second one
     asks for it."""
     model = make_model()
@@ -188,7 +188,7 @@ def test_cached_prompts_are_dropped_with_the_weights_that_made_them() -> None:
     with_engine(make_engine(model), story)
 
 
-def test_shared_storage_copies_nothing_and_follows_updates_in_place() -> None:
+def test_shared_storage_copies_nothing_and_follows_updates_in_place():
     model, prompt = make_model(), prompt_of(10)
 
     async def story(engine: EmbeddedEngine) -> None:
@@ -209,7 +209,7 @@ def test_shared_storage_copies_nothing_and_follows_updates_in_place() -> None:
     with_engine(make_engine(model, shares_weights=True), story)
 
 
-def test_a_copy_that_fails_in_the_middle_is_not_served(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_copy_that_fails_in_the_middle_is_not_served(monkeypatch):
     request, others = request_of(prompt_of(4)), list(make_model(seed=1).named_parameters())
 
     def failing(module: nn.Module, weights: Any) -> dict[str, str]:
@@ -235,7 +235,7 @@ def test_a_copy_that_fails_in_the_middle_is_not_served(monkeypatch: pytest.Monke
     with_engine(make_engine(make_model()), story)
 
 
-def test_closing_fails_what_still_waits() -> None:
+def test_closing_fails_what_still_waits():
     async def run() -> None:
         async with make_engine(make_model()) as engine:
             await engine.pause()
@@ -251,7 +251,7 @@ def test_closing_fails_what_still_waits() -> None:
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_any_history_of_cancels_and_pauses_leaves_the_others_tokens_alone(seed: int) -> None:
+def test_any_history_of_cancels_and_pauses_leaves_the_others_tokens_alone(seed):
     model = make_model("qwen3")
     rng = random.Random(seed)
     requests = [
@@ -294,7 +294,7 @@ def test_any_history_of_cancels_and_pauses_leaves_the_others_tokens_alone(seed: 
     with_engine(make_engine(model, max_num_seqs=7, shares_weights=True), story)
 
 
-def test_no_thread_computes_while_there_is_nothing_to_do() -> None:
+def test_no_thread_computes_while_there_is_nothing_to_do():
     before = set(threading.enumerate())
 
     def names() -> set[str]:

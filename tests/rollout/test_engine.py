@@ -3,15 +3,13 @@
 from dataclasses import replace
 from types import SimpleNamespace
 
-import pytest
-
 from distflow.data.sample import Segment
 from distflow.rollout import engine
 from distflow.rollout.engine import Activity, ActivityLog, RequestLog, Stream
 from tests.rollout.drive import request_of
 
 
-def test_a_stretch_that_is_taken_under_way_leaves_no_gap_whatever_comes_next() -> None:
+def test_a_stretch_that_is_taken_under_way_leaves_no_gap_whatever_comes_next():
     log = ActivityLog()
     log.decoded(1.0, 2.0, 0, "train", 5)
     assert log.take() == [Activity(1.0, 2.0, 0, "train", 5)]
@@ -23,9 +21,7 @@ def test_a_stretch_that_is_taken_under_way_leaves_no_gap_whatever_comes_next() -
     assert log.take() == [Activity(6.0, 7.0, 1, "train", 2)] and log.take() == []
 
 
-def test_whole_responses_take_the_time_in_which_a_request_is_open(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_whole_responses_take_the_time_in_which_a_request_is_open(monkeypatch):
     clock = iter((1.0, 3.0, 5.0, 8.0, 9.0))
     monkeypatch.setattr(engine, "time", SimpleNamespace(time=lambda: next(clock)))
     request = replace(request_of((1,)), stream=Stream(1, "train/fork a", 0, 0))

@@ -23,7 +23,7 @@ def weights_of(model: Any, **changes: torch.Tensor | None) -> list[tuple[str, to
     return [(name, tensor) for name, tensor in named.items() if tensor is not None]
 
 
-def test_all_parameters_are_copied_and_hashed() -> None:
+def test_all_parameters_are_copied_and_hashed():
     target = make_model(seed=0)
     source = make_model(seed=1)
     hashes = copy_weights(target, source.named_parameters())
@@ -40,9 +40,7 @@ def test_all_parameters_are_copied_and_hashed() -> None:
         ({"lm_head__weight": torch.zeros(98, 16)}, r"lm_head.weight: shape \(98, 16\), expected"),
     ],
 )
-def test_what_does_not_fit_is_named_and_nothing_changes(
-    changes: dict[str, Any], message: str
-) -> None:
+def test_what_does_not_fit_is_named_and_nothing_changes(changes, message):
     target = make_model(seed=0)
     source = make_model(seed=1)
     before = stripe_hashes(target.named_parameters())
@@ -69,9 +67,7 @@ def test_what_does_not_fit_is_named_and_nothing_changes(
         ),
     ],
 )
-def test_what_comes_one_after_another_and_does_not_fit_is_told_apart(
-    sent: Any, message: str
-) -> None:
+def test_what_comes_one_after_another_and_does_not_fit_is_told_apart(sent, message):
     target = make_model(seed=0)
     source = make_model(seed=1)
     with pytest.raises(PartialWeightsError, match=message):
@@ -81,7 +77,7 @@ def test_what_comes_one_after_another_and_does_not_fit_is_told_apart(
     )
 
 
-def test_an_engine_without_its_memory_stays_so_if_the_next_weights_are_rejected() -> None:
+def test_an_engine_without_its_memory_stays_so_if_the_next_weights_are_rejected():
     model = make_model()
     weights = EngineWeights(model, shared=False)
     hashes = stripe_hashes(model.named_parameters())
@@ -97,9 +93,7 @@ def test_an_engine_without_its_memory_stays_so_if_the_next_weights_are_rejected(
 
 
 @pytest.mark.parametrize(("arrive", "error"), [(list, ValueError), (iter, PartialWeightsError)])
-def test_tied_weights_may_come_under_either_name_or_both_if_equal(
-    arrive: Any, error: type[Exception]
-) -> None:
+def test_tied_weights_may_come_under_either_name_or_both_if_equal(arrive, error):
     target, source = (make_model(seed=seed, tie_word_embeddings=True) for seed in (0, 1))
     tied = source.lm_head.weight
     for changes in (
@@ -116,7 +110,7 @@ def test_tied_weights_may_come_under_either_name_or_both_if_equal(
         copy_weights(target, arrive(weights_of(source, lm_head__weight=tied + 1)))
 
 
-def test_a_receiver_of_another_type_is_hashed_in_its_own() -> None:
+def test_a_receiver_of_another_type_is_hashed_in_its_own():
     target = make_model(seed=0).to(torch.bfloat16)
     source = make_model(seed=1)
     hashes = copy_weights(target, source.named_parameters())
@@ -124,7 +118,7 @@ def test_a_receiver_of_another_type_is_hashed_in_its_own() -> None:
     assert hashes != stripe_hashes(source.named_parameters())
 
 
-def test_shared_weights_must_be_the_same_storage() -> None:
+def test_shared_weights_must_be_the_same_storage():
     model = make_model()
     check_shared(model, model.named_parameters())
     check_shared(model, ())
@@ -140,7 +134,7 @@ def stripe_hash(tensor: torch.Tensor) -> str:
 
 
 @pytest.mark.parametrize("shape", [(), (1,), (0,), (1024,), (1025,), (333, 77)])
-def test_the_stripe_hash_sees_values_shape_and_type(shape: tuple[int, ...]) -> None:
+def test_the_stripe_hash_sees_values_shape_and_type(shape):
     torch.manual_seed(0)
     tensor = torch.randn(shape)
     assert stripe_hash(tensor) == stripe_hash(tensor.clone())
@@ -152,7 +146,7 @@ def test_the_stripe_hash_sees_values_shape_and_type(shape: tuple[int, ...]) -> N
     assert stripe_hash(strided) == stripe_hash(tensor)
 
 
-def test_the_stripe_covers_the_columns_of_a_matrix() -> None:
+def test_the_stripe_covers_the_columns_of_a_matrix():
     """With an even stride a matrix of 1,024 rows would be sampled in its first column only."""
     tensor = torch.zeros(1024, 512)
     changed = tensor.clone()

@@ -2,7 +2,6 @@
 
 import asyncio
 import math
-from collections.abc import Callable
 from dataclasses import replace
 from statistics import NormalDist
 from typing import Any
@@ -45,7 +44,7 @@ def make_hf(model: Any, **options: Any) -> HFEngine:
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=lambda options: ",".join(options) or "plain")
-def test_both_engines_draw_the_same_tokens(options: dict[str, Any]) -> None:
+def test_both_engines_draw_the_same_tokens(options):
     """Penalties, truncations and the forward are transformers' own there; only the uniform numbers
     are common."""
     model = make_model("qwen3")
@@ -63,7 +62,7 @@ def test_both_engines_draw_the_same_tokens(options: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("make", [make_engine, make_hf])
-def test_a_later_turn_goes_on_in_the_random_stream(make: Callable[[Any], Any]) -> None:
+def test_a_later_turn_goes_on_in_the_random_stream(make):
     """Two turns with nothing said between them are one; without `num_drawn` the second repeats the
     first's numbers."""
     model = make_model("qwen3")
@@ -80,7 +79,7 @@ def test_a_later_turn_goes_on_in_the_random_stream(make: Callable[[Any], Any]) -
     assert turns[2] != turns[1]
 
 
-def test_the_models_own_end_token_ends_nothing_unless_asked_for() -> None:
+def test_the_models_own_end_token_ends_nothing_unless_asked_for():
     model = make_model("llama")
     with torch.no_grad():
         # every token is equally likely: greedy takes the first, of id 0
@@ -114,7 +113,7 @@ def test_the_models_own_end_token_ends_nothing_unless_asked_for() -> None:
     ],
     ids=lambda defaults: next(iter(defaults)),
 )
-def test_the_models_own_defaults_of_generation_change_nothing(defaults: dict[str, Any]) -> None:
+def test_the_models_own_defaults_of_generation_change_nothing(defaults):
     """Draws and log-probs are of the policy, which the trainer computes without them."""
     model = make_model("llama")
     request = request_of(prompt_of(3), (0, 1), max_tokens=20)
@@ -125,7 +124,7 @@ def test_the_models_own_defaults_of_generation_change_nothing(defaults: dict[str
     assert model.generation_config is before and before.to_dict().items() >= defaults.items()
 
 
-def test_other_families_run() -> None:
+def test_other_families_run():
     from transformers import GPT2Config, GPT2LMHeadModel
 
     torch.manual_seed(0)
@@ -140,7 +139,7 @@ def test_other_families_run() -> None:
         run_all(make_hf(model), [request_of(prompt_of(4), max_tokens=61)])
 
 
-def test_pause_holds_requests_until_resume_and_a_cancelled_one_ends() -> None:
+def test_pause_holds_requests_until_resume_and_a_cancelled_one_ends():
     async def run() -> None:
         request = request_of(prompt_of(4))
         async with make_hf(make_model()) as engine:
@@ -162,7 +161,7 @@ def test_pause_holds_requests_until_resume_and_a_cancelled_one_ends() -> None:
 
 
 @torch.no_grad()
-def test_a_flow_begins_with_noise_and_ends_after_its_steps() -> None:
+def test_a_flow_begins_with_noise_and_ends_after_its_steps():
     """Each step by the sample's own uniform numbers, from the number before it; greedy begins with
     0, without noise."""
     model = make_model("qwen3")
@@ -204,7 +203,7 @@ def test_a_flow_begins_with_noise_and_ends_after_its_steps() -> None:
 
 
 @torch.no_grad()
-def test_numbers_of_actions_are_drawn_by_the_inverse_normal_distribution() -> None:
+def test_numbers_of_actions_are_drawn_by_the_inverse_normal_distribution():
     """By the sample's own uniform numbers, however requests share a call; greedy takes the mean."""
     model = make_model("qwen3")
     first = 20

@@ -72,9 +72,7 @@ REFERENCES = {"keep": mixed_cache_log_probs, "recompute": own_context_log_probs}
 
 @pytest.mark.parametrize("kv_on_update", ["keep", "recompute"])
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
-def test_each_token_of_three_versions_has_the_log_prob_of_its_weights(
-    kv_on_update: str, family: str
-) -> None:
+def test_each_token_of_three_versions_has_the_log_prob_of_its_weights(kv_on_update, family):
     served, *models = make_models(1, family) + make_models(3, family)
     request = request_of(PROMPT, (0, 1), max_tokens=150)
     by_version = dict(enumerate(models))
@@ -99,7 +97,7 @@ def test_each_token_of_three_versions_has_the_log_prob_of_its_weights(
     with_engine(make_engine(served, kv_on_update=kv_on_update), story)
 
 
-def test_an_alias_keeps_weights_cached_prompts_and_what_runs() -> None:
+def test_an_alias_keeps_weights_cached_prompts_and_what_runs():
     model = make_model("qwen2")
     long, short = (
         request_of(PROMPT, (0, 1), max_tokens=120),
@@ -141,7 +139,7 @@ def test_an_alias_keeps_weights_cached_prompts_and_what_runs() -> None:
         with_engine(make_engine(model, kv_on_update=kv_on_update), story)
 
 
-def test_abort_ends_what_has_begun_and_leaves_the_rest() -> None:
+def test_abort_ends_what_has_begun_and_leaves_the_rest():
     """Sample 0 has ended by a stop token when the weights come, 1 and 2 are being decoded, 3 waits
     for a slot."""
     model = make_model()
@@ -185,7 +183,7 @@ def test_abort_ends_what_has_begun_and_leaves_the_rest() -> None:
     with_engine(make_engine(model, max_num_seqs=4, kv_on_update="abort"), story)
 
 
-def test_an_aborted_answer_asked_for_again_is_that_of_the_new_weights() -> None:
+def test_an_aborted_answer_asked_for_again_is_that_of_the_new_weights():
     model = make_model()
     other = make_models(2)[1].float()
     request = request_of(PROMPT, (0, 1), max_tokens=60)
@@ -201,7 +199,7 @@ def test_an_aborted_answer_asked_for_again_is_that_of_the_new_weights() -> None:
     with_engine(make_engine(model, kv_on_update="abort"), story)
 
 
-def test_bad_weights_in_flight_disturb_nothing() -> None:
+def test_bad_weights_in_flight_disturb_nothing():
     model = make_model()
     other = make_models(2)[1].float()
     request = request_of(PROMPT, (0, 1), max_tokens=150)
@@ -224,7 +222,7 @@ def test_bad_weights_in_flight_disturb_nothing() -> None:
 
 
 @pytest.mark.slow
-def test_a_storm_of_updates_never_takes_a_version_back_nor_runs_ahead_of_its_weights() -> None:
+def test_a_storm_of_updates_never_takes_a_version_back_nor_runs_ahead_of_its_weights():
     """Another thread sends weights, aliases and versions that are too old, while a third looks at
     the version."""
     served, *models = [model.float() for model in make_models(1) + make_models(4)]
@@ -288,7 +286,7 @@ def training(row: int, **params: Any) -> GenerateRequest:
     return replace(request, stream=Stream(1, "train", 0, row))
 
 
-def test_an_evaluation_goes_first_and_leaves_no_trace_in_the_batches_of_training() -> None:
+def test_an_evaluation_goes_first_and_leaves_no_trace_in_the_batches_of_training():
     model = make_model("qwen3")
     wave = [training(row, max_tokens=120 + 20 * row) for row in range(4)]
     held_out = [request_of(prompt_of(4 + row), (0,), row=row, max_tokens=40) for row in range(5)]

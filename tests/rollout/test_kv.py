@@ -26,7 +26,7 @@ def held(slots: KVSlots, slot: int, length: int) -> list[float]:
     return keys[0, 0, :, 0].tolist()
 
 
-def test_memory_follows_the_sequences_that_are_left() -> None:
+def test_memory_follows_the_sequences_that_are_left():
     slots = KVSlots()
     slots.fill(
         prompt_kv([(index,) * 20 for index in range(8)]),
@@ -48,7 +48,7 @@ def test_memory_follows_the_sequences_that_are_left() -> None:
 
 
 @pytest.mark.parametrize(("most", "room"), [(0, 32), (80, 96), (5000, 128)])
-def test_those_who_may_need_it_have_room_from_the_start(most: int, room: int) -> None:
+def test_those_who_may_need_it_have_room_from_the_start(most, room):
     slots = KVSlots()
     slots.fill(prompt_kv([(1, 2)]), [0], first_slot=0, num_wanted=3, num_tokens_at_most=most)
     slots.fill(prompt_kv([(3,)]), [0], first_slot=1, num_wanted=3, num_tokens_at_most=min(most, 20))
@@ -57,7 +57,7 @@ def test_those_who_may_need_it_have_room_from_the_start(most: int, room: int) ->
     assert held(slots, 0, 2) == [1, 2]
 
 
-def test_cached_prompts_are_found_until_they_are_pushed_out() -> None:
+def test_cached_prompts_are_found_until_they_are_pushed_out():
     cache = PromptCache(max_tokens=10)
     prefilled = []
 

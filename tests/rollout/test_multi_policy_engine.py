@@ -14,7 +14,7 @@ from tests.rollout.drive import DEADLINE_S, make_engine, make_model, prompt_of, 
 NAMES = ("solver", "checker", "judge")
 
 
-def test_requests_and_weights_go_to_their_policy_and_staleness_counts_from_the_oldest() -> None:
+def test_requests_and_weights_go_to_their_policy_and_staleness_counts_from_the_oldest():
     models = {name: make_model(seed=seed) for seed, name in enumerate(NAMES)}
     later = {name: list(make_model(seed=9).named_parameters()) for name in NAMES[:2]}
     own = {name: make_engine(model) for name, model in models.items()}

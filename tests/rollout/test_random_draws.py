@@ -29,7 +29,7 @@ def draw(keys: list[int], positions: list[int]) -> np.ndarray:
     return uniforms(np.array(keys, dtype=np.uint64), np.array(positions, dtype=np.int64))
 
 
-def test_known_outputs() -> None:
+def test_known_outputs():
     """The first outputs for seed 1234567 are the published check values of SplitMix64."""
     published = [6457827717110365317, 3203168211198807973, 9817491932198370423, 4593380528125082431]
     assert splitmix64(1234567, 4) == published
@@ -39,7 +39,7 @@ def test_known_outputs() -> None:
 
 
 @pytest.mark.parametrize("seed", [0, 1, MASK, 0x123456789ABCDEF])
-def test_any_position_equals_the_sequential_generator(seed: int) -> None:
+def test_any_position_equals_the_sequential_generator(seed):
     expected = [(value >> 11) / 2**53 for value in splitmix64(seed, 50)]
     assert draw([seed] * 50, list(range(50))).tolist() == expected
     assert draw([seed], [37]).tolist() == [expected[37]]
@@ -53,7 +53,7 @@ def keys_along(coordinate: str, count: int) -> list[int]:
 
 
 @pytest.mark.parametrize("coordinate", ["seed", "name", "epoch", "row", "sample"])
-def test_uniform_and_uncorrelated_between_neighbours(coordinate: str) -> None:
+def test_uniform_and_uncorrelated_between_neighbours(coordinate):
     num_keys = 2000
     num_positions = 50
     keys = np.repeat(np.array(keys_along(coordinate, num_keys), dtype=np.uint64), num_positions)

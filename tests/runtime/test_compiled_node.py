@@ -69,7 +69,7 @@ class Flaky:
         return step(flaky, **settings)
 
 
-def test_fields_options_engines_and_reserved_names_come_by_their_names() -> None:
+def test_fields_options_engines_and_reserved_names_come_by_their_names():
     seen: dict[str, Any] = {}
 
     @node(writes=("advantages", "returns"))
@@ -84,7 +84,7 @@ def test_fields_options_engines_and_reserved_names_come_by_their_names() -> None
     assert "advantages" not in before
 
 
-def test_an_engine_that_the_worker_has_not_is_missed_before_anything_runs() -> None:
+def test_an_engine_that_the_worker_has_not_is_missed_before_anything_runs():
     @node(writes=())
     def needs(response_mask, *, actor):  # type: ignore[no-untyped-def]
         ...
@@ -94,9 +94,7 @@ def test_an_engine_that_the_worker_has_not_is_missed_before_anything_runs() -> N
 
 
 @pytest.mark.parametrize(("weight", "counts"), [(None, 2.0), (7.0, 7.0), (0.0, 0.0)])
-def test_what_a_node_measures_counts_by_its_samples_where_it_says_nothing(
-    weight: float | None, counts: float
-) -> None:
+def test_what_a_node_measures_counts_by_its_samples_where_it_says_nothing(weight, counts):
     @node(reads=("response_mask",), writes="returns")
     def with_context(batch, ctx):  # type: ignore[no-untyped-def]
         return NodeOutput(
@@ -109,7 +107,7 @@ def test_what_a_node_measures_counts_by_its_samples_where_it_says_nothing(
     assert on.measured == [({"mine": 1.5}, counts)]
 
 
-def test_a_group_keeps_what_a_node_wrote_and_measured() -> None:
+def test_a_group_keeps_what_a_node_wrote_and_measured():
     @node(writes=("advantages", "reward_extra"), scope="group")
     def writes(samples, batch, group, ctx):  # type: ignore[no-untyped-def]
         assert samples is group.samples and ctx.group is group and len(batch) == len(samples)
@@ -127,7 +125,7 @@ def test_a_group_keeps_what_a_node_wrote_and_measured() -> None:
     ]
 
 
-def test_of_a_batch_that_a_node_gives_back_the_group_keeps_what_changed() -> None:
+def test_of_a_batch_that_a_node_gives_back_the_group_keeps_what_changed():
     @node(reads=("response_mask",), writes=("valid", "returns"))
     def changes(batch):  # type: ignore[no-untyped-def]
         batch["valid"] = torch.tensor([True, False])
@@ -138,7 +136,7 @@ def test_of_a_batch_that_a_node_gives_back_the_group_keeps_what_changed() -> Non
     assert set(on.written) == {"valid", "returns"} and on.batch()["valid"].tolist() == [True, False]
 
 
-def test_an_entry_node_s_samples_become_the_group_s() -> None:
+def test_an_entry_node_s_samples_become_the_group_s():
     @node(reads=("prompt_ids",), writes=("response_ids",))
     async def answers(group):  # type: ignore[no-untyped-def]
         return samples(lengths=(3, 1))
@@ -148,7 +146,7 @@ def test_an_entry_node_s_samples_become_the_group_s() -> None:
 
 
 @pytest.mark.parametrize(("weight", "counts"), [(None, 2.0), (7.0, 7.0)])
-def test_an_entry_node_may_measure_too(weight: float | None, counts: float) -> None:
+def test_an_entry_node_may_measure_too(weight, counts):
     @node(reads=("prompt_ids",), writes=("response_ids",))
     async def answers(group):  # type: ignore[no-untyped-def]
         return NodeOutput(samples(lengths=(3, 1)), {"turns": 2.0}, weight=weight)
@@ -157,7 +155,7 @@ def test_an_entry_node_may_measure_too(weight: float | None, counts: float) -> N
     assert len(on.samples) == 2 and on.measured == [({"turns": 2.0}, counts)]
 
 
-def test_samples_that_the_columns_written_so_far_do_not_fit_are_refused() -> None:
+def test_samples_that_the_columns_written_so_far_do_not_fit_are_refused():
     on = group_with_responses()
     on.write({"scores": [1.0, 2.0]})
 
@@ -169,7 +167,7 @@ def test_samples_that_the_columns_written_so_far_do_not_fit_are_refused() -> Non
         on_group(step(one_less), on)
 
 
-def test_a_batch_over_other_samples_is_refused_with_what_to_return_instead() -> None:
+def test_a_batch_over_other_samples_is_refused_with_what_to_return_instead():
     @node(reads=("prompt_ids",), writes=("response_ids",))
     def answers(batch):  # type: ignore[no-untyped-def]
         return group(lengths=(3, 1))
@@ -178,7 +176,7 @@ def test_a_batch_over_other_samples_is_refused_with_what_to_return_instead() -> 
         on_group(step(answers), waiting_group())
 
 
-def test_a_drop_ends_the_group() -> None:
+def test_a_drop_ends_the_group():
     @node(writes="advantages")
     def drops(response_mask):  # type: ignore[no-untyped-def]
         return Drop("dull", "all alike")
@@ -188,7 +186,7 @@ def test_a_drop_ends_the_group() -> None:
 
 
 @BOTH
-def test_nothing_returned_changes_nothing(plane: str) -> None:
+def test_nothing_returned_changes_nothing(plane):
     @node(writes=())
     def quiet(response_mask):  # type: ignore[no-untyped-def]
         return None
@@ -202,7 +200,7 @@ def test_nothing_returned_changes_nothing(plane: str) -> None:
 
 
 @BOTH
-def test_outputs_that_do_not_fit_are_refused_with_the_node_s_name(plane: str) -> None:
+def test_outputs_that_do_not_fit_are_refused_with_the_node_s_name(plane):
     @node(writes=("advantages", "returns"))
     def one_of_two(response_mask):  # type: ignore[no-untyped-def]
         return response_mask
@@ -222,9 +220,7 @@ def test_outputs_that_do_not_fit_are_refused_with_the_node_s_name(plane: str) ->
 @BOTH
 @pytest.mark.parametrize("values", [[object(), object()], ["high", "low"]])
 @pytest.mark.parametrize("name", ["scores", "advantages"])
-def test_what_is_no_number_is_refused_with_the_node_s_name(
-    name: str, values: Any, plane: str
-) -> None:
+def test_what_is_no_number_is_refused_with_the_node_s_name(name, values, plane):
     @node(writes=name)
     def no_numbers(response_mask):  # type: ignore[no-untyped-def]
         return values
@@ -234,7 +230,7 @@ def test_what_is_no_number_is_refused_with_the_node_s_name(
 
 
 @BOTH
-def test_a_node_is_tried_again_as_often_as_it_may(plane: str) -> None:
+def test_a_node_is_tried_again_as_often_as_it_may(plane):
     flaky = Flaky(2, OSError("flapping"))
     either(flaky.step(retry_limit=2), plane)
     assert flaky.calls == 3
@@ -245,7 +241,7 @@ def test_a_node_is_tried_again_as_often_as_it_may(plane: str) -> None:
     "error",
     [KeyError("k"), RuntimeError("r"), AttributeError("a"), OSError("o"), TimeoutError("t")],
 )
-def test_whatever_a_node_raises_is_told_with_its_name(error: Exception, plane: str) -> None:
+def test_whatever_a_node_raises_is_told_with_its_name(error, plane):
     flaky = Flaky(9, error)
     with pytest.raises(
         UserNodeError, match=rf"'x' .*{type(error).__name__}.*test_compiled_node\.py"
@@ -254,9 +250,7 @@ def test_whatever_a_node_raises_is_told_with_its_name(error: Exception, plane: s
     assert caught.value.__cause__ is error and flaky.calls == 2
 
 
-def test_a_plain_function_that_hangs_fails_at_the_deadline_of_its_samples_and_is_not_tried_again() -> (  # noqa: E501
-    None
-):
+def test_a_plain_function_that_hangs_fails_at_the_deadline_of_its_samples_and_is_not_tried_again():
     release = threading.Event()
     calls = []
 
@@ -276,7 +270,7 @@ def test_a_plain_function_that_hangs_fails_at_the_deadline_of_its_samples_and_is
 
 
 @pytest.mark.parametrize("module", ["distflow.pipelines.nodes.own", "users"])
-def test_only_a_users_coroutine_has_a_deadline(module: str) -> None:
+def test_only_a_users_coroutine_has_a_deadline(module):
     """Ours waits for what has deadlines of its own."""
 
     @node(writes="advantages")
@@ -292,7 +286,7 @@ def test_only_a_users_coroutine_has_a_deadline(module: str) -> None:
         on_group(step(waits), timeout_s=0.01)
 
 
-def test_whose_fault_an_error_is() -> None:
+def test_whose_fault_an_error_is():
     """Code of the user's in the traceback makes it theirs, also under a function of ours that calls
     it."""
 
@@ -327,9 +321,7 @@ def test_whose_fault_an_error_is() -> None:
         ("valid", [True, False], None),
     ],
 )
-def test_what_is_not_finite_is_told_with_node_column_and_sample(
-    column: str, values: Any, found: str | None, plane: str
-) -> None:
+def test_what_is_not_finite_is_told_with_node_column_and_sample(column, values, found, plane):
     @node(writes=column)
     def writes(response_mask):  # type: ignore[no-untyped-def]
         return torch.tensor(values)
@@ -340,7 +332,7 @@ def test_what_is_not_finite_is_told_with_node_column_and_sample(
         either(step(writes), plane)
 
 
-def test_what_is_not_finite_may_stand_where_nothing_counts() -> None:
+def test_what_is_not_finite_may_stand_where_nothing_counts():
     """On tokens of a tool, and in samples without a score."""
 
     @node(writes="returns")
@@ -354,9 +346,7 @@ def test_what_is_not_finite_may_stand_where_nothing_counts() -> None:
 
 @BOTH
 @pytest.mark.parametrize("returns", ["nothing", "another", "the same", "a clone"])
-def test_a_column_that_is_changed_in_place_is_told_unless_it_is_returned(
-    returns: str, plane: str
-) -> None:
+def test_a_column_that_is_changed_in_place_is_told_unless_it_is_returned(returns, plane):
     @node(writes=() if returns == "nothing" else "returns")
     def changes(response_mask):  # type: ignore[no-untyped-def]
         mine = response_mask.clone() if returns == "a clone" else response_mask

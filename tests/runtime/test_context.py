@@ -30,7 +30,7 @@ def parts(owned: Sequence[int], step: int = 0, epoch: int = 0) -> list[list[int]
     return [part["group_index"].tolist() for part in ctx.minibatches(batch, 2, epoch)]
 
 
-def test_the_mini_batches_of_all_ranks_together_are_those_of_one() -> None:
+def test_the_mini_batches_of_all_ranks_together_are_those_of_one():
     alone = parts(GROUP_IDS)
     assert [len(part) for part in alone] == [4, 4, 2]
     assert sorted(row for part in alone for row in part) == sorted(GROUP_IDS * 2)
@@ -39,7 +39,7 @@ def test_the_mini_batches_of_all_ranks_together_are_those_of_one() -> None:
         assert together == [sorted(part) for part in alone]
 
 
-def test_a_node_has_one_state_of_its_own_and_its_updates_are_told_by_role() -> None:
+def test_a_node_has_one_state_of_its_own_and_its_updates_are_told_by_role():
     told: list[tuple[Any, ...]] = []
     state: dict[str, dict[str, Any]] = {}
     actor = object()
@@ -74,7 +74,7 @@ def test_a_node_has_one_state_of_its_own_and_its_updates_are_told_by_role() -> N
     assert contexts.for_rollout(waiting_group(), "c").state == {"n": 3}
 
 
-def test_where_several_workers_generate_none_keeps_anything_in_the_rollout_loop() -> None:
+def test_where_several_workers_generate_none_keeps_anything_in_the_rollout_loop():
     parts = Resources(None, (), {}, 0)  # type: ignore[arg-type]
     state = {"saved": {"n": 1}}
     contexts = Contexts(Config(), parts, state, Updates(None, None, None, None), keeps=False)  # type: ignore[arg-type]
@@ -92,7 +92,7 @@ def test_where_several_workers_generate_none_keeps_anything_in_the_rollout_loop(
     assert state == {"saved": {"n": 2}}
 
 
-def test_the_order_of_mini_batches_hangs_on_the_seed() -> None:
+def test_the_order_of_mini_batches_hangs_on_the_seed():
     orders = set()
     for seed in range(4):
         config = replace(Config(), trainer=replace(Config().trainer, seed=seed))

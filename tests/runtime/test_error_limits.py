@@ -7,7 +7,7 @@ from distflow.rewards.reward_results import CallCounts, RewardCounts, read_score
 from distflow.runtime.error_limits import ErrorShare, TooManyErrors, warn_of_errors
 
 
-def test_what_was_counted_is_taken_once_with_the_first_failure() -> None:
+def test_what_was_counted_is_taken_once_with_the_first_failure():
     tally = CallCounts()
     for asked, failed, first in ((4, 0, ""), (4, 1, "one"), (0, 2, "other")):
         tally.add(RewardCounts(asked, failed, first, {"reward/calls": asked}))
@@ -22,7 +22,7 @@ def test_what_was_counted_is_taken_once_with_the_first_failure() -> None:
     ("failed", "limit", "stops"),
     [(50, 0.5, False), (51, 0.5, True), (100, 1.0, False), (1, 0.0, True)],
 )
-def test_more_than_the_limit_stops(failed: int, limit: float, stops: bool) -> None:
+def test_more_than_the_limit_stops(failed, limit, stops):
     share = ErrorShare(limit, lambda message: None)
     if not stops:
         assert share.step(RewardCounts(100, failed), 1) == {
@@ -35,7 +35,7 @@ def test_more_than_the_limit_stops(failed: int, limit: float, stops: bool) -> No
         share.step(RewardCounts(100, failed, "\x1b[2J\nso"), 1)
 
 
-def test_no_verdict_is_no_share() -> None:
+def test_no_verdict_is_no_share():
     shown = list[str]()
     share = ErrorShare(0.0, lambda message: None, shown.append)
     assert share.step(RewardCounts(), 1) == {} and not shown
@@ -48,9 +48,7 @@ def test_no_verdict_is_no_share() -> None:
         ([6, 5, 6, 0, 9], [True, False, True, False, True]),
     ],
 )
-def test_a_share_is_warned_of_once_and_when_it_has_doubled(
-    failed: list[int], warned: list[bool]
-) -> None:
+def test_a_share_is_warned_of_once_and_when_it_has_doubled(failed, warned):
     """A validation, which has no share before it, warns of each above the same limit."""
     said = list[str]()
     share = ErrorShare(1.0, said.append)
@@ -65,7 +63,7 @@ def test_a_share_is_warned_of_once_and_when_it_has_doubled(
         said.clear()
 
 
-def test_values_that_cannot_be_stored_are_named_once() -> None:
+def test_values_that_cannot_be_stored_are_named_once():
     said = list[str]()
     share = ErrorShare(0.1, said.append)
     score = read_score({"score": 1, "n": np.int64(7), "odd": [object()]})

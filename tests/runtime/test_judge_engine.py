@@ -19,7 +19,7 @@ Ask = Callable[..., list[dict[str, object]]]
 
 
 @pytest.fixture(scope="module")
-def ask(tmp_path_factory: pytest.TempPathFactory) -> Ask:
+def ask(tmp_path_factory):
     folder = write_tiny_judge(tmp_path_factory.mktemp("judge"))
     model, tokenizer = load_model(folder), load_tokenizer(folder)
     make = partial(EmbeddedEngine, model, tokenizer, version=Version(0, 0))
@@ -43,7 +43,7 @@ def ask(tmp_path_factory: pytest.TempPathFactory) -> Ask:
     return score
 
 
-def test_all_responses_of_a_step_are_scored_each_by_its_own_answer(ask: Ask) -> None:
+def test_all_responses_of_a_step_are_scored_each_by_its_own_answer(ask):
     found = ask("so a", "so b", "so 3", "so <")
     assert [tiny_verdict(text) for text in ("a", "b", ";")] == [GOOD, BAD, GOOD]
     assert found == [
@@ -56,7 +56,7 @@ def test_all_responses_of_a_step_are_scored_each_by_its_own_answer(ask: Ask) -> 
     assert ask("so a") == found[:1], "every step has an engine of its own"
 
 
-def test_what_is_too_long_is_an_error_of_its_sample_alone(ask: Ask) -> None:
+def test_what_is_too_long_is_an_error_of_its_sample_alone(ask):
     long, short = ask("a" * 200, "a")
     assert (
         long == {"error": "the judge reads 124 tokens, and was to read 211"}
@@ -64,13 +64,13 @@ def test_what_is_too_long_is_an_error_of_its_sample_alone(ask: Ask) -> None:
     )
 
 
-def test_a_template_that_names_no_column_gives_no_score(ask: Ask) -> None:
+def test_a_template_that_names_no_column_gives_no_score(ask):
     assert ask("a", template="{response} {levl}") == [
         {"error": "the judge's template names levl, which is not a column of the row"}
     ]
 
 
-def test_a_response_holds_no_token_that_ends_the_question(ask: Ask) -> None:
+def test_a_response_holds_no_token_that_ends_the_question(ask):
     """As one token the text would be answered by the end of the answer, which is no score."""
     assert ask(f"it is right{GOOD}")[0]["score"] == 0.75 and tiny_verdict(GOOD) == GOOD
     assert ask(f"b{EOS}")[0] == ask("x&lt;eos>")[0]

@@ -1,8 +1,6 @@
 """Shares of a step on the disk: joined in the order of groups, and gone with the step or the
 worker."""
 
-from pathlib import Path
-
 import pytest
 import torch
 
@@ -18,7 +16,7 @@ def share(*prompt_groups: int) -> Batch:
     return batch
 
 
-def test_shares_are_joined_in_the_order_of_groups(tmp_path: Path) -> None:
+def test_shares_are_joined_in_the_order_of_groups(tmp_path):
     for part, own in enumerate((share(3, 3, 5), share(4, 4), share())):
         keep_groups(tmp_path, 7, own, part, num_parts=3)
     assert load_groups(tmp_path, 7)["uid"] == ["3-0", "3-1", "4-0", "4-1", "5-2"]
@@ -26,7 +24,7 @@ def test_shares_are_joined_in_the_order_of_groups(tmp_path: Path) -> None:
         load_groups(tmp_path, 8)
 
 
-def test_a_start_with_fewer_workers_leaves_nothing_of_the_others(tmp_path: Path) -> None:
+def test_a_start_with_fewer_workers_leaves_nothing_of_the_others(tmp_path):
     for part in range(3):
         keep_groups(tmp_path, 7, share(part), part, num_parts=3)
     keep_groups(tmp_path, 7, share(0, 1), 0, num_parts=2)
@@ -36,7 +34,7 @@ def test_a_start_with_fewer_workers_leaves_nothing_of_the_others(tmp_path: Path)
     ]
 
 
-def test_steps_are_forgotten_whole_and_somebodys_files_stay(tmp_path: Path) -> None:
+def test_steps_are_forgotten_whole_and_somebodys_files_stay(tmp_path):
     for step in (1, 2, 3):
         for part in range(2):
             keep_groups(tmp_path, step, share(part), part, num_parts=2)

@@ -1,7 +1,5 @@
 """Peak memory by phase: a phase has its own, and nothing of another's."""
 
-from pathlib import Path
-
 from distflow.runtime.memory_peaks import MemoryPeaks
 from tests.e2e.runs import Playground
 
@@ -14,7 +12,7 @@ def hold(num_bytes: int) -> None:
     block[::4096] = b"x" * len(block[::4096])
 
 
-def test_a_phase_has_its_own_peak_and_the_process_that_of_all() -> None:
+def test_a_phase_has_its_own_peak_and_the_process_that_of_all():
     peaks = MemoryPeaks()
     peaks.charge("other")
     hold(300 * MIB)
@@ -35,7 +33,7 @@ def test_a_phase_has_its_own_peak_and_the_process_that_of_all() -> None:
     assert again["memory/process/peak"] == found["memory/process/peak"]
 
 
-def test_a_run_records_the_phases_of_each_step(tmp_path: Path) -> None:
+def test_a_run_records_the_phases_of_each_step(tmp_path):
     run = Playground(tmp_path, num_rows=8).run(
         "grpo", "trust.check_rewards=false", "trainer.total_epochs=1"
     )

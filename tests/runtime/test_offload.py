@@ -1,7 +1,6 @@
 """Engines of which something is offloaded are on the device when they are used, and only then."""
 
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -83,8 +82,8 @@ def use(patch: pytest.MonkeyPatch, trainer: type, rollout: type) -> None:
 
 @pytest.mark.slow
 def test_a_run_moves_engines_as_it_needs_them_and_ends_where_one_that_moves_none_does(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    tmp_path, monkeypatch
+):
     playground = Playground(tmp_path)
     keys = (
         *KEYS,
@@ -146,9 +145,7 @@ class Recorded:
         self.moves.append("onload")
 
 
-def test_moments_alone_need_no_onload_and_an_engine_of_which_nothing_is_offloaded_is_never_asked() -> (  # noqa: E501
-    None
-):
+def test_moments_alone_need_no_onload_and_an_engine_of_which_nothing_is_offloaded_is_never_asked():
     actor = Recorded()
     critic = Recorded()
     residence = Offload({"actor": actor, "critic": critic}, {"actor": Offloads(False, True)})  # type: ignore[dict-item]
@@ -157,7 +154,7 @@ def test_moments_alone_need_no_onload_and_an_engine_of_which_nothing_is_offloade
     assert (actor.moves, critic.moves) == ([(False, True), (False, True)], [])
 
 
-def test_the_weights_of_a_model_that_scores_leave_their_device_and_come_back_to_it() -> None:
+def test_the_weights_of_a_model_that_scores_leave_their_device_and_come_back_to_it():
     moves: list[str] = []
 
     class Known(nn.Linear):
@@ -194,8 +191,8 @@ class LookingEngine(TorchTrainEngine):
 @pytest.mark.slow
 @pytest.mark.parametrize("engine", ["embedded", "hf"])
 def test_an_engine_that_frees_its_memory_while_training_generates_the_same_bits(
-    tmp_path: Path, engine: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    tmp_path, engine, monkeypatch
+):
     """Also where an update is skipped: weights that are free come again, changed or not."""
     playground = Playground(tmp_path)
     keys = (
@@ -227,7 +224,7 @@ def test_an_engine_that_frees_its_memory_while_training_generates_the_same_bits(
 
 
 @pytest.mark.slow
-def test_released_weights_come_again_though_no_update_changed_them(tmp_path: Path) -> None:
+def test_released_weights_come_again_though_no_update_changed_them(tmp_path):
     keys = ("actor_rollout_ref.model.dtype=bfloat16", "trainer.total_training_steps=3", FREE)
     warm_up = ("trainer.critic_warmup=2", "actor_rollout_ref.rollout.n=1")
     run = Playground(tmp_path).run("ppo", *keys, *warm_up, "trust.check_freq=1")

@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -70,7 +69,7 @@ def weights(resources: Resources) -> dict[str, Tensor]:
     return resources.actor.state().trained_weights()
 
 
-def test_generation_and_training_on_two_workers_are_the_run_of_one(tmp_path: Path) -> None:
+def test_generation_and_training_on_two_workers_are_the_run_of_one(tmp_path):
     playground = Playground(tmp_path)
     keys = (
         *STEPS,
@@ -101,7 +100,7 @@ def test_generation_and_training_on_two_workers_are_the_run_of_one(tmp_path: Pat
 
 
 @pytest.mark.slow
-def test_a_node_that_is_taken_from_the_plan_does_not_run(tmp_path: Path) -> None:
+def test_a_node_that_is_taken_from_the_plan_does_not_run(tmp_path):
     playground = Playground(tmp_path)
     _, spec = playground.spec("ppo", *STEPS, "actor_rollout_ref.rollout.n=1", "trainer.logger=[]")
     pipeline, (whole,) = spec.pipeline(), spec.plan.ranks

@@ -11,7 +11,7 @@ from tests.planning.test_assign_ranks import devices, pipelines, ppo
 from tests.planning.valid_plan import check_plan
 
 
-def test_one_team_hands_nothing_over() -> None:
+def test_one_team_hands_nothing_over():
     pipeline = ppo()
     assert not [*resharded_columns(plan_local(pipeline, "cpu"), pipeline)]
     assert not ColumnReshard(plan_local(pipeline, "cpu"), pipeline, 0, None).waits_for("compare")
@@ -37,7 +37,7 @@ def allocated(draw: st.DrawFn) -> tuple[BoundPipeline, Plan]:
 
 @settings(derandomize=True, deadline=None)
 @given(allocated())
-def test_no_join_loses_an_input_wherever_its_engines_lie(case: tuple[BoundPipeline, Plan]) -> None:
+def test_no_join_loses_an_input_wherever_its_engines_lie(case):
     pipeline, plan = case
     check_plan(plan, pipeline)
     over = [*resharded_columns(plan, pipeline)]

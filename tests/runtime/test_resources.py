@@ -42,7 +42,7 @@ def built(
     return build_resources(factories, RankPlan(0, "cpu", (), (), engines, services)), order
 
 
-def test_a_worker_builds_what_its_plan_names_and_each_part_once() -> None:
+def test_a_worker_builds_what_its_plan_names_and_each_part_once():
     resources, order = built("actor", "ref", services=("reward_fn",))
     assert sorted(order) == ["actor", "policy", "ref", "reward_fn", "stop_token_ids", "tokenizer"]
     assert (
@@ -53,18 +53,18 @@ def test_a_worker_builds_what_its_plan_names_and_each_part_once() -> None:
     assert resources.stop_token_ids == (7,)
 
 
-def test_a_service_that_every_worker_has_may_be_named() -> None:
+def test_a_service_that_every_worker_has_may_be_named():
     assert built(services=("tokenizer",))[0].by_name() == {"tokenizer": ("tokenizer",)}
 
 
-def test_the_fingerprint_is_that_of_the_weights_as_they_were_loaded() -> None:
+def test_the_fingerprint_is_that_of_the_weights_as_they_were_loaded():
     prints = [
         built("actor", weight=weight)[0].facts["model_fingerprint"] for weight in (0.0, 0.0, 1.0)
     ]
     assert prints[0] == prints[1] != prints[2]
 
 
-def test_parts_are_given_the_collective_of_their_ranks() -> None:
+def test_parts_are_given_the_collective_of_their_ranks():
     given: list[object] = []
     factories: dict[str, Any] = {
         "policy": lambda get, device: nn.Linear(1, 1),

@@ -40,21 +40,21 @@ class Scorer:
 
 
 @pytest.mark.parametrize("function", [compute_score, compute_score_async, Scorer()])
-def test_the_reward_of_one_sample(function: Any) -> None:
+def test_the_reward_of_one_sample(function):
     assert judged(function)["scores"].tolist() == [1.0, 2.0]  # type: ignore[attr-defined]
     batch = judged(function, bonus=3.0).batch()
     assert batch["token_level_rewards"].tolist() == [[0, 3, 0, 0], [0, 0, 0, 4]]
     assert batch["token_level_scores"].tolist() == batch["token_level_rewards"].tolist()
 
 
-def test_the_reward_of_one_sample_in_the_training_loop() -> None:
+def test_the_reward_of_one_sample_in_the_training_loop():
     out, _ = step(compute_score, node_role="REWARD")(group(), context())
     assert out["scores"].tolist() == [1.0, 2.0]
     assert out["token_level_rewards"].tolist() == [[0, 1, 0, 0], [0, 0, 0, 2]]
 
 
 @pytest.mark.parametrize("answer", [float("nan"), float("inf"), None, "1", {"points": 1}])
-def test_a_reward_that_is_no_finite_number_is_the_user_s_error(answer: Any) -> None:
+def test_a_reward_that_is_no_finite_number_is_the_user_s_error(answer):
     def compute_score(data_source, solution_str, ground_truth):  # type: ignore[no-untyped-def]
         return answer if solution_str == "r1" else 1.0
 
@@ -62,7 +62,7 @@ def test_a_reward_that_is_no_finite_number_is_the_user_s_error(answer: Any) -> N
         judged(compute_score)
 
 
-def test_the_reward_of_a_whole_batch_may_be_as_wide_as_the_sequence() -> None:
+def test_the_reward_of_a_whole_batch_may_be_as_wide_as_the_sequence():
     """Other systems give rewards of the attention mask's shape, with the score anywhere in the
     row."""
 
@@ -77,7 +77,7 @@ def test_the_reward_of_a_whole_batch_may_be_as_wide_as_the_sequence() -> None:
     assert on.batch()["token_level_scores"].tolist() == [[0, 2, 0, 0], [0, 0, 0, 2]]
 
 
-def test_the_reward_of_a_whole_batch_may_be_one_for_each_response_token() -> None:
+def test_the_reward_of_a_whole_batch_may_be_one_for_each_response_token():
     def compute_custom_reward(batch, config, **kwargs):  # type: ignore[no-untyped-def]
         assert batch["index"].tolist() == [0, 0] and batch["data_source"] == ["default"] * 2
         return {
@@ -90,7 +90,7 @@ def test_the_reward_of_a_whole_batch_may_be_one_for_each_response_token() -> Non
     assert batch["token_level_rewards"].sum().item() == 3.0
 
 
-def test_two_scores_for_a_sample_and_no_batch_at_all_are_refused() -> None:
+def test_two_scores_for_a_sample_and_no_batch_at_all_are_refused():
     def two(batch, config, **kwargs):  # type: ignore[no-untyped-def]
         wide = torch.ones(batch["attention_mask"].shape)
         return {"token_level_scores": wide, "token_level_rewards": wide * 2}
@@ -109,9 +109,7 @@ def test_two_scores_for_a_sample_and_no_batch_at_all_are_refused() -> None:
 @pytest.mark.parametrize(
     ("returned", "right"), [({"score": 0.3, "acc": True}, 1.0), ({"score": 0.3}, 0.3), (0.5, 0.5)]
 )
-def test_how_right_a_response_is_where_a_reward_says_so_and_else_its_score(
-    returned: Any, right: float
-) -> None:
+def test_how_right_a_response_is_where_a_reward_says_so_and_else_its_score(returned, right):
     def compute_score(data_source, solution_str, ground_truth):  # type: ignore[no-untyped-def]
         return returned
 

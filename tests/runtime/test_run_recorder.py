@@ -23,7 +23,7 @@ from tests.runtime.groups import group
 
 
 @pytest.fixture(scope="module")
-def spec(tmp_path_factory: pytest.TempPathFactory) -> Spec:
+def spec(tmp_path_factory):
     return Playground(tmp_path_factory.mktemp("ground")).spec("grpo")[1]
 
 
@@ -45,9 +45,7 @@ def record(spec: Spec, folder: Path, **trainer: Any) -> Recorder:
         ({"save_groups": "last_k", "save_groups_last": 2}, [3, 4]),
     ],
 )
-def test_groups_are_kept_as_asked(
-    spec: Spec, tmp_path: Path, mode: dict[str, Any], left: list[int]
-) -> None:
+def test_groups_are_kept_as_asked(spec, tmp_path, mode, left):
     tokenizer = load_tokenizer("builtin:tiny-arithmetic")
     with record(spec, tmp_path / "run", **mode) as recorder:
         for step in range(1, 5):
@@ -63,9 +61,7 @@ def test_groups_are_kept_as_asked(
         assert len(texts) == len(tokenizer)
 
 
-def test_spans_of_each_worker_are_there_after_a_step_whatever_becomes_of_it(
-    spec: Spec, tmp_path: Path
-) -> None:
+def test_spans_of_each_worker_are_there_after_a_step_whatever_becomes_of_it(spec, tmp_path):
     spec = silent(spec, tmp_path / "run")
     for part, name in enumerate(("training.jsonl", "training-1.jsonl")):
         recorder = Recorder(spec, 5, 0, None, process=ReportingProcess(part))
@@ -80,7 +76,7 @@ def test_spans_of_each_worker_are_there_after_a_step_whatever_becomes_of_it(
     assert len(metrics) == 1, "of the worker that leads"
 
 
-def test_what_a_resumed_run_records_has_its_step_from_the_start(spec: Spec, tmp_path: Path) -> None:
+def test_what_a_resumed_run_records_has_its_step_from_the_start(spec, tmp_path):
     spec = silent(spec, tmp_path / "run")
     with Recorder(spec, 5, 1, 3) as recorder:
         with recorder.phases("train_step"):
@@ -92,7 +88,7 @@ def test_what_a_resumed_run_records_has_its_step_from_the_start(spec: Spec, tmp_
     assert [event.step for event in read_events(tmp_path / "run") if event.kind == "warning"] == [3]
 
 
-def test_a_finding_that_opens_is_an_event(spec: Spec, tmp_path: Path) -> None:
+def test_a_finding_that_opens_is_an_event(spec, tmp_path):
     with Recorder(silent(spec, tmp_path / "run"), 50, 0, None) as recorder:
         for step in range(1, 15):
             recorder.training_step(step, {"actor/skipped": 1.0}, group())
@@ -101,7 +97,7 @@ def test_a_finding_that_opens_is_an_event(spec: Spec, tmp_path: Path) -> None:
     assert "optimizer skipped an update" in found.message
 
 
-def test_checks_of_steps_that_a_resume_repeats_count_once(spec: Spec, tmp_path: Path) -> None:
+def test_checks_of_steps_that_a_resume_repeats_count_once(spec, tmp_path):
     spec = silent(spec, tmp_path / "run")
     for restart, resumed_at in ((0, None), (1, 1)):
         with Recorder(spec, 5, restart, resumed_at) as recorder:
@@ -116,7 +112,7 @@ def test_checks_of_steps_that_a_resume_repeats_count_once(spec: Spec, tmp_path: 
     assert describe_checks(events).text.startswith("3 steps were checked whole")
 
 
-def test_how_a_run_ended_is_the_last_event(spec: Spec, tmp_path: Path) -> None:
+def test_how_a_run_ended_is_the_last_event(spec, tmp_path):
     for status in ("finished", "stopped"):
         with record(spec, tmp_path / status) as recorder:
             recorder.status = status
@@ -133,9 +129,7 @@ def test_how_a_run_ended_is_the_last_event(spec: Spec, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "error", [UserError("your\nmistake"), TrustError("a check"), KeyError("ours"), SystemExit(3)]
 )
-def test_a_run_that_fails_leaves_a_report_with_its_error(
-    spec: Spec, tmp_path: Path, error: BaseException
-) -> None:
+def test_a_run_that_fails_leaves_a_report_with_its_error(spec, tmp_path, error):
     said: list[str] = []
     with (
         pytest.raises(type(error)),
@@ -163,9 +157,7 @@ def test_a_run_that_fails_leaves_a_report_with_its_error(
     assert (tmp_path / "run" / "report.html").is_file()
 
 
-def test_responses_of_groups_that_a_node_drops_are_kept_with_the_reason(
-    spec: Spec, tmp_path: Path
-) -> None:
+def test_responses_of_groups_that_a_node_drops_are_kept_with_the_reason(spec, tmp_path):
     with record(spec, tmp_path / "run") as recorder:
         for number in range(3):
             recorder.group_dropped(0, "all_equal", group(number))

@@ -79,9 +79,7 @@ def output(code: str, **variables: str) -> str:
 
 
 @pytest.mark.slow
-def test_threads_sleep_between_operations_while_others_want_the_cores_and_spin_again_afterwards() -> (  # noqa: E501
-    None
-):
+def test_threads_sleep_between_operations_while_others_want_the_cores_and_spin_again_afterwards():
     free, wanted, again = map(int, output(SWITCHED).split())
     assert 10 * wanted < free and 10 * wanted < again
 
@@ -97,8 +95,8 @@ def test_threads_sleep_between_operations_while_others_want_the_cores_and_spin_a
     ],
 )
 def test_a_worker_watches_the_cores_unless_the_user_chose_how_threads_wait(
-    variables: dict[str, str], first: str, watched: bool
-) -> None:
+    variables, first, watched
+):
     assert output(WATCHED.format(first=first), **variables).strip() == str(
         ["shared-cores"] if watched else []
     )
@@ -122,18 +120,16 @@ START = look(7.0, 100.0, 50.0)
         ("another program, but cores enough", look(7.1, 103.5, 52.0), False),
     ],
 )
-def test_others_want_the_cores_if_threads_wait_for_them_and_not_for_each_other(
-    what: str, now: Look, wanted: bool
-) -> None:
+def test_others_want_the_cores_if_threads_wait_for_them_and_not_for_each_other(what, now, wanted):
     assert are_wanted(START, now, 1.0) == wanted, what
 
 
-def test_a_thread_that_was_not_there_before_tells_nothing() -> None:
+def test_a_thread_that_was_not_there_before_tells_nothing():
     now = Look({1: 7 * 10**9, 3: 10**12}, 102.0, 50.0)
     assert not are_wanted(START, now, 1.0)
 
 
-def test_processes_that_this_one_started_are_its_own_whether_they_run_or_have_ended() -> None:
+def test_processes_that_this_one_started_are_its_own_whether_they_run_or_have_ended():
     work = "import time\nwhile time.process_time() < 0.15: pass\nprint(flush=True)\ninput()"
     inner = f"import subprocess, sys\nsubprocess.run([sys.executable, '-c', {work!r}])"
     before = own_s(os.getpid())

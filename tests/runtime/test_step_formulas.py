@@ -1,7 +1,5 @@
 """The metrics of a step, of any shares of two ranks, against the references."""
 
-from typing import Any
-
 import pytest
 import torch
 from hypothesis import given, settings
@@ -65,7 +63,7 @@ def rows_of(drawn: Drawn) -> list[Row]:
     versions=st.lists(st.integers(0, STEP), min_size=6, max_size=6),
     first=st.lists(st.booleans(), min_size=1, max_size=4),
 )
-def test_a_step(drawn: Drawn, versions: list[int], first: list[bool]) -> None:
+def test_a_step(drawn, versions, first):
     batch = batch_of(drawn, versions[: drawn.mask.shape[1]])
     shares = [batch.select(rows) for rows in parts_of(drawn, first)]
     figures = Figures.joined([Figures.of(share) for share in shares])
@@ -89,7 +87,7 @@ def test_a_step(drawn: Drawn, versions: list[int], first: list[bool]) -> None:
 
 @settings(max_examples=40)
 @given(drawn=batches().filter(len))
-def test_a_row_of_the_samples_file(drawn: Drawn) -> None:
+def test_a_row_of_the_samples_file(drawn):
     batch = batch_of(drawn, [STEP] * drawn.mask.shape[1])
 
     # no mean reads what stands outside the mask
@@ -108,7 +106,7 @@ def test_a_row_of_the_samples_file(drawn: Drawn) -> None:
 
 
 @given(outcomes=st.lists(st.booleans(), min_size=1, max_size=7), data=st.data())
-def test_pass_at_k(outcomes: list[bool], data: Any) -> None:
+def test_pass_at_k(outcomes, data):
     k = data.draw(st.integers(1, len(outcomes)))
     found = pass_at_k(len(outcomes), sum(outcomes), k)
     assert found == pytest.approx(reference.pass_at_k(outcomes, k), abs=1e-12)
@@ -125,7 +123,7 @@ def test_pass_at_k(outcomes: list[bool], data: Any) -> None:
     ),
     cut=st.integers(0, 6),
 )
-def test_a_validation(drawn: list[tuple[str, list[bool]]], cut: int) -> None:
+def test_a_validation(drawn, cut):
     """The first response to a prompt is greedy, the others are sampled; two parts are joined."""
     parts = []
     for own in (drawn[:cut], drawn[cut:]):

@@ -15,11 +15,11 @@ from distflow.training.engine import OneRank
 from tests.runtime.groups import group
 
 
-def test_parts_are_means_over_the_samples_that_have_them() -> None:
+def test_parts_are_means_over_the_samples_that_have_them():
     assert part_means([{"math": 1.0, "format": 0.5}, {"math": 0.0}]) == {"format": 0.5, "math": 0.5}
 
 
-def test_an_episode_with_branches_is_as_long_as_its_longest_conversation() -> None:
+def test_an_episode_with_branches_is_as_long_as_its_longest_conversation():
     """From its first drawn token on: before that a fork has the tokens of another conversation."""
     batch = group(lengths=(9, 4))
     batch["forks"] = [[["1", 2], ["2", 5]], []]
@@ -32,7 +32,7 @@ def test_an_episode_with_branches_is_as_long_as_its_longest_conversation() -> No
     assert batch.lengths("response").tolist() == [9, 4]
 
 
-def test_what_became_of_a_domains_groups() -> None:
+def test_what_became_of_a_domains_groups():
     domains = {"math": DomainCounts(6, 3, {"all_equal": 2}), "code": DomainCounts(3, aborted=2)}
     group_counts = GroupCounts(
         issued=9, running=2, complete=2, consumed=3, dropped={"all_equal": 2}, domains=domains
@@ -52,7 +52,7 @@ def test_what_became_of_a_domains_groups() -> None:
     }
 
 
-def test_counters_and_ages() -> None:
+def test_counters_and_ages():
     group_counts = GroupCounts(
         issued=9, running=1, complete=2, consumed=3, dropped={"all_equal": 2, "stale": 1}, aborted=4
     )
@@ -88,7 +88,7 @@ class OtherRank(OneRank):
         return [value, self.other]
 
 
-def test_what_nodes_measured_are_means_over_ranks_by_their_weights() -> None:
+def test_what_nodes_measured_are_means_over_ranks_by_their_weights():
     """But the largest of a metric that is a maximum, whatever its weight."""
     measured = [
         ({"a": 1.0, "b": 8.0, "reward/max": 2.0}, 3.0),
@@ -100,7 +100,7 @@ def test_what_nodes_measured_are_means_over_ranks_by_their_weights() -> None:
     assert found == {"a": 2.0, "b": 4.0, "c": 0.0, "d": 3.0, "reward/max": 6.0}
 
 
-def test_a_domain_called_like_a_part_has_metrics_of_its_own() -> None:
+def test_a_domain_called_like_a_part_has_metrics_of_its_own():
     batch = group(lengths=(1, 1))
     batch["token_level_scores"] = torch.tensor([[1.0], [0.0]])
     batch["domain"] = ["math", "math"]
@@ -110,7 +110,7 @@ def test_a_domain_called_like_a_part_has_metrics_of_its_own() -> None:
         assert found[f"reward/math/{name}"] == 0.5
 
 
-def test_a_reward_that_a_node_changed_is_shown_beside_the_score() -> None:
+def test_a_reward_that_a_node_changed_is_shown_beside_the_score():
     batch = group(lengths=(2, 1, 1), valid=(True, True, False))
     batch["token_level_scores"] = torch.tensor([[0.0, 1.0], [0.5, 0.0], [9.0, 0.0]])
     assert "reward/mean_reward" not in batch_metrics(Figures.of(batch))
@@ -123,7 +123,7 @@ def test_a_reward_that_a_node_changed_is_shown_beside_the_score() -> None:
     assert [row["score"] for row in sample_rows(batch)] == [1.0, 0.5, None]
 
 
-def test_the_share_of_a_response_that_the_loss_leaves_out() -> None:
+def test_the_share_of_a_response_that_the_loss_leaves_out():
     batch = group(lengths=(2, 4, 1), valid=(True, True, False))
     assert "masked" not in sample_rows(batch)[0], "nothing was trained on yet"
     batch["advantages"] = torch.zeros(3, 4)

@@ -3,7 +3,6 @@
 import os
 import signal
 import threading
-from collections.abc import Iterator
 
 import pytest
 
@@ -11,7 +10,7 @@ from distflow.runtime.stop_signals import SIGNALS, Interrupted, StopRequest, int
 
 
 @pytest.fixture(autouse=True)
-def hang_ups_arrive() -> Iterator[None]:
+def hang_ups_arrive():
     """Also where the tests run under `nohup`."""
     before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
     yield
@@ -19,7 +18,7 @@ def hang_ups_arrive() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("number", SIGNALS)
-def test_the_first_signal_is_kept_and_told(number: signal.Signals) -> None:
+def test_the_first_signal_is_kept_and_told(number):
     before = signal.getsignal(number)
     told, lock = [], threading.Lock()
     done = threading.Event()
@@ -40,7 +39,7 @@ def test_the_first_signal_is_kept_and_told(number: signal.Signals) -> None:
     assert signal.getsignal(number) == before
 
 
-def test_without_a_signal_nothing_is_told() -> None:
+def test_without_a_signal_nothing_is_told():
     told: list[str] = []
     with StopRequest(told.append) as stop:
         pass
@@ -48,7 +47,7 @@ def test_without_a_signal_nothing_is_told() -> None:
 
 
 @pytest.mark.parametrize("number", SIGNALS)
-def test_where_nothing_is_to_be_saved_a_signal_closes_what_is_open(number: signal.Signals) -> None:
+def test_where_nothing_is_to_be_saved_a_signal_closes_what_is_open(number):
     before = signal.getsignal(number)
     closed = False
     with pytest.raises(Interrupted) as raised, interruptible():
@@ -62,7 +61,7 @@ def test_where_nothing_is_to_be_saved_a_signal_closes_what_is_open(number: signa
 
 
 @pytest.mark.parametrize("first", SIGNALS)
-def test_a_hang_up_insists_on_nothing(first: signal.Signals) -> None:
+def test_a_hang_up_insists_on_nothing(first):
     """Closing a terminal sends two."""
     with StopRequest(lambda name: None) as stop:
         for number in (first, signal.SIGHUP, signal.SIGHUP):

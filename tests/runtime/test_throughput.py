@@ -1,8 +1,6 @@
 """Tokens per second by phase: of a whole run against its spans and samples, and over ranks with
 unequal shares."""
 
-from pathlib import Path
-
 import pytest
 
 from distflow.observe.metrics import find_metric
@@ -12,12 +10,12 @@ from tests.e2e.runs import Playground
 from tests.ranks import run_ranks
 
 
-def test_over_ranks_it_is_the_ratio_of_the_sums(tmp_path: Path) -> None:
+def test_over_ranks_it_is_the_ratio_of_the_sums(tmp_path):
     run_ranks("tests.runtime.throughput_worker", 2, tmp_path)
 
 
 @pytest.mark.slow
-def test_of_a_run_it_is_tokens_by_the_time_of_each_phase(tmp_path: Path) -> None:
+def test_of_a_run_it_is_tokens_by_the_time_of_each_phase(tmp_path):
     """The validations that the engine decodes between steps do not count."""
     ground = Playground(tmp_path)
     validates = (

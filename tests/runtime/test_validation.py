@@ -74,7 +74,7 @@ def run(
     return whole.metrics(), whole.rows
 
 
-def test_sampled_responses_stand_in_where_none_is_greedy_and_powers_of_two_end_at_n() -> None:
+def test_sampled_responses_stand_in_where_none_is_greedy_and_powers_of_two_end_at_n():
     chosen = ValidationSet("val", rows("default"), None, SAMPLED, 3)  # type: ignore[arg-type]
     metrics, _ = run(chosen, answers(lambda t, i: float(i == 0)))
     assert metrics["val_correct/all/mean"] == pytest.approx(1 / 3)
@@ -84,7 +84,7 @@ def test_sampled_responses_stand_in_where_none_is_greedy_and_powers_of_two_end_a
     assert "val_correct/default/mean" not in metrics
 
 
-def test_validation_prompts_are_run_as_they_are_to_be_by_the_nodes_that_validate() -> None:
+def test_validation_prompts_are_run_as_they_are_to_be_by_the_nodes_that_validate():
     asked: list[tuple[Group, bool]] = []
 
     @node(writes=("response_ids", "response_mask"), role="ROLLOUT", reads=("prompt_ids",))
@@ -124,7 +124,7 @@ def test_validation_prompts_are_run_as_they_are_to_be_by_the_nodes_that_validate
     ]
 
 
-def test_a_prompt_on_which_a_node_fails_costs_its_own_responses_only() -> None:
+def test_a_prompt_on_which_a_node_fails_costs_its_own_responses_only():
     @node(writes=("response_ids", "response_mask"), role="ROLLOUT", reads=("prompt_ids",))
     async def answer(group: Group) -> list[Sample]:
         return samples(group.prompt_group.group_id, (1,) * len(group))
@@ -155,7 +155,7 @@ def test_a_prompt_on_which_a_node_fails_costs_its_own_responses_only() -> None:
     )
 
 
-def test_the_validation_loss_is_a_mean_over_the_responses_tokens() -> None:
+def test_the_validation_loss_is_a_mean_over_the_responses_tokens():
     class Scorer:
         def forward(self, batch: Batch, wanted: tuple[str, ...]) -> Batch:
             assert wanted == ("log_probs",) and batch["response_ids"].tolist() == [
@@ -174,7 +174,7 @@ def test_the_validation_loss_is_a_mean_over_the_responses_tokens() -> None:
     assert metrics == {"sft/val_loss": (5 + 6 + 7 + 8) / 4} and len(rows) == 2
 
 
-def test_a_score_that_is_not_one_is_not_right() -> None:
+def test_a_score_that_is_not_one_is_not_right():
     chosen = ValidationSet("val", rows("a", "a", "a"), GREEDY)  # type: ignore[arg-type]
     metrics, _ = run(chosen, answers(lambda t, i: (0.999, 1.0 - 1e-9, 1.5)[t.group_id]))
     assert metrics["val_correct/all/mean"] == pytest.approx(2 / 3)

@@ -29,7 +29,7 @@ CHEAP = ("trust.check_rewards=false", "actor_rollout_ref.rollout.n=2")
 
 
 @pytest.fixture
-def ground(tmp_path: Path) -> Playground:
+def ground(tmp_path):
     return Playground(tmp_path, num_rows=12)
 
 
@@ -38,9 +38,7 @@ def steps(folder: Path, kind: str) -> list[int]:
 
 
 @pytest.mark.slow
-def test_the_best_checkpoint_is_compared_by_a_validation_of_its_own_weights(
-    ground: Playground,
-) -> None:
+def test_the_best_checkpoint_is_compared_by_a_validation_of_its_own_weights(ground):
     """Validated each third step and saved each second, a save would else carry the metric of older
     weights."""
     ground.write_reward(
@@ -68,7 +66,7 @@ def test_the_best_checkpoint_is_compared_by_a_validation_of_its_own_weights(
         )
 
 
-def test_a_step_has_the_same_number_in_every_file(ground: Playground) -> None:
+def test_a_step_has_the_same_number_in_every_file(ground):
     folder = ground.run("grpo", *CHEAP, "trainer.total_epochs=1").folder
     samples = {step: read_samples(folder, step) for step in sample_steps(folder)}
     groups = {
@@ -108,9 +106,7 @@ def _lines(path: Path, step: int) -> list[dict[str, Any]]:
         ("val/accuracy", "choose one of .*val_correct/all/mean"),
     ],
 )
-def test_a_metric_that_no_validation_measures_cannot_say_which_is_best(
-    ground: Playground, metric: str, said: str
-) -> None:
+def test_a_metric_that_no_validation_measures_cannot_say_which_is_best(ground, metric, said):
     keys = ("trainer.keep_best=true", f"trainer.keep_best_metric={metric}", "trainer.test_freq=1")
     data = (
         f"data.val_files={ground.folder}/rows.jsonl",
@@ -121,7 +117,7 @@ def test_a_metric_that_no_validation_measures_cannot_say_which_is_best(
         ground.run("grpo", *CHEAP, *keys, *data)
 
 
-def test_validation_and_saving_also_come_after_the_last_step_and_once(ground: Playground) -> None:
+def test_validation_and_saving_also_come_after_the_last_step_and_once(ground):
     data = (
         f"data.val_files={ground.folder}/rows.jsonl",
         "data.val_max_samples=2",
@@ -154,9 +150,7 @@ def test_validation_and_saving_also_come_after_the_last_step_and_once(ground: Pl
 
 
 @pytest.mark.slow
-def test_where_the_last_rows_are_all_dropped_the_run_ends_validated_and_saved(
-    ground: Playground,
-) -> None:
+def test_where_the_last_rows_are_all_dropped_the_run_ends_validated_and_saved(ground):
     """Dynamic sampling leaves no group of the second half of the rows: the step before has been the
     last."""
     ground.write_rows(
@@ -176,9 +170,7 @@ def test_where_the_last_rows_are_all_dropped_the_run_ends_validated_and_saved(
     ]
 
 
-def test_metrics_are_written_before_the_checkpoint_of_their_step(
-    ground: Playground, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_metrics_are_written_before_the_checkpoint_of_their_step(ground, monkeypatch):
     """A run killed right after a save resumes from there: what it measured until then must be
     there."""
     begin = CheckpointStore.begin
@@ -195,8 +187,8 @@ def test_metrics_are_written_before_the_checkpoint_of_their_step(
 
 
 def test_weights_are_sent_at_the_start_and_after_each_update_and_tokens_say_of_which_version_they_are(  # noqa: E501
-    ground: Playground,
-) -> None:
+    ground,
+):
     run = ground.run("grpo", *CHEAP, "trainer.total_epochs=1", "trainer.save_freq=1")
     for step, metrics in enumerate(run.metrics()):
         assert (metrics["async/version_start"], metrics["async/version_end"]) == (step, step)
@@ -212,7 +204,7 @@ def test_weights_are_sent_at_the_start_and_after_each_update_and_tokens_say_of_w
 
 
 @pytest.mark.slow
-def test_what_nodes_keep_is_saved_and_goes_on_in_a_resumed_run(ground: Playground) -> None:
+def test_what_nodes_keep_is_saved_and_goes_on_in_a_resumed_run(ground):
     kl = (f"algorithm.kl_ctrl.{key}" for key in ("type=adaptive", "target_kl=0.01", "horizon=50"))
     keys = (
         "trust.check_rewards=false",
@@ -236,9 +228,7 @@ def ends_at(step: int) -> Callable[[Spec], Spec]:
 
 
 @pytest.mark.slow
-def test_a_fault_of_the_reward_function_in_a_validation_is_none_of_the_next_step(
-    ground: Playground,
-) -> None:
+def test_a_fault_of_the_reward_function_in_a_validation_is_none_of_the_next_step(ground):
     ground.write_reward(
         "def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n"
         "    if ground_truth == 'bad':\n"
@@ -287,9 +277,7 @@ def working(ground: Playground, *keys: str) -> Iterator[tuple[Worker, Resources]
             yield worker, resources
 
 
-def test_a_signal_that_comes_when_the_step_is_already_done_saves_it_too(
-    ground: Playground, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_signal_that_comes_when_the_step_is_already_done_saves_it_too(ground, monkeypatch):
     """As during the export of its profile."""
     with working(ground, "trainer.save_freq=100") as (worker, _):
 
@@ -304,9 +292,7 @@ def test_a_signal_that_comes_when_the_step_is_already_done_saves_it_too(
     assert CheckpointStore(ground.folder / "run" / "checkpoints").load().step == 1
 
 
-def test_a_rollout_loop_that_ends_wakes_the_trainer_with_its_reason(
-    ground: Playground, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_rollout_loop_that_ends_wakes_the_trainer_with_its_reason(ground, monkeypatch):
     def broken(*arguments: Any, **more: Any) -> None:
         raise RuntimeError("the queue broke")
 

@@ -1,7 +1,5 @@
 """One sandbox for each level that this machine has, with limits that end a hang soon."""
 
-from collections.abc import Iterator
-
 import pytest
 
 from distflow.sandbox.interface import Limits
@@ -11,7 +9,7 @@ LIMITS = Limits(cpu_s=2.0, wall_s=20.0, memory_bytes=2**28)
 
 
 @pytest.fixture(scope="module", params=LEVELS)
-def sandbox(request: pytest.FixtureRequest) -> Iterator[Sandbox]:
+def sandbox(request):
     missing = probe().missing
     if request.param in missing:
         pytest.skip(f"wants {request.param}: {missing[request.param]}")

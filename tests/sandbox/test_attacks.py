@@ -3,7 +3,6 @@ never notices."""
 
 import os
 import sysconfig
-from collections.abc import Iterator
 from pathlib import Path
 from subprocess import Popen
 
@@ -11,7 +10,7 @@ import pytest
 
 import distflow
 from distflow.sandbox.local_sandbox import Sandbox
-from tests.sandbox.attacks import FILES, PRELUDE, PROCESSES, USE, Attack
+from tests.sandbox.attacks import FILES, PRELUDE, PROCESSES, USE
 from tests.sandbox.conftest import LIMITS
 
 SHARED = ("/tmp", "/var/tmp", "/dev/shm", "/run", "/root", "/", "/usr/lib")
@@ -19,7 +18,7 @@ MADE = "made-by-a-program"
 
 
 @pytest.fixture(scope="module")
-def victim() -> Iterator["Popen[bytes]"]:
+def victim():
     """A process of the same user that an attack might reach."""
     with Popen(["sleep", "1000"], env={"SECRET": "of another process"}) as process:
         yield process
@@ -28,7 +27,7 @@ def victim() -> Iterator["Popen[bytes]"]:
 
 
 @pytest.fixture(scope="module")
-def secret(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def secret(tmp_path_factory):
     path = tmp_path_factory.mktemp("run") / "ledger.jsonl"
     path.write_text("expected: 42\n")
     return path
@@ -58,9 +57,7 @@ def state(sandbox: Sandbox) -> tuple[object, ...]:
 
 
 @pytest.mark.parametrize("attack", [*PROCESSES, *FILES, *USE], ids=lambda attack: attack.name)
-def test_nothing_passes_and_nothing_stays(
-    sandbox: Sandbox, attack: Attack, victim: "Popen[bytes]", secret: Path
-) -> None:
+def test_nothing_passes_and_nothing_stays(sandbox, attack, victim, secret):
     known = {
         "VICTIM": victim.pid,
         "SECRET": str(secret),

@@ -12,7 +12,6 @@ import pytest
 
 from distflow.errors import UserError
 from distflow.sandbox import fork_server_client
-from distflow.sandbox.fork_server_client import LevelName
 from distflow.sandbox.inside import isolation
 from distflow.sandbox.inside.isolation import (
     ALLOWED,
@@ -60,7 +59,7 @@ def gone(pids: set[int], within_s: float = 60.0) -> bool:
     return True
 
 
-def test_it_has_nothing_of_its_owner(sandbox: Sandbox) -> None:
+def test_it_has_nothing_of_its_owner(sandbox):
     """Neither environment nor descriptors; what it runs on is what came with Python."""
     for pid in {sandbox._server.pid, *family(sandbox._server.pid)}:
         assert set(Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")) <= {
@@ -90,7 +89,7 @@ def test_it_has_nothing_of_its_owner(sandbox: Sandbox) -> None:
 
 
 @pytest.mark.parametrize("name", LEVELS)
-def test_it_ends_with_its_owner(name: LevelName) -> None:
+def test_it_ends_with_its_owner(name):
     """Also where the owner had no time for a word, and its programs hang."""
     if name in probe().missing:
         pytest.skip(f"wants {name}: {probe().missing[name]}")
@@ -107,7 +106,7 @@ def test_it_ends_with_its_owner(name: LevelName) -> None:
     assert gone(pids)
 
 
-def test_one_that_was_killed_is_made_again(sandbox: Sandbox) -> None:
+def test_one_that_was_killed_is_made_again(sandbox):
     session = sandbox.open("import time\ndef f(): time.sleep(100)")
     dead = sandbox._server.pid
     programs = family(sandbox._server.pid)
@@ -120,7 +119,7 @@ def test_one_that_was_killed_is_made_again(sandbox: Sandbox) -> None:
     assert sandbox._server.pid != dead
 
 
-def test_closing_leaves_nothing(sandbox: Sandbox) -> None:
+def test_closing_leaves_nothing(sandbox):
     before = len(os.listdir("/proc/self/fd"))
     with Sandbox(LIMITS, sandbox.level.name) as other:
         session = other.open("def f(): return 1")
@@ -134,7 +133,7 @@ def test_closing_leaves_nothing(sandbox: Sandbox) -> None:
         other.run("")
 
 
-def test_a_thread_that_started_it_may_end() -> None:
+def test_a_thread_that_started_it_may_end():
     """Linux kills a child with the thread that started it, where it is asked to: this is not
     that."""
     from concurrent.futures import ThreadPoolExecutor
@@ -146,7 +145,7 @@ def test_a_thread_that_started_it_may_end() -> None:
     sandbox.close()
 
 
-def test_without_bubblewrap_there_is_the_floor(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_bubblewrap_there_is_the_floor(monkeypatch):
     monkeypatch.setattr(fork_server_client.shutil, "which", lambda _: None)
     found = probe()
     assert found.name == "floor" and "not installed" in found.missing["namespaces"]
@@ -155,9 +154,7 @@ def test_without_bubblewrap_there_is_the_floor(monkeypatch: pytest.MonkeyPatch) 
         Sandbox(level="namespaces")
 
 
-def test_bubblewrap_that_may_make_no_namespaces(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_bubblewrap_that_may_make_no_namespaces(tmp_path, monkeypatch):
     refusing = tmp_path / "bwrap"
     refusing.write_text(
         "#!/bin/sh\necho 'bwrap: No permissions to create a new namespace' >&2\nexit 1\n"
@@ -168,9 +165,7 @@ def test_bubblewrap_that_may_make_no_namespaces(
 
 
 @pytest.mark.parametrize("layer", ["landlock", "seccomp", "files"])
-def test_a_missing_isolation_layer_is_found(
-    tmp_path: Path, layer: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_missing_isolation_layer_is_found(tmp_path, layer, monkeypatch):
     """The server of a distflow that lacks it: neither level is there, and nothing runs."""
     copy = tmp_path / "distflow"
     (copy / "sandbox").mkdir(parents=True)
@@ -205,13 +200,13 @@ def test_a_missing_isolation_layer_is_found(
         assert probe().name == "none"
 
 
-def test_no_such_level() -> None:
+def test_no_such_level():
     with pytest.raises(UserError, match="'ceiling'"):
         Sandbox(level="ceiling")
 
 
 @pytest.mark.parametrize("machine", HEADERS)
-def test_the_numbers_of_calls_are_the_kernels(machine: str) -> None:
+def test_the_numbers_of_calls_are_the_kernels(machine):
     if not HEADERS[machine].exists():
         pytest.skip(
             f"wants the headers of the kernel, {HEADERS[machine]} (Debian: apt-get install "

@@ -45,7 +45,7 @@ def answer(filter_: bytes, number: int, architecture: int, arguments: tuple[int,
 
 
 @pytest.mark.parametrize("machine", ARCHITECTURES)
-def test_each_number_has_the_answer_of_the_list(machine: str) -> None:
+def test_each_number_has_the_answer_of_the_list(machine):
     filter_ = make_filter(machine)
     here = ARCHITECTURES[machine]
     allowed = set(ALLOWED[machine].values())
@@ -68,7 +68,7 @@ def test_each_number_has_the_answer_of_the_list(machine: str) -> None:
 
 
 @pytest.mark.parametrize("machine", ARCHITECTURES)
-def test_arguments_decide_where_they_must(machine: str) -> None:
+def test_arguments_decide_where_they_must(machine):
     filter_ = make_filter(machine)
     here = ARCHITECTURES[machine]
 

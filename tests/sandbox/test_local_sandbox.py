@@ -28,7 +28,7 @@ print(open("/dev/null", "w").write("x"), len(os.urandom(4)), __name__, __file__,
 """  # noqa: E501
 
 
-def test_a_program_reads_prints_and_ends(sandbox: Sandbox) -> None:
+def test_a_program_reads_prints_and_ends(sandbox):
     ran = sandbox.run(
         "import sys\nprint(sum(map(int, input().split())))\nprint('ü', file=sys.stderr)\nexit(3)",
         "1 2 39\n",
@@ -43,14 +43,14 @@ def test_a_program_reads_prints_and_ends(sandbox: Sandbox) -> None:
     assert 0 < ran.seconds < LIMITS.wall_s
 
 
-def test_the_standard_library_is_there(sandbox: Sandbox) -> None:
+def test_the_standard_library_is_there(sandbox):
     ran = sandbox.run(STANDARD)
     assert ran.stderr == "" and ran.status == "ok"
     assert ran.stdout.splitlines()[1:] == ["(42,) True", "1 4 __main__ program.py ['program.py']"]
     assert ran.stdout.startswith("1.414213562373095048801688724 e3b0c442 3\n")
 
 
-def test_a_traceback_shows_the_program_alone(sandbox: Sandbox) -> None:
+def test_a_traceback_shows_the_program_alone(sandbox):
     ran = sandbox.run("def divide():\n    return 1 / 0\n\ndivide()")
     assert ran.exit_code == 1
     assert "line 2, in divide\n    return 1 / 0" in ran.stderr and "distflow" not in ran.stderr
@@ -59,7 +59,7 @@ def test_a_traceback_shows_the_program_alone(sandbox: Sandbox) -> None:
     assert ran.exit_code == 1 and "SyntaxError" in ran.stderr and "distflow" not in ran.stderr
 
 
-def test_output_beyond_what_is_kept(sandbox: Sandbox) -> None:
+def test_output_beyond_what_is_kept(sandbox):
     ran = sandbox.run("print('x' * 200_000)")
     assert (ran.status, ran.cut, len(ran.stdout)) == ("ok", True, LIMITS.output_bytes)
     assert (
@@ -68,7 +68,7 @@ def test_output_beyond_what_is_kept(sandbox: Sandbox) -> None:
     )
 
 
-def test_large_input_is_neither_cut_nor_waited_for(sandbox: Sandbox) -> None:
+def test_large_input_is_neither_cut_nor_waited_for(sandbox):
     text = "1234567\n" * 500_000
     assert sandbox.run("import sys\nprint(len(sys.stdin.read()))", text).stdout == f"{len(text)}\n"
     assert sandbox.run("print('not read')", text).stdout == "not read\n"
@@ -77,14 +77,14 @@ def test_large_input_is_neither_cut_nor_waited_for(sandbox: Sandbox) -> None:
     )
 
 
-def test_the_processor_is_limited_apart_from_the_clock(sandbox: Sandbox) -> None:
+def test_the_processor_is_limited_apart_from_the_clock(sandbox):
     sandbox.limits = LIMITS._replace(cpu_s=0.5)
     ran = sandbox.run("while True: pass")
     sandbox.limits = LIMITS
     assert ran.status == "time" and 0.8 < ran.seconds < 15, "whole seconds, rounded up"
 
 
-def test_values_go_in_and_come_out_as_they_are(sandbox: Sandbox) -> None:
+def test_values_go_in_and_come_out_as_they_are(sandbox):
     with sandbox.open("def f(*args, **kwargs): return args, kwargs") as session:
         given = [1, True, 1.0, (2,), [3], {4}, {"five": None}, b"6", 7j, 10**30, "ü\ud800"]
         args, kwargs = session.call("f", given, {"nan": math.nan})
@@ -97,7 +97,7 @@ def test_values_go_in_and_come_out_as_they_are(sandbox: Sandbox) -> None:
         assert session.call("f") == ((), {})
 
 
-def test_state_is_kept_between_calls_and_not_between_processes(sandbox: Sandbox) -> None:
+def test_state_is_kept_between_calls_and_not_between_processes(sandbox):
     code = "seen = []\ndef f(x):\n    seen.append(x)\n    print(x)\n    return seen"
     with sandbox.open(code) as session, sandbox.open(code) as other:
         assert (session.call("f", [1]), session.call("f", [2]), other.call("f", [3])) == (
@@ -108,7 +108,7 @@ def test_state_is_kept_between_calls_and_not_between_processes(sandbox: Sandbox)
         assert (session.stdout, other.stdout) == ("1\n2\n", "3\n")
 
 
-def test_a_process_is_like_one_of_pythons_own(sandbox: Sandbox) -> None:
+def test_a_process_is_like_one_of_pythons_own(sandbox):
     """Forked without Python's hooks: what is random differs, and nothing is there that the server
     did before."""
     look = (
@@ -125,21 +125,21 @@ def test_a_process_is_like_one_of_pythons_own(sandbox: Sandbox) -> None:
     assert len({ran.stderr for ran in said}) == 3
 
 
-def test_sets_have_one_order(sandbox: Sandbox) -> None:
+def test_sets_have_one_order(sandbox):
     """Also in the sandbox of another run: a verdict can be had again."""
     code = "print({str(number) for number in range(100)})"
     with Sandbox(LIMITS, sandbox.level.name) as other:
         assert sandbox.run(code).stdout == other.run(code).stdout
 
 
-def test_main_is_not_run_in_a_session(sandbox: Sandbox) -> None:
+def test_main_is_not_run_in_a_session(sandbox):
     with sandbox.open(
         "name = __name__\ndef f(): return name\nif name == '__main__': exit(1)"
     ) as session:
         assert session.call("f") == "program"
 
 
-def test_what_a_function_raises(sandbox: Sandbox) -> None:
+def test_what_a_function_raises(sandbox):
     with sandbox.open("def f(x): return 1 // x\ndef g(n): return g(n + 1)") as session:
         for call, name in (
             (("f", [0]), "ZeroDivisionError"),
@@ -164,7 +164,7 @@ def test_what_a_function_raises(sandbox: Sandbox) -> None:
         assert raised.value.type == name
 
 
-def test_programs_of_several_threads_at_once(sandbox: Sandbox) -> None:
+def test_programs_of_several_threads_at_once(sandbox):
     """A hang of one delays no other."""
     said: list[str] = []
     before = family(sandbox._server.pid)
@@ -242,7 +242,7 @@ FORGED = {
 
 
 @pytest.mark.parametrize("code, cause", FORGED.values(), ids=FORGED)
-def test_no_answer_but_an_honest_one(sandbox: Sandbox, code: str, cause: str) -> None:
+def test_no_answer_but_an_honest_one(sandbox, code, cause):
     with sandbox.open(code) as session:
         with pytest.raises(Broken) as broken:
             session.call("f")
@@ -254,7 +254,7 @@ def test_no_answer_but_an_honest_one(sandbox: Sandbox, code: str, cause: str) ->
                 session.call("f")
 
 
-def test_an_answer_of_an_own_class_is_the_plain_value_below_it(sandbox: Sandbox) -> None:
+def test_an_answer_of_an_own_class_is_the_plain_value_below_it(sandbox):
     """Whatever the class says of its equality."""
     code = (
         "class E({0}):\n  def __eq__(s, o): return True\n  __hash__ = {0}.__hash__\n"
@@ -272,7 +272,7 @@ def test_an_answer_of_an_own_class_is_the_plain_value_below_it(sandbox: Sandbox)
         assert type(found) is type(value) and found == value
 
 
-def test_a_hang_in_a_call_and_in_the_module(sandbox: Sandbox) -> None:
+def test_a_hang_in_a_call_and_in_the_module(sandbox):
     sandbox.limits = LIMITS._replace(wall_s=0.3)
     with (
         pytest.raises(Broken, match=r"out of time \("),
@@ -293,7 +293,7 @@ def test_a_hang_in_a_call_and_in_the_module(sandbox: Sandbox) -> None:
     sandbox.limits = LIMITS
 
 
-def test_what_judges_is_not_in_reach(sandbox: Sandbox) -> None:
+def test_what_judges_is_not_in_reach(sandbox):
     """A program finds its own code and arguments in memory, nothing of who asks, and nothing of
     programs before."""
     # expected-42, not in this code

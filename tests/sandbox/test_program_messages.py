@@ -52,18 +52,18 @@ def typed(value: object) -> object:
 
 @settings(max_examples=60, deadline=None)
 @given(PLAIN)
-def test_there_and_back(value: object) -> None:
+def test_there_and_back(value):
     assert typed(from_text(to_text(value))) == typed(value)
 
 
-def test_what_hypothesis_seldom_makes() -> None:
+def test_what_hypothesis_seldom_makes():
     numbers = (-0.0, math.inf, -math.inf, 2**53, -(2**53), 10**5000, True, 1, 1.0)
     for value in ("\ud800 alone", "\0", {1: 2, "1": 3}, *numbers):
         assert typed(from_text(to_text(value))) == typed(value)
     assert math.isnan(from_text(to_text(math.nan)))
 
 
-def test_containers_of_the_standard_library() -> None:
+def test_containers_of_the_standard_library():
     point = namedtuple("point", "x y")
     assert typed(from_text(to_text(point(1, 2)))) == typed((1, 2))
     for value in (Counter("aab"), OrderedDict(a=2, b=1), defaultdict(int, a=2, b=1)):
@@ -113,7 +113,7 @@ class Point(namedtuple("base", "x y")):
         ),
     ],
 )
-def test_sequences_and_views(value: object) -> None:
+def test_sequences_and_views(value):
     read = from_text(to_text(value))
     assert typed(list(read)) == typed(list(value))
     if isinstance(value, deque | range):
@@ -145,7 +145,7 @@ def test_sequences_and_views(value: object) -> None:
         ),
     ],
 )
-def test_what_is_no_sequence_or_view_is_refused(text: str) -> None:
+def test_what_is_no_sequence_or_view_is_refused(text):
     with pytest.raises(ValueError):
         from_text(text)
 
@@ -157,12 +157,12 @@ def test_what_is_no_sequence_or_view_is_refused(text: str) -> None:
         *({"x": object()}, iter([object()])),
     ],
 )
-def test_other_types_are_refused(value: object) -> None:
+def test_other_types_are_refused(value):
     with pytest.raises(NotPlain):
         to_text(value)
 
 
-def test_a_class_that_inherits_from_a_plain_one_is_that_value() -> None:
+def test_a_class_that_inherits_from_a_plain_one_is_that_value():
     for value, plain in (
         (Liar(1), 1),
         (Text("x"), "x"),
@@ -175,7 +175,7 @@ def test_a_class_that_inherits_from_a_plain_one_is_that_value() -> None:
     assert typed(from_text(to_text({"x": Point(1, 2)}))) == typed({"x": (1, 2)})
 
 
-def test_an_iterator_is_what_it_yields() -> None:
+def test_an_iterator_is_what_it_yields():
     read = from_text(to_text(n * n for n in range(3)))
     again = from_text(to_text(read))
     assert read != [0, 1, 4] and list(read) == list(again) == [0, 1, 4] and list(read) == []
@@ -186,7 +186,7 @@ def test_an_iterator_is_what_it_yields() -> None:
 
 
 @pytest.mark.slow
-def test_deep_round_and_large() -> None:
+def test_deep_round_and_large():
     deep: list[object] = []
     for _ in range(MAX_DEPTH + 1):
         deep = [deep]
@@ -240,20 +240,20 @@ def test_deep_round_and_large() -> None:
         ),
     ],
 )
-def test_nonsense_is_a_value_error(text: str) -> None:
+def test_nonsense_is_a_value_error(text):
     with pytest.raises(ValueError):
         from_text(text)
     with pytest.raises(ValueError):
         from_text(text.encode("latin-1"))
 
 
-def test_depth_is_capped_when_read() -> None:
+def test_depth_is_capped_when_read():
     with pytest.raises(ValueError, match="nested"):
         from_text("[" * (MAX_DEPTH + 2) + "]" * (MAX_DEPTH + 2))
 
 
 @pytest.mark.parametrize("kind", ["set", "frozenset", "dict"])
-def test_keys_that_collide_cost_no_time(kind: str) -> None:
+def test_keys_that_collide_cost_no_time(kind):
     """Multiples of 2⁶¹ - 1 all have the hash 0: 50,000 in one dictionary take half a minute."""
     keys = [f'{{"int": ["{hex(number * (2**61 - 1))}"]}}' for number in range(50_000)]
     if kind == "dict":
@@ -265,7 +265,7 @@ def test_keys_that_collide_cost_no_time(kind: str) -> None:
 
 
 @pytest.mark.slow
-def test_the_largest_frame_is_read_in_bounded_time() -> None:
+def test_the_largest_frame_is_read_in_bounded_time():
     started = time.process_time()
     assert len(from_text("[" + ",".join(["[]"] * (MAX_BYTES // 3)) + "]")) == MAX_BYTES // 3
     assert time.process_time() - started < 10

@@ -5,7 +5,6 @@ import asyncio
 import os
 import tempfile
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,7 @@ from distflow.sandbox.shell import Ran, Shell
 
 
 @pytest.fixture
-def shell() -> Iterator[Shell]:
+def shell():
     shell = Shell("/app")
     try:
         shell.check()
@@ -36,7 +35,7 @@ def run(
     )
 
 
-def test_files_stay_for_later_commands_and_go_with_the_shell(shell: Shell) -> None:
+def test_files_stay_for_later_commands_and_go_with_the_shell(shell):
     assert run(shell, "pwd; echo 1 > a; echo 2 > /tmp/b") == Ran(0, "/app\n")
     assert run(shell, "cat a /tmp/b; exit 3") == Ran(3, "1\n2\n")
     root = shell.files.parent
@@ -44,7 +43,7 @@ def test_files_stay_for_later_commands_and_go_with_the_shell(shell: Shell) -> No
     assert not root.exists()
 
 
-def test_a_folder_that_a_command_made_unreadable_is_removed() -> None:
+def test_a_folder_that_a_command_made_unreadable_is_removed():
     """A link in it is not followed. Root may read everything, so this is tried as another user."""
     user = os.geteuid()
     os.seteuid(user or 65_534)
@@ -67,14 +66,12 @@ def test_a_folder_that_a_command_made_unreadable_is_removed() -> None:
         os.seteuid(user)
 
 
-def test_it_has_the_programs_of_this_machine_and_the_variables_that_it_is_given(
-    shell: Shell,
-) -> None:
+def test_it_has_the_programs_of_this_machine_and_the_variables_that_it_is_given(shell):
     assert run(shell, "python -c 'print(6 * 7)' && ls --version > /dev/null").output == "42\n"
     assert run(shell, 'echo "$NAME"; env | grep -c TOKEN', env={"NAME": "a b"}).output == "a b\n0\n"
 
 
-def test_nothing_else_of_this_machine_is_seen_or_changed(shell: Shell, tmp_path: Path) -> None:
+def test_nothing_else_of_this_machine_is_seen_or_changed(shell, tmp_path):
     (tmp_path / "secret").write_text("secret")
     said = run(
         shell,
@@ -87,7 +84,7 @@ def test_nothing_else_of_this_machine_is_seen_or_changed(shell: Shell, tmp_path:
     assert not (tmp_path / "x").exists()
 
 
-def test_a_loopback_of_its_own_reaches_no_server_of_this_machine(shell: Shell) -> None:
+def test_a_loopback_of_its_own_reaches_no_server_of_this_machine(shell):
     import socket
 
     with socket.create_server(("127.0.0.1", 0)) as server:
@@ -96,7 +93,7 @@ def test_a_loopback_of_its_own_reaches_no_server_of_this_machine(shell: Shell) -
         assert run(shell, f'python -c "{code}"').exit_code == 1
 
 
-def test_a_command_that_hangs_is_killed_with_all_that_it_started(shell: Shell) -> None:
+def test_a_command_that_hangs_is_killed_with_all_that_it_started(shell):
     started = time.monotonic()
     assert run(shell, "echo begun; (setsid sleep 4242.5 &); sleep 4242.5", timeout_s=1.0) == Ran(
         None, "begun\n"
@@ -107,26 +104,26 @@ def test_a_command_that_hangs_is_killed_with_all_that_it_started(shell: Shell) -
     assert not any(b"4242.5" in line for line in lines)
 
 
-def test_output_is_cut_and_its_rest_is_read(shell: Shell) -> None:
+def test_output_is_cut_and_its_rest_is_read(shell):
     assert run(shell, "yes | head -c 3000000; echo end >&2; exit 4", max_bytes=10) == Ran(
         4, "y\n" * 5
     )
 
 
-def test_a_file_and_a_process_have_limits(shell: Shell) -> None:
+def test_a_file_and_a_process_have_limits(shell):
     assert run(shell, "head -c 2G /dev/zero > big").exit_code != 0
     assert shell.files.joinpath("big").stat().st_size <= 2**30
     assert "MemoryError" in run(shell, "python -c 'bytearray(5 * 2**30)'").output
 
 
-def test_a_mount_is_there_for_one_command(shell: Shell, tmp_path: Path) -> None:
+def test_a_mount_is_there_for_one_command(shell, tmp_path):
     (tmp_path / "a").write_text("1")
     mounted = run(shell, "cat /tests/a; touch /tests/b", mounts=[("--ro-bind", tmp_path, "/tests")])
     assert mounted.output.startswith("1") and "Read-only" in mounted.output
     assert run(shell, "ls /tests").exit_code == 2
 
 
-def test_without_bubblewrap_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_bubblewrap_it_says_what_to_install(monkeypatch):
     monkeypatch.setenv("PATH", "")
     shell = Shell("/app")
     with pytest.raises(UserError, match="apt-get install bubblewrap"):

@@ -8,7 +8,7 @@ from distflow.scheduling.groups_by_rollout_worker import GroupsByWorker
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_the_worker_with_the_fewest_groups_gets_the_next(seed: int) -> None:
+def test_the_worker_with_the_fewest_groups_gets_the_next(seed):
     """Against a count by hand, over 4,000 moves with lost and new workers."""
     random = Random(seed)
     workers = GroupsByWorker([str(number) for number in range(5)], 0)

@@ -1,7 +1,5 @@
 """Steps that are taken in parts, and groups of rows that somebody offers."""
 
-from pathlib import Path
-
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -27,9 +25,7 @@ def plan_of(staleness: int = 0, batch: int = 2, **changed: object) -> DataPlan:
     batch=st.integers(1, 4),
     choices=st.lists(st.integers(0, 999), max_size=200),
 )
-def test_whatever_the_parts_no_group_gets_too_old(
-    staleness: int, batch: int, choices: list[int]
-) -> None:
+def test_whatever_the_parts_no_group_gets_too_old(staleness, batch, choices):
     """Ends groups in any order, drops some, takes parts of any size, releases whenever nothing is
     owed."""
     coordinator = Coordinator(plan_of(staleness, batch))
@@ -54,9 +50,7 @@ def test_whatever_the_parts_no_group_gets_too_old(
 
 
 @given(staleness=st.integers(0, 3), size=st.integers(1, 5), order=st.randoms(use_true_random=False))
-def test_a_loop_that_takes_its_batch_in_parts_owes_nothing_and_never_stalls(
-    staleness, size, order
-) -> None:
+def test_a_loop_that_takes_its_batch_in_parts_owes_nothing_and_never_stalls(staleness, size, order):
     batch = 2 * size
     coordinator = Coordinator(plan_of(staleness, batch))
 
@@ -79,7 +73,7 @@ def test_a_loop_that_takes_its_batch_in_parts_owes_nothing_and_never_stalls(
     assert coordinator.checked_counts().consumed == 8 * batch
 
 
-def test_a_part_that_was_short_leaves_its_slots_to_rows_that_are_offered_later() -> None:
+def test_a_part_that_was_short_leaves_its_slots_to_rows_that_are_offered_later():
     coordinator = Coordinator(plan_of(batch=8, total_groups=2))
     for prompt_group in coordinator.issue_groups():
         coordinator.complete(prompt_group.group_id, 1)
@@ -92,7 +86,7 @@ def test_a_part_that_was_short_leaves_its_slots_to_rows_that_are_offered_later()
     assert len(later) == 6 and coordinator.part(0, 6) == tuple(range(2, 8))
 
 
-def test_a_step_that_took_too_few_owes_the_rest() -> None:
+def test_a_step_that_took_too_few_owes_the_rest():
     coordinator = Coordinator(plan_of(batch=3))
     for prompt_group in coordinator.issue_groups():
         coordinator.complete(prompt_group.group_id, 1)
@@ -104,7 +98,7 @@ def test_a_step_that_took_too_few_owes_the_rest() -> None:
     assert not coordinator.stalled
 
 
-def test_offered_rows_go_first_and_no_row_of_the_data_is_passed_over(tmp_path: Path) -> None:
+def test_offered_rows_go_first_and_no_row_of_the_data_is_passed_over(tmp_path):
     coordinator = Coordinator(plan_of(batch=3), Ledger(tmp_path / "ledger.jsonl"))
     assert [coordinator.offer(), coordinator.offer()] == [5, 6]
     assert [(t.epoch, t.row) for t in coordinator.issue_groups()] == [(0, 5), (0, 6), (0, 0)]
@@ -117,7 +111,7 @@ def test_offered_rows_go_first_and_no_row_of_the_data_is_passed_over(tmp_path: P
     verify(tmp_path / "ledger.jsonl")
 
 
-def test_while_the_data_are_shut_only_offered_rows_are_handed_out() -> None:
+def test_while_the_data_are_shut_only_offered_rows_are_handed_out():
     coordinator = Coordinator(plan_of(staleness=1))
     coordinator.prompt_groups.data_open = False
     assert coordinator.issue_groups() == [] and coordinator.stalled
@@ -128,7 +122,7 @@ def test_while_the_data_are_shut_only_offered_rows_are_handed_out() -> None:
     assert [prompt_group.row for prompt_group in coordinator.issue_groups()] == [0, 1, 2]
 
 
-def test_an_offer_behind_the_end_of_the_data_is_taken_too() -> None:
+def test_an_offer_behind_the_end_of_the_data_is_taken_too():
     coordinator = Coordinator(plan_of(batch=2, num_rows=2, total_groups=2))
     for prompt_group in coordinator.issue_groups():
         coordinator.complete(prompt_group.group_id, 1)
@@ -142,7 +136,7 @@ def test_an_offer_behind_the_end_of_the_data_is_taken_too() -> None:
     assert coordinator.ready(1) == (2,), "a short step"
 
 
-def test_offered_rows_that_ran_when_the_process_ended_are_dropped_as_lost(tmp_path: Path) -> None:
+def test_offered_rows_that_ran_when_the_process_ended_are_dropped_as_lost(tmp_path):
     path = tmp_path / "ledger.jsonl"
     coordinator = Coordinator(plan_of(staleness=1, batch=1), Ledger(path))
     coordinator.offer()

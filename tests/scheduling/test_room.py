@@ -9,7 +9,7 @@ from distflow.scheduling.coordinator import Coordinator
 from distflow.scheduling.data_plan import DataPlan
 
 
-def test_groups_that_run_count_as_large_as_those_before_them() -> None:
+def test_groups_that_run_count_as_large_as_those_before_them():
     room = MemoryLimit(1000)
     assert room.left(0) == 0, "nothing is known yet"
     room.weigh(0, 100)
@@ -41,7 +41,7 @@ def plans(draw: st.DrawFn) -> DataPlan:
 @given(plans(), st.integers(1, 10), st.floats(0, 0.8), st.randoms(use_true_random=False))
 def test_every_run_comes_to_its_end_and_holds_no_more_than_the_bound_or_a_step(
     plan, size, drops, random
-) -> None:
+):
     """All groups are of one size, which is known from the first on; they end in any order, or fail,
     or are lost."""
     coordinator = Coordinator(plan)

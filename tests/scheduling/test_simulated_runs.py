@@ -6,7 +6,6 @@ from collections import Counter
 from dataclasses import replace
 from fractions import Fraction
 from itertools import pairwise
-from pathlib import Path
 from random import Random
 
 import pytest
@@ -30,7 +29,7 @@ def costs(decode: float = 0.1, train: float = 5.0, **more: object) -> Costs:
     return Costs(lambda running, context: decode, lambda tokens: 0.0, lambda tokens: train, **more)  # type: ignore[arg-type]
 
 
-def test_with_staleness_generation_runs_beside_training() -> None:
+def test_with_staleness_generation_runs_beside_training():
     """A batch of 2 takes 1 s on an engine that has two slots; training takes 5 s. At staleness 1
     the queue is full when training asks, so only the first step waits; its groups and those of the
     next have version 0."""
@@ -41,7 +40,7 @@ def test_with_staleness_generation_runs_beside_training() -> None:
     assert found.rollout_idle["the staleness bound"] == pytest.approx((21 - 2 - 1 - 1) / 21)
 
 
-def test_the_longest_response_ends_the_wave_and_decoding_slows_with_the_load() -> None:
+def test_the_longest_response_ends_the_wave_and_decoding_slows_with_the_load():
     """Responses of 10 and 20 tokens; a token takes 0.1 s times the number that run: 10 · 0.2, then
     10 · 0.1."""
     slower = Costs(lambda running, context: 0.1 * running, lambda tokens: 0.0, lambda tokens: 1.0)
@@ -98,7 +97,7 @@ SETUPS = st.builds(
 
 @settings(max_examples=60, deadline=None)
 @given(SETUPS, st.booleans())
-def test_staleness_is_bounded_and_groups_are_conserved(setup: Setup, fails: bool) -> None:
+def test_staleness_is_bounded_and_groups_are_conserved(setup, fails):
     if fails:
         setup = replace(setup, engine_mtbf=60.0, training_mtbf=90.0)
     found = simulate(setup)
@@ -115,7 +114,7 @@ def test_staleness_is_bounded_and_groups_are_conserved(setup: Setup, fails: bool
         assert found.num_restarts == found.num_engine_failures == found.num_redone == 0
 
 
-def test_the_ledger_of_a_simulated_run_is_that_of_a_run(tmp_path: Path) -> None:
+def test_the_ledger_of_a_simulated_run_is_that_of_a_run(tmp_path):
     """`Ledger` refuses impossible moves, and its counts are compared with the coordinator's in each
     step."""
     setup = Setup(

@@ -1,7 +1,6 @@
 """When a run saves and validates: by steps, epochs and seconds."""
 
 import time
-from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
@@ -33,7 +32,7 @@ def due_steps(coordinator: Coordinator, last: int, what: str = "save") -> list[i
     return found
 
 
-def test_an_epoch_ends_when_its_rows_were_trained_on_or_dropped() -> None:
+def test_an_epoch_ends_when_its_rows_were_trained_on_or_dropped():
     assert due_steps(Coordinator(replace(PLAN, saves=Frequency(epochs=1))), 9) == [3, 6, 9]
     assert due_steps(Coordinator(replace(PLAN, validates=Frequency(epochs=2))), 9, "validate") == [
         6,
@@ -48,7 +47,7 @@ def test_an_epoch_ends_when_its_rows_were_trained_on_or_dropped() -> None:
     assert due_steps(Coordinator(PLAN), 9) == [], "never, not even at the end"
 
 
-def test_a_resumed_run_counts_its_epochs_on() -> None:
+def test_a_resumed_run_counts_its_epochs_on():
     plan = replace(PLAN, saves=Frequency(epochs=2))
     first = Coordinator(plan)
     assert due_steps(first, 4) == []
@@ -57,7 +56,7 @@ def test_a_resumed_run_counts_its_epochs_on() -> None:
 
 
 @pytest.fixture
-def now(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[float]]:
+def now(monkeypatch):
     """The clock."""
     seconds = [1000.0]
     with monkeypatch.context() as patch:
@@ -65,7 +64,7 @@ def now(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[float]]:
         yield seconds
 
 
-def test_seconds_count_from_what_was_last_due_for_any_reason(now: list[float]) -> None:
+def test_seconds_count_from_what_was_last_due_for_any_reason(now):
     timetable = Timetable(Frequency(steps=5, secs=10.0), num_rows=100)
     found = []
     for step in range(1, 13):
@@ -76,7 +75,7 @@ def test_seconds_count_from_what_was_last_due_for_any_reason(now: list[float]) -
     assert timetable.secs == 8.0
 
 
-def test_seconds_of_a_resumed_run_continue_and_a_break_does_not_count(now: list[float]) -> None:
+def test_seconds_of_a_resumed_run_continue_and_a_break_does_not_count(now):
     timetable = Timetable(Frequency(secs=10.0), num_rows=100, secs=7.0)
     now[0] += 2.0
     assert not timetable.is_due(1, 1)
@@ -84,7 +83,7 @@ def test_seconds_of_a_resumed_run_continue_and_a_break_does_not_count(now: list[
     assert timetable.is_due(2, 2) and not timetable.is_due(3, 3)
 
 
-def test_seconds_are_in_the_snapshot_where_they_count() -> None:
+def test_seconds_are_in_the_snapshot_where_they_count():
     by_clock = Coordinator(replace(PLAN, saves=Frequency(secs=1e6), validates=Frequency(steps=1)))
     due_steps(by_clock, 1)
     saved = by_clock.snapshot()["secs"]

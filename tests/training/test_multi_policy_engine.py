@@ -66,7 +66,7 @@ def trainer(folder: Path, policy: str, **options: Any) -> PolicyTrainer:
 
 
 @pytest.fixture
-def policies(tmp_path: Path) -> MultiPolicyTrainer:
+def policies(tmp_path):
     folder = write_tiny_model(tmp_path / "m")
     return MultiPolicyTrainer(
         {name: trainer(folder, name) for name in ("actor", "second")}, {"actor": "solver"}
@@ -107,9 +107,7 @@ def plain_log_probs(model: nn.Module, policy: str) -> tuple[torch.Tensor, torch.
     return torch.stack(found), torch.tensor(places)
 
 
-def test_each_token_is_scored_by_the_policy_of_its_conversation(
-    policies: MultiPolicyTrainer,
-) -> None:
+def test_each_token_is_scored_by_the_policy_of_its_conversation(policies):
     batch = batch_of_episodes()
     scored = policies.forward(batch, ("log_probs", "entropy"))
 
@@ -128,9 +126,7 @@ def test_each_token_is_scored_by_the_policy_of_its_conversation(
     )
 
 
-def test_an_update_is_that_of_an_independent_loop_over_the_policys_own_tokens(
-    policies: MultiPolicyTrainer,
-) -> None:
+def test_an_update_is_that_of_an_independent_loop_over_the_policys_own_tokens(policies):
     """Mean over its own tokens, gradients clipped by its own norm, moments of its own; two
     steps."""
     batch = batch_of_episodes()
@@ -167,9 +163,7 @@ def test_an_update_is_that_of_an_independent_loop_over_the_policys_own_tokens(
         )
 
 
-def test_the_state_of_all_policies_is_restored_bit_for_bit(
-    policies: MultiPolicyTrainer, tmp_path: Path
-) -> None:
+def test_the_state_of_all_policies_is_restored_bit_for_bit(policies, tmp_path):
     batch = batch_of_episodes()
     objective = PolicyObjective("vanilla")
     policies.train_step(batch, objective)

@@ -2,7 +2,6 @@
 not, and each level of the loss has the gradient of its definition."""
 
 import math
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -148,9 +147,7 @@ def denoised(
 @pytest.mark.parametrize("max_tokens", [1, 40, 10_000])
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
 @pytest.mark.parametrize("head", HEADS.values(), ids=HEADS)
-def test_engine_trainer_and_plain_forward_agree(
-    tmp_path: Path, family: str, max_tokens: int, head: ActionHead
-) -> None:
+def test_engine_trainer_and_plain_forward_agree(tmp_path, family, max_tokens, head):
     model = load_model(write_tiny_model(tmp_path / "m", family))
     batch = acted(model, head)
     drawn = batch.flat("response_mask") > 0
@@ -173,9 +170,7 @@ def test_engine_trainer_and_plain_forward_agree(
 
 @pytest.mark.parametrize("level", ["token", "action", "chunk"])
 @pytest.mark.parametrize("head", HEADS.values(), ids=HEADS)
-def test_each_level_has_the_gradient_of_its_definition(
-    tmp_path: Path, level: str, head: ActionHead
-) -> None:
+def test_each_level_has_the_gradient_of_its_definition(tmp_path, level, head):
     """Of the clipped ratio, in float64; episodes end at each action of a chunk."""
     model = load_model(
         write_tiny_model(tmp_path / "m", initializer_range=0.05), dtype=torch.float64

@@ -19,7 +19,7 @@ def stepped(name: str, **options) -> float:
     return float(parameter.detach())
 
 
-def test_adamw_takes_the_steps_of_its_paper() -> None:
+def test_adamw_takes_the_steps_of_its_paper():
     lr, decay, (b1, b2), eps = 0.1, 0.01, (0.9, 0.95), 1e-8
     x = 2.0
     m = 0.0
@@ -34,14 +34,14 @@ def test_adamw_takes_the_steps_of_its_paper() -> None:
     )
 
 
-def test_sgd_has_decay_and_no_momentum() -> None:
+def test_sgd_has_decay_and_no_momentum():
     x = 2.0
     for g in (0.5, -0.25):
         x -= 0.1 * (g + 0.01 * x)
     assert stepped("sgd", lr=0.1, weight_decay=0.01) == pytest.approx(x, abs=1e-12)
 
 
-def test_frozen_parameters_are_left_out() -> None:
+def test_frozen_parameters_are_left_out():
     frozen = nn.Parameter(torch.zeros(1), requires_grad=False)
     trained = nn.Parameter(torch.zeros(1))
     assert make_optimizer("adamw", [frozen, trained], lr=1.0).param_groups[0]["params"] == [trained]
@@ -49,18 +49,18 @@ def test_frozen_parameters_are_left_out() -> None:
         make_optimizer("adamw", [frozen], lr=1.0)
 
 
-def test_unknown_names_are_refused() -> None:
+def test_unknown_names_are_refused():
     with pytest.raises(UserError, match="adamw_8bit"):
         make_optimizer("adam", [nn.Parameter(torch.zeros(1))], lr=1.0)
 
 
-def test_eight_bits_without_their_package_name_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_eight_bits_without_their_package_name_the_extra(monkeypatch):
     monkeypatch.setitem(sys.modules, "bitsandbytes.optim", None)
     with pytest.raises(UserError, match=r"distflow\[optim8bit\]"):
         make_optimizer("adamw_8bit", [nn.Parameter(torch.zeros(1))], lr=1.0)
 
 
-def test_eight_bits_keep_moments_in_bytes_and_follow_adamw() -> None:
+def test_eight_bits_keep_moments_in_bytes_and_follow_adamw():
     pytest.importorskip("bitsandbytes")
 
     def train(name: str) -> tuple[torch.optim.Optimizer, nn.Parameter]:

@@ -3,7 +3,6 @@ one process."""
 
 import json
 import math
-from pathlib import Path
 
 import pytest
 import torch
@@ -14,7 +13,7 @@ from tests.tiny_models import write_tiny_model
 from tests.training.rank_worker import EMPTY, FAULTY, NUM_MINI_BATCHES, SHARES
 
 
-def test_weights_and_metrics_do_not_depend_on_the_ranks(tmp_path: Path) -> None:
+def test_weights_and_metrics_do_not_depend_on_the_ranks(tmp_path):
     assert all(sorted(sum(shares, [])) == list(range(8)) for shares in SHARES.values())
     write_tiny_model(tmp_path / "model", "qwen3")
     run_ranks("tests.training.rank_worker", 4, tmp_path)

@@ -8,7 +8,7 @@ import transformers
 from distflow.training.optimizer import make_schedule
 
 
-def test_warmup_steps_override_the_ratio_and_the_ratio_rounds_down() -> None:
+def test_warmup_steps_override_the_ratio_and_the_ratio_rounds_down():
     by_steps = make_schedule(
         "constant_with_warmup", total_steps=100, warmup_ratio=0.5, warmup_steps=0
     )
@@ -17,7 +17,7 @@ def test_warmup_steps_override_the_ratio_and_the_ratio_rounds_down() -> None:
     assert [by_ratio(step) for step in (0, 1)] == [0.0, 1.0]
 
 
-def test_runs_shorter_than_their_warm_up_stay_finite() -> None:
+def test_runs_shorter_than_their_warm_up_stay_finite():
     schedule = make_schedule("cosine_with_warmup", total_steps=1, warmup_steps=3)
     assert [schedule(step) for step in (0, 1, 2, 3, 4)] == pytest.approx(
         [0, 1 / 3, 2 / 3, 1.0, 0.0]
@@ -32,7 +32,7 @@ def test_runs_shorter_than_their_warm_up_stay_finite() -> None:
         ("cosine_with_warmup", "get_cosine_schedule_with_warmup"),
     ],
 )
-def test_the_numbers_are_those_of_transformers(name: str, theirs: str, least: float) -> None:
+def test_the_numbers_are_those_of_transformers(name, theirs, least):
     """Between the least factor and 1; behind the last step the factor stays."""
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
     factor = getattr(transformers, theirs)(optimizer, 3, 20).lr_lambdas[0]

@@ -1,7 +1,5 @@
 """Which token is scored from where: against plain forwards of single sequences."""
 
-from pathlib import Path
-
 import pytest
 import torch
 
@@ -16,9 +14,7 @@ from tests.training.batches import plain_outputs, plain_values, ragged_batch
 
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
-def test_outputs_are_those_of_each_sequence_alone(
-    tmp_path: Path, family: str, temperature: float
-) -> None:
+def test_outputs_are_those_of_each_sequence_alone(tmp_path, family, temperature):
     model = load_model(write_tiny_model(tmp_path / "m", family), dtype=torch.float64)
     batch = ragged_batch()
     scorer = TorchScorer(model, temperature=temperature)
@@ -29,9 +25,7 @@ def test_outputs_are_those_of_each_sequence_alone(
 
 
 @pytest.mark.parametrize("max_tokens", [1, 15, 20, 40, 10_000])
-def test_forward_keeps_the_order_of_samples_however_they_are_packed(
-    tmp_path: Path, max_tokens: int
-) -> None:
+def test_forward_keeps_the_order_of_samples_however_they_are_packed(tmp_path, max_tokens):
     model = load_model(write_tiny_model(tmp_path / "m", "qwen3"))
     batch = ragged_batch()
     scored = TorchScorer(model, max_tokens_per_micro_batch=max_tokens).forward(
@@ -47,7 +41,7 @@ def test_forward_keeps_the_order_of_samples_however_they_are_packed(
     assert scored["log_probs"].shape == (8, 14)
 
 
-def test_values_are_those_before_each_token(tmp_path: Path) -> None:
+def test_values_are_those_before_each_token(tmp_path):
     critic = load_model(write_tiny_model(tmp_path / "m"), seed=1, critic=True)
     batch = ragged_batch()
     scored = TorchScorer(critic, max_tokens_per_micro_batch=20).forward(batch, ("values",))
@@ -57,7 +51,7 @@ def test_values_are_those_before_each_token(tmp_path: Path) -> None:
     )
 
 
-def test_one_token_responses_are_response_columns(tmp_path: Path) -> None:
+def test_one_token_responses_are_response_columns(tmp_path):
     """As many tokens as samples must not be taken for one entry a sample."""
     model = load_model(write_tiny_model(tmp_path / "m"))
     batch = ragged_batch([(3, 1), (2, 1), (4, 1)])
@@ -67,16 +61,14 @@ def test_one_token_responses_are_response_columns(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("lengths", [[], [(4, 0), (2, 0)]])
-def test_nothing_to_score_gives_empty_columns(
-    tmp_path: Path, lengths: list[tuple[int, int]]
-) -> None:
+def test_nothing_to_score_gives_empty_columns(tmp_path, lengths):
     model = load_model(write_tiny_model(tmp_path / "m"))
     scored = TorchScorer(model).forward(ragged_batch(lengths), ("log_probs",))
     assert len(scored) == len(lengths)
     assert scored.flat("log_probs").shape == (0,)
 
 
-def test_a_sample_without_a_prompt_is_refused_by_name(tmp_path: Path) -> None:
+def test_a_sample_without_a_prompt_is_refused_by_name(tmp_path):
     model = load_model(write_tiny_model(tmp_path / "m"))
     batch = ragged_batch([(3, 2), (0, 2)])
     with pytest.raises(ValueError, match="sample 1-0"):
@@ -86,7 +78,7 @@ def test_a_sample_without_a_prompt_is_refused_by_name(tmp_path: Path) -> None:
         TorchScorer(model).compute(nameless, ("log_probs",))
 
 
-def test_a_policy_without_its_adapter_is_the_reference(tmp_path: Path) -> None:
+def test_a_policy_without_its_adapter_is_the_reference(tmp_path):
     folder = write_tiny_model(tmp_path / "m")
     policy = add_lora(load_model(folder), rank=2)
 
@@ -105,7 +97,7 @@ def test_a_policy_without_its_adapter_is_the_reference(tmp_path: Path) -> None:
     assert (on - base).abs().max() > 1e-3
 
 
-def test_bfloat16_by_autocast_is_near_float32(tmp_path: Path) -> None:
+def test_bfloat16_by_autocast_is_near_float32(tmp_path):
     model = load_model(write_tiny_model(tmp_path / "m"))
     batch = ragged_batch()
     exact = TorchScorer(model).forward(batch, ("log_probs", "entropy"))
@@ -122,7 +114,7 @@ def test_bfloat16_by_autocast_is_near_float32(tmp_path: Path) -> None:
             assert 0 < error.max() < 0.2 and error.mean() < 0.05
 
 
-def test_micro_batches_hold_every_sample_once_within_the_bound() -> None:
+def test_micro_batches_hold_every_sample_once_within_the_bound():
     batch = ragged_batch()
     lengths = batch.lengths("sequence")
     bins = micro_batches(batch, 16, OneRank())
@@ -135,7 +127,7 @@ def test_micro_batches_hold_every_sample_once_within_the_bound() -> None:
     assert all(len(b) == 1 or lengths[b].sum() <= 10 for b in alone)
 
 
-def test_samples_of_one_prompt_share_a_micro_batch_as_far_as_they_fit() -> None:
+def test_samples_of_one_prompt_share_a_micro_batch_as_far_as_they_fit():
     prompts = torch.tensor([3, 3, 3, 3, 3, 4, 4, 3])
     batch = Batch(prompts, torch.tensor([2, 2, 2, 2, 2, 1, 1, 2]))
     tokens = {3: [7, 8, 9], 4: [7, 8, 9, 9]}

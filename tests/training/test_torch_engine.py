@@ -26,7 +26,7 @@ from tests.training.batches import (
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> Path:
+def folder(tmp_path):
     return write_tiny_model(tmp_path / "m", "qwen3")
 
 
@@ -54,9 +54,7 @@ def assert_same_bits(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tens
 
 @pytest.mark.parametrize("max_tokens", [1, 16, 33, 10_000])
 @pytest.mark.parametrize("checkpointing", [False, True])
-def test_a_step_is_that_of_a_plain_loop_for_every_split(
-    folder: Path, max_tokens: int, checkpointing: bool
-) -> None:
+def test_a_step_is_that_of_a_plain_loop_for_every_split(folder, max_tokens, checkpointing):
     batch = ragged_batch()
     loss_fn = TokenMeanLoss()
     plain = load_model(folder, dtype=torch.float64)
@@ -89,8 +87,8 @@ def test_a_step_is_that_of_a_plain_loop_for_every_split(
 
 @pytest.mark.parametrize("max_tokens", [16, 10_000])
 def test_log_probs_of_several_tokens_are_those_of_a_plain_forward_with_their_gradient(
-    folder: Path, max_tokens: int
-) -> None:
+    folder, max_tokens
+):
     """Of ids in two columns, beside the log-probs of the response's own tokens."""
     batch = ragged_batch()
     num_tokens = len(batch.flat("response_ids"))
@@ -125,7 +123,7 @@ def test_log_probs_of_several_tokens_are_those_of_a_plain_forward_with_their_gra
         torch.testing.assert_close(own.grad, weight.grad, rtol=0, atol=1e-10, msg=name)
 
 
-def test_a_critic_learns_its_returns(tmp_path: Path, folder: Path) -> None:
+def test_a_critic_learns_its_returns(tmp_path, folder):
     batch = ragged_batch()
     loss_fn = TokenMeanLoss(("values",))
     plain = load_model(folder, dtype=torch.float64, seed=1, critic=True)
@@ -155,9 +153,7 @@ def test_a_critic_learns_its_returns(tmp_path: Path, folder: Path) -> None:
 
 @pytest.mark.parametrize("optimizer", ["adamw", "sgd", "adamw_8bit"])
 @pytest.mark.parametrize("saved_after", [0, 3])
-def test_a_resumed_engine_goes_on_bit_for_bit(
-    tmp_path: Path, folder: Path, optimizer: str, saved_after: int
-) -> None:
+def test_a_resumed_engine_goes_on_bit_for_bit(tmp_path, folder, optimizer, saved_after):
     if optimizer == "adamw_8bit":
         pytest.importorskip("bitsandbytes")
 
@@ -191,7 +187,7 @@ def test_a_resumed_engine_goes_on_bit_for_bit(
 
 
 @pytest.mark.parametrize("fault", ["loss", "gradient"])
-def test_a_step_that_is_not_finite_is_skipped_and_counted(folder: Path, fault: str) -> None:
+def test_a_step_that_is_not_finite_is_skipped_and_counted(folder, fault):
     class Faulty(TokenMeanLoss):
         def __call__(self, outputs, micro, counts):
             loss, stats = super().__call__(outputs, micro, counts)
@@ -215,7 +211,7 @@ def test_a_step_that_is_not_finite_is_skipped_and_counted(folder: Path, fault: s
 
 
 @pytest.mark.parametrize("batch", ["masked", "empty", "no responses"])
-def test_without_a_token_that_counts_no_step_is_taken(folder: Path, batch: str) -> None:
+def test_without_a_token_that_counts_no_step_is_taken(folder, batch):
     """Momentum and weight decay would else move the weights, and the rate go on."""
     lengths = {"masked": [(3, 4), (2, 2)], "empty": [], "no responses": [(3, 0), (2, 0)]}[batch]
     mini = ragged_batch(lengths)
@@ -238,7 +234,7 @@ def test_without_a_token_that_counts_no_step_is_taken(folder: Path, batch: str) 
     assert (after["lr"], after["skipped"], after["empty"]) == (metrics["lr"], 0.0, 0.0)
 
 
-def test_forward_between_steps_changes_nothing(folder: Path) -> None:
+def test_forward_between_steps_changes_nothing(folder):
     engines = [make_engine(load_model(folder), gradient_checkpointing=True) for _ in range(2)]
     for step in range(2):
         for engine in engines:
@@ -247,7 +243,7 @@ def test_forward_between_steps_changes_nothing(folder: Path) -> None:
     assert_same_bits(weights_of(engines[0]), weights_of(engines[1]))
 
 
-def test_trainer_log_probs_equal_forward_log_probs(folder: Path) -> None:
+def test_trainer_log_probs_equal_forward_log_probs(folder):
     """ratio = 1: what the loss sees is what `forward` gave as old log-probs, whatever the split."""
 
     class Watching(TokenMeanLoss):
@@ -268,7 +264,7 @@ def test_trainer_log_probs_equal_forward_log_probs(folder: Path) -> None:
     assert watching.worst < 1e-5
 
 
-def test_bfloat16_computes_and_float32_keeps(folder: Path) -> None:
+def test_bfloat16_computes_and_float32_keeps(folder):
     engine = make_engine(
         load_model(folder), compute_dtype=torch.bfloat16, lr=1e-6, max_tokens_per_micro_batch=30
     )
@@ -285,7 +281,7 @@ def test_bfloat16_computes_and_float32_keeps(folder: Path) -> None:
         make_engine(load_model(folder, dtype=torch.bfloat16))
 
 
-def test_lora_trains_its_adapter_alone_and_resumes(tmp_path: Path, folder: Path) -> None:
+def test_lora_trains_its_adapter_alone_and_resumes(tmp_path, folder):
     def new_engine() -> TorchTrainEngine:
         return make_engine(
             add_lora(load_model(folder), rank=4, seed=3), gradient_checkpointing=True
@@ -318,7 +314,7 @@ def test_lora_trains_its_adapter_alone_and_resumes(tmp_path: Path, folder: Path)
     )
 
 
-def test_tied_weights_are_named_once_and_trained_by_both_uses(tmp_path: Path) -> None:
+def test_tied_weights_are_named_once_and_trained_by_both_uses(tmp_path):
     folder = write_tiny_model(tmp_path / "m", "qwen2", tie_word_embeddings=True)
     engine = make_engine(load_model(folder))
     names = [name for name, _ in engine.weights()]

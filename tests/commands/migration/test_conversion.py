@@ -23,7 +23,7 @@ MAPS = {"reward.functions", "data.domains"}
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_a_file_becomes_a_config_and_what_is_missing_is_named(name: str, tmp_path: Path) -> None:
+def test_a_file_becomes_a_config_and_what_is_missing_is_named(name, tmp_path):
     case = CONFIGS[name]
     wanted = case["sets"]
     preset = case["preset"]
@@ -52,7 +52,7 @@ def test_a_file_becomes_a_config_and_what_is_missing_is_named(name: str, tmp_pat
 MODEL_PATH = f"{MODEL}.path"
 
 
-def test_the_address_of_a_server_is_no_file(tmp_path: Path) -> None:
+def test_the_address_of_a_server_is_no_file(tmp_path):
     (tmp_path / "x.sh").write_text(
         "python3 -m openrlhf.cli.train_ppo_ray --pretrain m --prompt_data d/d "
         "--remote_rm_url http://localhost:5000/get\n"
@@ -80,7 +80,7 @@ ALONE = [
 
 
 @pytest.mark.parametrize("value", [True, 0.5, "word", None, {}], ids=str)
-def test_no_key_vanishes(value: object) -> None:
+def test_no_key_vanishes(value):
     """One of twenty keys of the tables."""
     lost = [each for each in ALONE[::20] if vanished(each[0], "grpo", each[1], value)]
     assert not lost
@@ -88,7 +88,7 @@ def test_no_key_vanishes(value: object) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("method", ["grpo", "ppo", "sft"])
-def test_no_key_of_a_table_vanishes(method: str) -> None:
+def test_no_key_of_a_table_vanishes(method):
     lost = [each for each in ALONE if vanished(each[0], method, each[1], 1)]
     assert not lost
 
@@ -110,23 +110,23 @@ SHARES = {
 
 
 @pytest.mark.parametrize("system", SHARES)
-def test_the_share_of_memory_of_a_server_is_kept(system: str) -> None:
+def test_the_share_of_memory_of_a_server_is_kept(system):
     method, values = SHARES[system]
     draft = convert(ForeignSettings(system, method, values), 1)
     assert draft.overrides[f"{ROLLOUT}.engine_kwargs.vllm.gpu_memory_utilization"] == "0.3"
 
 
-def test_a_share_of_memory_without_a_server_is_said() -> None:
+def test_a_share_of_memory_without_a_server_is_said():
     draft = convert(ForeignSettings("TRL", "grpo", {"vllm_gpu_memory_utilization": 0.3}), 1)
     assert any("vllm_gpu_memory_utilization=0.3" in line for line in draft.without_effect)
 
 
-def test_another_strategy_than_that_of_the_file_is_said() -> None:
+def test_another_strategy_than_that_of_the_file_is_said():
     draft = convert(ForeignSettings("verl", "grpo", {f"{ACTOR}.strategy": "megatron"}), 2)
     assert any(line.startswith(f"{ACTOR}.strategy=megatron") for line in draft.missing)
 
 
-def test_a_later_key_for_the_same_setting_is_said() -> None:
+def test_a_later_key_for_the_same_setting_is_said():
     draft = convert(ForeignSettings("TRL", "grpo", {"model": "a", "model_name_or_path": "b"}), 1)
     assert draft.overrides[MODEL_PATH] == "b" and any(
         f"{MODEL_PATH}=a" in line for line in draft.missing
@@ -134,7 +134,7 @@ def test_a_later_key_for_the_same_setting_is_said() -> None:
 
 
 @pytest.mark.parametrize("kind", ["embodied", "EMBODIED"])
-def test_a_policy_that_acts_comes_from_siirl(kind: str, tmp_path: Path) -> None:
+def test_a_policy_that_acts_comes_from_siirl(kind, tmp_path):
     (tmp_path / "x.sh").write_text(
         f"python3 -m siirl.main_dag algorithm.workflow_type={kind} {MODEL_PATH}=m "
         "data.dataset_type=embodied "
@@ -152,7 +152,7 @@ def test_a_policy_that_acts_comes_from_siirl(kind: str, tmp_path: Path) -> None:
     assert any("env.env_type=libero" in line and "docs/acting.md" in line for line in draft.missing)
 
 
-def test_a_config_of_siirl_is_told_by_its_own_keys(tmp_path: Path) -> None:
+def test_a_config_of_siirl_is_told_by_its_own_keys(tmp_path):
     (tmp_path / "x.yaml").write_text(
         "algorithm: {adv_estimator: grpo, workflow_type: dapo}\n"
         "actor_rollout_ref: {rollout: {n: 4}, model: {path: m}}\n"
@@ -165,7 +165,7 @@ def test_a_config_of_siirl_is_told_by_its_own_keys(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["dapo", "DAPO", "embodied", "default"])
-def test_a_workflow_type_may_have_small_letters(name: str) -> None:
+def test_a_workflow_type_may_have_small_letters(name):
     found = load_config(
         "grpo", ["dag.pipeline=null", f"algorithm.workflow_type={name}"], complete=False
     ).config

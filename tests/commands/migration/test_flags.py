@@ -17,20 +17,20 @@ WORDS = {
 
 
 @pytest.mark.parametrize("name", WORDS)
-def test_words_are_those_of_the_last_command(name: str) -> None:
+def test_words_are_those_of_the_last_command(name):
     text, words = WORDS[name]
     assert split_commands(text)[-1] == words
 
 
 @pytest.mark.parametrize("word", ["$A", "${A:-1}", "$1", '"$(date)"', "`date`", "$((1+2))", "a$A"])
-def test_what_a_shell_would_compute_is_unread(word: str) -> None:
+def test_what_a_shell_would_compute_is_unread(word):
     (words,) = split_commands(f"x --a {word}")
     ((key, value),) = [each for each in read_options(words[1:]) if each[0]]
     assert key == "a"
     assert isinstance(value, Unread)
 
 
-def test_options_and_words_that_are_none() -> None:
+def test_options_and_words_that_are_none():
     words = ["w", "--a", "1", "-1", "--b-c=2", "--d", "-n", "3", "--e", "f.g=h", "+i.j=k"]
     assert list(read_options(words)) == [
         ("", "w"),
@@ -46,7 +46,7 @@ def test_options_and_words_that_are_none() -> None:
 
 
 @pytest.mark.parametrize("part", ["$(", '"', "$'\\'", " #'", "\\\n", "> ", "`"])
-def test_a_repeated_beginning_takes_no_more_than_its_length(part: str) -> None:
+def test_a_repeated_beginning_takes_no_more_than_its_length(part):
     """Expressions that go back over the text would take hours."""
     try:
         split_commands("y " + part * (100_000 // len(part)))

@@ -55,7 +55,7 @@ def migrated(folder: Path, suffix: str, text: str) -> tuple[dict[str, object], l
 
 
 @pytest.mark.parametrize("name", READ)
-def test_a_setting_keeps_its_meaning_or_is_named(name: str, tmp_path: Path) -> None:
+def test_a_setting_keeps_its_meaning_or_is_named(name, tmp_path):
     case = READ[name]
     suffix = next(iter(case))
     found, missing = migrated(tmp_path, suffix, case[suffix])
@@ -67,7 +67,7 @@ def test_a_setting_keeps_its_meaning_or_is_named(name: str, tmp_path: Path) -> N
     assert not [line for line in unsaid if not line.startswith(OFTEN)]
 
 
-def test_a_reward_model_alone_is_the_score_as_in_verl(tmp_path: Path) -> None:
+def test_a_reward_model_alone_is_the_score_as_in_verl(tmp_path):
     found, missing = migrated(
         tmp_path, "sh", PPO + "reward_model.enable=True reward_model.model.path=r/m"
     )

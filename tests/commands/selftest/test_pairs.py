@@ -1,7 +1,6 @@
 """The pairs on a healthy machine, and with a fault in one of their runs."""
 
 import math
-from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -43,14 +42,14 @@ def with_numbers(**changes: list[float]) -> Figures:
     return replace(FIGURES, numbers={**FIGURES.numbers, **changed})
 
 
-def test_differences_are_the_largest_of_each_kind_beyond_1_as_a_share() -> None:
+def test_differences_are_the_largest_of_each_kind_beyond_1_as_a_share():
     assert differences(FIGURES, FIGURES) == {"loss": 0.0, "weight": 0.0}
     other = with_numbers(loss=[0.25, 0.25], weight=[1.125, 5.0])
     assert differences(FIGURES, other) == {"loss": 0.25, "weight": 0.25}
 
 
 @pytest.mark.parametrize("kind", ["loss", "weight"])
-def test_a_figure_that_is_no_number_is_found(kind: str) -> None:
+def test_a_figure_that_is_no_number_is_found(kind):
     wrong = with_numbers(**{kind: [math.nan, 0.5]})
     for one, other in ((FIGURES, wrong), (wrong, FIGURES)):
         found = differences(one, other)
@@ -65,7 +64,7 @@ def test_a_figure_that_is_no_number_is_found(kind: str) -> None:
         (with_numbers(weight=[1.0]), "weights"),
     ],
 )
-def test_what_has_no_distance_is_named(other: Figures, what: str) -> None:
+def test_what_has_no_distance_is_named(other, what):
     with pytest.raises(Unlike, match=what):
         differences(FIGURES, other)
 
@@ -78,7 +77,7 @@ def of_one_process(preset: str, folder: Path) -> tuple[Lab, Pair, Pair]:
 
 
 @pytest.fixture
-def started_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+def started_with(tmp_path, monkeypatch):
     """A file that every new process of Python runs first."""
     (tmp_path / "first").mkdir()
     monkeypatch.syspath_prepend(tmp_path / "first")
@@ -87,9 +86,7 @@ def started_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Pa
 
 @pytest.mark.by_hand
 @pytest.mark.slow
-def test_an_engine_with_a_changed_weight_is_found(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_engine_with_a_changed_weight_is_found(tmp_path, monkeypatch):
     """Changed by so little that no check of the run itself minds, behind the receipt."""
     original = engine_weights.copy_weights
 
@@ -105,9 +102,7 @@ def test_an_engine_with_a_changed_weight_is_found(
 
 
 @pytest.mark.slow
-def test_a_run_that_fails_turns_the_command_red(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_that_fails_turns_the_command_red(tmp_path, monkeypatch, capsys):
     """Its line, and no other; what is left behind is named."""
 
     def broken(module: torch.nn.Module, weights: object) -> dict[str, str]:
@@ -131,9 +126,7 @@ def test_a_run_that_fails_turns_the_command_red(
 @pytest.mark.by_hand
 @pytest.mark.slow
 @pytest.mark.parametrize("pipeline", ["grpo", "ppo"])
-def test_a_weight_that_is_changed_when_a_run_is_resumed_is_found(
-    pipeline: str, tmp_path: Path, started_with: Path
-) -> None:
+def test_a_weight_that_is_changed_when_a_run_is_resumed_is_found(pipeline, tmp_path, started_with):
     started_with.write_text(PERTURBED)
     lab, _, killed = of_one_process(pipeline, tmp_path / "runs")
     found = compare("killed", lab.sync, killed)
@@ -146,7 +139,7 @@ def test_a_weight_that_is_changed_when_a_run_is_resumed_is_found(
 
 @pytest.mark.by_hand
 @pytest.mark.slow
-def test_a_run_that_begins_anew_was_not_resumed(tmp_path: Path, started_with: Path) -> None:
+def test_a_run_that_begins_anew_was_not_resumed(tmp_path, started_with):
     """Though its numbers are those of the whole run."""
     started_with.write_text(BEGUN_ANEW)
     lab, _, killed = of_one_process("grpo", tmp_path / "runs")
@@ -161,9 +154,7 @@ def test_a_run_that_begins_anew_was_not_resumed(tmp_path: Path, started_with: Pa
     ("pipeline", "fault"),
     one_fast_in(2, [("grpo", "mean_of_means"), ("ppo", "idle_rank")], unpack=True, others=BY_HAND),
 )
-def test_ranks_that_are_not_added_up_exactly_are_found(
-    pipeline: str, fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ranks_that_are_not_added_up_exactly_are_found(pipeline, fault, tmp_path, monkeypatch):
     """In replicas and in shards."""
     keys = (*runs.PRESET_KEYS[pipeline], f"trainer.imports=[tests.commands.selftest.{fault}]")
     monkeypatch.setitem(runs.PRESET_KEYS, pipeline, keys)
@@ -176,9 +167,7 @@ def test_ranks_that_are_not_added_up_exactly_are_found(
         assert compare("shards", sync, shards).outcome == "failed"
 
 
-def test_pairs_whose_ray_does_not_start_are_left_out_and_have_not_failed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_pairs_whose_ray_does_not_start_are_left_out_and_have_not_failed(tmp_path, monkeypatch):
     """As on a machine that is too busy: Ray waits 30 s for its own processes."""
 
     def give_up(**arguments: object) -> None:
@@ -195,9 +184,7 @@ def test_pairs_whose_ray_does_not_start_are_left_out_and_have_not_failed(
 @pytest.mark.by_hand
 @pytest.mark.slow
 @pytest.mark.alone
-def test_all_pairs_are_equal_here(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_all_pairs_are_equal_here(capsys, tmp_path, monkeypatch):
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     assert main(["selftest"]) == 0
     lines = capsys.readouterr().out.splitlines()
@@ -206,7 +193,7 @@ def test_all_pairs_are_equal_here(
     assert not list(tmp_path.glob("distflow-selftest-*"))
 
 
-def test_bad_usage_is_2(capsys: pytest.CaptureFixture[str]) -> None:
+def test_bad_usage_is_2(capsys):
     with pytest.raises(SystemExit) as left:
         main(["selftest", "grpo"])
     assert left.value.code == 2 and "unrecognized arguments: grpo" in capsys.readouterr().err

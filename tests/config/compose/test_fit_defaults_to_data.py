@@ -2,7 +2,6 @@
 fix."""
 
 from itertools import combinations
-from pathlib import Path
 
 import pytest
 
@@ -64,13 +63,7 @@ FITS = [
 
 
 @pytest.mark.parametrize(("preset", "overrides", "rows", "context", "becomes"), FITS)
-def test_what_nobody_chose_becomes_what_fits(
-    preset: str,
-    overrides: list[str],
-    rows: int | None,
-    context: int | None,
-    becomes: dict[str, int],
-) -> None:
+def test_what_nobody_chose_becomes_what_fits(preset, overrides, rows, context, becomes):
     loaded = fit_to(load(preset, *overrides), RunLimits(rows, context))
     assert fitted(loaded) == becomes
     assert all(
@@ -80,9 +73,7 @@ def test_what_nobody_chose_becomes_what_fits(
 
 
 @pytest.mark.parametrize(("preset", "engine"), [("grpo", "hf"), ("ppo", "hf"), ("sft", "embedded")])
-def test_a_model_that_the_default_engine_cannot_run_has_the_engine_for_any_model(
-    preset: str, engine: str
-) -> None:
+def test_a_model_that_the_default_engine_cannot_run_has_the_engine_for_any_model(preset, engine):
     """Fine-tuning generates nothing."""
     loaded = fit_to(load(preset), RunLimits(not_embedded="family 'gemma2' is not supported"))
     assert loaded.config.actor_rollout_ref.rollout.name == engine
@@ -110,16 +101,14 @@ CHOSEN = [
 
 
 @pytest.mark.parametrize(("overrides", "room", "advice"), CHOSEN)
-def test_what_somebody_chose_is_refused_with_its_fix(
-    overrides: list[str], room: RunLimits, advice: str
-) -> None:
+def test_what_somebody_chose_is_refused_with_its_fix(overrides, room, advice):
     loaded = load("grpo", *overrides)
     with pytest.raises(ConfigError) as refused:
         fit_to(loaded, room)
     assert advice in str(refused.value) and "(command line)" in str(refused.value)
 
 
-def test_a_file_of_the_users_chooses_and_a_preset_of_ours_does_not(tmp_path: Path) -> None:
+def test_a_file_of_the_users_chooses_and_a_preset_of_ours_does_not(tmp_path):
     file = tmp_path / "mine.yaml"
     file.write_text("defaults: [sft, _self_]\ndata: {train_batch_size: 64}\n")
     assert fitted(fit_to(load("sft"), RunLimits(rows=5)))[BATCH] == 5
@@ -128,7 +117,7 @@ def test_a_file_of_the_users_chooses_and_a_preset_of_ours_does_not(tmp_path: Pat
         fit_to(load(str(file)), RunLimits(rows=5))
 
 
-def test_a_warm_up_of_a_file_that_is_built_on_is_the_users(tmp_path: Path) -> None:
+def test_a_warm_up_of_a_file_that_is_built_on_is_the_users(tmp_path):
     (tmp_path / "base.yaml").write_text(f"defaults: [grpo, _self_]\n{ACTOR.replace('.', ': {')}: "
                                         "{optim: {lr_warmup_steps: 50}}}\n")  # fmt: skip
     (tmp_path / "mine.yaml").write_text(
@@ -138,7 +127,7 @@ def test_a_warm_up_of_a_file_that_is_built_on_is_the_users(tmp_path: Path) -> No
         load(str(tmp_path / "mine.yaml"))
 
 
-def test_a_size_of_a_file_yields_to_one_on_the_command_line(tmp_path: Path) -> None:
+def test_a_size_of_a_file_yields_to_one_on_the_command_line(tmp_path):
     """A smoke test of a real config: few steps, a small batch."""
     file = tmp_path / "mine.yaml"
     file.write_text(
@@ -159,7 +148,7 @@ def test_a_size_of_a_file_yields_to_one_on_the_command_line(tmp_path: Path) -> N
 
 
 @pytest.mark.slow
-def test_no_default_is_refused_for_a_size_that_somebody_chose() -> None:
+def test_no_default_is_refused_for_a_size_that_somebody_chose():
     """Any two sizes on any preset: what is refused names a key of theirs."""
     sizes = {
         BATCH: 6,
@@ -195,9 +184,7 @@ def test_no_default_is_refused_for_a_size_that_somebody_chose() -> None:
 ROOM = RunLimits(rows=10, context=40)
 
 
-def test_the_same_room_gives_the_same_config_and_loading_it_again_changes_nothing(
-    tmp_path: Path,
-) -> None:
+def test_the_same_room_gives_the_same_config_and_loading_it_again_changes_nothing(tmp_path):
     once = fit_to(load("dapo"), RunLimits(30, 512))
     assert fit_to(once, RunLimits(30, 512)) is once
     file = tmp_path / "resolved.yaml"
@@ -213,7 +200,7 @@ def rewards(*overrides: str, preset: str = "grpo") -> dict[str, list[str]]:
     }
 
 
-def test_a_reward_file_judges_the_domains_that_name_no_other() -> None:
+def test_a_reward_file_judges_the_domains_that_name_no_other():
     assert rewards() == {"default": ["custom"]}
     assert rewards("reward.functions={sums: [math]}") == {"sums": ["math"], "default": ["custom"]}
     assert rewards("reward.functions={sums: [custom]}") == {"sums": ["custom"]}

@@ -39,19 +39,19 @@ VALUES: dict[str, object] = {
 
 
 @pytest.mark.parametrize("text", VALUES)
-def test_a_value(text: str) -> None:
+def test_a_value(text):
     value = parse_override(f"a.b={text}").value
     assert value == VALUES[text] and type(value) is type(VALUES[text])
 
 
 @pytest.mark.parametrize("sign", ["", "+", "++"])
-def test_a_key(sign: str) -> None:
+def test_a_key(sign):
     override = parse_override(f"{sign}a.b_c=1")
     assert (override.key, override.deletes) == ("a.b_c", False)
 
 
 @pytest.mark.parametrize("line", ["~a.b", "~a.b=1"])
-def test_a_deleted_key(line: str) -> None:
+def test_a_deleted_key(line):
     assert parse_override(line).key == "a.b" and parse_override(line).deletes
 
 
@@ -60,16 +60,16 @@ def test_a_deleted_key(line: str) -> None:
     ["a", "a =1", "a==1", "a=[1", "a=[1}", "a={a: 1", "a={a}", "a='x", "a=[a b[c]]"]
     + ["a=[1] x", "a=[1],[2]", "a='a','b'", "a=[,]", "a={a: }", "a=${b", "=1", "a b=1"],
 )
-def test_a_line_that_is_none(line: str) -> None:
+def test_a_line_that_is_none(line):
     with pytest.raises(Unreadable):
         parse_override(line)
 
 
-def test_a_name_that_is_there_twice() -> None:
+def test_a_name_that_is_there_twice():
     with pytest.raises(Unreadable, match="a twice"):
         parse_override("x={a: 1, b: {}, a: 2}")
 
 
 @pytest.mark.parametrize("text", ["", "it's", 'a"b', "a\\", 'a\\"b', "\\\\d\\", "[1, ${x}]\n"])
-def test_a_quoted_text_is_read_as_it_was(text: str) -> None:
+def test_a_quoted_text_is_read_as_it_was(text):
     assert parse_override(f"a=[{quote(text)}]").value == [text]

@@ -2,7 +2,6 @@
 predicted as it was."""
 
 import json
-from pathlib import Path
 from statistics import median
 
 import pytest
@@ -15,7 +14,7 @@ from tests.launch.plans.measured_folder import KNOWN, TINY, write
 
 
 @pytest.mark.parametrize("more", [(), ("actor_rollout_ref.actor.use_kl_loss=true",)])
-def test_the_rates_of_a_run_are_found(tmp_path: Path, more: tuple[str, ...]) -> None:
+def test_the_rates_of_a_run_are_found(tmp_path, more):
     run = write(tmp_path / "run", *more)
     planner = RunPlanner("quickstart_grpo", [*TINY, *more], measured_in=str(tmp_path / "run"))
     found = planner.run.times.rates
@@ -27,7 +26,7 @@ def test_the_rates_of_a_run_are_found(tmp_path: Path, more: tuple[str, ...]) -> 
     assert again.phases == pytest.approx(run.phases, rel=0.03, abs=1e-3)
 
 
-def test_another_config_scales_what_was_measured(tmp_path: Path) -> None:
+def test_another_config_scales_what_was_measured(tmp_path):
     run = write(tmp_path / "run")
     twice = ["data.train_batch_size=128", "actor_rollout_ref.actor.ppo_mini_batch_size=128"]
     more = RunPlanner("quickstart_grpo", [*TINY, *twice], measured_in=str(tmp_path / "run")).run
@@ -40,7 +39,7 @@ def test_another_config_scales_what_was_measured(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_run_is_predicted_as_it_was_and_calibrates_the_next(tmp_path: Path) -> None:
+def test_a_run_is_predicted_as_it_was_and_calibrates_the_next(tmp_path):
     quiet = [
         "trainer.val_before_train=false",
         "trainer.test_freq=0",
@@ -73,7 +72,7 @@ def test_a_run_is_predicted_as_it_was_and_calibrates_the_next(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("shape", [None, {"hidden": "x"}, {"vocabulary": 0}])
-def test_a_damaged_plan_is_named(tmp_path: Path, shape: dict[str, object] | None) -> None:
+def test_a_damaged_plan_is_named(tmp_path, shape):
     write(tmp_path / "run")
     file = tmp_path / "run/plan.json"
     plan = json.loads(file.read_text())
@@ -90,9 +89,7 @@ def test_a_damaged_plan_is_named(tmp_path: Path, shape: dict[str, object] | None
         _ = planner.run
 
 
-def test_a_calibrated_plan_does_not_need_the_models_folder(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_calibrated_plan_does_not_need_the_models_folder(tmp_path, capsys):
     write(tmp_path / "run")
     config = (tmp_path / "run/config.yaml").read_text()
     (tmp_path / "run/config.yaml").write_text(

@@ -1,7 +1,6 @@
 """What a plan takes from a config and its files alone."""
 
 import json
-from pathlib import Path
 
 import pytest
 
@@ -16,7 +15,7 @@ TINY = [
 
 
 @pytest.fixture
-def files(tmp_path: Path) -> dict[str, Path]:
+def files(tmp_path):
     """Files by their number of rows."""
     found = {}
     for number in (12, 30):
@@ -31,7 +30,7 @@ def files(tmp_path: Path) -> dict[str, Path]:
     return found
 
 
-def test_the_rows_are_those_that_the_run_trains_on(files: dict[str, Path]) -> None:
+def test_the_rows_are_those_that_the_run_trains_on(files):
     def rows_of(*keys: str) -> int | None:
         return num_rows(load_config("grpo", keys, complete=False).config)
 
@@ -48,7 +47,7 @@ def test_the_rows_are_those_that_the_run_trains_on(files: dict[str, Path]) -> No
     assert rows_of("data.train_files=no-such-file.jsonl") is None
 
 
-def test_the_length_of_a_run_counts_the_rows_that_it_uses(files: dict[str, Path]) -> None:
+def test_the_length_of_a_run_counts_the_rows_that_it_uses(files):
     keys = [
         *TINY,
         f"data.train_files={files['30']}",
@@ -59,7 +58,7 @@ def test_the_length_of_a_run_counts_the_rows_that_it_uses(files: dict[str, Path]
     assert RunPlanner("grpo", keys, "cpu").run.steps == 6
 
 
-def test_a_model_without_a_config_is_named_by_its_own_key(tmp_path: Path) -> None:
+def test_a_model_without_a_config_is_named_by_its_own_key(tmp_path):
     (tmp_path / "empty").mkdir()
     others = {
         "reward_model.model.path": "grpo",
@@ -74,7 +73,7 @@ def test_a_model_without_a_config_is_named_by_its_own_key(tmp_path: Path) -> Non
             _ = RunPlanner(preset, keys, "cpu").shapes
 
 
-def test_a_pipeline_without_a_model_has_no_plan() -> None:
+def test_a_pipeline_without_a_model_has_no_plan():
     keys = [
         *TINY,
         "data.train_files=builtin:arithmetic-rl",

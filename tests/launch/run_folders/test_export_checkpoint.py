@@ -25,7 +25,7 @@ STEPS = "trainer.total_training_steps"
 
 
 @pytest.fixture(scope="module")
-def ground(tmp_path_factory: pytest.TempPathFactory) -> Playground:
+def ground(tmp_path_factory):
     """With two runs of two steps, of all weights and of an adapter."""
     ground = Playground(tmp_path_factory.mktemp("models"))
     val = (f"data.val_files={ground.folder}/rows.jsonl", "data.val_max_samples=3")
@@ -59,7 +59,7 @@ def evaluate(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, f
 
 @pytest.mark.parametrize("which", ["", "/checkpoints", "/checkpoints/step-000002"])
 @pytest.mark.parametrize("run", ["source", "lora"])
-def test_a_run_begins_from_the_policy_of_another(ground: Playground, run: str, which: str) -> None:
+def test_a_run_begins_from_the_policy_of_another(ground, run, which):
     source = ground.folder / f"{run}{which}"
     name = f"from-{run}{which.replace('/', '-')}"
     said = start(
@@ -89,7 +89,7 @@ def test_a_run_begins_from_the_policy_of_another(ground: Playground, run: str, w
         assert all(torch.equal(last[f"model.{key}"], tensor) for key, tensor in begun.items())
 
 
-def test_it_goes_on_from_its_copy_when_the_other_run_has_gone(ground: Playground) -> None:
+def test_it_goes_on_from_its_copy_when_the_other_run_has_gone(ground):
     shutil.copytree(ground.folder / "source", ground.folder / "passing")
     path = f"{MODEL}={ground.folder}/passing"
     kl = "actor_rollout_ref.actor.use_kl_loss=true"  # the reference is the model that it began from
@@ -106,9 +106,7 @@ def test_it_goes_on_from_its_copy_when_the_other_run_has_gone(ground: Playground
     )
 
 
-def test_eval_asks_a_run_what_the_run_asked(
-    ground: Playground, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_eval_asks_a_run_what_the_run_asked(ground, capsys):
     """The accuracy is that of the run's own last validation, of all weights and of an adapter."""
     val = (
         f"data.val_files={ground.folder}/rows.jsonl",
@@ -135,7 +133,7 @@ def test_eval_asks_a_run_what_the_run_asked(
         assert not (ground.folder / "unused").exists()
 
 
-def test_an_export_given_twice_does_nothing_and_overwrites_nothing(ground: Playground) -> None:
+def test_an_export_given_twice_does_nothing_and_overwrites_nothing(ground):
     target = ground.folder / "out"
     said = list[str]()
     export_checkpoint(ground.folder / "source", target)
@@ -149,9 +147,7 @@ def test_an_export_given_twice_does_nothing_and_overwrites_nothing(ground: Playg
         export_checkpoint(ground.folder / "source" / "checkpoints" / "step-000001", target)
 
 
-def test_an_adapter_is_exported_alone_and_evaluated(
-    ground: Playground, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_adapter_is_exported_alone_and_evaluated(ground, capsys):
     whole = ground.folder / "lora-whole"
     alone = ground.folder / "lora-alone"
     export_checkpoint(ground.folder / "lora", whole)

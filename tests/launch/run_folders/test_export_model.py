@@ -1,7 +1,6 @@
 """Exported folders load in `transformers` and compute the same."""
 
 import json
-from pathlib import Path
 
 import pytest
 import torch
@@ -18,9 +17,7 @@ IDS = torch.arange(3, 40)[None]
 
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
-def test_reloaded_by_transformers_the_logits_are_the_same(
-    tmp_path: Path, family: str, tied: bool
-) -> None:
+def test_reloaded_by_transformers_the_logits_are_the_same(tmp_path, family, tied):
     model = load_model(write_tiny_model(tmp_path / "m", family, tie_word_embeddings=tied))
     with torch.no_grad():
         model.model.embed_tokens.weight.mul_(1.5)
@@ -34,7 +31,7 @@ def test_reloaded_by_transformers_the_logits_are_the_same(
     assert load_tokenizer(out).chat_template == tiny_tokenizer().chat_template
 
 
-def test_an_adapter_is_merged_and_the_model_left_as_it_is(tmp_path: Path) -> None:
+def test_an_adapter_is_merged_and_the_model_left_as_it_is(tmp_path):
     model = add_lora(
         load_model(write_tiny_model(tmp_path / "m", "qwen2", tie_word_embeddings=True)), rank=4
     )
@@ -52,7 +49,7 @@ def test_an_adapter_is_merged_and_the_model_left_as_it_is(tmp_path: Path) -> Non
     torch.testing.assert_close(again(IDS).logits, expected, rtol=0, atol=3e-5)
 
 
-def test_an_adapter_alone_is_a_folder_of_peft_that_we_load_too(tmp_path: Path) -> None:
+def test_an_adapter_alone_is_a_folder_of_peft_that_we_load_too(tmp_path):
     peft = pytest.importorskip("peft")
     model = add_lora(
         load_model(write_tiny_model(tmp_path / "m", "qwen2", tie_word_embeddings=True)),
@@ -97,9 +94,7 @@ def test_an_adapter_alone_is_a_folder_of_peft_that_we_load_too(tmp_path: Path) -
         (None, "adapter weights"),
     ],
 )
-def test_an_adapter_that_cannot_be_loaded_is_named(
-    content: dict[str, str] | None, words: str, tmp_path: Path
-) -> None:
+def test_an_adapter_that_cannot_be_loaded_is_named(content, words, tmp_path):
     (tmp_path / "adapter_config.json").write_text(json.dumps(content or {}))
     if content is not None:
         (tmp_path / "adapter_model.safetensors").write_bytes(b"")
@@ -107,7 +102,7 @@ def test_an_adapter_that_cannot_be_loaded_is_named(
         load_model(tmp_path)
 
 
-def test_a_folder_that_holds_something_is_left_alone(tmp_path: Path) -> None:
+def test_a_folder_that_holds_something_is_left_alone(tmp_path):
     model = load_model(write_tiny_model(tmp_path / "m"))
     (tmp_path / "out").mkdir()
     export_model(model, None, tmp_path / "out")
@@ -117,7 +112,7 @@ def test_a_folder_that_holds_something_is_left_alone(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.rglob("*")) == before
 
 
-def test_nothing_is_drawn_on_the_screen(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_nothing_is_drawn_on_the_screen(tmp_path, capfd):
     model = load_model(write_tiny_model(tmp_path / "m"))
     capfd.readouterr()
     export_model(model, tiny_tokenizer(), tmp_path / "out")

@@ -48,9 +48,7 @@ def make_bundle(
         unpack=True,
     ),
 )
-def test_the_sample_and_the_column_are_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, column: str, options: list[str], role: str
-) -> None:
+def test_the_sample_and_the_column_are_named(tmp_path, monkeypatch, column, options, role):
     bundle = make_bundle(Playground(tmp_path), monkeypatch, column, *options)
     lines = list(replay_bundle(bundle))
     assert lines[0].startswith(f"update of the {role} in step 2")
@@ -62,9 +60,7 @@ def test_the_sample_and_the_column_are_named(
 
 
 @pytest.mark.slow
-def test_weights_of_the_bundle_are_those_that_are_replayed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_weights_of_the_bundle_are_those_that_are_replayed(tmp_path, monkeypatch):
     bundle = make_bundle(Playground(tmp_path), monkeypatch, "advantages", "grpo")
     spoil(bundle, lambda weights: weights["lm_head.weight"].fill_(math.inf))
     lines = list(replay_bundle(bundle))
@@ -72,9 +68,7 @@ def test_weights_of_the_bundle_are_those_that_are_replayed(
     assert sum("alone" in line for line in lines) > 5, "every sample meets that weight"
 
 
-def test_another_model_and_a_batch_without_a_column_are_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_another_model_and_a_batch_without_a_column_are_refused(tmp_path, monkeypatch):
     bundle = make_bundle(Playground(tmp_path), monkeypatch, "advantages", "grpo")
     monkeypatch.undo()
     batch = Batch.load(bundle / BATCH)
@@ -87,7 +81,7 @@ def test_another_model_and_a_batch_without_a_column_are_refused(
         list(replay_bundle(bundle))
 
 
-def test_a_folder_that_is_no_bundle(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_folder_that_is_no_bundle(tmp_path, capsys):
     assert cli.main(["replay", str(tmp_path)]) == 2
     assert "is not a bundle" in capsys.readouterr().err
 

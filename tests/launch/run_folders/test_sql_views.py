@@ -33,9 +33,7 @@ def views_of(run_dir: Path, *more: Path) -> Ask:
     return opened(file)
 
 
-def test_the_command_writes_them_and_says_how_to_open_them(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_command_writes_them_and_says_how_to_open_them(tmp_path, capsys):
     first = write_run(tmp_path / "a" / "run's [1]*")
     second = write_run(tmp_path / "b", num_steps=3)
     file = tmp_path / "it's [2]?" / "views.sql"
@@ -56,7 +54,7 @@ def test_the_command_writes_them_and_says_how_to_open_them(
     assert main(["report", str(tmp_path), "--views", str(file)]) == 2
 
 
-def test_every_view_has_its_columns_also_of_a_run_without_files(tmp_path: Path) -> None:
+def test_every_view_has_its_columns_also_of_a_run_without_files(tmp_path):
     run_dir = write_run(tmp_path / "run", num_steps=2)
     with RunFolder(tmp_path / "new", 0):
         pass
@@ -71,7 +69,7 @@ def test_every_view_has_its_columns_also_of_a_run_without_files(tmp_path: Path) 
     assert [*kinds] and list(COLUMNS) == VIEWS["samples"].replace(",", "").split()[::2]
 
 
-def test_metrics_have_a_row_for_each_value_also_of_a_late_metric(tmp_path: Path) -> None:
+def test_metrics_have_a_row_for_each_value_also_of_a_late_metric(tmp_path):
     run_dir = write_run(tmp_path / "run")
     with RunFolder(run_dir, 0) as run:
         run.metrics(900, "train", {'late/"quoted"': 3.0, "late/nan": math.nan})
@@ -84,7 +82,7 @@ def test_metrics_have_a_row_for_each_value_also_of_a_late_metric(tmp_path: Path)
     assert ask("select max(step) from metrics") == [(900,)]
 
 
-def test_samples_are_whole_also_those_that_utf8_cannot_hold(tmp_path: Path) -> None:
+def test_samples_are_whole_also_those_that_utf8_cannot_hold(tmp_path):
     run_dir = write_run(tmp_path / "run")
     ask = views_of(run_dir)
     query = "select response, score, advantage from samples where step = 2 and split = 'train'"
@@ -101,9 +99,7 @@ def test_samples_are_whole_also_those_that_utf8_cannot_hold(tmp_path: Path) -> N
     assert ask("select max((reward_parts->>'the answer is 15')::double) from samples") == [(1.0,)]
 
 
-def test_torn_files_rolled_back_steps_and_links_out_of_the_folder_are_left_out(
-    tmp_path: Path,
-) -> None:
+def test_torn_files_rolled_back_steps_and_links_out_of_the_folder_are_left_out(tmp_path):
     run_dir = write_run(tmp_path / "run", num_steps=4)
     whole = (run_dir / "samples" / "000002.parquet").read_bytes()
     (run_dir / "samples" / "000008.parquet").write_bytes(whole[:-1])
@@ -121,7 +117,7 @@ def test_torn_files_rolled_back_steps_and_links_out_of_the_folder_are_left_out(
     assert counts == [(1, 16), (2, 16), (3, 1)]
 
 
-def test_groups_come_from_the_ledger(tmp_path: Path) -> None:
+def test_groups_come_from_the_ledger(tmp_path):
     run_dir = write_ledger_run(tmp_path / "run")
     ask = views_of(run_dir)
     query = "select group_id, state, step, attempts, tokens, worker from groups where group_id < 4"
@@ -136,7 +132,7 @@ def test_groups_come_from_the_ledger(tmp_path: Path) -> None:
     ]
 
 
-def test_a_folder_is_no_file_of_views(tmp_path: Path) -> None:
+def test_a_folder_is_no_file_of_views(tmp_path):
     for folder in (tmp_path, Path("/")):
         with pytest.raises(UserError, match=f"{folder}.* folder"):
             write_views([], folder)

@@ -19,15 +19,11 @@ PLACED = (
 
 
 @pytest.mark.parametrize("keys", one_fast_in(2, PLACED))
-def test_parts_of_several_workers_are_evaluated_as_in_one(
-    tmp_path: Path, keys: tuple[str, ...]
-) -> None:
+def test_parts_of_several_workers_are_evaluated_as_in_one(tmp_path, keys):
     check_same_responses(tmp_path, keys)
 
 
-def test_models_of_the_training_loop_are_not_loaded(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_models_of_the_training_loop_are_not_loaded(tmp_path, monkeypatch):
     """Validation has no scores of these models."""
     monkeypatch.delattr(scoring_engines, "_build_judge")
     judge = f"{{path: {write_tiny_judge(tmp_path / 'judge')}, judge: true, answer_tokens: 4}}"

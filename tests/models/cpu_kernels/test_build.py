@@ -3,7 +3,6 @@ decodes, and says so."""
 
 import os
 import platform
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -26,7 +25,7 @@ from tests.models.cpu_kernels.test_decode_step import (
 
 
 @pytest.fixture(autouse=True)
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+def cache(tmp_path, monkeypatch):
     """A cache of its own, and code that takes a second to compile: which instructions it has hangs
     on other flags."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
@@ -46,7 +45,7 @@ compiles = pytest.mark.skipif(
 
 
 @compiles
-def test_it_is_compiled_once_where_nobody_else_can_write(cache: Path) -> None:
+def test_it_is_compiled_once_where_nobody_else_can_write(cache):
     library()
     first = made(cache)
     assert [Path(name).suffix for name in first] == [".so"]
@@ -59,7 +58,7 @@ def test_it_is_compiled_once_where_nobody_else_can_write(cache: Path) -> None:
 
 @compiles
 @pytest.mark.slow
-def test_other_flags_make_other_code(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_flags_make_other_code(cache, monkeypatch):
     library()
     monkeypatch.setattr(build, "FLAGS", (*build.FLAGS, "-g"))
     build.outcome.cache_clear()
@@ -68,7 +67,7 @@ def test_other_flags_make_other_code(cache: Path, monkeypatch: pytest.MonkeyPatc
 
 
 @compiles
-def test_it_computes_on_the_threads_of_torch() -> None:
+def test_it_computes_on_the_threads_of_torch():
     model = make()
     decoded(DecoderView(model, native=True), *some_rows(5))
     assert len([pool for pool in threadpool_info() if pool["user_api"] == "openmp"]) == 1
@@ -78,7 +77,7 @@ def test_it_computes_on_the_threads_of_torch() -> None:
 @pytest.mark.slow
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="wants an x86-64 processor")
 @pytest.mark.parametrize("flag", ["-mno-amx-bf16", "-mno-avx512bf16", "-mno-avx512f", "-mno-avx"])
-def test_processors_that_know_less(flag: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_processors_that_know_less(flag, monkeypatch):
     monkeypatch.setattr(build, "FLAGS", (*build.FLAGS, flag))
     model = make(hidden_size=80, intermediate_size=100, head_dim=20)
 
@@ -105,9 +104,7 @@ def a_compiler(folder: Path, script: str) -> str:
     return f"{folder}:{os.environ['PATH']}"
 
 
-def test_without_a_compiler_torch_decodes_and_says_so(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_without_a_compiler_torch_decodes_and_says_so(monkeypatch, tmp_path, caplog):
     monkeypatch.setenv("PATH", str(tmp_path))
     model = make()
     view = DecoderView(model, native=True)
@@ -128,15 +125,13 @@ def test_without_a_compiler_torch_decodes_and_says_so(
         ),
     ],
 )
-def test_a_compiler_that_cannot(
-    script: str, said: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, cache: Path
-) -> None:
+def test_a_compiler_that_cannot(script, said, monkeypatch, tmp_path, cache):
     monkeypatch.setenv("PATH", a_compiler(tmp_path / "bin", script))
     with pytest.raises(NotNative, match=said):
         NativeStep(make())
 
 
-def test_a_compiler_that_hangs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_compiler_that_hangs(monkeypatch, tmp_path):
     monkeypatch.setenv("PATH", a_compiler(tmp_path / "bin", "exec sleep 20"))
     monkeypatch.setattr(build, "LONGEST_S", 0.5)
     with pytest.raises(NotNative, match="0.5 seconds"):
@@ -144,7 +139,7 @@ def test_a_compiler_that_hangs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) 
 
 
 @compiles
-def test_what_others_can_write_to_is_not_loaded(cache: Path) -> None:
+def test_what_others_can_write_to_is_not_loaded(cache):
     cache.mkdir(parents=True)
     cache.chmod(0o777)
     with pytest.raises(NotNative, match="chmod 700"):
@@ -153,7 +148,7 @@ def test_what_others_can_write_to_is_not_loaded(cache: Path) -> None:
 
 
 @compiles
-def test_no_place_for_a_cache(cache: Path) -> None:
+def test_no_place_for_a_cache(cache):
     cache.parent.mkdir()
     cache.write_text("a file")
     with pytest.raises(NotNative, match="cache .*: File exists"):

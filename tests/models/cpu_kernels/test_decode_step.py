@@ -1,7 +1,6 @@
 """Native steps compute what the module does, row by row, whatever happens to it."""
 
 import copy
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -102,7 +101,7 @@ def far(one: Tensor, other: Tensor) -> float:
 # few are shared by columns, many by rows, with tiles of every size
 @pytest.mark.parametrize("count", [1, 2, 13, 61])
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_it_is_as_near_to_float64_as_torch(variant: str, count: int) -> None:
+def test_it_is_as_near_to_float64_as_torch(variant, count):
     family, changes = VARIANTS[variant]
     model = make(family, **changes)
     ids, starts = some_rows(count)
@@ -113,7 +112,7 @@ def test_it_is_as_near_to_float64_as_torch(variant: str, count: int) -> None:
 
 @pytest.mark.parametrize("native", [True, False])
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_in_bfloat16_it_rounds_where_the_trainer_does(variant: str, native: bool) -> None:
+def test_in_bfloat16_it_rounds_where_the_trainer_does(variant, native):
     """Most logits are the trainer's, bit for bit; of a model all in bfloat16 a seventh, and those
     by chance.
 
@@ -133,9 +132,7 @@ def test_in_bfloat16_it_rounds_where_the_trainer_does(variant: str, native: bool
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_bfloat16_weights_with_a_residual_stream_in_float32_are_nearer_to_the_trainer(
-    variant: str,
-) -> None:
+def test_bfloat16_weights_with_a_residual_stream_in_float32_are_nearer_to_the_trainer(variant):
     """As the engine has them on a device; keys and values are rounded too. A checkpoint's weights
     have 16 bits."""
     family, changes = VARIANTS[variant]
@@ -182,7 +179,7 @@ def packed_by_autocast(
 
 
 @pytest.mark.parametrize("compute_dtype", [None, torch.bfloat16])
-def test_a_row_does_not_depend_on_its_batch(compute_dtype: torch.dtype | None) -> None:
+def test_a_row_does_not_depend_on_its_batch(compute_dtype):
     view = DecoderView(make(), native=True, compute_dtype=compute_dtype)
     ids, starts = some_rows(61)
     together = decoded(view, ids, starts)
@@ -223,7 +220,7 @@ def decoded_after(
 
 
 @pytest.mark.parametrize("compute_dtype", [None, torch.bfloat16])
-def test_the_rest_of_a_prompt_is_its_tokens_one_by_one(compute_dtype: torch.dtype | None) -> None:
+def test_the_rest_of_a_prompt_is_its_tokens_one_by_one(compute_dtype):
     """Bit for bit, whatever shares the forward, and however many threads compute it."""
     view = DecoderView(make(), native=True, compute_dtype=compute_dtype)
     ids, starts = some_rows(61, steps=7)  # blocks of rows begin within a sequence
@@ -253,7 +250,7 @@ def test_the_rest_of_a_prompt_is_its_tokens_one_by_one(compute_dtype: torch.dtyp
         torch.set_num_threads(threads)
 
 
-def test_the_memory_may_be_a_window_of_a_larger_one() -> None:
+def test_the_memory_may_be_a_window_of_a_larger_one():
     view = native_view(make())
     with torch.inference_mode():
         wide = [torch.randn(2, 9, 2, 40, 8) for _ in range(2)]
@@ -274,7 +271,7 @@ def test_the_memory_may_be_a_window_of_a_larger_one() -> None:
 
 
 @pytest.mark.parametrize("size", [1e2, 1e4])
-def test_scores_and_gates_far_from_zero(size: float) -> None:
+def test_scores_and_gates_far_from_zero(size):
     """Masses of one and of nothing; a gate that is open, and one that is shut."""
     model = make()
     with torch.no_grad():
@@ -294,9 +291,7 @@ def test_scores_and_gates_far_from_zero(size: float) -> None:
 )
 @pytest.mark.parametrize("number", [float("nan"), float("inf")])
 @pytest.mark.parametrize("compute_dtype", [None, torch.bfloat16])
-def test_what_is_not_finite_comes_out_as_such(
-    name: str, number: float, compute_dtype: torch.dtype | None
-) -> None:
+def test_what_is_not_finite_comes_out_as_such(name, number, compute_dtype):
     model = make()
     view = DecoderView(model, native=True, compute_dtype=compute_dtype)
     with torch.no_grad():
@@ -308,9 +303,7 @@ def test_what_is_not_finite_comes_out_as_such(
     ("token", "position", "error"),
     [(98, 3, None), (99, 3, IndexError), (-1, 3, IndexError), (5, 8, IndexError)],
 )
-def test_what_lies_outside_is_refused(
-    token: int, position: int, error: type[Exception] | None
-) -> None:
+def test_what_lies_outside_is_refused(token, position, error):
     view = native_view(make(vocab_size=99))
     keys = torch.zeros(2, 1, 2, 8, 8)
     values = torch.zeros(2, 1, 2, 8, 8)
@@ -326,7 +319,7 @@ def test_what_lies_outside_is_refused(
     assert not keys.any()
 
 
-def test_values_in_bfloat16_are_what_the_projection_makes() -> None:
+def test_values_in_bfloat16_are_what_the_projection_makes():
     model = make()
     native, by_torch = (
         DecoderView(model, native=each, compute_dtype=torch.bfloat16) for each in (True, False)
@@ -427,9 +420,7 @@ def adapters(model: Any) -> None:
         (another_head, False),
     ],
 )
-def test_changes_of_the_model_are_followed(
-    change: Callable[[Any], None], stays_native: bool
-) -> None:
+def test_changes_of_the_model_are_followed(change, stays_native):
     model = make()
     step = NativeStep(model)
     view = native_view(model)
@@ -442,7 +433,7 @@ def test_changes_of_the_model_are_followed(
     assert far(after, decoded(DecoderView(model), ids, starts)) < (1e-4 if stays_native else 1e-5)
 
 
-def test_products_in_bfloat16_follow_the_weights_in_float32() -> None:
+def test_products_in_bfloat16_follow_the_weights_in_float32():
     model = make()
     view = DecoderView(model, native=True, compute_dtype=torch.bfloat16)
     ids, starts = some_rows(5)
@@ -454,7 +445,7 @@ def test_products_in_bfloat16_follow_the_weights_in_float32() -> None:
 @pytest.mark.parametrize(
     "change", [laid_elsewhere, the_head, a_hook_of_the_head, another_head, sixteen_bits]
 )
-def test_logits_follow_the_head_alone(change: Callable[[Any], None]) -> None:
+def test_logits_follow_the_head_alone(change):
     model = make()
     step = NativeStep(model)
     view = native_view(model)
@@ -471,7 +462,7 @@ def test_logits_follow_the_head_alone(change: Callable[[Any], None]) -> None:
         assert far(after, model.lm_head(hidden)) < 1e-4
 
 
-def test_it_is_native_again_once_a_hook_is_gone() -> None:
+def test_it_is_native_again_once_a_hook_is_gone():
     model = make()
     step = NativeStep(model)
     hook = model.model.layers[0].mlp.register_forward_hook(lambda *_: None)
@@ -480,7 +471,7 @@ def test_it_is_native_again_once_a_hook_is_gone() -> None:
     assert step.refresh()
 
 
-def test_what_torch_does_not_count_is_seen_when_told() -> None:
+def test_what_torch_does_not_count_is_seen_when_told():
     model = make()
     view = native_view(model)
     ids, starts = some_rows(5)

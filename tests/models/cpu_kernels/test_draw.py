@@ -14,7 +14,7 @@ pytestmark = pytest.mark.skipif(
 
 @pytest.mark.parametrize("temperature", [1.0, 0.3, 2.5])
 @pytest.mark.parametrize("vocab_size", [1, 2, 255, 256, 257, 1000, 5000])
-def test_tokens_and_log_probs_are_those_of_float64(vocab_size: int, temperature: float) -> None:
+def test_tokens_and_log_probs_are_those_of_float64(vocab_size, temperature):
     torch.manual_seed(vocab_size)
     logits = torch.randn(200, vocab_size) * 3
     uniform = torch.rand(200, dtype=torch.float64)
@@ -33,7 +33,7 @@ def test_tokens_and_log_probs_are_those_of_float64(vocab_size: int, temperature:
 
 @pytest.mark.parametrize("uniform", [0.0, 0.5, 1 - 2.0**-53])
 @pytest.mark.parametrize("possible", [[0], [299], [256], [255, 256], [17, 18, 290]])
-def test_impossible_tokens_are_never_drawn(possible: list[int], uniform: float) -> None:
+def test_impossible_tokens_are_never_drawn(possible, uniform):
     """Masked tokens at the borders of the vocabulary and of blocks, with the uniform number at its
     own borders."""
     for impossible in (float("-inf"), -1e30, 1.25 - 100):
@@ -45,14 +45,14 @@ def test_impossible_tokens_are_never_drawn(possible: list[int], uniform: float) 
         assert drawn[1].item() == pytest.approx(-np.log(len(possible)))
 
 
-def test_log_probs_are_exact_for_unlikely_tokens() -> None:
+def test_log_probs_are_exact_for_unlikely_tokens():
     """The least number takes the first token, however little its mass is."""
     drawn = draw(torch.tensor([[-40.0, 40.0]]), 1.0, torch.zeros(1, dtype=torch.float64))
     assert drawn is not None
     assert (drawn[0].item(), drawn[1].item()) == (0, pytest.approx(-80.0))
 
 
-def test_a_row_does_not_depend_on_its_batch() -> None:
+def test_a_row_does_not_depend_on_its_batch():
     logits = torch.randn(50, 700)
     uniform = torch.rand(50, dtype=torch.float64)
     together = draw(logits, 0.7, uniform)
@@ -73,13 +73,13 @@ def test_a_row_does_not_depend_on_its_batch() -> None:
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 @pytest.mark.parametrize("row", [0, 30])
 @pytest.mark.parametrize("column", [0, 299, 300])
-def test_logits_that_are_not_finite_are_told(bad: float, row: int, column: int) -> None:
+def test_logits_that_are_not_finite_are_told(bad, row, column):
     logits = torch.zeros(31, 301)
     logits[row, column] = bad
     assert draw(logits, 1.0, torch.full((31,), 0.5, dtype=torch.float64)) is None
 
 
-def test_a_row_without_any_token_is_told() -> None:
+def test_a_row_without_any_token_is_told():
     logits = torch.zeros(3, 301)
     logits[1] = float("-inf")
     assert draw(logits, 1.0, torch.full((3,), 0.5, dtype=torch.float64)) is None

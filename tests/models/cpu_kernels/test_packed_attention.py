@@ -67,9 +67,7 @@ def inputs(rows: int, heads: int, kv_heads: int, dim: int, size: float = 1.0) ->
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "dim"), [(4, 2, 32), (3, 3, 10), (6, 1, 80), (2, 1, 64)]
 )
-def test_values_and_gradients_are_those_of_the_formula(
-    heads: int, kv_heads: int, dim: int, alike: int
-) -> None:
+def test_values_and_gradients_are_those_of_the_formula(heads, kv_heads, dim, alike):
     lengths, sharing = packed(LENGTHS, alike)
     rows = int(lengths.sum()) if sharing is None else len(sharing.positions)
     given = [x.requires_grad_() for x in inputs(rows, heads, kv_heads, dim)]
@@ -89,7 +87,7 @@ def test_values_and_gradients_are_those_of_the_formula(
 
 
 @pytest.mark.parametrize("size", [30.0, 1e-3])
-def test_scores_far_apart_and_all_alike(size: float) -> None:
+def test_scores_far_apart_and_all_alike(size):
     lengths, sharing = packed(LENGTHS, 9)
     assert sharing is not None
     given = inputs(len(sharing.positions), 2, 1, 32, size)
@@ -98,7 +96,7 @@ def test_scores_far_apart_and_all_alike(size: float) -> None:
     torch.testing.assert_close(ours, expected, rtol=0, atol=1e-3 * size)
 
 
-def test_neither_threads_nor_neighbours_change_a_bit() -> None:
+def test_neither_threads_nor_neighbours_change_a_bit():
     lengths, sharing = packed(LENGTHS, 9)
     assert sharing is not None
     given = [x.requires_grad_() for x in inputs(len(sharing.positions), 4, 2, 24)]
@@ -122,7 +120,7 @@ def test_neither_threads_nor_neighbours_change_a_bit() -> None:
     assert torch.equal(alone[9:], found[0][0][rows[9:]])
 
 
-def test_tensors_that_lie_otherwise() -> None:
+def test_tensors_that_lie_otherwise():
     lengths, _ = packed(LENGTHS, 0)
     given = inputs(int(lengths.sum()), 4, 2, 16)
     turned = [x.transpose(0, 1).contiguous().transpose(0, 1).requires_grad_() for x in given]
@@ -135,7 +133,7 @@ def test_tensors_that_lie_otherwise() -> None:
     assert torch.isfinite(one).all() and not one[:, 0].any() and one[:, 1].any()
 
 
-def test_what_is_not_finite_comes_out_as_such() -> None:
+def test_what_is_not_finite_comes_out_as_such():
     lengths, _ = packed((5, 40), 0)
     for which in range(3):
         given = inputs(45, 2, 1, 16)

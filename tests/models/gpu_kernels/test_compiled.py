@@ -63,9 +63,7 @@ KERNELS: list[tuple[str, tuple[str, ...], dict[str, Any]]] = [
 @pytest.mark.parametrize(
     "kernel, wide, constants", KERNELS, ids=lambda value: value if isinstance(value, str) else ""
 )
-def test_it_compiles(
-    kernel: str, wide: tuple[str, ...], constants: dict[str, Any], low: str
-) -> None:
+def test_it_compiles(kernel, wide, constants, low):
     job = json.dumps([kernel, wide, low, constants])
     env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     env["PYTHONPATH"] = os.pathsep.join(filter(None, (os.environ.get("PYTHONPATH"), str(TRITON))))

@@ -47,9 +47,7 @@ def close(found: Tensor, expected: Tensor, tolerance: float = 2e-5) -> None:
 @pytest.mark.parametrize(
     "heads, kv_heads, dim, width", [(14, 2, 64, 3), (4, 4, 32, 9), (8, 1, 128, 6)]
 )
-def test_attention_reads_pages_where_they_lie_and_writes_its_token(
-    heads: int, kv_heads: int, dim: int, width: int
-) -> None:
+def test_attention_reads_pages_where_they_lie_and_writes_its_token(heads, kv_heads, dim, width):
     """Positions at the ends of pages and of the parts that one instance reads, against each row by
     hand in float64."""
     positions = torch.tensor([0, 63, 64, width * PAGE - 1, width * 32 + 5], device=DEVICE)
@@ -102,7 +100,7 @@ def test_attention_reads_pages_where_they_lie_and_writes_its_token(
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
-def test_a_step_is_that_of_torchs_operations(family: str) -> None:
+def test_a_step_is_that_of_torchs_operations(family):
     model = make_model(family, head_dim=32).to(DEVICE)
     plain = DecoderView(model)
     view = DecoderView(model)
@@ -125,7 +123,7 @@ def test_a_step_is_that_of_torchs_operations(family: str) -> None:
     close(own_values, values)
 
 
-def test_a_sum_is_normed_and_kept() -> None:
+def test_a_sum_is_normed_and_kept():
     hidden = numbers(3, 100)
     delta = numbers(3, 100, seed=1)
     weight = numbers(100, seed=2)
@@ -135,7 +133,7 @@ def test_a_sum_is_normed_and_kept() -> None:
     close(found, torch.nn.functional.rms_norm(total, (100,), weight, 1e-5))
 
 
-def test_a_gate_opens() -> None:
+def test_a_gate_opens():
     gate = numbers(5, 700)
     up = numbers(5, 700, seed=1)
     close(silu_mul(gate, up), torch.nn.functional.silu(gate) * up)
@@ -163,7 +161,7 @@ def compare(ours: Any, formula: Any, *inputs: Tensor) -> None:
 
 
 @pytest.mark.parametrize("rows", [1, 700])
-def test_norms_of_sums(rows: int) -> None:
+def test_norms_of_sums(rows):
     """More rows than instances: each sums several."""
 
     def ours(x: Tensor, added: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
@@ -177,7 +175,7 @@ def test_norms_of_sums(rows: int) -> None:
     compare(ours, formula, numbers(rows, 24), numbers(rows, 24, seed=1), numbers(24, seed=2))
 
 
-def test_the_first_norm_has_nothing_added() -> None:
+def test_the_first_norm_has_nothing_added():
     def ours(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
         return training_layer.add_norm(
             x, None, SimpleNamespace(weight=weight, variance_epsilon=1e-5), torch.float32
@@ -193,7 +191,7 @@ def test_the_first_norm_has_nothing_added() -> None:
 
 @pytest.mark.parametrize("has_norms", [False, True])
 @pytest.mark.parametrize("rows", [3, 40])
-def test_heads_are_normed_and_rotated(rows: int, has_norms: bool) -> None:
+def test_heads_are_normed_and_rotated(rows, has_norms):
     heads = 6
     kv_heads = 2
     dim = 16
@@ -229,7 +227,7 @@ def test_heads_are_normed_and_rotated(rows: int, has_norms: bool) -> None:
     compare(ours, formula, numbers(rows, (heads + 2 * kv_heads) * dim), *norms)
 
 
-def test_gates() -> None:
+def test_gates():
     def formula(gate_up: Tensor) -> Tensor:
         gate, up = gate_up.chunk(2, -1)
         return torch.nn.functional.silu(gate) * up

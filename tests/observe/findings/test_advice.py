@@ -166,7 +166,7 @@ def said_of(folder: Path, changed: Metrics, config: str) -> str:
 
 
 @pytest.mark.parametrize("name", SITUATIONS)
-def test_advice_fits_its_situation(name: str, tmp_path: Path) -> None:
+def test_advice_fits_its_situation(name, tmp_path):
     changed, config, wanted, unwanted = SITUATIONS[name]
     said = said_of(tmp_path / "run", changed, config)
     assert all(part in said for part in wanted), said

@@ -3,7 +3,6 @@ not."""
 
 import re
 from collections.abc import Mapping
-from pathlib import Path
 
 import pytest
 
@@ -48,9 +47,7 @@ def texts(sentences: list[dict[str, str]]) -> str:
         ((), "", ""),
     ],
 )
-def test_truncation_is_judged_by_how_the_run_ended(
-    shares: tuple[float, ...], tone: str, words: str
-) -> None:
+def test_truncation_is_judged_by_how_the_run_ended(shares, tone, words):
     found = truncation(steps(rollout__truncated=shares), {"data": {"max_response_length": 64}})
     assert (found.tone if found else "") == tone and words in (found.text if found else "")
     if tone in ("bad", "flat"):
@@ -73,12 +70,12 @@ def test_truncation_is_judged_by_how_the_run_ended(
         ({}, ""),
     ],
 )
-def test_a_run_whose_weights_never_moved(columns: dict[str, tuple[float, ...]], words: str) -> None:
+def test_a_run_whose_weights_never_moved(columns, words):
     found = no_update(steps(**columns), {})
     assert (found is not None) == bool(words) and words in (found.text if found else "")
 
 
-def test_while_a_run_goes_on_each_obstacle_is_reported_once() -> None:
+def test_while_a_run_goes_on_each_obstacle_is_reported_once():
     live = StepRules({"data": {"max_response_length": 64}})
     said = dict[int, list[str]]()
     for step in range(1, 61):
@@ -99,7 +96,7 @@ def test_while_a_run_goes_on_each_obstacle_is_reported_once() -> None:
     )
 
 
-def test_an_obstacle_of_the_last_steps_names_these_steps() -> None:
+def test_an_obstacle_of_the_last_steps_names_these_steps():
     live = StepRules({})
     said = list[str]()
     for step in range(1, 41):
@@ -111,7 +108,7 @@ def test_an_obstacle_of_the_last_steps_names_these_steps() -> None:
     ]
 
 
-def test_a_sound_run_is_told_nothing_and_a_still_one_why() -> None:
+def test_a_sound_run_is_told_nothing_and_a_still_one_why():
     sound = StepRules({})
     still = StepRules({})
 
@@ -124,13 +121,13 @@ def test_a_sound_run_is_told_nothing_and_a_still_one_why() -> None:
     assert len(said) == 1 and "Nothing was learned in all 8 steps: the gradient was 0." in said[0]
 
 
-def test_episodes_that_ran_out_of_time_are_not_truncated() -> None:
+def test_episodes_that_ran_out_of_time_are_not_truncated():
     rollout = {"workflow": "simulator"}
     late = steps(rollout__truncated=(0.9,) * 8)
     assert truncation(late, {"actor_rollout_ref": {"rollout": rollout}}) is None
 
 
-def test_truncation_of_a_run_without_its_config_names_the_key_alone() -> None:
+def test_truncation_of_a_run_without_its_config_names_the_key_alone():
     found = truncation(steps(rollout__truncated=(1.0,)), {})
     assert found is not None and "Raise data.max_response_length, or" in found.advice
 
@@ -155,9 +152,7 @@ def test_truncation_of_a_run_without_its_config_names_the_key_alone() -> None:
         ((), (), ""),
     ],
 )
-def test_a_reward_that_never_moved(
-    low: tuple[float, ...], high: tuple[float, ...], words: str
-) -> None:
+def test_a_reward_that_never_moved(low, high, words):
     found = constant_reward(
         steps(reward__min=low, reward__max=high),
         {"custom_reward_function": {"path": "my.py", "name": "f"}},
@@ -171,9 +166,7 @@ def test_a_reward_that_never_moved(
 @pytest.mark.parametrize(
     ("reward", "advice"), [(0.9, "harder prompts"), (0.1, "easier prompts, or more responses")]
 )
-def test_groups_that_teach_nothing_are_counted_and_an_advice_given(
-    reward: float, advice: str
-) -> None:
+def test_groups_that_teach_nothing_are_counted_and_an_advice_given(reward, advice):
     spread = {
         "reward__min": (0.0,) * 4,
         "reward__max": (1.0,) * 4,
@@ -193,7 +186,7 @@ def test_groups_that_teach_nothing_are_counted_and_an_advice_given(
     )
 
 
-def test_an_accuracy_that_cannot_count_is_not_called_0() -> None:
+def test_an_accuracy_that_cannot_count_is_not_called_0():
     found = accuracy_counts_nothing(
         steps(**{"val_correct__all__mean": (0.0, 0.0), "reward__max": (0.5, 0.86)})
     )
@@ -212,7 +205,7 @@ def row(uid: str, **values: object) -> Mapping[str, object]:
     return {"uid": uid, "prompt": "p", "response": "r", "score": 0.0, "acc": 0.0, **values}
 
 
-def test_reward_errors_are_shown_with_their_exception(tmp_path: Path) -> None:
+def test_reward_errors_are_shown_with_their_exception(tmp_path):
     with RunFolder(tmp_path, 0) as run:
         for step in (1, 2):
             run.metrics(

@@ -212,7 +212,7 @@ def sample(i: int, score: float = 0.0, length: int = 1) -> dict[str, object]:
 
 
 @pytest.mark.parametrize("name", FAULTS)
-def test_a_planted_fault_is_named_where_it_begins(name: str, tmp_path: Path) -> None:
+def test_a_planted_fault_is_named_where_it_begins(name, tmp_path):
     level, plant = FAULTS[name]
     found = {
         each.rule: each
@@ -231,7 +231,7 @@ def test_a_planted_fault_is_named_where_it_begins(name: str, tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize(("head", "number"), [("gaussian", 0), ("action_tokens", 1)])
-def test_an_entropy_of_numbers_passes_through_0(head: str, number: int) -> None:
+def test_an_entropy_of_numbers_passes_through_0(head, number):
     """A policy that becomes surer of the numbers of its actions is no sign of a fault."""
     steps = dict(metrics_of(260, 0))
     for step, metrics in steps.items():
@@ -242,7 +242,7 @@ def test_an_entropy_of_numbers_passes_through_0(head: str, number: int) -> None:
     assert found.count("entropy-collapse") == number, found
 
 
-def test_samples_that_show_it_are_named(tmp_path: Path) -> None:
+def test_samples_that_show_it_are_named(tmp_path):
     def found(name: str) -> Finding:
         (each,) = examine(RunRecords(write_run(tmp_path / name, FAULTS[name][1]))).problems()
         return each
@@ -252,7 +252,7 @@ def test_samples_that_show_it_are_named(tmp_path: Path) -> None:
     assert found("reward-errors").uids == ("7-3",)
 
 
-def test_actions_are_accepted_by_the_config(tmp_path: Path) -> None:
+def test_actions_are_accepted_by_the_config(tmp_path):
     actions = {
         each.action
         for name, (_, plant) in FAULTS.items()
@@ -272,24 +272,20 @@ def test_actions_are_accepted_by_the_config(tmp_path: Path) -> None:
     "seed", [0, 1, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(2, 20))]
 )
 @pytest.mark.parametrize("correlation", [0.5, 0.8])
-def test_a_healthy_run_of_a_thousand_steps_has_no_error_and_one_warning_at_most(
-    seed: int, correlation: float
-) -> None:
+def test_a_healthy_run_of_a_thousand_steps_has_no_error_and_one_warning_at_most(seed, correlation):
     found = rules_over(
         dict(metrics_of(1000, seed, correlation)), {"async": {"max_staleness": 0}}
     ).findings()
     assert len(found) <= 1 and not any(each.level == "error" for each in found), found
 
 
-def test_a_healthy_run_of_a_thousand_steps_on_disk(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_healthy_run_of_a_thousand_steps_on_disk(tmp_path, capsys):
     assert main(["doctor", str(write_run(tmp_path / "run", num_steps=1000))]) == 0
     out = capsys.readouterr().out
     assert "no problem found" in out and "idle-workers needs spans" in out
 
 
-def test_a_finding_opens_after_three_hits_and_closes_after_ten_good_steps() -> None:
+def test_a_finding_opens_after_three_hits_and_closes_after_ten_good_steps():
     rules = StepRules({})
     opened = []
     for step in range(1, 60):
@@ -308,14 +304,14 @@ def test_a_finding_opens_after_three_hits_and_closes_after_ten_good_steps() -> N
 
 
 @pytest.fixture
-def no_more_rules() -> Iterator[None]:
+def no_more_rules():
     known = dict(STEP_RULES)
     yield
     STEP_RULES.clear()
     STEP_RULES.update(known)
 
 
-def test_a_users_rule_is_registered_and_its_error_ends_it_alone(no_more_rules: None) -> None:
+def test_a_users_rule_is_registered_and_its_error_ends_it_alone(no_more_rules):
     @register_doctor_rule("too-short", ["length"], "error", "Say more.", enough=1)
     def too_short(history: History) -> str | None:
         return "Short." if history.now("length") < 3 else None
@@ -348,9 +344,7 @@ def my_rule(history):
 """
 
 
-def test_the_command_runs_rules_of_the_run_only_if_trusted(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], no_more_rules: None
-) -> None:
+def test_the_command_runs_rules_of_the_run_only_if_trusted(tmp_path, capsys, no_more_rules):
     run_dir = write_run(tmp_path / "run", num_steps=40)
     (tmp_path / "own_rule.py").write_text(OWN_RULE)
     (run_dir / "config.yaml").write_text(f"trainer: {{imports: ['{tmp_path}/own_rule.py']}}\n")
@@ -361,9 +355,7 @@ def test_the_command_runs_rules_of_the_run_only_if_trusted(
     assert found["rule"] == "my-rule" and found["text"] == "The reward is low."
 
 
-def test_a_run_that_failed_was_killed_or_hangs(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_that_failed_was_killed_or_hangs(tmp_path, capsys):
     failed = tmp_path / "failed"
     with RunFolder(failed, 0) as run:
         run.write_json("run.json", {})
@@ -385,9 +377,7 @@ def test_a_run_that_failed_was_killed_or_hangs(
     assert "warning run-killed" in capsys.readouterr().out
 
 
-def test_what_a_run_warned_of_is_a_problem(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_a_run_warned_of_is_a_problem(tmp_path, capsys):
     warned = tmp_path / "warned"
     with RunFolder(warned, 0) as run:
         run.write_json("run.json", {})
@@ -403,9 +393,7 @@ def test_what_a_run_warned_of_is_a_problem(
 
 
 @pytest.mark.parametrize("ends", [True, False])
-def test_a_short_run_is_judged_by_what_kept_it_from_learning_once_it_has_ended(
-    ends: bool, tmp_path: Path
-) -> None:
+def test_a_short_run_is_judged_by_what_kept_it_from_learning_once_it_has_ended(ends, tmp_path):
     """As the run says at its end. Others of its findings may still pass."""
     with RunFolder(tmp_path / "run", 0) as run:
         run.event("start", "started")
@@ -420,6 +408,6 @@ def test_a_short_run_is_judged_by_what_kept_it_from_learning_once_it_has_ended(
 
 
 @pytest.mark.parametrize("kind", ["float64", "float32"])
-def test_lost_differences_have_a_unit_and_a_meaning(kind: str) -> None:
+def test_lost_differences_have_a_unit_and_a_meaning(kind):
     metric = find_metric(f"reward/lost_in_{kind}_frac")
     assert metric is not None and metric.unit == "share" and metric.doc

@@ -4,8 +4,6 @@ hand."""
 import json
 import math
 import re
-from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 
@@ -55,7 +53,7 @@ def rewards(*values: float) -> dict[int, dict[str, float]]:
         (accuracy((0, 0.0), (60, 0.25), num_problems=4), "flat", "No clear change"),
     ],
 )
-def test_whether_it_learned_by_accuracy(found: Accuracy, tone: str, words: str) -> None:
+def test_whether_it_learned_by_accuracy(found, tone, words):
     assert describe_learning(found, {})[0] == tone
     assert re.search(words, describe_learning(found, {})[1])
 
@@ -70,25 +68,25 @@ def test_whether_it_learned_by_accuracy(found: Accuracy, tone: str, words: str) 
         ((0.1, 0.9), "unknown"),
     ],
 )
-def test_whether_it_learned_by_reward_alone(values: tuple[float, ...], tone: str) -> None:
+def test_whether_it_learned_by_reward_alone(values, tone):
     found, sentence, *_ = describe_learning(None, rewards(*values))
     assert found == tone and ("validation" in sentence) == (tone != "unknown")
 
 
-def test_whether_it_learned_by_the_loss_of_sft() -> None:
+def test_whether_it_learned_by_the_loss_of_sft():
     assert (
         describe_learning(None, {step: {"sft/loss": 1 / (1 + step)} for step in range(20)})[0]
         == "good"
     )
 
 
-def test_one_validation_only_falls_back_to_the_reward() -> None:
+def test_one_validation_only_falls_back_to_the_reward():
     assert describe_learning(accuracy((0, 0.4)), rewards(0.1, 0.1, 0.9, 0.9))[1].startswith(
         "The reward rose"
     )
 
 
-def test_the_report_of_a_run(make_run: Callable[..., Path]) -> None:
+def test_the_report_of_a_run(make_run):
     data = report_data(make_run())
     first, second, checked = (sentence["text"] for sentence in data["sentences"])
     assert first.startswith(
@@ -119,7 +117,7 @@ def test_the_report_of_a_run(make_run: Callable[..., Path]) -> None:
     )
 
 
-def test_the_file_is_whole_and_its_data_cannot_leave_its_tag(make_run: Callable[..., Path]) -> None:
+def test_the_file_is_whole_and_its_data_cannot_leave_its_tag(make_run):
     folder = make_run()
     page = write_report(folder).read_bytes()
     assert (
@@ -160,9 +158,7 @@ def test_the_file_is_whole_and_its_data_cannot_leave_its_tag(make_run: Callable[
         (["failed"], False, "It failed after 3 of 9 steps:"),
     ],
 )
-def test_how_a_run_ended_is_said_first(
-    tmp_path: Path, ends: list[str], saved: bool, words: str
-) -> None:
+def test_how_a_run_ended_is_said_first(tmp_path, ends, saved, words):
     with RunFolder(tmp_path, 0) as run:
         run.write_json("run.json", {"total_steps": 9})
         for step in (1, 2, 3):
@@ -187,7 +183,7 @@ def test_how_a_run_ended_is_said_first(
     assert not data["problems"], "what it failed of is reported once"
 
 
-def test_a_report_of_nothing_and_of_no_folder(tmp_path: Path) -> None:
+def test_a_report_of_nothing_and_of_no_folder(tmp_path):
     (tmp_path / "empty").mkdir()
     text = write_report(tmp_path / "empty").read_text(encoding="utf-8")
     assert "No step has been recorded yet." in text
@@ -195,7 +191,7 @@ def test_a_report_of_nothing_and_of_no_folder(tmp_path: Path) -> None:
         write_report(tmp_path / "missing")
 
 
-def test_a_rolled_back_stretch_is_not_in_the_report(tmp_path: Path) -> None:
+def test_a_rolled_back_stretch_is_not_in_the_report(tmp_path):
     with RunFolder(tmp_path, 0) as run:
         for step in range(1, 10):
             run.metrics(step, "train", {"reward/mean_score": 9.0})
@@ -215,7 +211,7 @@ def test_a_rolled_back_stretch_is_not_in_the_report(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_large_run_stays_within_the_size_and_says_what_is_left_out(tmp_path: Path) -> None:
+def test_a_large_run_stays_within_the_size_and_says_what_is_left_out(tmp_path):
     with RunFolder(tmp_path, 0) as run:
         for step in range(120):
             run.metrics(step, "train", {f"m/{i}": step / 7 for i in range(330)})
@@ -239,7 +235,7 @@ def test_a_large_run_stays_within_the_size_and_says_what_is_left_out(tmp_path: P
     assert 0.5 * MAX_BYTES < write_report(tmp_path).stat().st_size < 1.1 * MAX_BYTES
 
 
-def test_thinned_curves_keep_extremes_order_and_nans() -> None:
+def test_thinned_curves_keep_extremes_order_and_nans():
     steps = {step: {"flat": 1.0} for step in range(10_000)}
     steps[5003]["flat"] = 100.0
     steps[5001]["flat"] = -100.0
@@ -256,7 +252,7 @@ def test_thinned_curves_keep_extremes_order_and_nans() -> None:
     ]
 
 
-def test_problems_are_matched_by_their_text_and_averaged(tmp_path: Path) -> None:
+def test_problems_are_matched_by_their_text_and_averaged(tmp_path):
     def rows(scores: dict[str, list[float | None]]) -> list[dict]:
         return [
             {"prompt": p, "ground_truth": 1, "response": "r", "score": s, "response_length": 10}
@@ -304,7 +300,7 @@ def test_problems_are_matched_by_their_text_and_averaged(tmp_path: Path) -> None
     assert before_and_after(read_validations(tmp_path, Timeline())) is None
 
 
-def test_accuracies_on_other_validation_problems_are_not_compared(tmp_path: Path) -> None:
+def test_accuracies_on_other_validation_problems_are_not_compared(tmp_path):
     """The rows changed across a resume; changed back, the first ones count again."""
     for restart, (rows, steps) in enumerate((("a", (0, 5)), ("b", (10, 15)))):
         with RunFolder(tmp_path, restart) as run:

@@ -2,8 +2,6 @@
 400 pixels."""
 
 import time
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 from urllib.parse import urlencode
 
@@ -19,7 +17,7 @@ pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
-def client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Client]:
+def client(tmp_path_factory):
     folder = tmp_path_factory.mktemp("runs")
     write_run(folder / "tiny", leak="http://127.0.0.1:1/leak")
     write_asynchronous_run(folder / "asynchronous")
@@ -71,9 +69,7 @@ def query_of(page: Any) -> dict[str, Any]:
 
 @pytest.mark.parametrize(("width", "theme"), [(1280, "light"), (400, "dark")])
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_every_page_is_drawn_silent_and_within_the_window(
-    browser: Any, client: Client, page: Any, width: int, theme: str
-) -> None:
+def test_every_page_is_drawn_silent_and_within_the_window(browser, client, page, width, theme):
     open_page(browser, client, page.name, width, theme, **query_of(page))
     browser.script("document.querySelectorAll('details').forEach((d) => { d.open = true; })")
     browser.script("document.querySelector('tr.sample .open')?.click()")
@@ -91,7 +87,7 @@ def test_every_page_is_drawn_silent_and_within_the_window(
     assert len(browser.script("document.querySelector('main').innerText")) > 40
 
 
-def test_a_step_appears_without_a_reload_and_the_zoom_stays(browser: Any, tmp_path: Path) -> None:
+def test_a_step_appears_without_a_reload_and_the_zoom_stays(browser, tmp_path):
     with RunFolder(tmp_path / "run", 0) as run, serve(tmp_path) as client:
         for step in range(1, 9):
             run.metrics(
@@ -112,7 +108,7 @@ def test_a_step_appears_without_a_reload_and_the_zoom_stays(browser: Any, tmp_pa
         assert browser.complaints() == []
 
 
-def test_hostile_texts_stay_texts_on_every_page(browser: Any, client: Client) -> None:
+def test_hostile_texts_stay_texts_on_every_page(browser, client):
     bait = "<script>document.documentElement.dataset.hacked"
     pages: tuple[tuple[str, dict[str, Any]], ...] = (
         ("samples", {}),
@@ -139,7 +135,7 @@ def test_hostile_texts_stay_texts_on_every_page(browser: Any, client: Client) ->
         assert browser.complaints() == []
 
 
-def test_a_server_that_ended_is_named(browser: Any, tmp_path: Path) -> None:
+def test_a_server_that_ended_is_named(browser, tmp_path):
     with RunFolder(tmp_path / "run", 0) as run:
         run.metrics(1, "train", {"reward/mean_score": 0.5})
     with serve(tmp_path) as client:
@@ -147,7 +143,7 @@ def test_a_server_that_ended_is_named(browser: Any, tmp_path: Path) -> None:
     wait(browser, "document.getElementById('said').textContent.includes('does not answer')")
 
 
-def test_chosen_runs_are_compared(browser: Any, client: Client) -> None:
+def test_chosen_runs_are_compared(browser, client):
     open_page(browser, client, "runs")
     browser.script(
         "document.querySelectorAll('input[type=checkbox]').forEach((box) => box.click())"

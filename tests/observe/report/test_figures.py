@@ -4,7 +4,6 @@ import json
 import math
 import os
 from base64 import b64encode
-from pathlib import Path
 
 import pytest
 
@@ -20,7 +19,7 @@ from distflow.observe.writing.run_folder import RunFolder, Span
 
 
 @pytest.mark.parametrize(("right", "number"), [(0, 10), (10, 10), (3, 20), (128, 256), (1, 400)])
-def test_wilson_intervals_end_where_the_score_test_rejects(right: int, number: int) -> None:
+def test_wilson_intervals_end_where_the_score_test_rejects(right, number):
     """Its ends solve (p̂ − p)² = z² p (1 − p) / n, which is what defines it."""
     share = right / number
     for end in wilson(share, number):
@@ -31,9 +30,7 @@ def test_wilson_intervals_end_where_the_score_test_rejects(right: int, number: i
 
 
 @pytest.mark.parametrize(("ground_truth", "number"), [("7", 1), ("", 3), (None, 3)])
-def test_tasks_without_a_ground_truth_are_problems_of_their_own(
-    ground_truth: str | None, number: int, tmp_path: Path
-) -> None:
+def test_tasks_without_a_ground_truth_are_problems_of_their_own(ground_truth, number, tmp_path):
     rows = [
         {"prompt": "reach", "uid": uid, "ground_truth": ground_truth}
         for uid in ("0-0", "0-1", "1-0", "2-0")
@@ -43,7 +40,7 @@ def test_tasks_without_a_ground_truth_are_problems_of_their_own(
     assert num_problems(read_validations(tmp_path, Timeline()))["all"] == number
 
 
-def test_groups_are_whole_and_a_reward_error_has_no_score() -> None:
+def test_groups_are_whole_and_a_reward_error_has_no_score():
     rows = [
         {
             "uid": "7-0",
@@ -71,7 +68,7 @@ def test_groups_are_whole_and_a_reward_error_has_no_score() -> None:
     assert first["advantage"] == 0.12346 and "score" not in failed and failed["errors"] == "down"
 
 
-def test_large_groups_stay_whole_with_shorter_texts(tmp_path: Path) -> None:
+def test_large_groups_stay_whole_with_shorter_texts(tmp_path):
     with RunFolder(tmp_path, 0) as run:
         for step in range(1, 5):
             run.samples(
@@ -83,7 +80,7 @@ def test_large_groups_stay_whole_with_shorter_texts(tmp_path: Path) -> None:
     assert len(json.dumps(found)) < 60_000
 
 
-def test_only_the_end_of_long_span_files_is_read(tmp_path: Path) -> None:
+def test_only_the_end_of_long_span_files_is_read(tmp_path):
     with RunFolder(tmp_path, 0) as run:
         for i in range(1000):
             run.span("training", Span(float(i), i + 1.0, "phase", f"{i}"))
@@ -98,7 +95,7 @@ def test_only_the_end_of_long_span_files_is_read(tmp_path: Path) -> None:
     )
 
 
-def test_the_phases_that_take_most_memory_are_on_its_chart_however_many_there_are() -> None:
+def test_the_phases_that_take_most_memory_are_on_its_chart_however_many_there_are():
     small = ["audit", "compute_advantage", "eval", "my_node", "other", "peak", "ref_logp", "save"]
     large = ["recompute_logp", "rollout", "train_step", "update_weights"]
     names = [f"memory/{where}/{phase}" for where in ("cuda", "process") for phase in small + large]
@@ -108,7 +105,7 @@ def test_the_phases_that_take_most_memory_are_on_its_chart_however_many_there_ar
         assert {f"memory/{where}/{phase}" for phase in large} < set(chart["names"])
 
 
-def test_small_images_of_prompts_are_taken_once_and_nothing_else_is_read(tmp_path: Path) -> None:
+def test_small_images_of_prompts_are_taken_once_and_nothing_else_is_read(tmp_path):
     names = ["a.png", "big.png", "link.png", "text.png", "fifo.png", "gone.png"]
     with RunFolder(tmp_path, 0) as run:
         images = [f"/elsewhere/{name}" for name in names]

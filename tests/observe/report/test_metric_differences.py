@@ -25,7 +25,7 @@ def series(seed: int, correlation: float, mean: float = 0.0, number: int = 150) 
     return found
 
 
-def test_a_run_equals_itself_and_a_short_one_tells_nothing() -> None:
+def test_a_run_equals_itself_and_a_short_one_tells_nothing():
     same = run_of(series(0, 0.5), lr=1e-6)
     assert [found["differs"] for found in compared_metrics(same, same)] == [False, False]
     assert compared_metrics(run_of([1.0] * 5), run_of([2.0] * 5)) == [
@@ -43,7 +43,7 @@ def test_a_run_equals_itself_and_a_short_one_tells_nothing() -> None:
     assert compared_metrics(run_of([math.nan]), run_of([1.0])) == []
 
 
-def test_only_steps_count_at_which_both_runs_have_the_metric() -> None:
+def test_only_steps_count_at_which_both_runs_have_the_metric():
     """Validation is seldom, and each run has its own steps of it."""
     first: Steps = {0: {"val": 1.0}, 5: {"val": 7.0}, 10: {"val": 3.0}, 16: {"x": 0.0}}
     second: Steps = {0: {"val": 2.0}, 5: {"val": math.nan}, 10: {"val": 6.0}, 16: {"val": 100.0}}
@@ -53,9 +53,7 @@ def test_only_steps_count_at_which_both_runs_have_the_metric() -> None:
 
 
 @pytest.mark.parametrize(("correlation", "most"), [(0.0, 10), (0.5, 12), (0.8, 18)])
-def test_equal_runs_seldom_differ_also_if_their_steps_are_correlated(
-    correlation: float, most: int
-) -> None:
+def test_equal_runs_seldom_differ_also_if_their_steps_are_correlated(correlation, most):
     """Of 100 pairs, of which an interval of 95 % allows about 5."""
 
     def differs(i: int, shift: float) -> bool:

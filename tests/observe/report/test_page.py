@@ -6,8 +6,6 @@ import http.server
 import io
 import threading
 import time
-from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -24,7 +22,7 @@ RED = (0xB3, 0x26, 0x1E)
 
 
 @pytest.fixture
-def leaks() -> Iterator[tuple[str, list[str]]]:
+def leaks():
     """An address that hostile samples want loaded, and what was asked of it."""
     asked: list[str] = []
 
@@ -56,9 +54,7 @@ def count(image: Image.Image, color: tuple[int, int, int]) -> int:
     return int((gaps < 24).all(axis=-1).sum())
 
 
-def test_hostile_samples_stay_text_and_nothing_is_loaded(
-    browser: Any, make_run: Callable, leaks: Any
-) -> None:
+def test_hostile_samples_stay_text_and_nothing_is_loaded(browser, make_run, leaks):
     address, asked = leaks
     report = write_report(make_run(leak=address))
     assert address in report.read_text(encoding="utf-8"), "the bait must be in the file"
@@ -83,9 +79,7 @@ def test_hostile_samples_stay_text_and_nothing_is_loaded(
     assert browser.complaints() == []
 
 
-def test_the_policy_stops_a_script_and_a_request_that_got_into_the_page(
-    browser: Any, make_run: Callable, leaks: Any
-) -> None:
+def test_the_policy_stops_a_script_and_a_request_that_got_into_the_page(browser, make_run, leaks):
     """The second line of defence; and proof that the checks above can see a failure."""
     address, asked = leaks
     report = write_report(make_run())
@@ -105,9 +99,7 @@ def test_the_policy_stops_a_script_and_a_request_that_got_into_the_page(
     assert browser.script("document.documentElement.dataset.hacked") == "1" and asked == ["/leak"]
 
 
-def test_every_chart_is_drawn_with_marks_for_what_is_not_finite(
-    browser: Any, make_run: Callable
-) -> None:
+def test_every_chart_is_drawn_with_marks_for_what_is_not_finite(browser, make_run):
     browser.open(write_report(make_run()).as_uri(), height=3000)
     charts = browser.script(
         "[...document.querySelectorAll('#charts figure')].map((f) => { const b = "
@@ -135,9 +127,7 @@ def test_every_chart_is_drawn_with_marks_for_what_is_not_finite(
 
 @pytest.mark.parametrize("theme", ["light", "dark"])
 @pytest.mark.parametrize("width", [1280, 400])
-def test_nothing_is_wider_than_the_window_and_text_has_contrast(
-    browser: Any, make_run: Callable, width: int, theme: str
-) -> None:
+def test_nothing_is_wider_than_the_window_and_text_has_contrast(browser, make_run, width, theme):
     browser.open(write_report(make_run()).as_uri(), width=width, theme=theme)
     assert browser.script("document.documentElement.dataset.theme") == theme
     assert browser.script("document.documentElement.scrollWidth") <= width
@@ -167,9 +157,7 @@ CONTRAST = """
 """  # noqa: E501
 
 
-def test_groups_are_sorted_filtered_and_opened_by_keyboard(
-    browser: Any, make_run: Callable
-) -> None:
+def test_groups_are_sorted_filtered_and_opened_by_keyboard(browser, make_run):
     browser.open(write_report(make_run()).as_uri())
     column = (
         "[...document.querySelectorAll('tr.sample td:nth-child({}) ')].map((c) => c.textContent)"
@@ -211,7 +199,7 @@ def press(browser: Any, key: str) -> None:
     browser.call("Input.dispatchKeyEvent", type="keyUp", key=key, code=key)
 
 
-def test_the_images_of_a_prompt_are_drawn_beside_it(browser: Any, tmp_path: Path) -> None:
+def test_the_images_of_a_prompt_are_drawn_beside_it(browser, tmp_path):
     paths = [f"{tmp_path}/data/images/{name}.png" for name in ("a", "gone")]
     with RunFolder(tmp_path, 0) as run:
         run.samples(

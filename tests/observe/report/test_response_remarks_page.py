@@ -1,7 +1,6 @@
 """Domains, filters by reward result, reports of reward functions, in a real Chromium; hostile text
 in every place."""
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -104,7 +103,7 @@ def _group(prompt_group: int, domain: str) -> list[dict[str, Any]]:
 
 
 @pytest.fixture
-def show(browser: Any, tmp_path: Path) -> Callable[..., list[str]]:
+def show(browser, tmp_path):
     """Opens the report, sets filters and gives the prompts that are left."""
     report = write_report(write_run(tmp_path / "run"))
 
@@ -130,9 +129,7 @@ def show(browser: Any, tmp_path: Path) -> Callable[..., list[str]]:
     return show
 
 
-def test_groups_are_filtered_by_domain_and_by_what_became_of_a_response(
-    show: Callable[..., list[str]],
-) -> None:
+def test_groups_are_filtered_by_domain_and_by_what_became_of_a_response(show):
     domains = sorted(SAID)
     assert sorted(show(domain=str(domains.index("math")))) == [
         "prompt 11",
@@ -152,9 +149,7 @@ def test_groups_are_filtered_by_domain_and_by_what_became_of_a_response(
     assert show(low="0.9") == []
 
 
-def test_what_verifiers_said_is_readable_and_stays_text(
-    show: Callable[..., list[str]], browser: Any
-) -> None:
+def test_what_verifiers_said_is_readable_and_stays_text(show, browser):
     show()
     opened = "document.querySelectorAll('tr.sample .open').forEach((b) => b.click())"
     browser.script(opened)
@@ -202,6 +197,6 @@ def test_what_verifiers_said_is_readable_and_stays_text(
     assert browser.complaints() == [] and len(browser.requests()) == 1
 
 
-def test_a_run_without_domains_has_no_filter_of_them(browser: Any, make_run: Callable) -> None:
+def test_a_run_without_domains_has_no_filter_of_them(browser, make_run):
     browser.open(write_report(make_run()).as_uri())
     assert browser.script("document.querySelector('.by-domain').offsetParent === null")

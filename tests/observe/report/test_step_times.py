@@ -60,7 +60,7 @@ def one_device() -> Spans:
     }
 
 
-def test_phases_and_waits_of_the_training_loop_add_up_to_the_step() -> None:
+def test_phases_and_waits_of_the_training_loop_add_up_to_the_step():
     times = times_of(one_device(), 19)
     found = {(p.phase, p.waits_for): p.seconds for p in times.parts if p.actor == "training"}
     assert found == {
@@ -75,14 +75,14 @@ def test_phases_and_waits_of_the_training_loop_add_up_to_the_step() -> None:
     assert sum(found.values()) == 19
 
 
-def test_waits_count_once_while_several_groups_wait() -> None:
+def test_waits_count_once_while_several_groups_wait():
     waits = times_of(one_device(), 19).waits()
     assert waits["rollout", "rollout engine"] == 3.5
     assert waits["reward", "reward functions"] == 6.0
     assert next(iter(waits)) == ("rollout", "training")
 
 
-def test_a_worker_is_idle_while_it_neither_trains_nor_draws_nor_loads_weights() -> None:
+def test_a_worker_is_idle_while_it_neither_trains_nor_draws_nor_loads_weights():
     times = times_of(one_device(), 19)
     assert times.workers == 1
 
@@ -96,7 +96,7 @@ def test_a_worker_is_idle_while_it_neither_trains_nor_draws_nor_loads_weights() 
     assert times.idle_share() == pytest.approx(6 / 19)
 
 
-def test_a_server_that_logs_no_decoding_works_while_it_has_a_request() -> None:
+def test_a_server_that_logs_no_decoding_works_while_it_has_a_request():
     spans: Spans = {
         "training": [phase(0, 10, "rollout"), wait(0, 10, "step 1", "rollout")],
         "rollout": [wait(2, 6, "responses", "rollout engine", 1)],
@@ -104,7 +104,7 @@ def test_a_server_that_logs_no_decoding_works_while_it_has_a_request() -> None:
     assert times_of(spans, 10).idle == {1: 6.0}
 
 
-def test_a_step_begins_where_the_one_before_ended_and_after_a_restart_with_its_first_span() -> None:
+def test_a_step_begins_where_the_one_before_ended_and_after_a_restart_with_its_first_span():
     spans: Spans = {
         "training": [
             phase(0, 10, "train_step"),
@@ -121,7 +121,7 @@ def test_a_step_begins_where_the_one_before_ended_and_after_a_restart_with_its_f
     assert {(part.step, part.seconds) for part in times.parts} == {(1, 4.0), (2, 5.0)}
 
 
-def test_a_step_of_which_spans_are_missing_is_left_out() -> None:
+def test_a_step_of_which_spans_are_missing_is_left_out():
     spans: Spans = {"training": [phase(5, 10, "train_step"), phase(10, 15, "train_step")]}
     records = [MetricsRecord(step, 5.0 * step, 0, "train", {}) for step in (1, 2, 3)]
     times = step_times(RunActivity(spans, frozenset({"training"})), records)
@@ -129,7 +129,7 @@ def test_a_step_of_which_spans_are_missing_is_left_out() -> None:
 
 
 @pytest.mark.parametrize("seed", range(10))
-def test_whatever_the_spans_are_no_second_of_a_loop_counts_twice(seed: int) -> None:
+def test_whatever_the_spans_are_no_second_of_a_loop_counts_twice(seed):
     random = Random(seed)
 
     def span() -> Span:
@@ -171,7 +171,7 @@ def write_run(folder: Path, steps: range) -> None:
             file.write(json.dumps({**record, "m": {"timing_s/step": 10}}) + "\n")
 
 
-def test_lines_page_and_finding_of_a_run(tmp_path: Path) -> None:
+def test_lines_page_and_finding_of_a_run(tmp_path):
     write_run(tmp_path / "run", range(1, 13))
     run = RunRecords(tmp_path / "run")
     assert times_lines(run.times, 2) == [
@@ -193,21 +193,21 @@ def test_lines_page_and_finding_of_a_run(tmp_path: Path) -> None:
     assert "num_workers" in rule.advice
 
 
-def test_of_many_steps_the_last_have_bars() -> None:
+def test_of_many_steps_the_last_have_bars():
     spans: Spans = {"training": [phase(float(t), t + 1.0, "train_step") for t in range(401)]}
     bars = times_json(times_of(spans, *map(float, range(1, 402))))["bars"]
     assert [bars[0]["steps"], bars[-1]["steps"]] == ["202", "401"]
     assert sum(bar["seconds"][0] for bar in bars) == 200
 
 
-def test_the_report_shows_who_waits_for_whom(tmp_path: Path) -> None:
+def test_the_report_shows_who_waits_for_whom(tmp_path):
     write_run(tmp_path / "run", range(1, 13))
     assert main(["report", str(tmp_path / "run")]) == 0
     page = (tmp_path / "run" / "report.html").read_text().replace('": ', '":')
     assert '"waits for":"reward functions"' in page.replace(': "', ':"')
 
 
-def test_a_file_of_spans_that_leads_nowhere_has_none(tmp_path: Path) -> None:
+def test_a_file_of_spans_that_leads_nowhere_has_none(tmp_path):
     (tmp_path / "spans").mkdir()
     (tmp_path / "spans/training.jsonl").symlink_to(tmp_path / "missing")
     assert read_activity(tmp_path) == RunActivity({}, frozenset())

@@ -83,9 +83,7 @@ def side_by_side(events: list[dict[str, Any]]) -> list[tuple[str, str, float, fl
     return found
 
 
-def test_the_steps_are_there_with_what_each_worker_did(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_steps_are_there_with_what_each_worker_did(tmp_path, capsys):
     run = write_run(tmp_path / "run")
     found = tracks(events := trace(run, "5-6"))
     assert (
@@ -124,7 +122,7 @@ def steps_of(events: list[dict[str, Any]]) -> list[str]:
     return [event["name"] for event in events if event["ph"] == "X" and event["tid"] == 0]
 
 
-def test_the_last_steps_are_the_default(tmp_path: Path) -> None:
+def test_the_last_steps_are_the_default(tmp_path):
     run = write_run(tmp_path / "run")
     assert steps_of(trace(run)) == [f"step {step}" for step in range(4, 9)], (
         "what follows the last is no step"
@@ -132,7 +130,7 @@ def test_the_last_steps_are_the_default(tmp_path: Path) -> None:
     assert steps_of(trace(run, "7")) == ["step 7"]
 
 
-def test_a_run_that_was_killed_and_one_that_was_resumed(tmp_path: Path) -> None:
+def test_a_run_that_was_killed_and_one_that_was_resumed(tmp_path):
     run = write_run(tmp_path / "run", last=5, ends=False)
     with (run / "spans" / "training.jsonl").open("a") as file:
         file.write(
@@ -163,9 +161,7 @@ def test_a_run_that_was_killed_and_one_that_was_resumed(tmp_path: Path) -> None:
         ("9-2", "such as 10-14, not '9-2'"),
     ],
 )
-def test_steps_that_are_none(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], steps: str, said: str
-) -> None:
+def test_steps_that_are_none(tmp_path, capsys, steps, said):
     run = write_run(tmp_path / "run")
     assert main(["report", str(run), "--trace", steps]) == 2
     assert said in capsys.readouterr().err
@@ -174,9 +170,7 @@ def test_steps_that_are_none(
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("file", ["spans/training.jsonl", "events.jsonl", "metrics.jsonl"])
-def test_files_that_are_none_are_named(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], file: str, kind: str
-) -> None:
+def test_files_that_are_none_are_named(tmp_path, capsys, file, kind):
     run = write_run(tmp_path / "runs" / "run")
     KINDS[kind](run / file)
     status = main(["report", str(run), "--trace", "6"])

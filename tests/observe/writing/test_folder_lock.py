@@ -57,9 +57,7 @@ SOMEBODYS: dict[str, dict[str, str]] = {
 
 @pytest.mark.parametrize("what", SOMEBODYS)
 @pytest.mark.parametrize("mode", [0o755, 0o2775])
-def test_somebodys_folder_is_refused_and_left_as_it_is(
-    tmp_path: Path, what: str, mode: int
-) -> None:
+def test_somebodys_folder_is_refused_and_left_as_it_is(tmp_path, what, mode):
     folder = tmp_path / "theirs"
     for name, text in SOMEBODYS[what].items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
@@ -80,7 +78,7 @@ def test_somebodys_folder_is_refused_and_left_as_it_is(
     assert state_of(folder) == before
 
 
-def test_what_was_found_is_said(tmp_path: Path) -> None:
+def test_what_was_found_is_said(tmp_path):
     for name in ("b.txt", "a.txt", "d.txt", "c.txt", "e.txt"):
         (tmp_path / name).touch()
     with pytest.raises(RunFolderError, match=r"\(a.txt, b.txt, c.txt, d.txt and 1 more\)"):
@@ -88,7 +86,7 @@ def test_what_was_found_is_said(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("copied", ["as it is", "without hidden files", "through a link"])
-def test_a_runs_folder_is_taken_again(tmp_path: Path, copied: str) -> None:
+def test_a_runs_folder_is_taken_again(tmp_path, copied):
     folder = tmp_path / "run"
     with RunFolder(folder, 0) as run:
         run.write_json("run.json", {"distflow": "0.1.0"})
@@ -111,7 +109,7 @@ def test_a_runs_folder_is_taken_again(tmp_path: Path, copied: str) -> None:
 @pytest.mark.parametrize(
     "left", ["nothing", "an empty folder", "the lock", "the lock and its mark"]
 )
-def test_a_first_start_that_was_killed_is_started_again(tmp_path: Path, left: str) -> None:
+def test_a_first_start_that_was_killed_is_started_again(tmp_path, left):
     folder = tmp_path / "run"
     if left != "nothing":
         folder.mkdir()
@@ -126,7 +124,7 @@ def test_a_first_start_that_was_killed_is_started_again(tmp_path: Path, left: st
         pass
 
 
-def test_a_report_of_a_run_that_goes_on_does_not_let_another_in(tmp_path: Path) -> None:
+def test_a_report_of_a_run_that_goes_on_does_not_let_another_in(tmp_path):
     with RunFolder(tmp_path / "run", 0):
         write_report(tmp_path / "run")
         pid = os.fork()
@@ -188,9 +186,7 @@ def claim_once(folder: Path) -> None:
         pass
 
 
-def test_whoever_is_refused_learns_who_writes_and_leaves_the_folder_as_it_is(
-    tmp_path: Path,
-) -> None:
+def test_whoever_is_refused_learns_who_writes_and_leaves_the_folder_as_it_is(tmp_path):
     folder, kept = tmp_path / "run", ExitStack()
     with living(lambda: kept.enter_context(claimed(folder))) as writer:
         before = state_of(folder)
@@ -206,7 +202,7 @@ def test_whoever_is_refused_learns_who_writes_and_leaves_the_folder_as_it_is(
     claim_once(folder)  # nobody writes any more
 
 
-def test_claims_nest_and_the_last_to_leave_gives_the_folder_back(tmp_path: Path) -> None:
+def test_claims_nest_and_the_last_to_leave_gives_the_folder_back(tmp_path):
     folder = tmp_path / "run"
     with claimed(folder):
         with claimed(folder), RunFolder(folder, 0):
@@ -215,7 +211,7 @@ def test_claims_nest_and_the_last_to_leave_gives_the_folder_back(tmp_path: Path)
     assert not end_of(lambda: claim_once(folder))
 
 
-def test_a_forked_process_neither_holds_a_claim_nor_ends_it(tmp_path: Path) -> None:
+def test_a_forked_process_neither_holds_a_claim_nor_ends_it(tmp_path):
     folder = tmp_path / "run"
     with claimed(folder) as owner:
         assert str(os.getpid()) in owner
@@ -235,9 +231,7 @@ def test_a_forked_process_neither_holds_a_claim_nor_ends_it(tmp_path: Path) -> N
         )
 
 
-def test_a_start_waits_for_the_end_of_who_joined_an_earlier_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_start_waits_for_the_end_of_who_joined_an_earlier_one(tmp_path, monkeypatch):
     """As where the process that started a run is killed, and its workers live on for a moment."""
     folder = tmp_path / "run"
     with ExitStack() as joined:
@@ -267,7 +261,7 @@ def test_a_start_waits_for_the_end_of_who_joined_an_earlier_one(
     os.waitpid(pid, 0)
 
 
-def test_a_worker_of_an_earlier_start_that_comes_late_is_refused(tmp_path: Path) -> None:
+def test_a_worker_of_an_earlier_start_that_comes_late_is_refused(tmp_path):
     folder, kept = tmp_path / "run", ExitStack()
     with claimed(folder) as owner, living(lambda: join(folder, owner)):
         pass
@@ -276,8 +270,8 @@ def test_a_worker_of_an_earlier_start_that_comes_late_is_refused(tmp_path: Path)
 
 
 def test_a_restart_in_place_waits_for_who_joined_refuses_the_late_and_never_gives_the_folder_up(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    tmp_path, monkeypatch
+):
     folder = tmp_path / "run"
     monkeypatch.setattr(folder_lock, "_END_WITHIN_S", 0.1)
 
@@ -297,14 +291,14 @@ def test_a_restart_in_place_waits_for_who_joined_refuses_the_late_and_never_give
             pass
 
 
-def test_a_claim_marks_the_folder_before_anything_else_is_written(tmp_path: Path) -> None:
+def test_a_claim_marks_the_folder_before_anything_else_is_written(tmp_path):
     with claimed(tmp_path / "run"):
         (tmp_path / "run" / "data").mkdir()
     assert is_ours(tmp_path / "run")
 
 
 @pytest.mark.parametrize("umask", [0o000, 0o022, 0o277])
-def test_what_is_made_under_a_claim_is_for_its_owner_alone(tmp_path: Path, umask: int) -> None:
+def test_what_is_made_under_a_claim_is_for_its_owner_alone(tmp_path, umask):
     old = os.umask(umask)
     try:
         with claimed(tmp_path / "run"):
@@ -320,7 +314,7 @@ def test_what_is_made_under_a_claim_is_for_its_owner_alone(tmp_path: Path, umask
 
 
 @pytest.mark.parametrize("path", ["a\0b", "x" * 300, "file/below"])
-def test_a_path_that_cannot_be(tmp_path: Path, path: str) -> None:
+def test_a_path_that_cannot_be(tmp_path, path):
     (tmp_path / "file").touch()
     with pytest.raises(RunFolderError, match="run's folder .* used: "):
         RunFolder(tmp_path / path, 0)

@@ -7,7 +7,7 @@ import pytest
 from distflow.observe.writing.timing import lasting
 
 
-def test_what_lasts_says_so_and_stops_at_its_end() -> None:
+def test_what_lasts_says_so_and_stops_at_its_end():
     lines, enough = [], threading.Event()
 
     def say(line: str) -> None:
@@ -25,7 +25,7 @@ def test_what_lasts_says_so_and_stops_at_its_end() -> None:
     assert len(lines) == count
 
 
-def test_what_is_short_says_nothing_and_an_error_goes_through() -> None:
+def test_what_is_short_says_nothing_and_an_error_goes_through():
     lines: list[str] = []
     with pytest.raises(KeyError), lasting(lines.append, "loading"):
         raise KeyError

@@ -32,7 +32,7 @@ def files(folder: Path) -> set[str]:
     }
 
 
-def test_a_run_moves_whole_and_what_is_somebody_s_or_shared_stays(tmp_path: Path) -> None:
+def test_a_run_moves_whole_and_what_is_somebody_s_or_shared_stays(tmp_path):
     run = tmp_path / "run"
     with claimed(run):
         write_run(run, (*RUN, "notes.txt", "data/train.arrow", "models/step-000009/config.json"))
@@ -47,7 +47,7 @@ def test_a_run_moves_whole_and_what_is_somebody_s_or_shared_stays(tmp_path: Path
     }
 
 
-def test_each_run_gets_a_folder_of_its_own_and_an_unused_folder_none(tmp_path: Path) -> None:
+def test_each_run_gets_a_folder_of_its_own_and_an_unused_folder_none(tmp_path):
     with claimed(tmp_path):
         assert set_aside(tmp_path) is None
         for number in (1, 2, 3):
@@ -63,9 +63,7 @@ def test_each_run_gets_a_folder_of_its_own_and_an_unused_folder_none(tmp_path: P
 
 
 @pytest.mark.parametrize("survived", range(6))
-def test_what_a_kill_left_half_moved_follows_at_the_next_start(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, survived: int
-) -> None:
+def test_what_a_kill_left_half_moved_follows_at_the_next_start(tmp_path, monkeypatch, survived):
     write_run(tmp_path)
     rename, done = os.rename, list[str]()
 
@@ -85,9 +83,7 @@ def test_what_a_kill_left_half_moved_follows_at_the_next_start(
     assert files(tmp_path) == {f"earlier/1/{name}" for name in RUN}
 
 
-def test_a_whole_run_is_left_where_it_is_by_a_start_that_finds_nothing_half_moved(
-    tmp_path: Path,
-) -> None:
+def test_a_whole_run_is_left_where_it_is_by_a_start_that_finds_nothing_half_moved(tmp_path):
     write_run(tmp_path)
     finish_moving(tmp_path)
     assert files(tmp_path) == set(RUN)

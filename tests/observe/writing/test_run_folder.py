@@ -31,7 +31,7 @@ def steps_of(folder: Path, kind: str = "train") -> list[tuple[int, int]]:
     return [(record.step, record.restart) for record in read_metrics(folder) if record.kind == kind]
 
 
-def test_metrics_come_back_under_their_flat_names(tmp_path: Path) -> None:
+def test_metrics_come_back_under_their_flat_names(tmp_path):
     values = {
         "actor/loss": 0.5,
         "val_correct/all": 1.0,
@@ -53,7 +53,7 @@ def test_metrics_come_back_under_their_flat_names(tmp_path: Path) -> None:
     assert set(raw) == {"step", "t", "restart", "kind", "m"} and raw["m"]["actor/loss"] == 0.5
 
 
-def test_numbers_that_are_not_finite_are_valid_json_and_come_back(tmp_path: Path) -> None:
+def test_numbers_that_are_not_finite_are_valid_json_and_come_back(tmp_path):
     with RunFolder(tmp_path / "run", 0) as run:
         run.metrics(1, "train", {"nan": math.nan, "up": math.inf, "down": -math.inf, "ok": 1.0})
         run.samples(
@@ -86,7 +86,7 @@ def test_numbers_that_are_not_finite_are_valid_json_and_come_back(tmp_path: Path
     }
 
 
-def test_a_record_can_be_read_as_soon_as_it_is_written(tmp_path: Path) -> None:
+def test_a_record_can_be_read_as_soon_as_it_is_written(tmp_path):
     run = RunFolder(tmp_path / "run", 0)
     run.span(
         "worker", Span(1.0, 2.0, "busy", "rollout", step=3, group_id=4, version=5, on="engine")
@@ -103,9 +103,7 @@ def test_a_record_can_be_read_as_soon_as_it_is_written(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("cut", [1, 5, 30])
-def test_a_torn_last_line_is_stepped_over_and_does_not_spoil_the_next(
-    tmp_path: Path, cut: int
-) -> None:
+def test_a_torn_last_line_is_stepped_over_and_does_not_spoil_the_next(tmp_path, cut):
     folder = tmp_path / "run"
     with RunFolder(folder, 0) as run:
         run.metrics(1, "train", {"x": 1.0})
@@ -136,7 +134,7 @@ DAMAGE = {
 
 
 @pytest.mark.parametrize("what", DAMAGE)
-def test_a_damaged_line_in_the_middle_is_read_around_and_said(tmp_path: Path, what: str) -> None:
+def test_a_damaged_line_in_the_middle_is_read_around_and_said(tmp_path, what):
     with RunFolder(tmp_path / "run", 0) as run:
         for step in (1, 2, 3):
             run.metrics(step, "train", {"loss": float(step)})
@@ -153,7 +151,7 @@ def test_a_damaged_line_in_the_middle_is_read_around_and_said(tmp_path: Path, wh
     assert said[0] in report
 
 
-def test_killed_while_writing_leaves_whole_records_only(tmp_path: Path) -> None:
+def test_killed_while_writing_leaves_whole_records_only(tmp_path):
     folder = tmp_path / "run"
     pid = os.fork()
     if pid == 0:
@@ -174,7 +172,7 @@ def test_killed_while_writing_leaves_whole_records_only(tmp_path: Path) -> None:
         pass  # the lock went with the process
 
 
-def test_a_resume_takes_back_what_came_after_its_checkpoint(tmp_path: Path) -> None:
+def test_a_resume_takes_back_what_came_after_its_checkpoint(tmp_path):
     folder = tmp_path / "run"
     with RunFolder(folder, 0) as run:
         for step in range(1, 9):
@@ -197,7 +195,7 @@ def test_a_resume_takes_back_what_came_after_its_checkpoint(tmp_path: Path) -> N
     assert rolled_back == [6, 7, 8]
 
 
-def test_a_second_writer_is_refused_with_what_to_do(tmp_path: Path) -> None:
+def test_a_second_writer_is_refused_with_what_to_do(tmp_path):
     with RunFolder(tmp_path / "run", 0):
         pid = os.fork()
         if pid == 0:
@@ -219,7 +217,7 @@ def test_a_second_writer_is_refused_with_what_to_do(tmp_path: Path) -> None:
         RunFolder(tmp_path / "file", 0)
 
 
-def test_a_worker_that_outlives_its_killed_run_does_not_lock_the_folder(tmp_path: Path) -> None:
+def test_a_worker_that_outlives_its_killed_run_does_not_lock_the_folder(tmp_path):
     read_end, write_end = os.pipe()
     pid = os.fork()
     if pid == 0:
@@ -244,7 +242,7 @@ def test_a_worker_that_outlives_its_killed_run_does_not_lock_the_folder(tmp_path
         os.kill(worker, signal.SIGKILL)
 
 
-def test_nobody_else_can_read_the_folder(tmp_path: Path) -> None:
+def test_nobody_else_can_read_the_folder(tmp_path):
     (tmp_path / "run").mkdir(mode=0o755)
     with RunFolder(tmp_path / "run", 0) as run:
         run.samples(1, [{"response": "secret"}])
@@ -255,7 +253,7 @@ def test_nobody_else_can_read_the_folder(tmp_path: Path) -> None:
     assert stat.S_IMODE((tmp_path / "run" / "run.json").stat().st_mode) == 0o600
 
 
-def test_a_full_disk_is_said_and_the_file_stays_readable(tmp_path: Path) -> None:
+def test_a_full_disk_is_said_and_the_file_stays_readable(tmp_path):
     """A limit on the size of files stands in for the disk: the write that crosses it is cut short,
     the next fails."""
     folder = tmp_path / "run"
@@ -285,7 +283,7 @@ def test_a_full_disk_is_said_and_the_file_stays_readable(tmp_path: Path) -> None
     assert steps == [*range(len(steps) - 1), 1000] and len(steps) > 5
 
 
-def test_a_folder_without_files_reads_as_empty(tmp_path: Path) -> None:
+def test_a_folder_without_files_reads_as_empty(tmp_path):
     assert (
         read_metrics(tmp_path) == []
         and read_events(tmp_path) == []
@@ -301,11 +299,11 @@ def test_a_folder_without_files_reads_as_empty(tmp_path: Path) -> None:
         lambda x: st.lists(x) | st.dictionaries(st.text(), x),
     )
 )
-def test_everything_becomes_valid_json_that_means_the_same(value: object) -> None:
+def test_everything_becomes_valid_json_that_means_the_same(value):
     assert json.loads(encode(value)) == to_json(value)
 
 
-def test_numbers_that_are_no_plain_floats_are_read_beside_those_that_are(tmp_path: Path) -> None:
+def test_numbers_that_are_no_plain_floats_are_read_beside_those_that_are(tmp_path):
     odd_values = (
         '{"a/whole": 3, "a/huge": 1e301, "a/text": "no", "a/nan": "NaN", "a/b": {"b": 1}, '
         '"c": 0.5, "%s": 1.0}'

@@ -21,7 +21,7 @@ VALUES = {
 EVIL = "\x1b[2J\x1b]0;owned\x07[bold red]markup[/] \u202egnp.exe\r\n\x9b31m"
 
 
-def test_plain_lines_without_a_terminal() -> None:
+def test_plain_lines_without_a_terminal():
     out = io.StringIO()
     now = [0.0]
     view = TerminalLines(4, file=out, clock=lambda: now[0])
@@ -42,7 +42,7 @@ def test_plain_lines_without_a_terminal() -> None:
     assert not re.search(r"[\x00-\x09\x0b-\x1f\x7f-\x9f\u202e]", out.getvalue())
 
 
-def test_the_first_step_predicts_nothing() -> None:
+def test_the_first_step_predicts_nothing():
     """It has the start's time and the kernels' warm-up in it, and step 0 is a validation alone."""
     out = io.StringIO()
     now = [0.0]
@@ -58,7 +58,7 @@ def test_the_first_step_predicts_nothing() -> None:
     assert second.endswith("0:10 to go")
 
 
-def test_plain_lines_are_few_and_stand_under_one_another() -> None:
+def test_plain_lines_are_few_and_stand_under_one_another():
     out = io.StringIO()
     now = [0.0]
     view = TerminalLines(200, file=out, clock=lambda: now[0])
@@ -88,7 +88,7 @@ def test_plain_lines_are_few_and_stand_under_one_another() -> None:
     )
 
 
-def test_the_last_step_has_a_line_however_the_run_ends() -> None:
+def test_the_last_step_has_a_line_however_the_run_ends():
     out = io.StringIO()
     view = TerminalLines(9, file=out, clock=lambda: 0.0)
     for step in (1, 2, 3):
@@ -99,7 +99,7 @@ def test_the_last_step_has_a_line_however_the_run_ends() -> None:
     assert "reward errors 2" in out.getvalue()
 
 
-def test_the_line_of_a_step_has_the_text_of_a_reward_error() -> None:
+def test_the_line_of_a_step_has_the_text_of_a_reward_error():
     out = io.StringIO()
     view = TerminalLines(1, file=out)
     view.reward_failed(f"ValueError: {EVIL}")
@@ -109,7 +109,7 @@ def test_the_line_of_a_step_has_the_text_of_a_reward_error() -> None:
     assert out.getvalue().count("\n") == 1
 
 
-def test_supervised_training_has_no_truncated_responses() -> None:
+def test_supervised_training_has_no_truncated_responses():
     out = io.StringIO()
     view = TerminalLines(1, file=out, generates=False)
     view.log(1, {"sft/loss": 2.5, "rollout/truncated": 0.0})
@@ -117,7 +117,7 @@ def test_supervised_training_has_no_truncated_responses() -> None:
     assert "truncated" not in out.getvalue()
 
 
-def test_output_that_cannot_hold_the_text_is_escaped_not_raised() -> None:
+def test_output_that_cannot_hold_the_text_is_escaped_not_raised():
     raw = io.BytesIO()
     out = io.TextIOWrapper(raw, encoding="ascii", write_through=True)
     view = TerminalLines(1, file=out)
@@ -125,7 +125,7 @@ def test_output_that_cannot_hold_the_text_is_escaped_not_raised() -> None:
     assert raw.getvalue() == b"warning: gr\\xfcn \\ud800\n"
 
 
-def test_a_step_that_lasts_is_seen_in_plain_lines_too() -> None:
+def test_a_step_that_lasts_is_seen_in_plain_lines_too():
     out = io.StringIO()
     now = [0.0]
     view = TerminalLines(9, file=out, clock=lambda: now[0])
@@ -145,7 +145,7 @@ def test_a_step_that_lasts_is_seen_in_plain_lines_too() -> None:
     ]
 
 
-def test_small_helpers() -> None:
+def test_small_helpers():
     assert [duration(seconds) for seconds in (0, 67.9, 3661, -5)] == [
         "0:00",
         "1:07",

@@ -17,7 +17,7 @@ class Clock:
         return self.now
 
 
-def test_phases_add_up_to_the_step() -> None:
+def test_phases_add_up_to_the_step():
     clock = Clock()
     ended = []
     runs = []
@@ -62,7 +62,7 @@ def test_phases_add_up_to_the_step() -> None:
     assert phases.finish_step() == {"timing_s/save": 1, "timing_s/other": 3, "timing_s/step": 4}
 
 
-def test_each_part_of_a_phase_is_reported_at_its_border() -> None:
+def test_each_part_of_a_phase_is_reported_at_its_border():
     charged: list[str] = []
     phases = PhaseTimer(on_charge=charged.append)
     with phases("train_step"), phases("audit"):
@@ -71,7 +71,7 @@ def test_each_part_of_a_phase_is_reported_at_its_border() -> None:
     assert charged == ["other", "train_step", "audit", "train_step", "other"]
 
 
-def test_a_phase_that_raises_is_charged() -> None:
+def test_a_phase_that_raises_is_charged():
     clock = Clock()
     phases = PhaseTimer(clock=clock)
     with pytest.raises(KeyError), phases("rollout"):
@@ -80,7 +80,7 @@ def test_a_phase_that_raises_is_charged() -> None:
     assert phases.finish_step() == {"timing_s/rollout": 5, "timing_s/other": 0, "timing_s/step": 5}
 
 
-def test_what_would_count_time_twice_is_refused() -> None:
+def test_what_would_count_time_twice_is_refused():
     phases = PhaseTimer()
     with pytest.raises(AssertionError, match="is taken"), phases("step"):
         pass

@@ -41,7 +41,7 @@ def collect_events() -> tuple[list[tuple[str, str]], Callable[[str, str], None]]
     return events, lambda kind, message: events.append((kind, message))
 
 
-def test_all_get_copies_in_order() -> None:
+def test_all_get_copies_in_order():
     near = Recorder()
     far = Recorder()
     trackers = Trackers([near], {"far": lambda: far})
@@ -57,7 +57,7 @@ def test_all_get_copies_in_order() -> None:
 
 
 @pytest.mark.parametrize("where", ["build", "log", "exit"])
-def test_one_that_fails_is_named_once_and_the_others_go_on(where: str) -> None:
+def test_one_that_fails_is_named_once_and_the_others_go_on(where):
     events, on_failure = collect_events()
     good = Recorder()
 
@@ -76,7 +76,7 @@ def test_one_that_fails_is_named_once_and_the_others_go_on(where: str) -> None:
     assert [step for step, _ in good.got] == [0, 1, 2, 3, 4]
 
 
-def test_one_that_hangs_neither_blocks_nor_fills_the_memory() -> None:
+def test_one_that_hangs_neither_blocks_nor_fills_the_memory():
     events, on_failure = collect_events()
     gate = threading.Event()
     stuck = Recorder(gate=gate)
@@ -89,7 +89,7 @@ def test_one_that_hangs_neither_blocks_nor_fills_the_memory() -> None:
     assert len(stuck.got) < 400
 
 
-def test_remote_ones_get_a_table_of_samples() -> None:
+def test_remote_ones_get_a_table_of_samples():
     class Everything(Recorder):
         tables: list[tuple[int, list[Mapping[str, str]]]] = []
 
@@ -130,7 +130,7 @@ def open_some(names: list[str], folder: Path, events: list) -> Trackers:
     return open_trackers(names, run, local={"console": Recorder()}, on_failure=fail)
 
 
-def test_tensorboard_files_are_read_by_tensorboard(tmp_path: Path) -> None:
+def test_tensorboard_files_are_read_by_tensorboard(tmp_path):
     pytest.importorskip("tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -161,9 +161,7 @@ def test_tensorboard_files_are_read_by_tensorboard(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_wandb_offline_writes_a_run_and_a_resume_goes_on_in_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_wandb_offline_writes_a_run_and_a_resume_goes_on_in_it(tmp_path, monkeypatch):
     pytest.importorskip("wandb")
     monkeypatch.setenv("WANDB_MODE", "offline")
     events: list[str] = []
@@ -210,9 +208,7 @@ def track_two_starts(name: str, folder: Path) -> None:
 
 
 @pytest.mark.slow
-def test_mlflow_has_one_run_of_both_starts_in_the_folder(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_mlflow_has_one_run_of_both_starts_in_the_folder(tmp_path, monkeypatch):
     mlflow = pytest.importorskip("mlflow")
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
     track_two_starts("mlflow", tmp_path)
@@ -226,9 +222,7 @@ def test_mlflow_has_one_run_of_both_starts_in_the_folder(
 
 
 @pytest.mark.slow
-def test_trackio_has_one_run_of_both_starts_on_this_machine(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_trackio_has_one_run_of_both_starts_on_this_machine(tmp_path, monkeypatch):
     monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "all"))
     pytest.importorskip("trackio")
     from trackio.sqlite_storage import SQLiteStorage
@@ -242,9 +236,7 @@ def test_trackio_has_one_run_of_both_starts_on_this_machine(
 
 
 @pytest.mark.slow
-def test_swanlab_without_a_key_is_offline_and_never_asks(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_swanlab_without_a_key_is_offline_and_never_asks(tmp_path, monkeypatch):
     pytest.importorskip("swanlab")
     for name in ("SWANLAB_MODE", "SWANLAB_API_KEY"):
         monkeypatch.delenv(name, raising=False)
@@ -254,13 +246,13 @@ def test_swanlab_without_a_key_is_offline_and_never_asks(
     assert len(files) == 2 and all(b"reward/mean_score" in file.read_bytes() for file in files)
 
 
-def test_an_unknown_tracker_is_refused_with_the_choice(tmp_path: Path) -> None:
+def test_an_unknown_tracker_is_refused_with_the_choice(tmp_path):
     known = "console, file, jsonl, mlflow, swanlab, tensorboard, trackio, wandb"
     with pytest.raises(TrackerError, match=f"'comet'.*known: {known}"):
         open_some(["comet"], tmp_path, [])
 
 
-def test_the_console_is_used_when_it_is_asked_for(tmp_path: Path) -> None:
+def test_the_console_is_used_when_it_is_asked_for(tmp_path):
     for names, number in ((["console", "console"], 1), ([], 0)):
         console = Recorder()
         run = TrackedRun(tmp_path, "p", "e", {})

@@ -5,7 +5,7 @@ import pytest
 from distflow.observe.writing.timing import Wait, Waits, group_waits, running_group
 
 
-def test_a_wait_is_known_while_it_lasts_and_told_when_it_ends() -> None:
+def test_a_wait_is_known_while_it_lasts_and_told_when_it_ends():
     told: list[tuple[Wait, float]] = []
     waits = Waits(lambda wait, ended: told.append((wait, ended)))
     with waits("training", "step 3", on="rollout"):
@@ -19,7 +19,7 @@ def test_a_wait_is_known_while_it_lasts_and_told_when_it_ends() -> None:
     assert all(ended >= wait.since for wait, ended in told)
 
 
-def test_a_wait_that_ends_in_an_error_has_ended() -> None:
+def test_a_wait_that_ends_in_an_error_has_ended():
     told: list[str] = []
     waits = Waits(lambda wait, ended: told.append(wait.what))
     with pytest.raises(KeyError), waits("training", "step 3", on="rollout"):
@@ -27,9 +27,7 @@ def test_a_wait_that_ends_in_an_error_has_ended() -> None:
     assert told == ["step 3"] and waits.now() == []
 
 
-def test_the_same_wait_of_two_loops_lasts_until_both_have_ended(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_the_same_wait_of_two_loops_lasts_until_both_have_ended(monkeypatch):
     """Two ranks may begin to wait for one step in the same instant."""
     monkeypatch.setattr("time.time", lambda: 5.0)
     waits = Waits()
@@ -39,7 +37,7 @@ def test_the_same_wait_of_two_loops_lasts_until_both_have_ended(
         assert len(waits.now()) == 1
 
 
-def test_a_wait_of_a_prompt_group_has_its_id_and_none_is_recorded_without_a_group() -> None:
+def test_a_wait_of_a_prompt_group_has_its_id_and_none_is_recorded_without_a_group():
     ended = list[Wait]()
     waits = Waits(lambda wait, end: ended.append(wait))
     with group_waits("responses", on="rollout engine"):

@@ -51,13 +51,13 @@ def served(sandbox: Sandbox, at_once: int = 2, token: str = "") -> Iterator[str]
 
 
 @pytest.fixture(scope="module")
-def local() -> Iterator[Sandbox]:
+def local():
     with Sandbox() as sandbox:
         yield sandbox
 
 
 @pytest.fixture(scope="module")
-def url(local: Sandbox) -> Iterator[str]:
+def url(local):
     with served(local) as url:
         yield url
 
@@ -72,7 +72,7 @@ def url(local: Sandbox) -> Iterator[str]:
         "```ruby\nputs 1\n```",
     ],
 )
-def test_results_are_the_same_and_name_the_server(url: str, response: str) -> None:
+def test_results_are_the_same_and_name_the_server(url, response):
     here = compute_score("", response, TESTS, {})
     there = compute_score("", response, TESTS, {}, sandbox=url)
     assert there.pop("sandbox") == f"{here.pop('sandbox')} at {url}"
@@ -80,7 +80,7 @@ def test_results_are_the_same_and_name_the_server(url: str, response: str) -> No
     assert there == here
 
 
-def test_all_kinds_of_tests_are_scored_there(url: str) -> None:
+def test_all_kinds_of_tests_are_scored_there(url):
     assert compute_share("", DOUBLE, [*TESTS, "assert f(1) == 3"], {}, sandbox=url)[
         "share"
     ] == pytest.approx(2 / 3)
@@ -92,7 +92,7 @@ def test_all_kinds_of_tests_are_scored_there(url: str) -> None:
         compute_score("", DOUBLE, ["assert f("], {}, sandbox=url)
 
 
-def test_a_program_has_the_time_that_is_left_for_its_score(url: str) -> None:
+def test_a_program_has_the_time_that_is_left_for_its_score(url):
     began = time.monotonic()
     with due_within(2.0):
         endless = compute_score("", "while True: pass", TESTS, {}, sandbox=url)
@@ -100,9 +100,7 @@ def test_a_program_has_the_time_that_is_left_for_its_score(url: str) -> None:
     assert time.monotonic() - began < 30
 
 
-def test_no_more_responses_are_scored_at_once_than_there_are_places(
-    local: Sandbox, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_more_responses_are_scored_at_once_than_there_are_places(local, monkeypatch):
     monkeypatch.setattr(serving, "_SLOT_S", 0.05)  # so that clients ask again
     with served(local, at_once=1) as url:
         ran: list[list[float]] = []
@@ -122,7 +120,7 @@ def test_no_more_responses_are_scored_at_once_than_there_are_places(
         assert first[1] < second[0] and second[1] < third[0]
 
 
-def test_a_password_where_others_can_ask(local: Sandbox, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_password_where_others_can_ask(local, monkeypatch):
     with pytest.raises(UserError, match=TOKEN):
         ScoreServer(local, 1, "0.0.0.0", 0, "")
     with pytest.raises(UserError, match=r"127\.0\.0\.1:70000 .*0-65535"):
@@ -156,9 +154,7 @@ GOOD = {"response": "", "row": {}, "ground_truth": TESTS, "seconds": 9}
         ("run", GOOD, 404),
     ],
 )
-def test_requests_that_mean_nothing_are_refused(
-    url: str, path: str, body: object, status: int
-) -> None:
+def test_requests_that_mean_nothing_are_refused(url, path, body, status):
     token = token_of(int(url.rpartition(":")[2]))
     headers = {"Authorization": f"Bearer {token}", "Content-Type": "application/json"}
     connection = http.client.HTTPConnection(url.removeprefix("http://"), timeout=30)
@@ -168,9 +164,7 @@ def test_requests_that_mean_nothing_are_refused(
     connection.close()
 
 
-def test_a_server_that_is_gone_is_a_fault_and_no_score(
-    local: Sandbox, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_server_that_is_gone_is_a_fault_and_no_score(local, monkeypatch):
     monkeypatch.setattr(score_client, "_WAITS_S", (0.01, 0.02))
     with served(local) as url:
         assert compute_score("", DOUBLE, TESTS, {}, sandbox=url)["score"] == 1.0
@@ -183,7 +177,7 @@ def test_a_server_that_is_gone_is_a_fault_and_no_score(
 
 
 @pytest.mark.slow
-def test_the_command_serves_until_it_is_stopped() -> None:
+def test_the_command_serves_until_it_is_stopped():
     command = [sys.executable, "-m", "distflow", "sandbox", "serve"]
     command += ["--port", "0", "--at-once", "1"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:

@@ -615,7 +615,7 @@ def pairs(table: str) -> list[tuple[str, str]]:
 
 
 @pytest.mark.parametrize(("table", "score"), [(RIGHT, 1.0), (WRONG, 0.0)], ids=["right", "wrong"])
-def test_what_the_text_states(table: str, score: float) -> None:
+def test_what_the_text_states(table, score):
     assert len(pairs(table)) > 100
     assert [pair for pair in pairs(table) if compute_score("", pair[1], pair[0]) != score] == []
 
@@ -645,6 +645,6 @@ def test_what_the_text_states(table: str, score: float) -> None:
         "[1, 2, ",
     ],
 )
-def test_a_long_text_takes_linear_time(piece: str) -> None:
+def test_a_long_text_takes_linear_time(piece):
     # hours, if a search backtracked
     assert compute_score("", piece * (60_000 // len(piece)), "18") == 0.0

@@ -37,7 +37,7 @@ def judge(router: RewardRouter, samples: Sequence[Sample]) -> list[RewardOutcome
 
 
 @pytest.mark.slow
-def test_a_hang_in_one_domain_delays_no_verdict_of_another() -> None:
+def test_a_hang_in_one_domain_delays_no_verdict_of_another():
     """The hanging one has more to judge than it has places for, and hangs inside C code for as long
     as it is let."""
 
@@ -56,9 +56,7 @@ def test_a_hang_in_one_domain_delays_no_verdict_of_another() -> None:
         asyncio.run(both(router))
 
 
-def test_domains_that_neither_functions_nor_settings_name_share_the_places_of_the_default_one() -> (
-    None
-):
+def test_domains_that_neither_functions_nor_settings_name_share_the_places_of_the_default_one():
     with router_of("default", "sums", domains={"slow": Patience(7.0, 1)}) as router:
         pools = router.pools
         default, sums, slow, elsewhere = (
@@ -71,7 +69,7 @@ def test_domains_that_neither_functions_nor_settings_name_share_the_places_of_th
         assert judge(router, [sample("elsewhere", "echo", value=2)])[0].reward_result == Score(2.0)
 
 
-def test_a_domain_has_its_own_deadline() -> None:
+def test_a_domain_has_its_own_deadline():
     with router_of("a", "b", timeout_s=60.0, domains={"b": Patience(0.3, 1)}) as router:
         reward_results = judge(
             router, [sample("a", "sleep", seconds=0.6), sample("b", "sleep", seconds=60)]
@@ -83,7 +81,7 @@ def test_a_domain_has_its_own_deadline() -> None:
 
 
 @pytest.mark.slow
-def test_a_function_that_hangs_on_every_response_is_given_up(tmp_path: Path) -> None:
+def test_a_function_that_hangs_on_every_response_is_given_up(tmp_path):
     """After a number of scores, not a whole group: here in time for a group that would take ten
     minutes. One that has returned before is not given up."""
     settings = {"timeout_s": 0.3, "give_up_after": 4}
@@ -108,7 +106,7 @@ def test_a_function_that_hangs_on_every_response_is_given_up(tmp_path: Path) -> 
         assert [each.reward_result for each in judge(router, many[:5])] == [Timeout(0.3)] * 5
 
 
-def test_what_failed_is_asked_for_again_after_a_wait_that_doubles(tmp_path: Path) -> None:
+def test_what_failed_is_asked_for_again_after_a_wait_that_doubles(tmp_path):
     patience = Patience(20.0, 1, retries=2, backoff_s=0.2)
     with router_of("a", "b", domains={"a": patience}) as router:
         flaky = [
@@ -132,7 +130,7 @@ def test_what_failed_is_asked_for_again_after_a_wait_that_doubles(tmp_path: Path
         assert isinstance(once.reward_result, Error), "where nothing is said there is one try"
 
 
-def test_a_batch_is_asked_for_again_as_a_whole(tmp_path: Path) -> None:
+def test_a_batch_is_asked_for_again_as_a_whole(tmp_path):
     """Its answers are judged beside each other."""
     target = f"{FAULTY}:batch_that_fails_at_first"
     settings = {
@@ -153,7 +151,7 @@ def test_a_batch_is_asked_for_again_as_a_whole(tmp_path: Path) -> None:
     assert (tmp_path / "calls").read_text() == "33", "twice, with all three"
 
 
-def test_one_that_cannot_be_loaded_leaves_none_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_that_cannot_be_loaded_leaves_none_behind(monkeypatch):
     from distflow.rewards.pool.pool import RewardPool
 
     closed: list[RewardPool] = []
@@ -165,14 +163,14 @@ def test_one_that_cannot_be_loaded_leaves_none_behind(monkeypatch: pytest.Monkey
     assert closed and all(pool.closed and pids_of(pool) == [] for pool in closed)
 
 
-def test_a_domain_without_a_function_is_told() -> None:
+def test_a_domain_without_a_function_is_told():
     with pytest.raises(UserError, match="domain 'b'"):
         Pools(
             RewardSettings({"a": [RewardPart("format")]}, Patience(5.0, 1), {"b": Patience(5.0, 1)})
         )
 
 
-def test_a_function_is_asked_in_the_pool_of_the_domain_and_else_in_one_that_has_it() -> None:
+def test_a_function_is_asked_in_the_pool_of_the_domain_and_else_in_one_that_has_it():
     pools = Pools(
         RewardSettings(
             {"a": [RewardPart("format")], "b": [RewardPart("exact_match")]}, Patience(5.0, 1)

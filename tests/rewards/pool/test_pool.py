@@ -7,7 +7,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from textwrap import dedent
 
@@ -31,7 +30,7 @@ def make_pool(**settings) -> RewardPool:
 
 
 @pytest.fixture(scope="module")
-def pool() -> Iterator[RewardPool]:
+def pool():
     pool = make_pool(memory_bytes=512 << 20)
     yield pool
     pool.close()

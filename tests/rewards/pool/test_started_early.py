@@ -29,7 +29,7 @@ def is_there(pid: int) -> bool:
 
 
 @pytest.fixture
-def pools(monkeypatch: pytest.MonkeyPatch) -> list[RewardPool]:
+def pools(monkeypatch):
     """The pools that were started, in their order."""
     pools: list[RewardPool] = []
 
@@ -41,7 +41,7 @@ def pools(monkeypatch: pytest.MonkeyPatch) -> list[RewardPool]:
     return pools
 
 
-def test_the_router_of_the_same_settings_takes_it_over_once(pools: list[RewardPool]) -> None:
+def test_the_router_of_the_same_settings_takes_it_over_once(pools):
     with started_early(SETTINGS):
         with make_router(FORMAT, timeout_s=5.0, num_workers=1, max_response_length=9) as router:
             assert pools == [router.pools.of("default", "format")]
@@ -51,16 +51,14 @@ def test_the_router_of_the_same_settings_takes_it_over_once(pools: list[RewardPo
         assert pids and not any(map(is_there, pids)), "who took it closed it"
 
 
-def test_other_settings_get_their_own_and_what_nobody_takes_is_closed(
-    pools: list[RewardPool],
-) -> None:
+def test_other_settings_get_their_own_and_what_nobody_takes_is_closed(pools):
     with started_early(SETTINGS):
         take_pool(SETTINGS._replace(timeout_s=7.0)).close()
     assert sorted(pool.timeout_s for pool in pools) == [5.0, 7.0]
     assert [pids_of(pool) for pool in pools] == [[], []]
 
 
-def test_one_that_could_not_be_loaded_ahead_is_tried_again(tmp_path: Path) -> None:
+def test_one_that_could_not_be_loaded_ahead_is_tried_again(tmp_path):
     """By what a run imports first it may become loadable. What nobody asks for is nobody's
     error."""
     file = tmp_path / "reward.py"

@@ -59,9 +59,7 @@ def requests_of(adapters: list[RowAdapter | None], **params: Any) -> list[Genera
 
 
 @pytest.mark.parametrize("engine", [*ENGINES, "hf"])
-def test_what_is_drawn_together_is_what_each_merged_model_draws(
-    tmp_path: Path, engine: str
-) -> None:
+def test_what_is_drawn_together_is_what_each_merged_model_draws(tmp_path, engine):
     model = make_model("qwen3")
     adapters, merged = adapted(tmp_path, model)
     requests = requests_of(adapters)
@@ -83,7 +81,7 @@ def test_what_is_drawn_together_is_what_each_merged_model_draws(
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-def test_a_prefix_is_found_by_its_adapter_alone(tmp_path: Path, engine: str) -> None:
+def test_a_prefix_is_found_by_its_adapter_alone(tmp_path, engine):
     model = make_model("qwen3")
     adapters, merged = adapted(tmp_path, model)
     first = replace(request_of(prompt_of(40), max_tokens=20), may_continue=True)

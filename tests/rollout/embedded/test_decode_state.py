@@ -37,7 +37,7 @@ KEYS = [*EDGES, *((queue - WEYL) % TOP for queue in EDGES)]
 POSITIONS = [0, 1, 2, 511, 4095, (1 << 31) - 1, 1 << 32, (1 << 53) + 1, (1 << 62) - 1]
 
 
-def test_pages_are_taken_once_and_come_back_with_their_last_holder() -> None:
+def test_pages_are_taken_once_and_come_back_with_their_last_holder():
     chance = random.Random(3)
     kept = list[int]()
     pages = PagePool(40, lambda: kept.pop(0))
@@ -65,7 +65,7 @@ def test_pages_are_taken_once_and_come_back_with_their_last_holder() -> None:
 
 
 @pytest.mark.parametrize("num_rows", range(1, 200))
-def test_sizes_of_steps_are_few_and_hold_the_rows(num_rows: int) -> None:
+def test_sizes_of_steps_are_few_and_hold_the_rows(num_rows):
     assert num_rows <= padded(num_rows, 512) < max(2 * num_rows, num_rows + 32)
     assert padded(num_rows, num_rows) == num_rows
     assert num_rows <= rounded(num_rows) <= num_rows * 1.25
@@ -80,7 +80,7 @@ def sequences(
     )
 
 
-def test_as_many_fit_as_their_whole_lengths_take() -> None:
+def test_as_many_fit_as_their_whole_lengths_take():
     steps = AsyncSteps(
         DecoderView(model := make_model()), model, 64, DeviceOptions(page_tokens=8, num_pages=11)
     )
@@ -99,7 +99,7 @@ def on_host(keys: list[int], positions: list[int]) -> torch.Tensor:
     )
 
 
-def test_extreme_and_random_keys_and_positions() -> None:
+def test_extreme_and_random_keys_and_positions():
     generator = np.random.default_rng(7)
     keys = generator.integers(0, TOP, 100_000, dtype=np.uint64, endpoint=False).tolist()
     positions = generator.integers(0, 1 << 40, 100_000).tolist()
@@ -111,7 +111,7 @@ def test_extreme_and_random_keys_and_positions() -> None:
     assert found.max() < 1
 
 
-def test_what_is_added_for_the_next_draw() -> None:
+def test_what_is_added_for_the_next_draw():
     states = torch.tensor([state_of(key, 0) for key in KEYS])
     for position in range(200):
         assert torch.equal(uniforms(states), on_host(KEYS, [position] * len(KEYS)))

@@ -84,7 +84,7 @@ def mixed(chance: random.Random, count: int, laws: list[dict[str, Any]]) -> list
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(8))
-def test_random_schedules_give_what_the_host_gives(seed: int) -> None:
+def test_random_schedules_give_what_the_host_gives(seed):
     chance = random.Random(seed)
     model = make_model(("llama", "qwen2", "qwen3")[seed % 3], seed=seed)
     requests = mixed(chance, 9, LAWS if seed % 2 else [LAWS[seed // 2]])
@@ -97,7 +97,7 @@ def test_random_schedules_give_what_the_host_gives(seed: int) -> None:
     same(run_all(make_engine(model, on_device=shape, **limits), requests), expected)
 
 
-def test_steps_are_read_late_and_what_was_computed_in_vain_is_left_out() -> None:
+def test_steps_are_read_late_and_what_was_computed_in_vain_is_left_out():
     """Of one sequence alone: behind the step that draws its stop token the device has made `lag`
     more."""
     model = make_model()
@@ -125,7 +125,7 @@ def test_steps_are_read_late_and_what_was_computed_in_vain_is_left_out() -> None
         assert rows.count(1) == 6  # the last that it may have is known ahead
 
 
-def test_a_stop_text_ends_where_the_host_ends_it() -> None:
+def test_a_stop_text_ends_where_the_host_ends_it():
     model = make_model()
     prompt = prompt_of(7)
     free = run_all(make_engine(model), [request_of(prompt, max_tokens=30)])[0][0]
@@ -140,7 +140,7 @@ def test_a_stop_text_ends_where_the_host_ends_it() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("lag", [1, 3])
 @pytest.mark.parametrize("kv_on_update", ["keep", "recompute", "abort"])
-def test_versions_are_those_of_the_weights_that_drew(lag: int, kv_on_update: str) -> None:
+def test_versions_are_those_of_the_weights_that_drew(lag, kv_on_update):
     """Each token's log-prob under the weights of its version, over its own context, tells who drew
     it."""
     models = [make_model(seed=seed) for seed in (1, 2)]
@@ -177,7 +177,7 @@ def test_versions_are_those_of_the_weights_that_drew(lag: int, kv_on_update: str
 
 
 @pytest.mark.parametrize("release", [False, True])
-def test_a_pause_reads_all_and_the_rest_is_as_if_nothing_happened(release: bool) -> None:
+def test_a_pause_reads_all_and_the_rest_is_as_if_nothing_happened(release):
     model = make_model("qwen2")
     requests = [
         request_of(prompt_of(5 + row), (0, 1, 2), row=row, max_tokens=80) for row in range(3)
@@ -203,7 +203,7 @@ def test_a_pause_reads_all_and_the_rest_is_as_if_nothing_happened(release: bool)
 
 
 @pytest.mark.slow
-def test_cancelled_requests_leave_their_slots_and_pages_at_once_and_disturb_nobody() -> None:
+def test_cancelled_requests_leave_their_slots_and_pages_at_once_and_disturb_nobody():
     model = make_model()
     chance = random.Random(5)
     kept = [request_of(prompt_of(9 + row), (0, 1), row=row, max_tokens=50) for row in range(4)]
@@ -227,7 +227,7 @@ def test_cancelled_requests_leave_their_slots_and_pages_at_once_and_disturb_nobo
     with_engine(make_engine(model, max_num_seqs=7, on_device=options(2, num_pages=200)), story)
 
 
-def test_a_sequence_that_all_pages_together_cannot_hold_is_refused() -> None:
+def test_a_sequence_that_all_pages_together_cannot_hold_is_refused():
     engine = make_engine(make_model(), on_device=options(num_pages=6))
     with pytest.raises(UserError, match="9 tokens .* 32 .* 40 tokens"):
         run_all(engine, [request_of(prompt_of(9), max_tokens=32)])

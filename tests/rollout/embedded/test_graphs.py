@@ -10,7 +10,7 @@ from tests.rollout.drive import make_model
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="wants a machine without CUDA")
-def test_a_step_that_cannot_be_recorded_runs_as_it_is(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_step_that_cannot_be_recorded_runs_as_it_is(caplog):
     graphs = CudaGraphs(make_model(), enabled=True)
     state = torch.zeros(1)
     with caplog.at_level(logging.WARNING):

@@ -93,8 +93,8 @@ def story(model: Any, tell: Callable[[EmbeddedEngine], Awaitable[None]], **optio
     ("engine", "family"), [("native", "qwen3"), ("torch", "llama"), ("device", "qwen3")]
 )
 def test_a_later_turn_prefills_its_new_tokens_and_draws_by_the_plain_models_log_probs(
-    engine: str, family: str
-) -> None:
+    engine, family
+):
     model = make_model(family)
 
     async def tell(own: EmbeddedEngine) -> None:
@@ -120,7 +120,7 @@ def test_a_later_turn_prefills_its_new_tokens_and_draws_by_the_plain_models_log_
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-def test_new_weights_a_new_version_and_released_memory_leave_nothing_to_find(engine: str) -> None:
+def test_new_weights_a_new_version_and_released_memory_leave_nothing_to_find(engine):
     model = make_model()
     later = make_model(seed=1)
 
@@ -150,7 +150,7 @@ def test_new_weights_a_new_version_and_released_memory_leave_nothing_to_find(eng
 
 @pytest.mark.slow
 @pytest.mark.parametrize("engine", ENGINES)
-def test_what_ran_over_keys_and_values_of_two_weights_is_not_kept(engine: str) -> None:
+def test_what_ran_over_keys_and_values_of_two_weights_is_not_kept(engine):
     model = make_model()
     later = make_model(seed=1)
 
@@ -171,7 +171,7 @@ def test_what_ran_over_keys_and_values_of_two_weights_is_not_kept(engine: str) -
     story(model, tell, **ENGINES[engine])
 
 
-def test_the_oldest_blocks_go_when_room_is_needed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_oldest_blocks_go_when_room_is_needed(monkeypatch):
     model = make_model()
     few = DeviceOptions(page_tokens=16, num_pages=24)
 
@@ -200,9 +200,7 @@ def test_the_oldest_blocks_go_when_room_is_needed(monkeypatch: pytest.MonkeyPatc
 
 @pytest.mark.slow
 @pytest.mark.parametrize("engine", ENGINES)
-def test_the_same_turns_give_the_same_bits_in_a_new_engine_and_after_a_new_version(
-    engine: str,
-) -> None:
+def test_the_same_turns_give_the_same_bits_in_a_new_engine_and_after_a_new_version(engine):
     requests = [turn(prompt_of(length), row) for row, length in enumerate((5, 17, 40, 61))]
     bits = []
 
@@ -218,7 +216,7 @@ def test_the_same_turns_give_the_same_bits_in_a_new_engine_and_after_a_new_versi
 
 
 @pytest.mark.slow
-def test_found_is_the_longest_row_of_blocks_that_a_prompt_begins_with() -> None:
+def test_found_is_the_longest_row_of_blocks_that_a_prompt_begins_with():
     """Against brute force over all that was added, while nothing is forgotten."""
     draw = random.Random(0)
     cache = PrefixCache[tuple[int, ...]](3)

@@ -8,7 +8,6 @@ import signal
 from collections.abc import Awaitable, Callable
 from contextlib import ExitStack
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -82,7 +81,7 @@ def changed(version: int) -> list[Any]:
     return list(make_model(seed=version).named_parameters())
 
 
-def test_groups_stay_together_and_turns_come_back() -> None:
+def test_groups_stay_together_and_turns_come_back():
     async def story(fleet: Fleet, servers: list[SGLang]) -> None:
         requests = groups(9)
         await ask(fleet, requests)
@@ -113,9 +112,7 @@ def test_groups_stay_together_and_turns_come_back() -> None:
     with_fleet(story)
 
 
-def test_an_update_that_one_server_refuses_does_not_hold_the_others(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_an_update_that_one_server_refuses_does_not_hold_the_others(monkeypatch):
     monkeypatch.setattr(http_engine, "BACK_OFF_S", 0.001)
 
     async def story(fleet: Fleet, servers: list[SGLang]) -> None:
@@ -140,9 +137,7 @@ def test_an_update_that_one_server_refuses_does_not_hold_the_others(
     with_fleet(story)
 
 
-def test_a_server_that_is_slow_to_update_gets_requests_when_it_has_caught_up(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_server_that_is_slow_to_update_gets_requests_when_it_has_caught_up(monkeypatch):
     monkeypatch.setattr(http_engine, "LOOKS_EVERY_S", 0.05)
 
     async def story(fleet: Fleet, servers: list[SGLang]) -> None:
@@ -164,7 +159,7 @@ def test_a_server_that_is_slow_to_update_gets_requests_when_it_has_caught_up(
     with_fleet(story, num_servers=2)
 
 
-def test_a_fleet_that_hangs_is_told_with_its_servers() -> None:
+def test_a_fleet_that_hangs_is_told_with_its_servers():
     """`engine_watch.py` asks for it."""
     urls = ("http://one", "http://two")
     fleet = Fleet(
@@ -176,9 +171,7 @@ def test_a_fleet_that_hangs_is_told_with_its_servers() -> None:
     assert [fleet.who.count(url) for url in urls] == [1, 1]
 
 
-def test_a_fleet_has_a_version_only_when_its_servers_have_it(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_fleet_has_a_version_only_when_its_servers_have_it(monkeypatch):
     seen = list[Version]()
     load_files = HttpEngine.load
 
@@ -196,9 +189,7 @@ def test_a_fleet_has_a_version_only_when_its_servers_have_it(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("lie", ["keeps its label", "error"])
-def test_a_server_that_fails_in_an_update_is_named_only_where_no_other_is_left(
-    lie: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_server_that_fails_in_an_update_is_named_only_where_no_other_is_left(lie, monkeypatch):
     monkeypatch.setattr(http_engine, "BACK_OFF_S", 0.001)
     monkeypatch.setattr(http_engine, "ATTACH_S", 0.1)
 
@@ -222,9 +213,7 @@ def test_a_server_that_fails_in_an_update_is_named_only_where_no_other_is_left(
     with_fleet(story, num_servers=2)
 
 
-def test_a_pause_holds_all_servers_and_one_that_comes_back_in_it(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_pause_holds_all_servers_and_one_that_comes_back_in_it(monkeypatch):
     monkeypatch.setattr(http_engine, "BACK_OFF_S", 0.001)
 
     async def story(fleet: Fleet, servers: list[SGLang]) -> None:
@@ -243,9 +232,7 @@ def test_a_pause_holds_all_servers_and_one_that_comes_back_in_it(
     with_fleet(story, num_servers=2)
 
 
-def test_a_fleet_with_an_address_where_nobody_is_does_not_start(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_fleet_with_an_address_where_nobody_is_does_not_start(monkeypatch):
     monkeypatch.setattr(http_engine, "ATTACH_S", 0.1)
 
     async def run(url: str) -> None:
@@ -263,7 +250,7 @@ def test_a_fleet_with_an_address_where_nobody_is_does_not_start(
 
 
 @pytest.mark.parametrize("ends", ["a cancelled start", "an exit at which one raises"])
-def test_all_engines_are_freed_by(ends: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_engines_are_freed_by(ends, monkeypatch):
     monkeypatch.setattr(http_engine, "LOOKS_EVERY_S", 0.01)
     happened = asyncio.Event()
 
@@ -312,8 +299,8 @@ def test_all_engines_are_freed_by(ends: str, monkeypatch: pytest.MonkeyPatch) ->
 @pytest.mark.slow
 @pytest.mark.alone
 def test_three_servers_of_which_one_is_killed_and_one_is_stopped_are_bit_equal_to_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    tmp_path, monkeypatch
+):
     monkeypatch.setattr(http_engine, "SILENT_S", 4.0)
     model = make_model()
     options = {"enable_deterministic_inference": True, "batch_invariant": True}

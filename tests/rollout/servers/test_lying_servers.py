@@ -31,7 +31,7 @@ log-probs."""
 
 
 @pytest.fixture
-def server() -> Iterator[Server]:
+def server():
     with serving() as found:
         yield found
 
@@ -159,7 +159,7 @@ LIES: dict[str, tuple[Change, str]] = {
 
 
 @pytest.mark.parametrize("name", LIES)
-def test_a_response_that_cannot_be_true(server: Server, name: str) -> None:
+def test_a_response_that_cannot_be_true(server, name):
     change, said = LIES[name]
 
     async def story(engine: VllmEngine) -> None:
@@ -199,7 +199,7 @@ NUMBERS |= OTHER_TYPES
 
 
 @pytest.mark.parametrize("name", NUMBERS)
-def test_a_log_prob_that_is_no_log_prob_is_its_servers_error(server: Server, name: str) -> None:
+def test_a_log_prob_that_is_no_log_prob_is_its_servers_error(server, name):
     """Also with top_k, where SGLang's are computed with."""
 
     def lie(path: str, asked: dict[str, Any], true: Any) -> Any:
@@ -221,7 +221,7 @@ def test_a_log_prob_that_is_no_log_prob_is_its_servers_error(server: Server, nam
     run(make(server.url, SGLangEngine), story)
 
 
-def test_more_tokens_than_were_asked_for_are_their_servers_error(server: Server) -> None:
+def test_more_tokens_than_were_asked_for_are_their_servers_error(server):
     def lie(path: str, asked: dict[str, Any], true: Any) -> Any:
         if path == SGLANG:
             asked["sampling_params"]["max_new_tokens"] = 9
@@ -248,15 +248,15 @@ def test_more_tokens_than_were_asked_for_are_their_servers_error(server: Server)
     ids=str,
 )
 def test_what_a_server_says_of_itself_is_its_error_if_nobody_can_read_it(
-    server: Server, kind: type[HttpEngine], path: str, answer: Any
-) -> None:
+    server, kind, path, answer
+):
     server.lie = lambda asked_path, asked, true: answer if asked_path == path else true
     with pytest.raises((TrustError, UserError)) as error:
         run(make(server.url, kind), lambda engine: asyncio.sleep(0))
     assert server.url in str(error.value)
 
 
-def test_tokens_behind_a_stop_are_cut_off(server: Server) -> None:
+def test_tokens_behind_a_stop_are_cut_off(server):
     """A server that sees a stop late has drawn too much; one that ends by nothing has lost
     something."""
 
@@ -291,9 +291,7 @@ def test_tokens_behind_a_stop_are_cut_off(server: Server) -> None:
         ({"choices": [], "prompt_token_ids": [5]}, TrustError, "a prompt other than"),
     ],
 )
-def test_what_is_no_answer(
-    server: Server, answer: Any, error: type[Exception], said: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_is_no_answer(server, answer, error, said, monkeypatch):
     monkeypatch.setattr(http_engine, "BACK_OFF_S", 0.001)
 
     async def story(engine: VllmEngine) -> None:
@@ -304,9 +302,7 @@ def test_what_is_no_answer(
     run(make(server.url), story)
 
 
-def test_a_failure_that_passes_is_no_failure(
-    server: Server, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_failure_that_passes_is_no_failure(server, monkeypatch):
     monkeypatch.setattr(http_engine, "BACK_OFF_S", 0.001)
     failures = iter((500, 503))
 
@@ -317,7 +313,7 @@ def test_a_failure_that_passes_is_no_failure(
     run(make(server.url), story)
 
 
-def test_there_is_no_server(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_there_is_no_server(monkeypatch):
     monkeypatch.setattr(http_engine, "ATTACH_S", 0.3)
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))  # and nobody listens
@@ -334,7 +330,7 @@ def test_there_is_no_server(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"interface": 0}, "interface 0"),
     ],
 )
-def test_a_server_of_something_else(server: Server, change: dict[str, Any], said: str) -> None:
+def test_a_server_of_something_else(server, change, said):
     def lie(path: str, asked: dict[str, Any], answer: Any) -> Any:
         if asked.get("method") == "distflow_describe":
             answer["results"][0].update(change)
@@ -358,17 +354,13 @@ def test_a_server_of_something_else(server: Server, change: dict[str, Any], said
         ),
     ],
 )
-def test_a_server_that_cannot_do_what_the_run_needs(
-    server: Server, options: dict[str, Any], said: str
-) -> None:
+def test_a_server_that_cannot_do_what_the_run_needs(server, options, said):
     with pytest.raises(UserError, match=said):
         run(make(server.url, **options), lambda engine: asyncio.sleep(0))
     run(make(server.url, longest=256), lambda engine: engine.generate(request()))
 
 
-def test_a_server_that_read_other_weights_than_were_sent_gets_no_requests(
-    server: Server, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_server_that_read_other_weights_than_were_sent_gets_no_requests(server, monkeypatch):
     monkeypatch.setattr(http_engine, "BACK_OFF_S", 0.001)
 
     async def story(engine: VllmEngine) -> None:
@@ -388,27 +380,21 @@ def test_a_server_that_read_other_weights_than_were_sent_gets_no_requests(
     run(make(server.url), story)
 
 
-def test_a_server_that_cannot_load_the_weights(
-    server: Server, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_server_that_cannot_load_the_weights(server, monkeypatch):
     monkeypatch.setattr(http_engine, "BACK_OFF_S", 0.001)
     server.lie = lambda path, asked, true: 500 if asked.get("method") == "distflow_load" else true
     with pytest.raises(ServerFailed, match="LlamaForCausalLM.*\\n?.*name=hf"):
         run(make(server.url), lambda engine: asyncio.sleep(0))
 
 
-def test_a_server_that_never_reports_hashes_is_given_up(
-    server: Server, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_server_that_never_reports_hashes_is_given_up(server, monkeypatch):
     monkeypatch.setattr(http_engine, "BACK_OFF_S", 0.001)
     server.lie = lambda path, asked, true: 500 if asked.get("method") == "distflow_hashes" else true
     with pytest.raises(ServerFailed, match="hashes .* 500"):
         run(make(server.url), lambda engine: engine.hashes())
 
 
-def test_a_server_that_keeps_its_cache_below_new_weights(
-    server: Server, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_server_that_keeps_its_cache_below_new_weights(server, monkeypatch):
     monkeypatch.setattr(http_engine, "BACK_OFF_S", 0.001)
     server.lie = lambda path, asked, true: (
         {"success": False} if path == "/reset_prefix_cache" else true
@@ -417,7 +403,7 @@ def test_a_server_that_keeps_its_cache_below_new_weights(
         run(make(server.url), lambda engine: asyncio.sleep(0))
 
 
-def test_weights_that_do_not_fit_are_not_sent(server: Server) -> None:
+def test_weights_that_do_not_fit_are_not_sent(server):
     async def story(engine: VllmEngine) -> None:
         weights = list(engine.model.named_parameters())
         asked = len(server.asked)
@@ -432,7 +418,7 @@ def test_weights_that_do_not_fit_are_not_sent(server: Server) -> None:
     run(make(server.url), story)
 
 
-def test_a_server_that_stalls_is_found(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_server_that_stalls_is_found(server, monkeypatch):
     monkeypatch.setattr(http_engine, "ATTACH_S", 0.5)
     monkeypatch.setattr(http_engine, "SILENT_S", 0.5)
     monkeypatch.setattr(http_engine, "BACK_OFF_S", 0.001)
@@ -447,9 +433,7 @@ def test_a_server_that_stalls_is_found(server: Server, monkeypatch: pytest.Monke
     run(make(server.url), story)
 
 
-def test_one_to_which_no_connection_leads_is_found_by_no_open_request(
-    server: Server, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_one_to_which_no_connection_leads_is_found_by_no_open_request(server, monkeypatch):
     """As of a machine that is gone. Whoever answers there next is asked again."""
     monkeypatch.setattr(http_engine, "LOOKS_EVERY_S", 0.05)
 
@@ -469,9 +453,7 @@ def test_one_to_which_no_connection_leads_is_found_by_no_open_request(
     run(make(server.url), story)
 
 
-def test_one_that_answers_everything_but_a_request_is_asked_again(
-    server: Server, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_one_that_answers_everything_but_a_request_is_asked_again(server, monkeypatch):
     """Pauses and weight syncs do not count."""
     monkeypatch.setattr(http_engine, "LOOKS_EVERY_S", 0.02)
     monkeypatch.setattr(http_engine, "STUCK_S", 0.3)
@@ -501,7 +483,7 @@ def test_one_that_answers_everything_but_a_request_is_asked_again(
     ("kind", "path"),
     [(VllmEngine, GENERATE), (SGLangEngine, "/generate")],
 )
-def test_a_response_may_take_as_long_as_it_takes(kind: type[HttpEngine], path: str) -> None:
+def test_a_response_may_take_as_long_as_it_takes(kind, path):
     """With its wait in the server's queue and all pauses; everything else has a limit."""
     limits = dict[str, float | None]()
 
@@ -525,7 +507,7 @@ def test_a_response_may_take_as_long_as_it_takes(kind: type[HttpEngine], path: s
         asyncio.run(story(server.url))
 
 
-def test_versions_rise_within_a_response(server: Server) -> None:
+def test_versions_rise_within_a_response(server):
     async def story(engine: VllmEngine) -> None:
         def lie(path: str, asked: dict[str, Any], true: Any) -> Any:
             if path == GENERATE:
@@ -552,9 +534,7 @@ def test_versions_rise_within_a_response(server: Server) -> None:
     run(make(server.url), story)
 
 
-def test_one_that_comes_back_is_given_the_weights_again(
-    server: Server, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_one_that_comes_back_is_given_the_weights_again(server, monkeypatch):
     """It has lost its weights with its process: the request that was open is answered by the new
     one, with them."""
     monkeypatch.setattr(http_engine, "BACK_OFF_S", 0.001)
@@ -576,9 +556,7 @@ def test_one_that_comes_back_is_given_the_weights_again(
 
 
 @pytest.mark.parametrize("path", [GENERATE, "/collective_rpc"])
-def test_one_that_was_started_anew_is_not_believed(
-    server: Server, monkeypatch: pytest.MonkeyPatch, path: str
-) -> None:
+def test_one_that_was_started_anew_is_not_believed(server, monkeypatch, path):
     """It is well, but has neither the weights nor what its predecessor drew. path: the call that
     meets it first."""
 
@@ -609,7 +587,7 @@ def test_one_that_was_started_anew_is_not_believed(
     run(make(server.url), story)
 
 
-def test_a_cancelled_request_is_closed(server: Server) -> None:
+def test_a_cancelled_request_is_closed(server):
     """Which is how vLLM learns that nobody wants it."""
 
     async def story(engine: VllmEngine) -> None:

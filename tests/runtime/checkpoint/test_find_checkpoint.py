@@ -27,7 +27,7 @@ STEPS = "trainer.total_training_steps"
 
 
 @pytest.fixture
-def ground(tmp_path: Path) -> Playground:
+def ground(tmp_path):
     return Playground(tmp_path)
 
 
@@ -53,9 +53,7 @@ def steps(folder: Path) -> list[int]:
         unpack=True,
     ),
 )
-def test_a_run_that_is_done_says_so_and_how_to_go_on(
-    ground: Playground, length: str, longer: str
-) -> None:
+def test_a_run_that_is_done_says_so_and_how_to_go_on(ground, length, longer):
     ground.write_rows([{"prompt": f"{i}=", "answer": "7"} for i in range(8)])
     run = ground.folder / "run"
     first, _ = launch(ground, length)
@@ -79,9 +77,7 @@ def test_a_run_that_is_done_says_so_and_how_to_go_on(
     assert launch(ground, longer)[0].steps == 4 and steps(run) == [1, 2, 3, 4]
 
 
-def test_another_config_is_refused_with_all_ways_out_before_the_model_is_loaded(
-    ground: Playground,
-) -> None:
+def test_another_config_is_refused_with_all_ways_out_before_the_model_is_loaded(ground):
     launch(ground, f"{STEPS}=1")
     (ground.folder / "model" / "model.safetensors").write_bytes(b"no weights")
     with pytest.raises(UserError) as refused:
@@ -113,7 +109,7 @@ def test_another_config_is_refused_with_all_ways_out_before_the_model_is_loaded(
 
 
 @pytest.mark.slow
-def test_a_new_start_has_an_account_of_its_own_and_the_old_one_is_kept(ground: Playground) -> None:
+def test_a_new_start_has_an_account_of_its_own_and_the_old_one_is_kept(ground):
     run = ground.folder / "run"
     data = (
         f"data.val_files={ground.folder}/rows.jsonl",
@@ -149,7 +145,7 @@ def test_a_new_start_has_an_account_of_its_own_and_the_old_one_is_kept(ground: P
     assert went_on.steps == 4 and steps(ground.folder / "other") == [4]
 
 
-def test_going_back_within_a_run_keeps_its_account(ground: Playground) -> None:
+def test_going_back_within_a_run_keeps_its_account(ground):
     launch(ground, f"{STEPS}=3")
     outcome, said = launch(
         ground, f"{STEPS}=3", resume=str(ground.folder / "run" / "checkpoints" / "step-000001")
@@ -161,7 +157,7 @@ def test_going_back_within_a_run_keeps_its_account(ground: Playground) -> None:
     )
 
 
-def test_the_end_of_another_run_is_no_start(ground: Playground) -> None:
+def test_the_end_of_another_run_is_no_start(ground):
     launch(ground, f"{STEPS}=1", name="source")
     with pytest.raises(UserError, match=f"source(.|\n)*{STEPS}=2"):
         launch(ground, f"{STEPS}=1", resume=str(ground.folder / "source"))
@@ -178,9 +174,7 @@ SCHEDULERS = [
 
 
 @pytest.mark.parametrize("state", one_fast_in(len(SCHEDULERS), SCHEDULERS))
-def test_a_checkpoint_with_another_state_of_the_scheduler_is_refused(
-    ground: Playground, state: dict[str, object]
-) -> None:
+def test_a_checkpoint_with_another_state_of_the_scheduler_is_refused(ground, state):
     """Its checksums fit, as if another version had written it."""
     launch(ground, f"{STEPS}=1")
     checkpoint = ground.folder / "run" / "checkpoints" / "step-000001"

@@ -3,7 +3,6 @@ would have."""
 
 import random
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -41,7 +40,7 @@ def draws() -> tuple[list[float], list[float], list[float], list[float]]:
     )
 
 
-def test_all_random_draws_continue_as_in_the_undisturbed_process(tmp_path: Path) -> None:
+def test_all_random_draws_continue_as_in_the_undisturbed_process(tmp_path):
     off = (
         "~reward.functions",
         "~reward.num_workers",
@@ -89,7 +88,7 @@ def test_all_random_draws_continue_as_in_the_undisturbed_process(tmp_path: Path)
     assert check_same_facts(store.load(), spec, {**spec.facts, **resources.facts}) == []
 
 
-def test_a_run_that_starts_draws_by_its_seed() -> None:
+def test_a_run_that_starts_draws_by_its_seed():
     drawn = []
     for seed in (1, 1, 2):
         set_generators(None, seed)
@@ -100,9 +99,7 @@ def test_a_run_that_starts_draws_by_its_seed() -> None:
     )
 
 
-def test_what_ranks_keep_is_that_of_the_first_but_of_updates_each_has_those_of_its_own_models() -> (
-    None
-):
+def test_what_ranks_keep_is_that_of_the_first_but_of_updates_each_has_those_of_its_own_models():
     first = {"mine": {"seen": 1}, CHECK_STATE: {"updates": {"actor": 5}, "reference": [1]}}
     second = {
         "mine": {"seen": 2},
@@ -127,9 +124,7 @@ def test_what_ranks_keep_is_that_of_the_first_but_of_updates_each_has_those_of_i
         (np.int64(3), "3"),
     ],
 )
-def test_a_state_that_a_resumed_run_would_not_have_is_refused_by_the_name_of_its_node(
-    kept: object, shown: str
-) -> None:
+def test_a_state_that_a_resumed_run_would_not_have_is_refused_by_the_name_of_its_node(kept, shown):
     with pytest.raises(
         UserError,
         match=rf"'mine' .*{shown}.* ctx\.state, ",
@@ -154,15 +149,15 @@ class Changes:
         return 1
 
 
-def test_a_state_whose_keys_change_while_it_is_copied_is_copied_again() -> None:
+def test_a_state_whose_keys_change_while_it_is_copied_is_copied_again():
     state: dict[str, object] = {"before": 1}
     state["last"] = Changes(state)
     assert copy_of_state({"mine": state}) == {"mine": {"last": 1, "after": 2}}
 
 
 def test_weights_data_or_tokens_that_are_not_those_of_before_are_refused_and_another_machine_is_told(  # noqa: E501
-    tmp_path: Path,
-) -> None:
+    tmp_path,
+):
     _, spec = Playground(tmp_path).spec("ppo", "actor_rollout_ref.rollout.n=1")
     resources = build_resources(spec.factories, spec.plan.ranks[0])
     coordinator = Coordinator(spec.data)

@@ -76,7 +76,7 @@ class Job:
 
 
 @pytest.fixture
-def job(tmp_path: Path) -> Job:
+def job(tmp_path):
     return Job(tmp_path / "checkpoints")
 
 
@@ -84,7 +84,7 @@ def full() -> None:
     raise OSError(28, "No space left on device")
 
 
-def test_the_run_goes_on_while_what_it_had_is_written(job: Job) -> None:
+def test_the_run_goes_on_while_what_it_had_is_written(job):
     job.at["part actor"] = job.until_waited_for
     with job.saver() as saver:
         job.learn(1)
@@ -102,9 +102,7 @@ def test_the_run_goes_on_while_what_it_had_is_written(job: Job) -> None:
 
 @pytest.mark.parametrize("point", ["part run", "manifest"])
 @pytest.mark.parametrize("told_by", ["check", "save", "leaving"])
-def test_a_write_that_fails_is_raised_and_costs_nothing_that_was_saved(
-    job: Job, point: str, told_by: str
-) -> None:
+def test_a_write_that_fails_is_raised_and_costs_nothing_that_was_saved(job, point, told_by):
     def go_on(saver: Saver) -> None:
         while told_by == "check":
             saver.check()
@@ -123,7 +121,7 @@ def test_a_write_that_fails_is_raised_and_costs_nothing_that_was_saved(
     assert [entry[0] for entry in job.saved] == [1] and job.steps() == [1]
 
 
-def test_an_error_waits_for_the_save_and_stays_the_one_that_is_raised(job: Job) -> None:
+def test_an_error_waits_for_the_save_and_stays_the_one_that_is_raised(job):
     with pytest.raises(ZeroDivisionError), job.saver() as saver:
         job.learn(1)
         job.save(saver, 1)

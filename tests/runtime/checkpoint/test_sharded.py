@@ -55,7 +55,7 @@ def assert_same_bits(found: dict[str, Tensor], expected: dict[str, Tensor]) -> N
 
 
 @pytest.fixture(scope="module")
-def spec(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def spec(tmp_path_factory):
     """Of a supervised run, pickled."""
     folder = tmp_path_factory.mktemp("spec")
     off = (
@@ -72,14 +72,14 @@ def spec(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def on_two(spec: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def on_two(spec, tmp_path_factory):
     """Steps 1 and 2, saved on two ranks to `checkpoints`."""
     folder = tmp_path_factory.mktemp("two")
     return run_task("save", 2, folder, spec, folder / "checkpoints")
 
 
 @pytest.fixture(scope="module")
-def on_four(spec: Path, on_two: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def on_four(spec, on_two, tmp_path_factory):
     """Step 1 of those loaded on four ranks, two replicas of two shards, and saved to
     `checkpoints`."""
     return run_task(
@@ -88,12 +88,12 @@ def on_four(spec: Path, on_two: Path, tmp_path_factory: pytest.TempPathFactory) 
 
 
 @pytest.fixture
-def copy_of_two(on_two: Path, tmp_path: Path) -> Path:
+def copy_of_two(on_two, tmp_path):
     return Path(shutil.copytree(on_two / "checkpoints", tmp_path / "checkpoints"))
 
 
 @pytest.mark.slow
-def test_two_ranks_save_during_the_run_and_one_process_resumes(on_two: Path, spec: Path) -> None:
+def test_two_ranks_save_during_the_run_and_one_process_resumes(on_two, spec):
     loaded = pickle.loads(spec.read_bytes())
     resources = build_resources(loaded.factories, loaded.plan.ranks[0])
     assert resources.actor is not None
@@ -105,7 +105,7 @@ def test_two_ranks_save_during_the_run_and_one_process_resumes(on_two: Path, spe
         )
 
 
-def test_each_rank_wrote_its_own_shards_and_what_it_alone_has(on_two: Path) -> None:
+def test_each_rank_wrote_its_own_shards_and_what_it_alone_has(on_two):
     path = CheckpointStore(on_two / "checkpoints").load().path
     assert sorted(file.name for file in path.iterdir()) == [
         "actor-rank0.safetensors", "actor-rank1.safetensors", "actor_meta.json", "manifest.json",
@@ -116,7 +116,7 @@ def test_each_rank_wrote_its_own_shards_and_what_it_alone_has(on_two: Path) -> N
     assert whole <= sum(sizes) < 1.2 * whole and max(sizes) < 0.7 * whole
 
 
-def test_tensors_of_every_shape_come_back_whole(on_two: Path, on_four: Path) -> None:
+def test_tensors_of_every_shape_come_back_whole(on_two, on_four):
     for folder in (on_two, on_four):
         found = CheckpointStore(folder / "checkpoints").load().load("odd")
         expected = whole_odd_tensors()
@@ -125,16 +125,14 @@ def test_tensors_of_every_shape_come_back_whole(on_two: Path, on_four: Path) -> 
             assert found[name].dtype == tensor.dtype and torch.equal(found[name], tensor), name
 
 
-def test_four_ranks_go_on_from_two_and_two_from_four(
-    on_two: Path, on_four: Path, spec: Path, tmp_path: Path
-) -> None:
+def test_four_ranks_go_on_from_two_and_two_from_four(on_two, on_four, spec, tmp_path):
     expected = load_file(on_two / "step-1.safetensors")
     assert_same_bits(load_file(on_four / "loaded.safetensors"), expected)
     again = run_task("reshard", 2, tmp_path, spec, on_four / "checkpoints")
     assert_same_bits(load_file(again / "loaded.safetensors"), expected)
 
 
-def test_two_ranks_go_on_from_one_process(on_two: Path, spec: Path, tmp_path: Path) -> None:
+def test_two_ranks_go_on_from_one_process(on_two, spec, tmp_path):
     loaded = pickle.loads(spec.read_bytes())
     resources = build_resources(loaded.factories, loaded.plan.ranks[0])
     restore(CheckpointStore(on_two / "checkpoints").load(1), resources)
@@ -151,16 +149,14 @@ def test_two_ranks_go_on_from_one_process(on_two: Path, spec: Path, tmp_path: Pa
     )
 
 
-def test_of_replicas_one_writes(on_four: Path) -> None:
+def test_of_replicas_one_writes(on_four):
     path = CheckpointStore(on_four / "checkpoints").load().path
     for rank in (2, 3):
         with safe_open(path / f"actor-rank{rank}.safetensors", "pt") as file:
             assert not list(file.keys())
 
 
-def test_a_rank_draws_on_where_it_stood_and_a_new_one_from_its_seed(
-    on_two: Path, on_four: Path
-) -> None:
+def test_a_rank_draws_on_where_it_stood_and_a_new_one_from_its_seed(on_two, on_four):
     for rank in (0, 1):
         assert told(on_four, rank) == told(on_two, rank)
     before = global_random_states.states()
@@ -173,7 +169,7 @@ def test_a_rank_draws_on_where_it_stood_and_a_new_one_from_its_seed(
     assert len({json.dumps(told(on_four, rank)) for rank in range(4)}) == 4
 
 
-def test_export_needs_no_ranks(on_two: Path, on_four: Path, tmp_path: Path) -> None:
+def test_export_needs_no_ranks(on_two, on_four, tmp_path):
     for folder, step in ((on_two, 2), (on_four, 1)):
         target = export_checkpoint(
             CheckpointStore(folder / "checkpoints").load().path, tmp_path / folder.name
@@ -185,8 +181,8 @@ def test_export_needs_no_ranks(on_two: Path, on_four: Path, tmp_path: Path) -> N
 
 
 def test_a_rank_that_is_killed_within_a_save_is_named_and_the_one_before_is_whole(
-    copy_of_two: Path, spec: Path, tmp_path: Path
-) -> None:
+    copy_of_two, spec, tmp_path
+):
     kill = (1, "part actor-rank1")
     folder = run_task(
         "be_killed", 2, tmp_path, spec, copy_of_two, exit_codes=(0, -signal.SIGKILL), kill=kill

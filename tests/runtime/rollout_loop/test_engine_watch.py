@@ -105,9 +105,7 @@ def use(session: RolloutServices, what: str) -> None:
         ("end", "to end"),
     ],
 )
-def test_whoever_waits_is_told_what_hangs_since_when_and_where(
-    tmp_path: Path, what: str, told: str
-) -> None:
+def test_whoever_waits_is_told_what_hangs_since_when_and_where(tmp_path, what, told):
     stacks = tmp_path / "stacks.txt"
     said = (
         rf"Engine \(the server at http://here\) hangs: it was asked {told} at \d\d:\d\d:\d\d, and "
@@ -128,7 +126,7 @@ def test_whoever_waits_is_told_what_hangs_since_when_and_where(
     assert stacks.stat().st_mode & 0o777 == 0o600
 
 
-def test_a_thread_that_hangs_shows_its_own_line(tmp_path: Path) -> None:
+def test_a_thread_that_hangs_shows_its_own_line(tmp_path):
     release = threading.Event()
 
     async def in_a_thread() -> None:
@@ -146,7 +144,7 @@ def test_a_thread_that_hangs_shows_its_own_line(tmp_path: Path) -> None:
     )
 
 
-def test_an_engine_that_is_slow_and_draws_tokens_lives() -> None:
+def test_an_engine_that_is_slow_and_draws_tokens_lives():
     engine = Engine()
 
     async def slowly() -> None:
@@ -159,7 +157,7 @@ def test_an_engine_that_is_slow_and_draws_tokens_lives() -> None:
         use(session, "generate")
 
 
-def test_an_engine_that_answers_others_lives() -> None:
+def test_an_engine_that_answers_others_lives():
     durations = iter([1.0, *[0.1] * 10])
 
     async def sleeps() -> None:
@@ -178,7 +176,7 @@ def test_an_engine_that_answers_others_lives() -> None:
         session.call(asks(session))
 
 
-def test_a_paused_engine_owes_no_tokens_and_one_that_was_asked_nothing_no_answer() -> None:
+def test_a_paused_engine_owes_no_tokens_and_one_that_was_asked_nothing_no_answer():
     resumed = threading.Event()
 
     async def until_resumed() -> None:

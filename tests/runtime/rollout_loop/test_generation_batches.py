@@ -114,7 +114,7 @@ def run(plane: RolloutLoop, coordinator: Coordinator, steps: int = 1) -> list[li
 LENGTHS = {0: 60, 1: 5, 2: 50, 3: 4, 4: 3, 5: 2, **dict.fromkeys(range(6, 40), 30)}
 
 
-def test_those_that_are_generated_first_make_the_step_and_the_others_are_aborted() -> None:
+def test_those_that_are_generated_first_make_the_step_and_the_others_are_aborted():
     engine = CountingEngine(LENGTHS)
     counts = counted()
     plane = plane_of(engine)
@@ -125,7 +125,7 @@ def test_those_that_are_generated_first_make_the_step_and_the_others_are_aborted
 
 
 @pytest.mark.parametrize("slow", [(), (5,), (1, 3), (0, 2)])
-def test_what_reward_functions_take_changes_nothing(slow: tuple[int, ...]) -> None:
+def test_what_reward_functions_take_changes_nothing(slow):
     @node(writes="scores", role="REWARD", scope="group", reads=("response_mask",))
     async def reward_fn(group: Group) -> Any:
         await asyncio.sleep(0.1 if group.prompt_group.group_id in slow else 0)
@@ -140,9 +140,7 @@ def test_what_reward_functions_take_changes_nothing(slow: tuple[int, ...]) -> No
 
 
 @pytest.mark.parametrize("slow", [(), (8, 6)])
-def test_one_that_is_answered_when_the_step_is_full_is_asked_again_whatever_its_score(
-    slow: tuple[int, ...],
-) -> None:
+def test_one_that_is_answered_when_the_step_is_full_is_asked_again_whatever_its_score(slow):
     @node(writes="scores", role="REWARD", scope="group", reads=("response_mask",))
     async def reward_fn(group: Group) -> Any:
         await asyncio.sleep(0.05 if group.prompt_group.group_id == 5 else 0)
@@ -155,7 +153,7 @@ def test_one_that_is_answered_when_the_step_is_full_is_asked_again_whatever_its_
     assert counts.checked_counts().dropped == {} and counts.checked_counts().aborted == 2
 
 
-def test_a_reward_function_that_is_at_work_is_not_waited_for() -> None:
+def test_a_reward_function_that_is_at_work_is_not_waited_for():
     cancelled = []
 
     @node(writes="scores", role="REWARD", scope="group", reads=("response_mask",))
@@ -179,7 +177,7 @@ def test_a_reward_function_that_is_at_work_is_not_waited_for() -> None:
     assert sorted(cancelled) == [0, 2] and time.monotonic() - started < 50
 
 
-def test_an_episode_of_several_requests_is_placed_by_its_first_response() -> None:
+def test_an_episode_of_several_requests_is_placed_by_its_first_response():
     @node(writes=("response_ids", "response_mask"), role="ROLLOUT", reads=("prompt_ids",))
     async def two_turns(group: Group, rollout: Any) -> list[Sample]:
         request = GenerateRequest((1,), group.wanted, group.params, group.stream)

@@ -41,7 +41,7 @@ def request(group: int, sample: int) -> GenerateRequest:
 
 
 @pytest.mark.parametrize("in_rounds", [True, False])
-def test_turns_of_a_generation_batch_advance_together(in_rounds: bool) -> None:
+def test_turns_of_a_generation_batch_advance_together(in_rounds):
     """Three groups of two episodes with 3, 1 and 2 turns; between them they wait for times that are
     drawn."""
 
@@ -71,7 +71,7 @@ def test_turns_of_a_generation_batch_advance_together(in_rounds: bool) -> None:
     assert rounds[1:] == ([[*both[:2], *both[4:]], both[:2]] if in_rounds else [])
 
 
-def test_a_group_that_is_cancelled_or_fails_holds_nobody() -> None:
+def test_a_group_that_is_cancelled_or_fails_holds_nobody():
     async def run() -> int:
         engine = Engine()
         client = RolloutClient(engine)  # type: ignore[arg-type]
@@ -121,9 +121,7 @@ class FailsLater(Engine):
 
 @pytest.mark.parametrize("num_rounds", [0, 1])
 @pytest.mark.parametrize("failing", ["pause", "resume"])
-def test_an_engine_that_fails_in_a_round_fails_the_requests_of_all_groups(
-    failing: str, num_rounds: int
-) -> None:
+def test_an_engine_that_fails_in_a_round_fails_the_requests_of_all_groups(failing, num_rounds):
     async def run() -> list[object]:
         engine = FailsLater(failing, num_rounds)
         client = RolloutClient(engine)  # type: ignore[arg-type]

@@ -1,7 +1,5 @@
 """A group in the rollout loop: what nodes write and read before the queue makes columns of it."""
 
-from typing import Any
-
 import pytest
 import torch
 
@@ -14,7 +12,7 @@ from distflow.scheduling.group_states import PromptGroup
 from tests.runtime.groups import PARAMS, group_with_responses, prompt_group, waiting_group
 
 
-def test_a_group_without_responses_is_its_prompts() -> None:
+def test_a_group_without_responses_is_its_prompts():
     group = waiting_group(prompt_group(5, size=3))
     batch = group.batch()
     assert batch["uid"] == ["5-0", "5-1", "5-2"] and batch["group_index"].tolist() == [5, 5, 5]
@@ -25,7 +23,7 @@ def test_a_group_without_responses_is_its_prompts() -> None:
     assert (group.stream.name, group.stream.row, len(group)) == ("train", 5, 3)
 
 
-def test_the_greedy_group_wants_one_response_and_shares_nothing_that_is_written() -> None:
+def test_the_greedy_group_wants_one_response_and_shares_nothing_that_is_written():
     group = group_with_responses()
     group.batch()
     greedy = group.greedy()
@@ -41,14 +39,14 @@ def test_the_greedy_group_wants_one_response_and_shares_nothing_that_is_written(
     )
 
 
-def test_what_is_drawn_follows_from_the_seed_and_the_prompt_group_s_stream_epoch_and_row() -> None:
+def test_what_is_drawn_follows_from_the_seed_and_the_prompt_group_s_stream_epoch_and_row():
     of = PromptGroup(17, 2, 5, 3, 0, stream="val/sums/sampled")
     group = Group(of, PromptRow(5, (1, 2, 3), "p", "r0", "default", {}), PARAMS, seed=9)
     assert group.stream == Stream(9, "val/sums/sampled", 2, 5) and group.wanted == (0, 1, 2)
     assert group.greedy().stream == group.stream
 
 
-def test_columns_are_read_as_tensors_and_lists_by_their_names_and_aliases() -> None:
+def test_columns_are_read_as_tensors_and_lists_by_their_names_and_aliases():
     group = group_with_responses()
     group.write({"scores": [1, 0.5], "data_source": ["a", "b"], "reward_extra": [{}, {"k": 1}]})
     assert isinstance(group["scores"], torch.Tensor) and group["scores"].dtype is torch.float64
@@ -64,7 +62,7 @@ def test_columns_are_read_as_tensors_and_lists_by_their_names_and_aliases() -> N
     assert group.batch()["domain"] == ["a", "b"]
 
 
-def test_one_score_a_sample_lies_on_the_last_token_and_a_rewrite_moves_with_it() -> None:
+def test_one_score_a_sample_lies_on_the_last_token_and_a_rewrite_moves_with_it():
     group = group_with_responses()
     group.write({"scores": [5.0, 7.0]})
     assert group["token_level_scores"].tolist() == [[0, 5, 0, 0], [0, 0, 0, 7]]  # type: ignore[attr-defined]
@@ -74,7 +72,7 @@ def test_one_score_a_sample_lies_on_the_last_token_and_a_rewrite_moves_with_it()
     assert batch["token_level_rewards"].tolist() == batch["token_level_scores"].tolist()
 
 
-def test_a_score_is_never_after_the_last_token_of_the_policy() -> None:
+def test_a_score_is_never_after_the_last_token_of_the_policy():
     """Estimators read the policy's tokens only: a score on a tool's would be lost."""
     group = waiting_group(prompt_group(size=3))
     answer = Segment("policy", (4, 5), (-1.0,) * 2, (-1.0,) * 2, (0, 0))
@@ -94,7 +92,7 @@ def test_a_score_is_never_after_the_last_token_of_the_policy() -> None:
     )
 
 
-def test_dense_scores_give_the_score_of_each_sample() -> None:
+def test_dense_scores_give_the_score_of_each_sample():
     group = group_with_responses()
     dense = torch.tensor([[1.0, 2, 0, 0], [0, 0, 3, 0.5]])
     group.write({"token_level_scores": dense})
@@ -107,7 +105,7 @@ def test_dense_scores_give_the_score_of_each_sample() -> None:
     assert group["scores"].tolist() == [1.0, 2.0], "a score that was written is no sum"  # type: ignore[attr-defined]
 
 
-def test_the_score_of_a_sample_is_the_sum_over_the_policy_s_tokens() -> None:
+def test_the_score_of_a_sample_is_the_sum_over_the_policy_s_tokens():
     group = group_with_responses()
     mask = torch.ones_like(group.batch()["response_mask"])
     mask[:, -1] = 0.0
@@ -133,9 +131,7 @@ def test_the_score_of_a_sample_is_the_sum_over_the_policy_s_tokens() -> None:
         {"advantages": torch.zeros(6), "returns": torch.zeros(7)},
     ],
 )
-def test_what_does_not_fit_is_refused_when_it_is_written_and_leaves_no_trace(
-    columns: dict[str, Any],
-) -> None:
+def test_what_does_not_fit_is_refused_when_it_is_written_and_leaves_no_trace(columns):
     group = group_with_responses()
     group.write({"valid": [True, False]})
     with pytest.raises((ValueError, TypeError)):
@@ -143,7 +139,7 @@ def test_what_does_not_fit_is_refused_when_it_is_written_and_leaves_no_trace(
     assert list(group.written) == ["valid"] and group.batch()["valid"].tolist() == [True, False]
 
 
-def test_a_sample_s_text_and_reason_come_with_its_tokens() -> None:
+def test_a_sample_s_text_and_reason_come_with_its_tokens():
     group: Group = waiting_group(prompt_group(3))
     answer = Segment("policy", (8, 9), (-1.0, -2.0), (-1.5, -2.5), (4, 4))
     group.set_samples(

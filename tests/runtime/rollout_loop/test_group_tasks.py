@@ -4,7 +4,6 @@ import asyncio
 import random
 from collections import Counter
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -129,7 +128,7 @@ async def fill(plane: RolloutLoop, queue: LocalSampleQueue, steps: int) -> list[
     return taken
 
 
-def test_a_wave_is_asked_of_a_paused_engine_that_then_resumes() -> None:
+def test_a_wave_is_asked_of_a_paused_engine_that_then_resumes():
     engine = OrderedEngine()
     queue = LocalSampleQueue(coordinator(consumer_batch=4), Waits())
     assert asyncio.run(fill(plane_of(engine), queue, 2)) == [[0, 1, 2, 3], [4, 5, 6, 7]]
@@ -140,7 +139,7 @@ def test_a_wave_is_asked_of_a_paused_engine_that_then_resumes() -> None:
     assert all(paused for entry in engine.log if not isinstance(entry, str) for paused in entry[1:])
 
 
-def test_a_node_may_ask_in_tasks_of_its_own() -> None:
+def test_a_node_may_ask_in_tasks_of_its_own():
     @node(writes=("response_ids", "response_mask"), role="ROLLOUT", reads=("prompt_ids",))
     async def generate_in_tasks(group: Group, rollout: Any) -> list[Sample]:
         requests = [
@@ -161,7 +160,7 @@ def test_a_node_may_ask_in_tasks_of_its_own() -> None:
     assert asyncio.run(asyncio.wait_for(fill(plane, queue, 2), 60)) == [[0, 1, 2, 3], [4, 5, 6, 7]]
 
 
-def test_the_gate_counts_groups_that_end_without_asking() -> None:
+def test_the_gate_counts_groups_that_end_without_asking():
     async def run() -> list[Any]:
         engine = OrderedEngine()
         client = RolloutClient(engine)  # type: ignore[arg-type]
@@ -187,7 +186,7 @@ def test_the_gate_counts_groups_that_end_without_asking() -> None:
 @pytest.mark.parametrize(
     "exits", [SystemExit(2), GeneratorExit(2), KeyboardInterrupt(2), asyncio.CancelledError(2)]
 )
-def test_whatever_a_node_does_costs_its_own_group_only(exits: BaseException) -> None:
+def test_whatever_a_node_does_costs_its_own_group_only(exits):
     @node(writes="scores", role="REWARD", scope="group", reads=("response_mask",))
     async def reward_fn(group: Group) -> Any:
         number = group.prompt_group.group_id
@@ -216,7 +215,7 @@ def test_whatever_a_node_does_costs_its_own_group_only(exits: BaseException) -> 
 
 
 @pytest.mark.parametrize("scores", [["high", "low"], 1.0])
-def test_a_column_that_is_none_costs_its_own_group_only(scores: Any) -> None:
+def test_a_column_that_is_none_costs_its_own_group_only(scores):
     """Nothing after the last node may find out: that would end the loop."""
 
     @node(writes="scores", role="REWARD", scope="group", reads=("response_mask",))
@@ -230,9 +229,7 @@ def test_a_column_that_is_none_costs_its_own_group_only(scores: Any) -> None:
     ) == [[1, 2]]
 
 
-def test_a_group_that_fails_by_no_fault_of_the_user_s_is_tried_again(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_group_that_fails_by_no_fault_of_the_user_s_is_tried_again(monkeypatch):
     class Failing(OrderedEngine):
         """Its memory is full in the first two attempts of group 0, and in every one of group 1."""
 
@@ -262,7 +259,7 @@ def test_a_group_that_fails_by_no_fault_of_the_user_s_is_tried_again(
 
 
 @pytest.mark.parametrize("fails", [True, False])
-def test_groups_that_all_fail_or_lack_scores_end_the_run_with_the_reason(fails: bool) -> None:
+def test_groups_that_all_fail_or_lack_scores_end_the_run_with_the_reason(fails):
     @node(writes="scores", role="REWARD", scope="group", reads=("response_mask",))
     def reward_fn(group: Group) -> Any:
         if fails:
@@ -276,7 +273,7 @@ def test_groups_that_all_fail_or_lack_scores_end_the_run_with_the_reason(fails: 
         assert plane.events.ended[0] == f"{TOO_FEW_SCORES}: the grader is down"  # type: ignore[index]
 
 
-def test_what_nodes_measured_of_a_group_goes_with_it() -> None:
+def test_what_nodes_measured_of_a_group_goes_with_it():
     @node(writes="scores", role="REWARD", scope="group", reads=("response_mask",))
     def reward_fn(group: Group) -> Any:
         return NodeOutput({"scores": [1.0, 0.0]}, {"number": float(group.prompt_group.group_id)})
@@ -291,7 +288,7 @@ def test_what_nodes_measured_of_a_group_goes_with_it() -> None:
     assert asyncio.run(run()).metrics == {"number": 0.5}
 
 
-def test_samples_that_get_no_score_are_counted_with_their_node() -> None:
+def test_samples_that_get_no_score_are_counted_with_their_node():
     @node(writes=("response_ids", "response_mask"), role="ROLLOUT", reads=("prompt_ids",))
     def respond(group: Group) -> list[Sample]:
         return samples(0, (1, 2, 1), valid=(True, False, True))
@@ -309,7 +306,7 @@ def test_samples_that_get_no_score_are_counted_with_their_node() -> None:
     assert loop.call_counts.take() == RewardCounts(3, 1, "no score (node 'x')")
 
 
-def test_cancelling_the_plane_aborts_what_the_engine_does() -> None:
+def test_cancelling_the_plane_aborts_what_the_engine_does():
     async def run() -> int:
         engine = OrderedEngine()
         plane = plane_of(engine)
@@ -331,8 +328,8 @@ def test_cancelling_the_plane_aborts_what_the_engine_does() -> None:
 
 
 def test_the_plane_of_a_worker_draws_by_the_run_s_seed_and_sampling_and_stops_at_the_model_s_tokens(
-    tmp_path: Path,
-) -> None:
+    tmp_path,
+):
     given = ("trainer.seed=11", "data.seed=22", "reward.timeout_s=7.0")
     _, spec = Playground(tmp_path).spec("grpo", *given)
     client = RolloutClient(OrderedEngine())  # type: ignore[arg-type]
@@ -347,7 +344,7 @@ def test_the_plane_of_a_worker_draws_by_the_run_s_seed_and_sampling_and_stops_at
     assert plane.timeout_s == 7.0 and plane.client is not None
 
 
-def test_groups_that_ask_at_once_are_submitted_in_group_order() -> None:
+def test_groups_that_ask_at_once_are_submitted_in_group_order():
     @node(writes=("response_ids", "response_mask"), role="ROLLOUT", reads=("prompt_ids",))
     async def asks(group: Group, rollout: Any) -> list[Sample]:
         await rollout.generate(GenerateRequest((1,), group.wanted, group.params, group.stream))

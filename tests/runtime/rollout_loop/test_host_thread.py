@@ -44,7 +44,7 @@ def other_threads() -> Iterator[ThreadPoolExecutor]:
         yield pool
 
 
-def test_it_computes_what_is_asked_while_it_waits_and_then_has_its_result() -> None:
+def test_it_computes_what_is_asked_while_it_waits_and_then_has_its_result():
     host, waited, idents = HostThread(), Future[list[bool]](), list[int]()
 
     def asks() -> None:
@@ -60,7 +60,7 @@ def test_it_computes_what_is_asked_while_it_waits_and_then_has_its_result() -> N
     assert idents == [threading.get_ident()] * 3
 
 
-def test_one_that_does_not_wait_computes_nothing() -> None:
+def test_one_that_does_not_wait_computes_nothing():
     host = HostThread()
     with other_threads() as pool:
         assert pool.submit(host.compute, until).result(WITHIN_S) is False
@@ -70,7 +70,7 @@ def test_one_that_does_not_wait_computes_nothing() -> None:
         assert pool.submit(host.compute, until).result(WITHIN_S) is False
 
 
-def test_on_another_thread_waiting_is_only_waiting() -> None:
+def test_on_another_thread_waiting_is_only_waiting():
     host = HostThread()
     waited = Future[int]()
 
@@ -81,7 +81,7 @@ def test_on_another_thread_waiting_is_only_waiting() -> None:
         assert waiting.result(WITHIN_S) == 2
 
 
-def test_a_stretch_is_told_when_the_thread_is_wanted_back() -> None:
+def test_a_stretch_is_told_when_the_thread_is_wanted_back():
     host, waited = HostThread(), Future[int]()
 
     def ends() -> None:
@@ -96,7 +96,7 @@ def test_a_stretch_is_told_when_the_thread_is_wanted_back() -> None:
 
 
 @pytest.mark.parametrize("error", [KeyError("it"), KeyboardInterrupt(), SystemExit(3)])
-def test_what_it_waited_for_and_what_it_computed_may_raise(error: BaseException) -> None:
+def test_what_it_waited_for_and_what_it_computed_may_raise(error):
     def fails(back: Callable[[], bool]) -> None:
         raise error
 
@@ -113,7 +113,7 @@ def test_what_it_waited_for_and_what_it_computed_may_raise(error: BaseException)
 
 
 @pytest.mark.parametrize("computes", [False, True])
-def test_an_interrupt_while_it_waits_or_computes_leaves_nobody_waiting(computes: bool) -> None:
+def test_an_interrupt_while_it_waits_or_computes_leaves_nobody_waiting(computes):
     host = HostThread()
 
     def interrupts() -> None:
@@ -131,7 +131,7 @@ def test_an_interrupt_while_it_waits_or_computes_leaves_nobody_waiting(computes:
         assert sorted(one.result(WITHIN_S) for one in asked) == [False, False, True][: len(asked)]
 
 
-def test_a_storm_of_stretches_and_short_waits_loses_none() -> None:
+def test_a_storm_of_stretches_and_short_waits_loses_none():
     """Each stretch is computed here, or handed back; none is computed twice, and nobody waits for
     ever."""
     host, over, done, refused = HostThread(), threading.Event(), list[int](), list[int]()

@@ -23,7 +23,7 @@ async def exits() -> None:
     raise SystemExit(3)
 
 
-def test_results_and_exceptions_come_back_to_the_caller() -> None:
+def test_results_and_exceptions_come_back_to_the_caller():
     async def fails() -> None:
         raise KeyError("it")
 
@@ -34,7 +34,7 @@ def test_results_and_exceptions_come_back_to_the_caller() -> None:
         assert thread.call(double(5)) == 10
 
 
-def test_leaving_cancels_what_runs() -> None:
+def test_leaving_cancels_what_runs():
     ended = threading.Event()
 
     async def waits() -> None:
@@ -52,7 +52,7 @@ def test_leaving_cancels_what_runs() -> None:
         thread.call(double(1))
 
 
-def test_a_thread_that_dies_fails_all_that_wait_and_all_that_come() -> None:
+def test_a_thread_that_dies_fails_all_that_wait_and_all_that_come():
     """A task that raises SystemExit takes the loop with it; asyncio tells nobody."""
     with LoopThread("t") as thread:
         waiting = thread.start(for_ever())
@@ -68,7 +68,7 @@ def test_a_thread_that_dies_fails_all_that_wait_and_all_that_come() -> None:
         thread.cancel_all()
 
 
-def test_nobody_waits_for_what_swallows_its_cancellation(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nobody_waits_for_what_swallows_its_cancellation(monkeypatch):
     monkeypatch.setattr(loop_thread, "LEAVES_WITHIN_S", 0.05)
     stays = True
 
@@ -85,7 +85,7 @@ def test_nobody_waits_for_what_swallows_its_cancellation(monkeypatch: pytest.Mon
     stays = False
 
 
-def test_code_of_the_user_that_holds_the_thread_up_ends_what_waits_for_it() -> None:
+def test_code_of_the_user_that_holds_the_thread_up_ends_what_waits_for_it():
     release = threading.Event()
 
     async def holds_up() -> None:

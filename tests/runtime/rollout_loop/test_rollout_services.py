@@ -1,7 +1,6 @@
 """The services of a run: entered together, left together, and their ends hide no earlier error."""
 
 import asyncio
-from pathlib import Path
 
 import pytest
 
@@ -13,7 +12,7 @@ from tests.rewards.routers import pids_of
 
 
 @pytest.fixture
-def ground(tmp_path: Path) -> Playground:
+def ground(tmp_path):
     return Playground(tmp_path, num_rows=4)
 
 
@@ -22,7 +21,7 @@ def resources_of(ground: Playground) -> Resources:
     return build_resources(spec.factories, spec.plan.ranks[0])
 
 
-def test_leaving_cancels_work_before_it_closes_what_the_work_needs(ground: Playground) -> None:
+def test_leaving_cancels_work_before_it_closes_what_the_work_needs(ground):
     resources = resources_of(ground)
     seen: list[str] = []
 
@@ -43,9 +42,7 @@ def test_leaving_cancels_work_before_it_closes_what_the_work_needs(ground: Playg
     assert resources.reward_fn is not None and pids_of(resources.reward_fn.pools) == []
 
 
-def test_a_service_that_cannot_end_is_told_only_where_nothing_failed_before(
-    ground: Playground, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_service_that_cannot_end_is_told_only_where_nothing_failed_before(ground, monkeypatch):
     close = RewardRouter.close
 
     def fails(self: RewardRouter) -> None:
@@ -60,7 +57,7 @@ def test_a_service_that_cannot_end_is_told_only_where_nothing_failed_before(
                 raise first
 
 
-def test_a_loop_that_dies_ends_the_session_and_fails_the_trainer_s_call(ground: Playground) -> None:
+def test_a_loop_that_dies_ends_the_session_and_fails_the_trainer_s_call(ground):
     resources = resources_of(ground)
 
     async def exits() -> None:

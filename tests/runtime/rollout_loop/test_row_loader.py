@@ -3,7 +3,6 @@ one."""
 
 import json
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -41,7 +40,7 @@ def columns(loaded: LoadedGroups[Batch]) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(("load", "size"), [(response_of_row, 1), (pair_of_row, 2)])
-def test_groups_loaded_ahead_are_those_loaded_when_they_start(load: Any, size: int) -> None:
+def test_groups_loaded_ahead_are_those_loaded_when_they_start(load, size):
     ahead = loader(load=load)
     wanted = groups(4, 0, 7, size=size)
     ahead.load_ahead(groups(4, 0, 7, size=size))
@@ -54,14 +53,14 @@ def test_groups_loaded_ahead_are_those_loaded_when_they_start(load: Any, size: i
     assert columns(part) == columns(LoadedGroups.of(part.prompt_groups, last))
 
 
-def test_groups_that_others_start_in_place_of_are_not_those_loaded_ahead() -> None:
+def test_groups_that_others_start_in_place_of_are_not_those_loaded_ahead():
     ahead = loader()
     ahead.load_ahead(groups(4, 0, version=1))
     later = ahead.load(groups(4, 0, version=2)).groups
     assert torch.equal(later.data.flat("versions").unique(), torch.tensor([2]))
 
 
-def test_an_unusable_row_is_left_out_alone() -> None:
+def test_an_unusable_row_is_left_out_alone():
     class Rows(list[PromptRow]):
         def __getitem__(self, index: Any) -> Any:
             if index == 3:
@@ -75,9 +74,7 @@ def test_an_unusable_row_is_left_out_alone() -> None:
     assert [(group.row, error.reason) for group, error in loaded.unusable] == [(3, "overlong")]
 
 
-def test_each_row_of_fine_tuning_is_accounted_for_although_a_step_has_one_record(
-    tmp_path: Path,
-) -> None:
+def test_each_row_of_fine_tuning_is_accounted_for_although_a_step_has_one_record(tmp_path):
     """11 rows in steps of 4, two epochs: steps cross the epoch, and the last is short."""
     off = (
         "~reward.functions",

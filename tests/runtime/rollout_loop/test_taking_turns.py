@@ -6,7 +6,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
@@ -68,7 +68,7 @@ class Watched:
 
 
 @pytest.fixture
-def two_threads() -> Iterator[None]:
+def two_threads():
     """Of the thread that enters, as `trainer.num_threads` sets them."""
     before = torch.get_num_threads()
     torch.set_num_threads(2)
@@ -76,7 +76,7 @@ def two_threads() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-def test_it_computes_here_while_a_coroutine_or_a_function_is_waited_for(two_threads: None) -> None:
+def test_it_computes_here_while_a_coroutine_or_a_function_is_waited_for(two_threads):
     watched = Watched(num_threads=1)
     with watched.session as session:
         assert watched.ask() == expected()
@@ -88,7 +88,7 @@ def test_it_computes_here_while_a_coroutine_or_a_function_is_waited_for(two_thre
     assert watched.threads == {(True, 2)}
 
 
-def test_with_a_thread_of_its_own_it_computes_there_with_its_own_threads(two_threads: None) -> None:
+def test_with_a_thread_of_its_own_it_computes_there_with_its_own_threads(two_threads):
     watched = Watched(takes_turns=False, num_threads=1)
     with watched.session as session:
         assert watched.ask() == expected()
@@ -124,7 +124,7 @@ def expected() -> Expected:
     return Expected()
 
 
-def test_the_thread_is_taken_when_it_waits_and_given_back_when_what_it_waits_for_is_there() -> None:
+def test_the_thread_is_taken_when_it_waits_and_given_back_when_what_it_waits_for_is_there():
     """What runs begins elsewhere, comes here and goes on elsewhere; the tokens are the same."""
     watched = Watched()
     watched.does = watched.slowly
@@ -145,7 +145,7 @@ def test_the_thread_is_taken_when_it_waits_and_given_back_when_what_it_waits_for
         assert {here for here, _ in watched.threads} == {False}
 
 
-def test_a_step_that_fails_fails_its_requests_and_the_next_are_served() -> None:
+def test_a_step_that_fails_fails_its_requests_and_the_next_are_served():
     watched = Watched()
 
     def explode() -> None:
@@ -160,7 +160,7 @@ def test_a_step_that_fails_fails_its_requests_and_the_next_are_served() -> None:
         assert watched.ask() == expected()
 
 
-def test_a_pause_an_update_and_a_resume_pass_while_it_computes_here() -> None:
+def test_a_pause_an_update_and_a_resume_pass_while_it_computes_here():
     watched = Watched()
     watched.does = watched.slowly
     weights = list(make_model(seed=3).named_parameters())
@@ -188,7 +188,7 @@ def test_a_pause_an_update_and_a_resume_pass_while_it_computes_here() -> None:
 
 
 @pytest.mark.parametrize("entered_by", ["call", "wait_for"])
-def test_an_interrupt_in_a_step_ends_the_session(entered_by: str) -> None:
+def test_an_interrupt_in_a_step_ends_the_session(entered_by):
     watched = Watched()
 
     struck: list[int] = []
@@ -212,7 +212,7 @@ def test_an_interrupt_in_a_step_ends_the_session(entered_by: str) -> None:
     assert watched.engine.num_generated_tokens - struck[0] in (0, 1)
 
 
-def test_what_is_waited_for_may_fail() -> None:
+def test_what_is_waited_for_may_fail():
     def fails() -> None:
         raise KeyError("it")
 

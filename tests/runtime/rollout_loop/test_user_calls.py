@@ -57,16 +57,14 @@ async def fails_at_the_end() -> None:
 
 
 @pytest.mark.parametrize("function", [waits_for_ever, spins, its_task_never_ends, fails_at_the_end])
-def test_one_that_never_returns_is_cancelled_at_its_deadline(
-    function: Work, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_one_that_never_returns_is_cancelled_at_its_deadline(function, caplog):
     with pytest.raises(DeadlinePassed) as passed:
         asyncio.run(call(function, 0.05))
     gc.collect()
     assert str(passed.value) == "" and not caplog.records, "asyncio complains of no lost error"
 
 
-def test_tasks_that_it_started_end_with_it_at_its_deadline() -> None:
+def test_tasks_that_it_started_end_with_it_at_its_deadline():
     started = list[asyncio.Task[None]]()
 
     async def waits_beside_a_task() -> None:
@@ -81,7 +79,7 @@ def test_tasks_that_it_started_end_with_it_at_its_deadline() -> None:
     assert asyncio.run(run())
 
 
-def test_one_that_swallows_its_cancellation_is_left_behind() -> None:
+def test_one_that_swallows_its_cancellation_is_left_behind():
     ends = False
 
     async def stays() -> None:
@@ -98,7 +96,7 @@ def test_one_that_swallows_its_cancellation_is_left_behind() -> None:
     asyncio.run(run())
 
 
-def test_what_it_waits_for_of_ours_does_not_count() -> None:
+def test_what_it_waits_for_of_ours_does_not_count():
     async def asks() -> str:
         for _ in range(3):
             with deadline_paused():
@@ -108,7 +106,7 @@ def test_what_it_waits_for_of_ours_does_not_count() -> None:
     assert asyncio.run(call(asks, 0.1)) == "answered"
 
 
-def test_results_and_errors_come_back() -> None:
+def test_results_and_errors_come_back():
     async def fails(error: BaseException) -> None:
         raise error
 
@@ -125,7 +123,7 @@ def test_results_and_errors_come_back() -> None:
     asyncio.run(run())
 
 
-def test_each_call_draws_its_own_whatever_runs_beside_it_and_leaves_no_trace() -> None:
+def test_each_call_draws_its_own_whatever_runs_beside_it_and_leaves_no_trace():
     async def draws_between_waits(seconds: float) -> list[Any]:
         drawn = [draw()]
         for _ in range(3):
@@ -167,7 +165,7 @@ def test_each_call_draws_its_own_whatever_runs_beside_it_and_leaves_no_trace() -
     assert len({repr(drawn) for drawn in beside}) == 8, "each has numbers of its own"
 
 
-def test_results_errors_and_the_caller_s_context() -> None:
+def test_results_errors_and_the_caller_s_context():
     name = contextvars.ContextVar("name", default="none")
 
     def fails() -> None:
@@ -190,7 +188,7 @@ def test_results_errors_and_the_caller_s_context() -> None:
     asyncio.run(run())
 
 
-def test_hangs_keep_no_place_and_no_one_waits_for_their_threads() -> None:
+def test_hangs_keep_no_place_and_no_one_waits_for_their_threads():
     release = threading.Event()
 
     async def run() -> list[str]:
@@ -209,7 +207,7 @@ def test_hangs_keep_no_place_and_no_one_waits_for_their_threads() -> None:
     assert served == "served" and thread.daemon
 
 
-def test_the_deadline_runs_from_the_start_of_the_call() -> None:
+def test_the_deadline_runs_from_the_start_of_the_call():
     """Calls that queue after others must not time out for that."""
     pause = threading.Event()
 
@@ -239,9 +237,7 @@ def fails() -> None:
     ids=["exits", "fails", "goes on"],
 )
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
-def test_a_fork_of_the_users_does_not_go_on_as_a_second_run(
-    end: Callable[[], None], status: int
-) -> None:
+def test_a_fork_of_the_users_does_not_go_on_as_a_second_run(end, status):
     async def forks() -> int:
         if (pid := os.fork()) == 0:
             end()

@@ -1,7 +1,6 @@
 """What a queue of rows of the data set says will start next, to each of its workers."""
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -58,9 +57,7 @@ class Steps:
 
 @pytest.mark.parametrize("num_workers", [1, 2, 3])
 @pytest.mark.parametrize("plan", [ONE, THREE], ids=["one source", "three domains"])
-def test_each_worker_is_told_its_next_groups_once_the_step_was_taken(
-    num_workers: int, plan: dict[str, Any], tmp_path: Path
-) -> None:
+def test_each_worker_is_told_its_next_groups_once_the_step_was_taken(num_workers, plan, tmp_path):
     path = tmp_path / "ledger.jsonl"
     with Ledger(path) as ledger:
         steps = Steps(ledger, num_workers, **plan)
@@ -89,7 +86,7 @@ def test_each_worker_is_told_its_next_groups_once_the_step_was_taken(
     assert lines == 2 + 6 * (3 + num_workers + (num_workers > 1))
 
 
-def test_rows_that_replace_unusable_ones_are_no_longer_those_foreseen(tmp_path: Path) -> None:
+def test_rows_that_replace_unusable_ones_are_no_longer_those_foreseen(tmp_path):
     steps = Steps(None, 1, **ONE)
     (issued,) = steps.ask()
     steps.queue.end_groups(DroppedGroup(issued[2], "overlong"))

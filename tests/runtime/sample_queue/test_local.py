@@ -89,7 +89,7 @@ def rows(share: Any) -> list[int]:
     return share.batch["group_index"].tolist()
 
 
-def test_a_step_is_taken_in_group_order_whatever_order_its_groups_end_in() -> None:
+def test_a_step_is_taken_in_group_order_whatever_order_its_groups_end_in():
     driven = Driven()
     first, second = driven.issue()
     thread, outcome = on_thread(lambda: driven.queue.take(0, 0))
@@ -100,7 +100,7 @@ def test_a_step_is_taken_in_group_order_whatever_order_its_groups_end_in() -> No
     assert ended(thread) and outcome[0].group_ids == (0, 1) and rows(outcome[0]) == [0, 0, 1, 1]
 
 
-def test_groups_are_handed_out_only_while_a_step_is_waited_for() -> None:
+def test_groups_are_handed_out_only_while_a_step_is_waited_for():
     """Nothing generates while the trainer updates, validates or saves."""
 
     async def run() -> None:
@@ -131,7 +131,7 @@ def test_groups_are_handed_out_only_while_a_step_is_waited_for() -> None:
     asyncio.run(run())
 
 
-def test_with_staleness_groups_are_handed_out_before_any_step_is_waited_for() -> None:
+def test_with_staleness_groups_are_handed_out_before_any_step_is_waited_for():
     async def run() -> list[int]:
         batches = Driven(max_staleness=1).queue.prompt_groups(lambda: None)
         return [prompt_group.group_id for prompt_group in await anext(batches)]
@@ -142,7 +142,7 @@ def test_with_staleness_groups_are_handed_out_before_any_step_is_waited_for() ->
 LENGTHS: Mapping[int, tuple[int, ...]] = {0: (20, 20), 1: (2, 2), 2: (9, 9), 3: (11, 11)}
 
 
-def test_ranks_get_whole_groups_all_of_them_and_about_as_many_tokens() -> None:
+def test_ranks_get_whole_groups_all_of_them_and_about_as_many_tokens():
     driven = Driven(num_ranks=2, consumer_batch=4)
     for prompt_group in driven.issue():
         driven.put(
@@ -169,7 +169,7 @@ def test_ranks_get_whole_groups_all_of_them_and_about_as_many_tokens() -> None:
     )
 
 
-def test_a_step_is_released_once_all_ranks_have_and_all_learn_how_the_run_stands() -> None:
+def test_a_step_is_released_once_all_ranks_have_and_all_learn_how_the_run_stands():
     driven = Driven(num_ranks=2)
     driven.fill()
     for rank in (0, 1):
@@ -197,7 +197,7 @@ def test_a_step_is_released_once_all_ranks_have_and_all_learn_how_the_run_stands
     assert driven.queue.release(1, 0, True).version.step == 2 and ended(thread)
 
 
-def test_a_rank_that_is_gone_wakes_those_that_wait_for_it() -> None:
+def test_a_rank_that_is_gone_wakes_those_that_wait_for_it():
     driven = Driven(num_ranks=2)
     driven.fill()
     for rank in (0, 1):
@@ -207,7 +207,7 @@ def test_a_rank_that_is_gone_wakes_those_that_wait_for_it() -> None:
     assert ended(thread) and str(outcome[0]) == "rank 1 is gone"
 
 
-def test_a_group_that_is_lost_is_tried_three_times_then_dropped_after_max_retries() -> None:
+def test_a_group_that_is_lost_is_tried_three_times_then_dropped_after_max_retries():
     driven = Driven()
     first, second = driven.issue()
     driven.put(second)
@@ -226,9 +226,7 @@ def test_a_group_that_is_lost_is_tried_three_times_then_dropped_after_max_retrie
     assert rows(driven.queue.take(0, 0)) == [1, 1, 2, 2]
 
 
-def test_what_fails_in_our_own_parts_is_no_fault_of_the_user_and_ends_the_run_only_after_three_attempts() -> (  # noqa: E501
-    None
-):
+def test_what_fails_in_our_own_parts_ends_the_run_only_after_three_attempts():
     driven = Driven()
     for _ in range(2 * 3 - 1):  # two steps of groups
         for prompt_group in driven.issue():
@@ -243,7 +241,7 @@ def test_what_fails_in_our_own_parts_is_no_fault_of_the_user_and_ends_the_run_on
     assert ended(thread) and type(outcome[0]) is NoProgress and "node 'rollout'" in str(outcome[0])
 
 
-def test_groups_of_later_steps_are_in_the_checkpoint_and_go_on_from_it() -> None:
+def test_groups_of_later_steps_are_in_the_checkpoint_and_go_on_from_it():
     changes: dict[str, Any] = {"max_staleness": 1, "max_concurrent": 4}
     driven = Driven(**changes)
     for prompt_group in driven.issue():
@@ -259,7 +257,7 @@ def test_groups_of_later_steps_are_in_the_checkpoint_and_go_on_from_it() -> None
     assert rows(share) == [2, 2, 3, 3] and share is not None and share.metrics == {"mine": 2.5}
 
 
-def test_groups_that_a_smaller_bound_made_stale_are_forgotten_with_their_batches() -> None:
+def test_groups_that_a_smaller_bound_made_stale_are_forgotten_with_their_batches():
     driven = Driven(max_staleness=1)
     driven.fill()
     driven.queue.take(0, 0)
@@ -276,7 +274,7 @@ def test_groups_that_a_smaller_bound_made_stale_are_forgotten_with_their_batches
     assert queue.resume_point().queued == {}
 
 
-def test_the_lowest_version_of_any_token_is_told_to_the_ledger_s_keeper() -> None:
+def test_the_lowest_version_of_any_token_is_told_to_the_ledger_s_keeper():
     driven = Driven(max_staleness=1, total_groups=100, total_steps=50)
     driven.fill()
     driven.queue.take(0, 0)
@@ -298,7 +296,7 @@ def test_the_lowest_version_of_any_token_is_told_to_the_ledger_s_keeper() -> Non
         driven.queue.take(2, 0)
 
 
-def test_a_failure_of_the_other_side_wakes_who_waits() -> None:
+def test_a_failure_of_the_other_side_wakes_who_waits():
     driven = Driven()
     driven.issue()
     thread, outcome = on_thread(lambda: driven.queue.take(0, 0))
@@ -309,7 +307,7 @@ def test_a_failure_of_the_other_side_wakes_who_waits() -> None:
         driven.queue.take(0, 0)
 
 
-def test_a_failure_of_the_trainer_wakes_the_rollout_loop() -> None:
+def test_a_failure_of_the_trainer_wakes_the_rollout_loop():
     async def run() -> None:
         driven = Driven()
         first = asyncio.ensure_future(anext(driven.queue.prompt_groups(lambda: None)))
@@ -322,7 +320,7 @@ def test_a_failure_of_the_trainer_wakes_the_rollout_loop() -> None:
     asyncio.run(run())
 
 
-def test_two_steps_of_failures_in_a_row_end_the_run_with_advice() -> None:
+def test_two_steps_of_failures_in_a_row_end_the_run_with_advice():
     driven = Driven()
     driven.fail_all()
     thread, outcome = on_thread(lambda: driven.queue.take(0, 0))
@@ -341,7 +339,7 @@ def test_two_steps_of_failures_in_a_row_end_the_run_with_advice() -> None:
     assert "custom_reward_function.path" in message and "reward.timeout_s" not in message
 
 
-def test_data_that_end_in_nothing_but_failures_are_no_success() -> None:
+def test_data_that_end_in_nothing_but_failures_are_no_success():
     driven = Driven(num_rows=2, total_groups=2, total_steps=1)
     driven.fail_all()
     with pytest.raises(UserNoProgress):
@@ -349,7 +347,7 @@ def test_data_that_end_in_nothing_but_failures_are_no_success() -> None:
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
-def test_the_end_of_the_data_and_of_the_steps_is_none_for_every_rank(num_ranks: int) -> None:
+def test_the_end_of_the_data_and_of_the_steps_is_none_for_every_rank(num_ranks):
     driven = Driven(num_ranks=num_ranks, total_steps=1)
     driven.fill()
     ranks = range(num_ranks)

@@ -43,7 +43,7 @@ def taken(shared: SharedSampleQueue[str], rank: int) -> list[int]:
     return [int(group.split()[1]) for group in part.batch]
 
 
-def test_ranks_that_compute_layers_together_take_the_same_share_and_release_together() -> None:
+def test_ranks_that_compute_layers_together_take_the_same_share_and_release_together():
     shared = queue(DpGroupShares((0, 0, 1, 1)))
     shares = [taken(shared, rank) for rank in range(4)]
     assert shares[0] == shares[1] and shares[2] == shares[3]
@@ -65,7 +65,7 @@ def test_ranks_that_compute_layers_together_take_the_same_share_and_release_toge
     assert released == [1] * 4
 
 
-def test_every_team_has_the_whole_step_and_divides_its_own_mini_batches() -> None:
+def test_every_team_has_the_whole_step_and_divides_its_own_mini_batches():
     shared = queue(DpGroupShares((0, 1), mini_batch=2, seed=7), DpGroupShares((0,)))
     first, second, alone = (taken(shared, rank) for rank in range(3))
     assert sorted(first + second) == alone == list(range(len(TOKENS)))
@@ -106,9 +106,7 @@ class Shared:
             return list(threads.map(call, (0, 1)))
 
 
-def test_groups_of_a_worker_that_is_gone_go_to_others_and_what_still_comes_of_it_is_passed_over() -> (  # noqa: E501
-    None
-):
+def test_groups_of_a_worker_that_is_gone_go_to_others_and_what_still_comes_of_it_is_passed_over():
     shared = Shared()
     theirs = shared.prompt_groups(0)
     ours = shared.prompt_groups(1)
@@ -128,9 +126,7 @@ def test_groups_of_a_worker_that_is_gone_go_to_others_and_what_still_comes_of_it
     assert {prompt_group.attempt for prompt_group in shared.part(0).batch} == {0, 1}
 
 
-def test_a_step_of_which_a_group_is_lost_before_all_ranks_have_read_it_is_taken_back_and_formed_again() -> (  # noqa: E501
-    None
-):
+def test_a_step_of_which_a_group_is_lost_before_all_ranks_have_read_it_is_formed_again():
     """By one rank, while the other has read all of its own."""
     shared = Shared(num_ranks=2, may_be_lost=True)
     for worker in (0, 1):
@@ -156,9 +152,7 @@ def test_a_step_of_which_a_group_is_lost_before_all_ranks_have_read_it_is_taken_
     assert ends == [len(parts[0].group_ids)] * 2
 
 
-def test_a_part_of_a_step_of_which_a_group_is_lost_is_formed_again_without_the_parts_before_it() -> (  # noqa: E501
-    None
-):
+def test_a_part_of_a_step_of_which_a_group_is_lost_is_formed_again_without_the_parts_before_it():
     shared = Shared(may_be_lost=True)
     for worker in (0, 1):
         for prompt_group in shared.prompt_groups(worker):
@@ -184,7 +178,7 @@ def test_a_part_of_a_step_of_which_a_group_is_lost_is_formed_again_without_the_p
     assert shared.coordinator.queue.num_taken == 3 and again == lost
 
 
-def test_a_failure_ends_the_wait_for_ranks_that_have_not_read_yet() -> None:
+def test_a_failure_ends_the_wait_for_ranks_that_have_not_read_yet():
     shared = Shared(num_ranks=2, may_be_lost=True)
     for worker in (0, 1):
         for prompt_group in shared.prompt_groups(worker):
@@ -196,7 +190,7 @@ def test_a_failure_ends_the_wait_for_ranks_that_have_not_read_yet() -> None:
         shared.queue.read(0, 0, [])
 
 
-def test_complete_groups_whose_batch_a_checkpoint_does_not_have_are_made_again() -> None:
+def test_complete_groups_whose_batch_a_checkpoint_does_not_have_are_made_again():
     counted = coordinator(max_staleness=1)
     numbers = [prompt_group.group_id for prompt_group in counted.issue_groups()]
     for number in numbers:
@@ -209,7 +203,7 @@ def test_complete_groups_whose_batch_a_checkpoint_does_not_have_are_made_again()
     assert [prompt_group.group_id for prompt_group in counted.issue_groups()][0] == numbers[-1]
 
 
-def test_who_takes_a_step_in_parts_hears_of_new_workers_between_them() -> None:
+def test_who_takes_a_step_in_parts_hears_of_new_workers_between_them():
     shared = Shared()
     for worker in (0, 1):
         for prompt_group in shared.prompt_groups(worker):
@@ -221,7 +215,7 @@ def test_who_takes_a_step_in_parts_hears_of_new_workers_between_them() -> None:
     assert isinstance(shared.queue.take_step(0, 0, 1), TrainingStep)
 
 
-def test_a_worker_that_comes_gets_no_group_before_it_asks() -> None:
+def test_a_worker_that_comes_gets_no_group_before_it_asks():
     shared = Shared()
     shared.prompt_groups(0)
     shared.prompt_groups(1)
@@ -233,9 +227,7 @@ def test_a_worker_that_comes_gets_no_group_before_it_asks() -> None:
     assert shared.prompt_groups(number), "those that it has asked for"
 
 
-def test_all_ranks_hear_of_newcomers_at_the_same_place_and_before_any_has_a_part_of_the_step() -> (
-    None
-):
+def test_all_ranks_hear_of_newcomers_at_the_same_place_and_before_any_has_a_part_of_the_step():
     shared = Shared(num_ranks=2)
     for worker in (0, 1):
         for prompt_group in shared.prompt_groups(worker):
@@ -251,7 +243,7 @@ def test_all_ranks_hear_of_newcomers_at_the_same_place_and_before_any_has_a_part
     )
 
 
-def test_no_rank_hears_of_newcomers_once_another_may_know_that_no_step_is_left() -> None:
+def test_no_rank_hears_of_newcomers_once_another_may_know_that_no_step_is_left():
     """It would send weights together with ranks that do something else now."""
     shared = queue(DpGroupShares((0, 1)))
     for rank in range(2):

@@ -44,7 +44,7 @@ def write(run_dir: Path, number: int = 0) -> InFile:
     return write_bucket(run_dir, VERSION, number, pack(list(tensors().items())), [0])[0]
 
 
-def test_what_is_read_is_what_was_written_in_memory_of_its_own(tmp_path: Path) -> None:
+def test_what_is_read_is_what_was_written_in_memory_of_its_own(tmp_path):
     sent = write(tmp_path)
     assert sent.path == tmp_path / WEIGHTS / "2-000031" / "bucket-00000.safetensors"
     found = sent.get()
@@ -56,7 +56,7 @@ def test_what_is_read_is_what_was_written_in_memory_of_its_own(tmp_path: Path) -
     assert modes == ["0o600", "0o700", "0o700"]
 
 
-def test_the_last_file_that_is_dropped_takes_the_folders_with_it(tmp_path: Path) -> None:
+def test_the_last_file_that_is_dropped_takes_the_folders_with_it(tmp_path):
     first = write(tmp_path, 0)
     second = write(tmp_path, 1)
     first.drop()
@@ -74,14 +74,14 @@ def test_the_last_file_that_is_dropped_takes_the_folders_with_it(tmp_path: Path)
         (None, "differs from what was written"),
     ],
 )
-def test_a_spoiled_file_is_refused(tmp_path: Path, data: bytes | None, why: str) -> None:
+def test_a_spoiled_file_is_refused(tmp_path, data, why):
     sent = write(tmp_path)
     sent.path.write_bytes(b"\xff" * sent.num_bytes if data is None else data)
     with pytest.raises(Spoiled, match=why):
         sent.get()
 
 
-def test_a_file_that_cannot_be_read_is_refused(tmp_path: Path) -> None:
+def test_a_file_that_cannot_be_read_is_refused(tmp_path):
     sent = write(tmp_path)
     sent.path.unlink()
     sent.path.mkdir()
@@ -89,21 +89,19 @@ def test_a_file_that_cannot_be_read_is_refused(tmp_path: Path) -> None:
         InFile(sent.path, sent.path.stat().st_size).get()
 
 
-def test_a_file_that_cannot_be_seen_from_here_says_what_to_do(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_file_that_cannot_be_seen_from_here_says_what_to_do(tmp_path, monkeypatch):
     monkeypatch.setattr(bucket_files, "APPEARS_WITHIN_S", 0.1)
     with pytest.raises(UserError, match=r"trainer\.default_local_dir.* same path"):
         InFile(tmp_path / "elsewhere", 1).get()
 
 
-def test_a_disk_that_refuses_is_told_by_the_runs_folder(tmp_path: Path) -> None:
+def test_a_disk_that_refuses_is_told_by_the_runs_folder(tmp_path):
     (tmp_path / WEIGHTS).write_text("in the way")
     with pytest.raises(UserError, match="cannot be written"):
         write(tmp_path)
 
 
-def test_the_next_start_removes_what_a_kill_left(tmp_path: Path) -> None:
+def test_the_next_start_removes_what_a_kill_left(tmp_path):
     ground = Playground(tmp_path)
     _, spec = ground.spec("grpo")
     run = spec.run_dir
@@ -116,7 +114,7 @@ def test_the_next_start_removes_what_a_kill_left(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("change", ["name", "dtype", "shape", "a bit"])
-def test_the_hash_is_of_everything_but_the_order(change: str) -> None:
+def test_the_hash_is_of_everything_but_the_order(change):
     weights = [("a", torch.zeros(4)), ("b", torch.ones(2, 2))]
     own = hash_of(pack(weights))
     assert own == hash_of(pack(weights[::-1]))
@@ -129,9 +127,7 @@ def test_the_hash_is_of_everything_but_the_order(change: str) -> None:
     assert hash_of(pack(other)) != own
 
 
-def test_the_checksum_of_a_device_differs_for_any_changed_byte_and_for_words_that_change_places() -> (  # noqa: E501
-    None
-):
+def test_the_checksum_of_a_device_differs_for_any_changed_byte_and_for_words_that_change_places():
     for size in (0, 1, 7, 8, 40, 43):
         bytes_ = torch.randint(
             256, (size,), dtype=torch.uint8, generator=torch.Generator().manual_seed(size)

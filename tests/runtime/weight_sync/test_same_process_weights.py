@@ -51,7 +51,7 @@ def port_to(receive: Any) -> LocalWeights:
     return queue
 
 
-def test_an_engine_gets_each_version_whole_and_once() -> None:
+def test_an_engine_gets_each_version_whole_and_once():
     engine = Engine()
     queue = port_to(engine)
     queue.begin(ONE)
@@ -66,7 +66,7 @@ def test_an_engine_gets_each_version_whole_and_once() -> None:
     ]
 
 
-def test_what_was_put_before_a_version_was_broken_off_is_no_part_of_the_next() -> None:
+def test_what_was_put_before_a_version_was_broken_off_is_no_part_of_the_next():
     engine = Engine()
     queue = port_to(engine)
     queue.begin(ONE)
@@ -75,7 +75,7 @@ def test_what_was_put_before_a_version_was_broken_off_is_no_part_of_the_next() -
     assert [list(held) for _, held in engine.served] == [["a", "b", "c"]]
 
 
-def test_an_engine_that_refuses_holds_the_run_with_its_reason() -> None:
+def test_an_engine_that_refuses_holds_the_run_with_its_reason():
     def refuses(version: Version, weights: Any) -> WeightReceipt:
         raise ValueError("no tensor 'c' here")
 
@@ -83,7 +83,7 @@ def test_an_engine_that_refuses_holds_the_run_with_its_reason() -> None:
         push(port_to(refuses), ONE)
 
 
-def test_unchanged_weights_leave_the_engine_with_the_trainer_s_weights() -> None:
+def test_unchanged_weights_leave_the_engine_with_the_trainer_s_weights():
     engine = Engine(hashes=HASHES, version_only=True)
     port_to(engine).renumber(TWO, HASHES)
     assert engine.served == [(TWO, {})]
@@ -94,17 +94,17 @@ def test_unchanged_weights_leave_the_engine_with_the_trainer_s_weights() -> None
 
 
 @pytest.mark.parametrize("hashes", [{}, {**stripe_hashes(tensors("a", "b")), "c": "other"}])
-def test_a_tensor_that_did_not_arrive_whole_is_named(hashes: dict[str, str]) -> None:
+def test_a_tensor_that_did_not_arrive_whole_is_named(hashes):
     with pytest.raises(TrustError, match="version 1 .* different tensors: .*c$"):
         push(port_to(Engine(hashes=hashes)), ONE)
 
 
-def test_a_receipt_for_another_version_is_no_receipt() -> None:
+def test_a_receipt_for_another_version_is_no_receipt():
     with pytest.raises(TrustError, match="receipt .*step=7"):
         push(port_to(Engine(version=Version(0, 7), shared=True)), ONE)
 
 
-def test_shared_storage_is_proven_by_the_same_hashes() -> None:
+def test_shared_storage_is_proven_by_the_same_hashes():
     engine = Engine(shared=True)
     push(port_to(engine), ONE)
     assert len(engine.served) == 1
@@ -112,7 +112,7 @@ def test_shared_storage_is_proven_by_the_same_hashes() -> None:
         push(port_to(Engine(hashes={}, shared=True)), ONE)
 
 
-def test_the_wait_for_an_engine_is_recorded() -> None:
+def test_the_wait_for_an_engine_is_recorded():
     told: list[tuple[str, str, str]] = []
     queue = LocalWeights(Waits(lambda wait, ended: told.append((wait.who, wait.what, wait.on))))
     queue.attach(Engine())

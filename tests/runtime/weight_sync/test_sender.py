@@ -36,15 +36,13 @@ def weights(*sizes: int) -> list[tuple[str, Tensor]]:
         ((2, 2), 8, [["w0"], ["w1"]]),
     ],
 )
-def test_buckets_are_neighbours_up_to_a_size(
-    sizes: tuple[int, ...], max_bytes: int, parts: list[list[str]]
-) -> None:
+def test_buckets_are_neighbours_up_to_a_size(sizes, max_bytes, parts):
     assert [[name for name, _ in bucket] for bucket in buckets(weights(*sizes), max_bytes)] == parts
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("value", [1e30, -1e30, 3.4e38, float("nan"), float("-inf")])
-def test_garbage_is_not_served(value: float, dtype: torch.dtype) -> None:
+def test_garbage_is_not_served(value, dtype):
     class Broken:
         def weights(self) -> Iterator[tuple[str, Tensor]]:
             return iter([("w0", torch.ones(3)), ("w1", torch.tensor([0.0, value]))])
@@ -92,16 +90,14 @@ def weight_sender(port: Port, *, sends: bool = True, canary: Any = None) -> Weig
     )  # type: ignore[arg-type]
 
 
-def test_a_version_is_pushed_in_buckets_of_the_engine_s_dtype(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_version_is_pushed_in_buckets_of_the_engine_s_dtype(monkeypatch):
     monkeypatch.setattr(sender, "BUCKET_BYTES", 4)
     port = Port()
     assert weight_sender(port).sync(Version(0, 3)) == {}
     assert port.log == [("begin", 3), [("w0", torch.bfloat16)], [("w1", torch.bfloat16)], "commit"]
 
 
-def test_an_engine_on_the_trainer_s_storage_is_only_told() -> None:
+def test_an_engine_on_the_trainer_s_storage_is_only_told():
     port = Port()
     weight_sender(port, sends=False).sync(Version(0, 3))
     assert port.log == [("begin", 3), "commit"]
@@ -137,7 +133,7 @@ def receive_from(engine: Engine) -> Any:
     return WeightReceiver(engine, Services(), Waits())  # type: ignore[arg-type]
 
 
-def test_a_receiver_asks_the_engine_what_it_holds() -> None:
+def test_a_receiver_asks_the_engine_what_it_holds():
     engine = Engine()
     sent = stripe_hashes(weights(1, 2))
     receive = receive_from(engine)
@@ -145,18 +141,18 @@ def test_a_receiver_asks_the_engine_what_it_holds() -> None:
     assert receive(Version(0, 3), None) == WeightReceipt(Version(0, 3), sent, version_only=True)
 
 
-def test_an_engine_that_serves_another_version_than_it_claims_is_refused() -> None:
+def test_an_engine_that_serves_another_version_than_it_claims_is_refused():
     with pytest.raises(TrustError, match=r"receipt .*step=2\), .*step=1\)"):
         receive_from(Engine(behind=1))(Version(0, 2), weights(1, 2))
 
 
-def test_an_engine_that_claims_what_it_does_not_hold_is_refused() -> None:
+def test_an_engine_that_claims_what_it_does_not_hold_is_refused():
     receipt = receive_from(Engine(skipped="w1", claimed="w1"))(Version(0, 2), weights(1, 2))
     with pytest.raises(TrustError, match="different tensors: w1$"):
         check_receipt(receipt, Version(0, 2), stripe_hashes(weights(1, 2)))
 
 
-def test_versions_are_sent_in_their_order() -> None:
+def test_versions_are_sent_in_their_order():
     made = weight_sender(Port())
     made.sync(Version(1, 3))
     for older in (Version(0, 4), Version(1, 3), Version(1, 2)):

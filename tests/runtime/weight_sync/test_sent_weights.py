@@ -1,7 +1,6 @@
 """The weights that are sent to engines are the trainer's, element by element, and those of all
 ranks that train it."""
 
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -19,7 +18,7 @@ Q = "model.layers.1.self_attn.q_proj.weight"
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(tmp_path_factory):
     return write_tiny_model(tmp_path_factory.mktemp("model"))
 
 
@@ -45,7 +44,7 @@ def sent(model: nn.Module, dtype: torch.dtype) -> dict[str, Tensor]:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("adapter", [False, True])
 @pytest.mark.parametrize("by", [1e-5, 0.1])
-def test_the_trainer_s_own_pass(folder: Path, adapter: bool, dtype: torch.dtype, by: float) -> None:
+def test_the_trainer_s_own_pass(folder, adapter, dtype, by):
     model = trained(folder, adapter, by)
     check_sent(list(sent(model, dtype).items()), model, 3)
 
@@ -62,9 +61,7 @@ def test_the_trainer_s_own_pass(folder: Path, adapter: bool, dtype: torch.dtype,
     ],
     ids=["transposed", "rolled", "scaled", "zero"],
 )
-def test_others_are_named(
-    folder: Path, adapter: bool, dtype: torch.dtype, spoil: Callable[[Tensor], Tensor]
-) -> None:
+def test_others_are_named(folder, adapter, dtype, spoil):
     model = trained(folder, adapter)
     weights = sent(model, dtype)
     weights[Q] = spoil(weights[Q])
@@ -73,7 +70,7 @@ def test_others_are_named(
 
 
 @pytest.mark.parametrize(("dtype", "by"), [(torch.float32, 1e-4), (torch.bfloat16, 1e-2)])
-def test_a_model_without_its_small_adapter(folder: Path, dtype: torch.dtype, by: float) -> None:
+def test_a_model_without_its_small_adapter(folder, dtype, by):
     model = trained(folder, adapter=True, by=by)
     bare = sent(load_model(folder), dtype)
     with pytest.raises(TrustError, match=r"version 3 .* adapter"):
@@ -81,7 +78,7 @@ def test_a_model_without_its_small_adapter(folder: Path, dtype: torch.dtype, by:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_an_adapter_that_is_sent_unmerged(folder: Path, dtype: torch.dtype) -> None:
+def test_an_adapter_that_is_sent_unmerged(folder, dtype):
     model = trained(folder, adapter=True)
     weights = {name: tensor.to(dtype) for name, tensor in named_weights(model, merge=False)}
     check_sent(list(weights.items()), model, 3, merged=False)
@@ -117,7 +114,7 @@ class Recording(OneRank):
         return [value, value]
 
 
-def test_the_same_weights_pass_and_others_are_named() -> None:
+def test_the_same_weights_pass_and_others_are_named():
     own = {"a": "1", "b": "2", "c": "3"}
     check_replicas(own, 4, TwoRanks(dict(own)))
     with pytest.raises(TrustError, match="step 4: b, 1 tensors"):

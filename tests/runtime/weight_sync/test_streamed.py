@@ -54,7 +54,7 @@ class Serving:
 
 
 @pytest.fixture
-def serving() -> Iterator[Serving]:
+def serving():
     with LoopThread("test") as thread:
         made = Serving(thread)
         thread.call(made.engine.__aenter__())
@@ -63,7 +63,7 @@ def serving() -> Iterator[Serving]:
         thread.call(made.engine.__aexit__(None, None, None))
 
 
-def test_no_token_is_drawn_between_begin_and_commit(serving: Serving) -> None:
+def test_no_token_is_drawn_between_begin_and_commit(serving):
     serving.port.begin(ONE)
     serving.port.put(serving.sent()[:3])
     answer = serving.generate()
@@ -77,7 +77,7 @@ def test_no_token_is_drawn_between_begin_and_commit(serving: Serving) -> None:
     assert stripe_hashes(serving.model.named_parameters()) == serving.hashes
 
 
-def test_a_version_that_is_broken_off_is_not_served_and_the_next_is_whole(serving: Serving) -> None:
+def test_a_version_that_is_broken_off_is_not_served_and_the_next_is_whole(serving):
     serving.port.begin(ONE)
     serving.port.put(serving.sent()[:3])
     serving.push(TWO)
@@ -85,7 +85,7 @@ def test_a_version_that_is_broken_off_is_not_served_and_the_next_is_whole(servin
     assert set(serving.generate().result(WITHIN_S)[0].versions) == {2}
 
 
-def test_an_engine_with_a_part_of_a_version_serves_nobody(serving: Serving) -> None:
+def test_an_engine_with_a_part_of_a_version_serves_nobody(serving):
     serving.port.begin(ONE)
     serving.port.put(serving.sent()[:3])
     serving.detach()
@@ -96,9 +96,7 @@ def test_an_engine_with_a_part_of_a_version_serves_nobody(serving: Serving) -> N
 
 
 @pytest.mark.parametrize("spoiled", ["sent twice", "unknown", "missing"])
-def test_weights_that_do_not_fit_are_refused_with_the_reason(
-    serving: Serving, spoiled: str
-) -> None:
+def test_weights_that_do_not_fit_are_refused_with_the_reason(serving, spoiled):
     sent = serving.sent()
     buckets = {
         "sent twice": [sent, sent[:1]],
@@ -136,9 +134,7 @@ class Gathers:
             self.most = max(self.most, self.held)
 
 
-def test_no_more_is_held_than_a_bucket_and_the_tensors_beside_it(
-    serving: Serving, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_more_is_held_than_a_bucket_and_the_tensors_beside_it(serving, monkeypatch):
     largest = max(tensor.nbytes for _, tensor in serving.sent())
     whole = sum(tensor.nbytes for _, tensor in serving.sent())
     monkeypatch.setattr(sender, "BUCKET_BYTES", largest)
