@@ -21,7 +21,7 @@ from typing import Any
 import ray
 
 import distflow
-from distflow.algorithms.advantages.critic_free import compute_grpo_advantage
+from distflow.algorithms.methods.grpo import compute_grpo_advantage
 from distflow.algorithms.objectives import PolicyObjective
 from distflow.cluster.supervisor import RayRun
 

@@ -9,7 +9,7 @@ trainer.device=cpu
 import sys
 
 import distflow
-from distflow.algorithms.advantages.critic_free import compute_grpo_advantage
+from distflow.algorithms.methods.grpo import compute_grpo_advantage
 from distflow.algorithms.objectives import PolicyObjective
 
 # AReaL's config, data loaders, allocation, saver, evaluator and recover handler are keys of the

@@ -5,7 +5,7 @@ python examples/own_loop.py
 """
 
 import distflow
-from distflow.algorithms.advantages.critic_free import compute_grpo_advantage
+from distflow.algorithms.methods.grpo import compute_grpo_advantage
 from distflow.algorithms.objectives import PolicyObjective
 
 

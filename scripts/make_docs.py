@@ -1,6 +1,7 @@
 """Writes the generated pages of the docs: docs/config.md from the schema of the config,
 docs/migrating.md from the tables of names in other systems, docs/schema.md from the schema of a
-run's folder, and docs/metrics.md from the table of metrics.
+run's folder, docs/metrics.md from the table of metrics, and docs/methods.md from the files of the
+methods.
 
     make docs
 
@@ -13,13 +14,13 @@ import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
 from distflow import builtin_names
+from distflow.commands.methods import read_method
 from distflow.config.compose.load_config import differing, load_config
-from distflow.config.compose.setting_origins import PRESETS, preset_names
+from distflow.config.compose.setting_origins import describe_preset, method_names, preset_names
 from distflow.config.compose.typed_values import type_name
 from distflow.config.keys.data import DomainConfig
 from distflow.config.keys.declare import KeyInfo, collect
@@ -39,8 +40,8 @@ from distflow.observe.metrics import metric_table
 from distflow.observe.sample_files import COLUMNS, SCHEMA_VERSION
 
 _BUILTIN_NAMES: Mapping[str, Mapping[str, builtin_names.Entry]] = {
-    "[advantage estimators](algorithms.md#advantages)": builtin_names.ESTIMATORS,
-    "[policy losses](algorithms.md#policy-losses)": builtin_names.POLICY_LOSSES,
+    "[advantage estimators](methods.md#advantage-estimators)": builtin_names.ESTIMATORS,
+    "[policy losses](methods.md#policy-losses)": builtin_names.POLICY_LOSSES,
     "[reward functions](rewards.md)": builtin_names.REWARDS,
     "[pipelines](pipelines.md)": builtin_names.PIPELINES,
     "[rollout engines](rollout.md)": builtin_names.ROLLOUT_ENGINES,
@@ -75,6 +76,7 @@ def main() -> None:
         "migrating.md": render_migrating,
         "schema.md": render_schema,
         "metrics.md": render_metrics,
+        "methods.md": render_methods,
     }
     for name, render in pages.items():
         (folder / name).write_text(render(), encoding="utf-8")
@@ -166,18 +168,41 @@ def render_metrics() -> str:
     return _fill("metrics.md", {"metrics": _table(("metric", "unit", "what it is"), rows)})
 
 
+def render_methods() -> str:
+    """The page with all methods, estimators and losses."""
+    rows = []
+    for method in map(read_method, method_names()):
+        what = f"{method.file.title} {method.file.paper}".strip()
+        config = method.loaded.config
+        estimator = _code(config.algorithm.adv_estimator)
+        loss = _code(config.actor_rollout_ref.actor.policy_loss)
+        rows.append((_code(method.name), what, estimator, loss, method.needs))
+
+    heads = ("name", "method", "advantages", "loss", "needs")
+    parts = {
+        "methods": _table(heads, rows),
+        "estimators": _algorithms("advantage of a policy token", builtin_names.ESTIMATORS),
+        "losses": _algorithms("loss", builtin_names.POLICY_LOSSES),
+    }
+    return _fill("methods.md", parts)
+
+
+def _algorithms(what: str, known: Mapping[str, builtin_names.Algorithm]) -> str:
+    rows = []
+    for name, entry in known.items():
+        options = [_code(f"{option}={default}") for option, default in entry.options.items()]
+        rows.append((_code(name), entry.description, ", ".join(options)))
+
+    return _table(("name", what, "options"), rows)
+
+
 def _fill(page: str, parts: Mapping[str, str]) -> str:
     template = Path(__file__).with_name("pages").joinpath(page).read_text(encoding="utf-8")
     return re.sub(r"^\$(\w+)$", lambda found: parts[found[1]], template, flags=re.MULTILINE)
 
 
 def _presets() -> str:
-    lines = []
-    for name in preset_names():
-        text = (PRESETS / f"{name}.yaml").read_text(encoding="utf-8")
-        comment = takewhile(lambda line: line.startswith("#"), text.splitlines())
-        lines.append(f"- `{name}`: " + " ".join(line.lstrip("# ") for line in comment))
-    return "\n".join(lines)
+    return "\n".join(f"- `{name}`: {describe_preset(name)}" for name in preset_names())
 
 
 def _keys(keys: Iterable[KeyInfo]) -> str:

@@ -20,6 +20,7 @@ CALLED_FROM_OUTSIDE = {
     "errors.py": ("UserError._render_traceback_",),  # IPython
     "cli.py": ("_Help._get_help_string",),  # argparse
     "commands/*.py": ("add_*_arguments", "run_*"),  # by the command's name
+    "algorithms/*/*.py": ("compute_*_loss", "compute_*_advantage"),  # by their names
     "api/load_run.py": ("Table.to_pandas",),  # users
     # users
     "api/own_training_loop.py": ("Rollouts.stats", "Rollouts.rollout_batch", "Rollouts.agenerate"),

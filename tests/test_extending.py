@@ -360,7 +360,7 @@ def test_a_run_takes_the_parts_outside_the_package(tmp_path: Path) -> None:
     words = [
         word for block in blocks(PAGE) if block.language == "bash" for word in block.code.split()
     ]
-    assert sum(word.startswith("trainer.total_training_steps=1") for word in words) == 5
+    assert sum(word.startswith("trainer.total_training_steps=1") for word in words) == 6
     chosen = [
         *("trainer.imports=[my_algorithms,my_pipeline]", "algorithm.adv_estimator=my_score"),
         *(

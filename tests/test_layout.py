@@ -38,7 +38,7 @@ LAYERS = (
         "http_guard",
         "user_values",
     },
-    {"errors"},
+    {"errors", "method_files"},
 )
 LEVEL = {room: level for level, rooms in enumerate(LAYERS) for room in rooms}
 WITHOUT_TORCH = ("graph", "config", "scheduling", "planning", "observe")

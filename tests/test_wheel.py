@@ -125,7 +125,7 @@ def test_every_file_of_the_package_is_in_it(wheel: Path) -> None:
 
     for kind in (
         "py.typed",
-        "presets/grpo.yaml",
+        "presets/sft.yaml",
         "static/report.js",
         "builtin/arithmetic-rl.jsonl",
         "tokenizer.json",

@@ -1,16 +1,19 @@
-"""The built-in names that a config may choose from, one table per kind, read from
-`builtin_names.toml`: what each is, where it is, and what must be known before it is loaded. A new
-one is a file and an entry there. Loads nothing.
+"""The built-in names that a config may choose from, one table per kind: what each is, where it is,
+and what must be known before it is loaded. Advantage estimators and policy losses are read from the
+text of the files that register them, the others from `builtin_names.toml`. Loads nothing.
 
 target: "module:attribute", loaded when the name is used; empty if it is not implemented yet.
 """
 
+import ast
 import re
 import tomllib
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
+
+from distflow.method_files import ALGORITHMS, MethodFile
 
 
 @dataclass(frozen=True)
@@ -22,22 +25,49 @@ class Entry:
 
 
 @dataclass(frozen=True)
-class Estimator(Entry):
-    """An advantage estimator and its requirements."""
+class Algorithm(Entry):
+    """An advantage estimator or a policy loss, described by its parameters."""
 
-    needs_group: bool = False
-    needs_critic: bool = False
-    reads_parts: bool = False
-    """It reads the parts of the reward, not their sum."""
+    reads: frozenset[str] = frozenset()
+    """The columns that it must have: parameters without a default."""
+    options: Mapping[str, str] = field(default_factory=dict)
+    """Its options, and their defaults as text."""
 
 
 @dataclass(frozen=True)
-class PolicyLoss(Entry):
-    """A policy loss: which of the actor's clips it uses, and whether they bound a divergence
-    instead of the ratio."""
+class Estimator(Algorithm):
+    """An advantage estimator."""
 
-    clips: bool = False
-    divergence: bool = False
+    @property
+    def needs_group(self) -> bool:
+        return "group_index" in self.reads
+
+    @property
+    def needs_critic(self) -> bool:
+        return "values" in self.reads
+
+    @property
+    def needs_greedy(self) -> bool:
+        """Its baseline is the reward of a greedy response."""
+        return "reward_baselines" in self.reads
+
+    @property
+    def is_over_turns(self) -> bool:
+        """The turns of an episode have separate advantages."""
+        return not self.reads.isdisjoint(("turn_index", "turn_order"))
+
+    @property
+    def reads_parts(self) -> bool:
+        """It reads the parts of the reward, not their sum."""
+        return "reward_parts" in self.reads
+
+
+@dataclass(frozen=True)
+class PolicyLoss(Algorithm):
+    """A policy loss."""
+
+    clips_ratio: bool = False
+    """It clips a ratio by the actor's bounds; those of `DivergenceBound` bound a divergence."""
 
 
 @dataclass(frozen=True)
@@ -150,8 +180,66 @@ def _entries(table: str, kind: type[Kind]) -> dict[str, Kind]:
     return made
 
 
-ESTIMATORS = _entries("ESTIMATORS", Estimator)
-POLICY_LOSSES = _entries("POLICY_LOSSES", PolicyLoss)
+def _files_of_algorithms() -> dict[str, MethodFile]:
+    return {
+        f"distflow.algorithms.{path.parent.name}.{path.stem}": MethodFile.of(path)
+        for path in sorted(ALGORITHMS.glob("*/*.py"))
+    }
+
+
+def read_algorithms(
+    files: Mapping[str, MethodFile],
+) -> tuple[dict[str, Estimator], dict[str, PolicyLoss]]:
+    """The estimators and losses that files register. files: by the names of their modules."""
+    functions = {name: node for file in files.values() for name, node in file.functions.items()}
+    estimators: dict[str, Estimator] = {}
+    losses: dict[str, PolicyLoss] = {}
+
+    for module, file in files.items():
+        for part in file.parts:
+            function = functions.get(part.function)
+            if function is None:  # of a module that is not among the files
+                continue
+
+            options = _options(function)
+            if part.selects in functions:
+                options |= _options(functions[part.selects])
+            target = f"{module}:{part.attribute}"
+            described = _first_sentence(function), target, _required(function), options
+
+            if part.decorator == "register_adv_est":
+                estimators[part.name] = Estimator(*described)
+            elif part.decorator == "register_policy_loss":
+                kinds = {each.arg: each.annotation for each in function.args.kwonlyargs}
+                bound = kinds.get("clip_ratio_high")
+                clips = bound is not None and ast.unparse(bound) != "DivergenceBound"
+                losses[part.name] = PolicyLoss(*described, clips_ratio=clips)
+
+    return estimators, losses
+
+
+def _options(function: ast.FunctionDef) -> dict[str, str]:
+    arguments = function.args
+    return {
+        option.arg: ast.unparse(default) if default else ""
+        for option, default in zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True)
+        if option.arg != "reduce"
+    }
+
+
+def _required(function: ast.FunctionDef) -> frozenset[str]:
+    columns = function.args.args
+    num_required = len(columns) - len(function.args.defaults)
+    return frozenset(column.arg for column in columns[:num_required])
+
+
+def _first_sentence(function: ast.FunctionDef) -> str:
+    """The first paragraph of its docstring, up to what it says of shapes or returns."""
+    text = " ".join((ast.get_docstring(function) or function.name).partition("\n\n")[0].split())
+    return re.split(r"; (?:all|returns|ties)|\.(?: |$)", text)[0]
+
+
+ESTIMATORS, POLICY_LOSSES = read_algorithms(_files_of_algorithms())
 PREFERENCE_LOSSES = _entries("PREFERENCE_LOSSES", Entry)
 REWARDS, PIPELINES = _entries("REWARDS", Reward), _entries("PIPELINES", BuiltinPipeline)
 TRAIN_ENGINES = _entries("TRAIN_ENGINES", TrainEngineEntry)

@@ -82,6 +82,7 @@ COMMANDS: dict[str, Command] = {
     "sandbox": Command(
         "run a Python file in the sandbox, or serve the sandbox to other machines", "sandbox"
     ),
+    "methods": Command("list methods of papers, or compare two", "methods"),
     "list": Command("list presets or built-in models", "list"),
     "runs": Command("list the runs of a folder: state, step, accuracy", "runs"),
     "report": Command("rewrite a run's report.html, or export its trace or SQL views", "report"),
@@ -99,7 +100,7 @@ COMMANDS: dict[str, Command] = {
 GROUPS = {
     "start and train": ("new", "migrate", "train", "sft"),
     "use a model": ("eval", "chat", "serve", "export"),
-    "before a run": ("plan", "config", "data", "reward", "rollout", "sandbox"),
+    "before a run": ("methods", "plan", "config", "data", "reward", "rollout", "sandbox"),
     "look at a run": ("runs", "dashboard", "report", "why", "diff", "replay"),
     "this machine": ("list", "doctor", "selftest"),
 }

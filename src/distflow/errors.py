@@ -130,7 +130,8 @@ def duration_text(seconds: float) -> str:
 def nearest(name: str, known: Iterable[str]) -> str:
     """The known name that was probably meant, ignoring case; empty if none is similar enough."""
     by_lower = {other.lower(): other for other in known}
-    close = get_close_matches(name.lower(), by_lower, n=1, cutoff=_LEAST_SIMILARITY)
+    close = get_close_matches(name.lower(), by_lower, cutoff=_LEAST_SIMILARITY)
+    close.sort(key=lambda other: sorted(other) != sorted(name.lower()))  # exchanged letters first
     return by_lower[close[0]] if close else ""
 
 

@@ -168,7 +168,7 @@ def find_reference(references: dict[str, Any], name: str, what: str, file: str) 
     """The reference of a built-in name."""
     if name not in references:
         pytest.fail(
-            f"{what} '{name}' of builtin_names.toml has no reference: write it a second time, for "
+            f"{what} '{name}' has no reference: write it a second time, for "
             f"one sample after another, and add it to REFERENCES in {file}"
         )
     return references[name]

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from distflow.algorithms.losses.covariance import token_covariance, token_draws
+from distflow.algorithms.losses.token_selection import token_covariance, token_draws
 from distflow.algorithms.registry import find_policy_loss
 from tests.algorithms.batches import Drawn, batches, parts_of
 from tests.algorithms.two_ranks import run_on_ranks

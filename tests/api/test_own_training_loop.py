@@ -15,7 +15,7 @@ import torch
 import yaml
 
 import distflow
-from distflow.algorithms.advantages.critic_free import compute_grpo_advantage
+from distflow.algorithms.methods.grpo import compute_grpo_advantage
 from distflow.algorithms.objectives import PolicyObjective
 from distflow.data.batch import Batch
 from distflow.errors import UserError

@@ -8,6 +8,7 @@ import pytest
 
 from distflow.builtin_names import ROLLOUT_ENGINES
 from distflow.config import ConfigError, load_config
+from distflow.config.compose.setting_origins import is_preset
 from distflow.config.rules.check_config import check
 from tests.sparse_params import one_fast_in
 
@@ -61,7 +62,7 @@ def test_a_bad_config_is_refused_with_its_key_and_what_to_do(name):
     assert len(problems) == 1, f"one mistake gave {len(problems)} problems:\n{caught.value}"
     subject, where = problems[0].places[0]
     assert subject.split(" = ")[0] == bad.key.split(" = ")[0]
-    assert where == "default" or where == "command line" or where.startswith("presets/")
+    assert where == "default" or where == "command line" or is_preset(where)
     assert problems[0].advice, "says what to do"
     for part in bad.parts:
         assert part in str(problems[0])

@@ -1,4 +1,4 @@
-"""The reference of each built-in estimator, by its name in `builtin_names.toml`."""
+"""The reference of each built-in estimator, by its name under which its file registers it."""
 
 from collections.abc import Callable
 

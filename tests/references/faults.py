@@ -32,10 +32,10 @@ NODES = "pipelines/nodes/advantages.py"
 METRICS = "runtime/step_metrics.py"
 SAMPLE_ROWS = "runtime/sample_rows.py"
 VALIDATION = "runtime/validation_results.py"
-COVARIANCE = "algorithms/losses/covariance.py"
-DECOUPLED = "algorithms/losses/decoupled.py"
-PLAIN = "algorithms/losses/without_ppo_clip.py"
-CRITIC_FREE = "algorithms/advantages/critic_free.py"
+BEHAVIOUR_WEIGHTS = "algorithms/losses/behaviour_weights.py"
+DIVERGENCE_BOUND = "algorithms/losses/divergence_bound.py"
+TOKEN_SELECTION = "algorithms/losses/token_selection.py"
+METHOD = "algorithms/methods/{}.py"
 MISMATCH = "algorithms/mismatch_check.py"
 SRPO = "acting/srpo.py"
 ROUTER = "rewards/router.py"
@@ -214,98 +214,108 @@ FORMULA_FAULTS = {
         'return mask / max(counts["rows"], 1.0)',
     ),
     "GSPO with the ratio of each token": FormulaFault(
-        CLIPPED, "torch.exp((sequence + token_part)", "torch.exp((difference)"
+        METHOD.format("gspo"), "torch.exp((sequence + token_part)", "torch.exp((difference)"
     ),
     "GSPO with the gradient of the whole sequence": FormulaFault(
-        CLIPPED,
+        METHOD.format("gspo"),
         "sequence = (difference.sum(dim=-1, keepdim=True) / lengths).detach()",
         "sequence = difference.sum(dim=-1, keepdim=True) / lengths",
     ),
     "GMPO with the clips exchanged": FormulaFault(
-        CLIPPED,
+        METHOD.format("gmpo"),
         "difference.clamp(max=clip_ratio_high), difference.clamp(min=-clip_ratio_low)",
         "difference.clamp(max=clip_ratio_low), difference.clamp(min=-clip_ratio_high)",
     ),
     "GMPO by the sum of log-ratios": FormulaFault(
-        CLIPPED,
+        METHOD.format("gmpo"),
         "(pessimistic.sum(dim=-1, keepdim=True) / lengths).exp()",
         "pessimistic.sum(dim=-1, keepdim=True).exp()",
     ),
     "DPPO that excludes tokens in both directions": FormulaFault(
-        CLIPPED,
+        METHOD.format("dppo_kl"),
         "rises = (divergence <= clip_ratio_high) | (policy <= old)",
         "rises = divergence <= clip_ratio_high",
     ),
     "DPPO with the weight's gradient": FormulaFault(
-        CLIPPED,
+        DIVERGENCE_BOUND,
         f"{DETACHED}.detach(){THEN_WEIGHT}",
         f"{DETACHED}{THEN_WEIGHT}",
     ),
     "DPPO by the reverse KL": FormulaFault(
-        CLIPPED, "divergence = -old * difference", "divergence = -policy * difference"
+        METHOD.format("dppo_kl"),
+        "divergence = -old * difference",
+        "divergence = -policy * difference",
     ),
     "CPGD with a clip that is not of logarithms": FormulaFault(
-        PLAIN, "ceiling = old + math.log1p(clip_ratio_high)", "ceiling = old + clip_ratio_high"
+        METHOD.format("cpgd"),
+        "ceiling = old + math.log1p(clip_ratio_high)",
+        "ceiling = old + clip_ratio_high",
     ),
-    "CPGD's drift without its bound": FormulaFault(PLAIN, "MAX_DRIFT = 2.0", "MAX_DRIFT = 2e9"),
-    "DRO without the half": FormulaFault(PLAIN, "+ 0.5 * beta *", "+ beta *"),
+    "CPGD's drift without its bound": FormulaFault(
+        METHOD.format("cpgd"), "MAX_DRIFT = 2.0", "MAX_DRIFT = 2e9"
+    ),
+    "DRO without the half": FormulaFault(METHOD.format("dro"), "+ 0.5 * beta *", "+ beta *"),
     "TOPR that tapers good responses": FormulaFault(
-        PLAIN, "good = (score > 0)[:, None]", "good = (score < 0)[:, None]"
+        METHOD.format("topr"), "good = (score > 0)[:, None]", "good = (score < 0)[:, None]"
     ),
     "TOPR with a ratio above 1": FormulaFault(
-        PLAIN, "tapered = ratio.clamp(0.0, 1.0)", "tapered = ratio.clamp(0.0, 2.0)"
+        METHOD.format("topr"), "tapered = ratio.clamp(0.0, 1.0)", "tapered = ratio.clamp(0.0, 2.0)"
     ),
     "SAPO's temperatures exchanged": FormulaFault(
-        PLAIN,
+        METHOD.format("sapo"),
         "torch.full_like(advantages, tau_pos), torch.full_like(advantages, tau_neg)",
         "torch.full_like(advantages, tau_neg), torch.full_like(advantages, tau_pos)",
     ),
     "CISPO with a gradient through its weight": FormulaFault(
-        PLAIN,
+        METHOD.format("cispo"),
         f"{DETACHED}.detach(){THEN_WEIGHT}",
         f"{DETACHED}{THEN_WEIGHT}",
     ),
     "CISPO that is always clipped below": FormulaFault(
-        PLAIN, "1.0 - clip_ratio_low if clip_below else 0.0", "1.0 - clip_ratio_low"
+        METHOD.format("cispo"),
+        "1.0 - clip_ratio_low if clip_below else 0.0",
+        "1.0 - clip_ratio_low",
     ),
     "a proximal policy in the place of the old one": FormulaFault(
-        DECOUPLED,
+        METHOD.format("decoupled_ppo"),
         "difference = log_ratio(log_probs, prox_log_probs, loss_mask)",
         "difference = log_ratio(log_probs, old_log_probs, loss_mask)",
     ),
     "behaviour weights with a gradient of the wrong sign": FormulaFault(
-        DECOUPLED, "weight = behaviour.exp()", "weight = (-behaviour).exp()"
+        METHOD.format("decoupled_ppo"), "weight = behaviour.exp()", "weight = (-behaviour).exp()"
     ),
     "behaviour weights that are not capped": FormulaFault(
-        DECOUPLED, "above = weight > behav_imp_weight_cap", "above = weight > 1e9"
+        METHOD.format("decoupled_ppo"),
+        "above = weight > behav_imp_weight_cap",
+        "above = weight > 1e9",
     ),
     "a rejection's bound that is not applied": FormulaFault(
-        DECOUPLED,
+        BEHAVIOUR_WEIGHTS,
         "outside = outside | (measured < rule.lower)",
         "outside = outside | (measured < -99.0)",
     ),
     "Clip-Cov with a gradient on selected tokens": FormulaFault(
-        COVARIANCE,
+        METHOD.format("clip_cov"),
         "loss = torch.where(selected, torch.zeros_like(loss), loss)",
         "loss = loss * 1.0",
     ),
     "KL-Cov's penalty on all tokens": FormulaFault(
-        COVARIANCE,
+        METHOD.format("kl_cov"),
         "torch.where(selected, ppo_kl_coef * difference.abs(), torch.zeros_like(difference))",
         "ppo_kl_coef * difference.abs()",
     ),
     "KL-Cov of the smallest covariances": FormulaFault(
-        COVARIANCE,
+        METHOD.format("kl_cov"),
         "    return largest(covariance, token_draws(uid, loss_mask)",
         "    return largest(-covariance, token_draws(uid, loss_mask)",
     ),
     "a covariance without the mean of the advantages": FormulaFault(
-        COVARIANCE,
+        TOKEN_SELECTION,
         "under_mask(parts[0], loss_mask) *",
         "under_mask(advantages.double(), loss_mask) *",
     ),
     "a share that is rounded up": FormulaFault(
-        COVARIANCE, "max(int(share * float(tokens)), 1)", "int(share * float(tokens)) + 1"
+        TOKEN_SELECTION, "max(int(share * float(tokens)), 1)", "int(share * float(tokens)) + 1"
     ),
     "a group of one that gets nothing": FormulaFault(
         GROUPS, 'if rule.alone == "zero":', 'if rule.alone != "none":'
@@ -348,37 +358,41 @@ FORMULA_FAULTS = {
         GAE, "        mask = first_tokens(turn_index)\n", "        mask = tokens\n"
     ),
     "agents one after another": FormulaFault(
-        GAE,
+        METHOD.format("marft"),
         "order = (turns * length + places).argsort(dim=1)",
         "order = places.expand_as(turns).argsort(dim=1)",
     ),
     "Dr.GRPO that scales": FormulaFault(
-        CRITIC_FREE,
+        GROUPS,
         '        case "none":\n            return GroupRule()',
         '        case "none":\n            return GroupRule(scale="std")',
     ),
     "GPG without its alpha": FormulaFault(
-        CRITIC_FREE, "num_samples / num_counted.clamp(min=1) * centred", "centred"
+        METHOD.format("gpg"), "num_samples / num_counted.clamp(min=1) * centred", "centred"
     ),
     "pass@k for all best samples": FormulaFault(
-        CRITIC_FREE, "(groups.sum(is_best) == 1)", "(groups.sum(is_best) >= 1)"
+        METHOD.format("grpo_passk"), "(groups.sum(is_best) == 1)", "(groups.sum(is_best) >= 1)"
     ),
     "a turn's return without the discount": FormulaFault(
-        CRITIC_FREE, "returns[:, turn] += turn_discount *", "returns[:, turn] += 1.0 *"
+        METHOD.format("grpo_turns"),
+        "returns[:, turn] += turn_discount *",
+        "returns[:, turn] += 1.0 *",
     ),
     "REINFORCE++ whose returns are whitened": FormulaFault(
-        CRITIC_FREE,
+        METHOD.format("reinforce_plus_plus"),
         "    return masked_whiten(returns, mask, reduce), returns\n",
         "    returns = masked_whiten(returns, mask, reduce)\n    return returns, returns.clone()\n",
     ),
     "ReMax without its baseline": FormulaFault(
-        CRITIC_FREE, "returns - reward_baselines.double()[:, None]", "returns"
+        METHOD.format("remax"), "returns - reward_baselines.double()[:, None]", "returns"
     ),
     "GDPO without the weights of a domain": FormulaFault(
-        CRITIC_FREE, "of_sample.get(name, 1.0)", "1.0 + 0.0 * of_sample.get(name, 1.0)"
+        METHOD.format("gdpo"), "of_sample.get(name, 1.0)", "1.0 + 0.0 * of_sample.get(name, 1.0)"
     ),
     "GDPO over samples without a part": FormulaFault(
-        CRITIC_FREE, "[name in parts for parts in reward_parts]", "[True for parts in reward_parts]"
+        METHOD.format("gdpo"),
+        "[name in parts for parts in reward_parts]",
+        "[True for parts in reward_parts]",
     ),
     "k3 of the reverse direction": FormulaFault(
         KL,
@@ -539,12 +553,11 @@ TESTS = {
     OBJECTIVES: [f"{ALGORITHMS}/test_objective_terms.py", f"{ALGORITHMS}/test_value_loss.py"],
     REDUCTIONS: [f"{ALGORITHMS}/test_aggregation.py", f"{ALGORITHMS}/test_losses.py"],
     CLIPPED: [f"{ALGORITHMS}/test_losses.py"],
-    COVARIANCE: [f"{ALGORITHMS}/test_token_selection.py", f"{ALGORITHMS}/test_losses.py"],
-    DECOUPLED: [f"{ALGORITHMS}/test_losses.py"],
-    PLAIN: [f"{ALGORITHMS}/test_losses.py"],
+    TOKEN_SELECTION: [f"{ALGORITHMS}/test_token_selection.py", f"{ALGORITHMS}/test_losses.py"],
+    BEHAVIOUR_WEIGHTS: [f"{ALGORITHMS}/test_losses.py"],
+    DIVERGENCE_BOUND: [f"{ALGORITHMS}/test_losses.py"],
     GROUPS: [f"{ALGORITHMS}/test_estimators.py", SHAPED],
     GAE: [f"{ALGORITHMS}/test_estimators.py"],
-    CRITIC_FREE: [f"{ALGORITHMS}/test_estimators.py"],
     NORMALIZATION: [f"{ALGORITHMS}/test_normalization.py"],
     FILTER: [f"{ALGORITHMS}/test_filters.py"],
     WEIGHTS: [f"{ALGORITHMS}/test_filters.py"],
@@ -563,4 +576,7 @@ TESTS = {
 
 
 def tests_of(fault: FormulaFault) -> list[str]:
-    return TESTS[fault.file]
+    if fault.file in TESTS:
+        return TESTS[fault.file]
+    tests = ["test_estimators.py", "test_losses.py", "test_token_selection.py"]  # of a method
+    return [f"{ALGORITHMS}/{name}" for name in tests]

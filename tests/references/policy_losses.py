@@ -319,4 +319,4 @@ REFERENCES: dict[str, Callable[..., Loss]] = {
     "clip_cov": clip_cov,
     "kl_cov": kl_cov,
 }
-"""By the name in `builtin_names.toml`."""
+"""By the name under which its file registers it."""

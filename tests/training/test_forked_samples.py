@@ -8,10 +8,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from distflow.algorithms.advantages.critic_free import (
-    compute_grpo_advantage,
-    compute_rloo_advantage,
-)
+from distflow.algorithms.methods.grpo import compute_grpo_advantage
+from distflow.algorithms.methods.rloo import compute_rloo_advantage
 from distflow.algorithms.objectives import PolicyObjective
 from distflow.config import Config
 from distflow.data.batch import Batch

@@ -37,7 +37,7 @@ SCALAR_LOSS_ARGUMENTS = (*SCALAR_LOSS_PARAMETERS, "loss_agg_mode", "config", "ro
 
 
 # The built-in estimators as an enum: `AdvantageEstimator.GRPO`.
-# mypy wants the names spelled out; `builtin_names.toml` has them
+# mypy wants the names spelled out; the files of the estimators have them
 AdvantageEstimator = Enum(  # type: ignore[misc]
     "AdvantageEstimator", {name.upper(): name for name in names.ESTIMATORS}
 )
@@ -284,7 +284,7 @@ def register_policy_loss(
 
     check: called before the start with the options that it names; raises ValueError for an invalid
     one. selects: a node function that marks tokens of the whole step before its first update, as
-    the column `selected_tokens` (see `algorithms/losses/covariance.py`). every_row: means over
+    the column `selected_tokens` (see `algorithms/methods/clip_cov.py`). every_row: means over
     sequences count rows without a token.
 
     Registering a name again replaces the function, with a warning. Raises ValueError if the

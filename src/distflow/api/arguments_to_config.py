@@ -30,9 +30,9 @@ _REWARD_TO_COME = "distflow.rewards.math.reward"
 _FUNCTIONS = {
     "advantage": (
         ADV_ESTIMATOR,
-        "distflow.algorithms.advantages.critic_free:compute_grpo_advantage",
+        "distflow.algorithms.methods.grpo:compute_grpo_advantage",
     ),
-    "loss": (POLICY_LOSS, "distflow.algorithms.losses.clipped_ratio:compute_vanilla_loss"),
+    "loss": (POLICY_LOSS, "distflow.algorithms.methods.ppo:compute_vanilla_loss"),
     "pipeline": ("dag.pipeline", "distflow.pipelines.grpo:grpo_pipeline"),
     "workflow": (
         "actor_rollout_ref.rollout.workflow",

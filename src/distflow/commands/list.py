@@ -22,13 +22,11 @@ def run_list(arguments: argparse.Namespace) -> int:
 
 
 def _presets() -> Iterator[tuple[str, str]]:
-    """Each preset with the first sentence of its head comment."""
-    from distflow.config.compose.setting_origins import PRESETS, preset_names
+    """Each preset with the first sentence of its description."""
+    from distflow.config.compose.setting_origins import describe_preset, preset_names
 
     for name in preset_names():
-        lines = (PRESETS / f"{name}.yaml").read_text("utf-8").splitlines()
-        head = " ".join(line.removeprefix("# ") for line in lines if line.startswith("#"))
-        yield name, head.partition(". ")[0].rstrip(".")
+        yield name, describe_preset(name).partition(". ")[0].rstrip(".")
 
 
 def _models() -> Iterator[tuple[str, str]]:

@@ -56,7 +56,7 @@ def split_configs(preset: str, words: Sequence[str]) -> dict[str, list[str]]:
     presets = [preset]
     overrides = []
     for word in words:
-        is_file = "=" not in word and word.endswith((".yaml", ".yml"))
+        is_file = "=" not in word and word.endswith((".yaml", ".yml", ".py"))
         if is_file or word in preset_names():
             presets.append(word)
         else:

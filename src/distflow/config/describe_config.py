@@ -91,7 +91,7 @@ def _objective(config: Config) -> str:
 
 def _clips(config: Config) -> list[str]:
     loss = POLICY_LOSSES.get(config.actor_rollout_ref.actor.policy_loss)
-    if loss is None or not loss.clips or loss.divergence:
+    if loss is None or not loss.clips_ratio:
         return []
     low, high = clip_range(config)
     return [f"ratio in [{1 - low:g}, {1 + high:g}]"]

@@ -4,6 +4,7 @@ import importlib.util
 import pickle
 from collections.abc import Callable, Iterator
 from dataclasses import fields
+from pathlib import Path
 from typing import Any
 
 from distflow.algorithms.registry import (
@@ -108,6 +109,8 @@ def entry_to_send(key: str, name: str, config: Config, given: Callable[..., obje
 def _can_be_imported(module: str) -> bool:
     if module == "__main__":
         return False
+    if module.endswith(".py"):
+        return Path(module).is_file()
 
     try:
         found = importlib.util.find_spec(module)

@@ -8,9 +8,9 @@ from pathlib import Path
 
 from distflow.config import Config, Loaded, describe, preset_config
 from distflow.config.compose.setting_origins import (
-    PRESETS,
+    display,
     names_in_defaults,
-    preset_names,
+    preset_files,
     read_node,
 )
 from distflow.config.keys.schema import diff, schema_keys, show_value
@@ -24,7 +24,7 @@ def changes(loaded: Loaded) -> tuple[str, list[dict[str, str]]]:
     in `Loaded.origin`. Without a preset, `before` is the schema's default.
     """
     files = {origin.partition(":")[0] for origin in loaded.origins.values()}
-    named = [name for name in preset_names() if f"presets/{name}.yaml" in files]
+    named = [name for name, path in preset_files().items() if display(path) in files]
     preset = max(named, key=_num_bases, default="")  # it builds on all others
     before = preset_config(preset) if preset else Config()
     keys = schema_keys()
@@ -45,7 +45,7 @@ def changes(loaded: Loaded) -> tuple[str, list[dict[str, str]]]:
 
 def _num_bases(preset: str) -> int:
     """The presets that a preset builds on, directly or by others."""
-    bases = names_in_defaults(read_node(PRESETS / f"{preset}.yaml"))
+    bases = names_in_defaults(read_node(preset_files()[preset]))
     return sum(1 + _num_bases(base) for base in bases if base != "_self_")
 
 

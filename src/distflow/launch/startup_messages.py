@@ -3,9 +3,10 @@
 from collections.abc import Collection, Iterator
 from itertools import chain
 
-from distflow.algorithms.registry import describe_estimator
+from distflow.algorithms.registry import describe_estimator, is_decoupled
 from distflow.builtin_names import PROMPT_CHAT
 from distflow.config import Config, Loaded, load_config
+from distflow.config.compose.setting_origins import is_given
 from distflow.config.derived_settings import algorithms, is_rl, reward_functions
 from distflow.config.keys.trainer import StopCondition
 from distflow.config.rules.optimizers import optims
@@ -147,7 +148,7 @@ def _notes(reading: Reading, data: Data) -> Iterator[str]:
     corrects = (
         algorithm.rollout_correction.rollout_is
         or algorithm.recompute_old_log_probs == "false"
-        or actor.policy_loss == "decoupled"
+        or is_decoupled(actor.policy_loss)
     )
 
     staleness = config.async_.max_staleness
@@ -185,7 +186,7 @@ def _by_domain(loaded: Loaded) -> Iterator[tuple[str, Collection[str]]]:
     yield "algorithm.domains", config.algorithm.domains
     for name, model in config.reward_model.models.items():
         yield f"reward_model.models.{name}", model.domains
-    if not loaded.origin("reward.functions").startswith(("default", "presets/")):
+    if is_given(loaded.origin("reward.functions")):
         yield "reward.functions", config.reward.functions.keys() - {"default"}
 
 
@@ -208,7 +209,7 @@ def _notes_on_answers(loaded: Loaded, data: Data) -> Iterator[str]:
         columns |= {*(row.extra_info or ())}
     columns.discard(PROMPT_CHAT)
 
-    if not loaded.origin("data.answer_key").startswith(("default", "presets/")):
+    if is_given(loaded.origin("data.answer_key")):
         raise UserError(f"{absent}{hint(key, columns)}")
 
     note = f"note: {absent}: the reward is called with ground_truth=None"

@@ -8,7 +8,7 @@ one, whole steps through the training nodes."""
 from collections.abc import Callable
 
 from distflow.algorithms.registry import POLICY_LOSSES
-from distflow.builtin_names import WORKFLOWS
+from distflow.builtin_names import ESTIMATORS, WORKFLOWS
 from distflow.config import Config
 from distflow.config.derived_settings import algorithms, filters_groups, unfiltered_domains
 from distflow.config.keys.algorithm import is_on
@@ -45,7 +45,10 @@ def roll_out_and_score(pipeline: Pipeline, config: Config) -> None:
     if workflow in WORKFLOWS and WORKFLOWS[workflow].nodes:
         load_function(WORKFLOWS[workflow].nodes)(pipeline, config)
 
-    baselines = {domain: each.adv_estimator == "remax" for domain, each in algorithms(config)}
+    baselines = {}
+    for domain, each in algorithms(config):
+        estimator = ESTIMATORS.get(each.adv_estimator)
+        baselines[domain] = estimator is not None and estimator.needs_greedy
     if all(baselines.values()):
         pipeline.add_node("reward_baseline", nodes.greedy_baseline)
     elif any(baselines.values()):

@@ -58,8 +58,8 @@ def test_later_layers_win_and_each_key_knows_who_set_it(write):
     assert (actor.clip_ratio_high, actor.use_kl_loss) == (0.28, False)
     assert loaded.origin("algorithm.gamma") == "run.yaml:5"
     assert loaded.origin("algorithm.lam") == "command line"
-    assert loaded.origin("actor_rollout_ref.actor.clip_ratio_high").startswith("presets/dapo.yaml:")
-    assert loaded.origin("actor_rollout_ref.actor.entropy_coef").startswith("presets/grpo.yaml:")
+    assert loaded.origin("actor_rollout_ref.actor.clip_ratio_high").startswith("methods/dapo.py:")
+    assert loaded.origin("actor_rollout_ref.actor.entropy_coef").startswith("methods/grpo.py:")
     assert loaded.origin("trainer.seed") == "default"
 
 
@@ -296,7 +296,7 @@ BROKEN = {
     "an unknown base": (
         "defaults: [gropo]\n" + BASE,
         ("run.yaml", "defaults"),
-        "embodied_srpo, grpo",
+        "dro, embodied_srpo",
     ),
     "itself as base": ("defaults: [run]\n" + BASE, ("run.yaml", "defaults"), "builds on itself"),
     "a section of hydra": (

@@ -545,7 +545,7 @@ def test_explain_says_what_a_key_means_and_who_set_it():
     ):
         assert part in text
 
-    assert "presets/dapo.yaml:" in explain("actor_rollout_ref.actor.clip_ratio_high", loaded)
+    assert "methods/dapo.py:" in explain("actor_rollout_ref.actor.clip_ratio_high", loaded)
     assert "default  {default: ['math']}" in explain("reward.functions", loaded)
     assert "algorithm.kl_ctrl.horizon=null" in explain("algorithm.kl_ctrl", loaded)
     with pytest.raises(ConfigError, match=r"(?s)algorithm\.gama .*algorithm\.gamma\?"):

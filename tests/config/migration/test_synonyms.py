@@ -33,7 +33,7 @@ ACTOR = "actor_rollout_ref.actor"
         ("actor_rollout_ref.model.dtype=bf16", "bfloat16"),
         ("data.prompt_format=messages", "chat"),
         ("reward.functions={default: [accuracy]}", "math"),
-        ("dag.pipeline=gspo", "grpo"),
+        ("dag.pipeline=drgrpo", "grpo"),
         ("trainer.allocation=deepspeed[actor]:d2", "'fsdp'"),
     ],
 )

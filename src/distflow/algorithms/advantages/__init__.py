@@ -1,1 +1,1 @@
-"""Advantage estimators; `builtin_names.toml` lists them."""
+"""What advantage estimators share, and GAE."""

@@ -3,11 +3,7 @@ recursions.
 
 Tokens that are not the policy's pass the running value on. Over turns, the steps are turns instead
 of tokens: a turn's value is the one before its first token, its reward the sum over its tokens.
-Over agents (MARFT, Liao et al. 2025, arXiv:2504.16129), tokens are in the order in which the turns
-of all agents were requested.
 """
-
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -35,6 +31,12 @@ def discounted_sum(values: Tensor, mask: Tensor, decay: float) -> Tensor:
         out[:, t] = running
 
     return out
+
+
+def rewards_to_go(token_level_rewards: Tensor, mask: Tensor, gamma: float) -> Tensor:
+    """Σ γ^k r_(t+k) over the tokens under the mask, float64 `(bs, response_length)`, 0
+    elsewhere."""
+    return under_mask(discounted_sum(under_mask(token_level_rewards, mask), mask, gamma), mask)
 
 
 def next_value(values: Tensor, mask: Tensor, after_last: Tensor) -> Tensor:
@@ -124,46 +126,3 @@ def compute_gae_advantage(
     if whiten:
         advantages = masked_whiten(advantages, tokens, reduce)
     return advantages, returns
-
-
-@register_adv_est("gae_marft", scope="global")
-def compute_gae_marft_advantage(
-    token_level_rewards: Tensor,
-    response_mask: Tensor,
-    values: Tensor,
-    turn_order: Tensor,
-    valid: Tensor | None = None,
-    truncated: Tensor | None = None,
-    *,
-    gamma: float = 1.0,
-    lam: float = 0.95,
-    bootstrap_truncated: bool = False,
-    whiten: bool = True,
-    reduce: Reduce | None = None,
-) -> tuple[Tensor, Tensor]:
-    """`gae` over the tokens of all agents of an episode: the value after the last token of a turn
-    is the one before the next speaker's first token. Turns requested at once are in the order of
-    the agents.
-
-    turn_order: `(bs, response_length)`, the place of each token's turn. Raises ValueError as `gae`
-    does.
-    """
-    length = response_mask.shape[1]
-    places = torch.arange(length, device=response_mask.device)
-
-    # tokens that no policy wrote come last
-    turns = torch.where(response_mask > 0, turn_order, length)
-    order = (turns * length + places).argsort(dim=1)
-    rewards, mask, values = (
-        each.gather(1, order) for each in (token_level_rewards, response_mask, values)
-    )
-    options: dict[str, Any] = {
-        "gamma": gamma,
-        "lam": lam,
-        "bootstrap_truncated": bootstrap_truncated,
-        "whiten": whiten,
-    }
-    found = compute_gae_advantage(rewards, mask, values, valid, truncated, reduce=reduce, **options)
-    back = order.argsort(dim=1)
-
-    return found[0].gather(1, back), found[1].gather(1, back)

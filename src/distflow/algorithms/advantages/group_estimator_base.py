@@ -197,3 +197,24 @@ def first_tokens(turn_index: Tensor) -> Tensor:
     index."""
     earlier = torch.nn.functional.pad(turn_index, (1, 0), value=-1).cummax(dim=1).values[:, :-1]
     return turn_index > earlier
+
+
+ScaleRewards = Literal["group", "batch", "none"]
+
+
+def grpo_rule(
+    norm_adv_by_std_in_grpo: bool = True,
+    adv_epsilon: float = 1e-6,
+    scale_rewards: ScaleRewards | None = None,
+) -> GroupRule:
+    """GRPO as a `GroupRule`. scale_rewards: None means "group" or "none", by
+    `norm_adv_by_std_in_grpo`."""
+    match scale_rewards or ("group" if norm_adv_by_std_in_grpo else "none"):
+        case "group":
+            return GroupRule(scale="std", epsilon=adv_epsilon)
+        case "batch":
+            return GroupRule(scale="batch_std", alone="zero", epsilon=adv_epsilon)
+        case "none":
+            return GroupRule()
+
+    raise ValueError(f"scale_rewards '{scale_rewards}' is unknown; choose group, batch or none")

@@ -1,1 +1,1 @@
-"""Policy losses; `builtin_names.toml` lists them."""
+"""What policy losses share, and the losses over pairs."""

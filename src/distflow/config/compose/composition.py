@@ -3,6 +3,7 @@
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from io import StringIO
 from pathlib import Path
 from typing import get_args, get_origin
 
@@ -18,14 +19,14 @@ from distflow.config.compose.override_grammar import (
 from distflow.config.compose.setting_origins import (
     COMMAND_LINE,
     PIPELINE_KEYS,
-    PRESETS,
     Setting,
     base_preset,
     display,
     names_in_defaults,
-    preset_names,
+    preset_files,
     read_node,
     read_settings,
+    read_yaml,
     settings_of_value,
     yaml_problem,
 )
@@ -61,31 +62,32 @@ class Composition:
 
 
 def find_source(preset_or_file: str) -> Path:
-    """The YAML file of a preset or a path. Raises ConfigError with the nearest preset."""
-    if preset_or_file in preset_names():
-        return PRESETS / f"{preset_or_file}.yaml"
+    """The file of a preset or a path. Raises ConfigError with the nearest preset."""
+    presets = preset_files()
+    if preset_or_file in presets:
+        return presets[preset_or_file]
 
     path = Path(preset_or_file).expanduser()
-    if path.is_file() and path.suffix == ".yaml":
+    if path.is_file() and path.suffix in (".yaml", ".py"):
         return path.resolve()
 
-    names = ", ".join(preset_names())
+    names = ", ".join(presets)
     what = "is neither a preset nor a file"
     if "=" in preset_or_file:
         what = "is no preset"
     elif path.exists():
-        what = "is no .yaml file"
+        what = "is no .yaml file and no .py file of a method"
 
-    meant = did_you_mean(preset_or_file, preset_names())
+    meant = did_you_mean(preset_or_file, presets)
     if (path / _CONFIG_OF_A_RUN).is_file():
         meant = f"did you mean {path / _CONFIG_OF_A_RUN}? "
-    advice = f"{meant}name a .yaml file, or one of the presets {names}"
+    advice = f"{meant}name a .yaml file, a method's .py file, or one of the presets {names}"
     raise ConfigError([Problem(((f"'{preset_or_file}'", COMMAND_LINE),), what, advice)])
 
 
 @dataclass(frozen=True)
 class _File:
-    """A YAML file that takes part."""
+    """A file of settings that takes part."""
 
     path: Path
 
@@ -113,12 +115,15 @@ def compose(
         files = [*_files(source)]
         result.base = _find_base(source, files, parsed, otherwise)
         if result.base is not None:
-            files = [*_files(PRESETS / f"{result.base}.yaml"), *files]
+            files = [*_files(preset_files()[result.base]), *files]
     except ConfigError as error:
         raise ConfigError([*result.problems, *error.problems]) from None
 
     for file in files:
         result.settings += file.settings
+    methods = [file.path for file in files if file.path.suffix == ".py"]
+    if own := [str(path) for path in methods if path not in preset_files().values()]:
+        parsed.append(_import_of(own, [*result.settings, *_set_by(parsed)]))
     register([*result.settings, *_set_by(parsed)])
 
     applied = [*_applied(parsed, result)]
@@ -134,6 +139,16 @@ def compose(
         result.failure = Problem(((display(source), "its composition"),), reason)
 
     return result
+
+
+def _import_of(methods: Sequence[str], settings: Sequence[Setting]) -> Override:
+    """The user's modules, and after them the user's methods, whose files register their parts."""
+    given: object = None
+    for setting in settings:
+        if setting.key == "trainer.imports":
+            given = setting.value
+    chosen = given if isinstance(given, list) else [given] if given else []
+    return Override("trainer.imports", [*chosen, *methods])
 
 
 def _merge(files: Sequence[_File], overrides: Sequence[Override], result: Composition) -> None:
@@ -159,9 +174,10 @@ def _set_by(overrides: Sequence[Override]) -> list[Setting]:
 
 def _files(source: Path) -> Iterator[_File]:
     """The file and what it builds on, in the order in which they take effect. A name in `defaults`
-    is a file next to the source, or a preset; one in a folder below has the folder's name as its
-    prefix. Raises ConfigError."""
-    names = ", ".join(preset_names())
+    is a YAML file next to the source, a preset, or a method next to the source; one in a folder
+    below has the folder's name as its prefix. Raises ConfigError."""
+    presets = preset_files()
+    names = ", ".join(presets)
 
     def wrong(what: str) -> ConfigError:
         advice = (
@@ -191,7 +207,7 @@ def _files(source: Path) -> Iterator[_File]:
             within = f"{folder}/{name}" if folder else name
             file = source.parent / f"{within}.yaml"
             if not file.is_file():
-                file = PRESETS / f"{within}.yaml"
+                file = presets.get(within, file.with_suffix(".py"))
             if not file.is_file():
                 raise wrong(f"name '{name}', which is no preset and no file")
             below = within.rpartition("/")[0].replace("/", ".")
@@ -201,8 +217,8 @@ def _files(source: Path) -> Iterator[_File]:
 
 
 def _layer(path: Path, package: str) -> DictConfig:
-    """The content of a YAML file below its package."""
-    read = OmegaConf.load(path)
+    """The settings of a file below its package."""
+    read = OmegaConf.load(StringIO(read_yaml(path)))
     if not isinstance(read, DictConfig):
         return OmegaConf.create({})
 
@@ -266,7 +282,7 @@ def _find_base(
 
     values |= {setting.key: setting.value for setting in _set_by(overrides)}
     is_whole = schema_keys().keys() <= values.keys()
-    if is_whole or any(file.path.parent == PRESETS for file in files):
+    if is_whole or any(file.path in preset_files().values() for file in files):
         return None
 
     base = base_preset({key: values.get(key) for key in PIPELINE_KEYS}, otherwise)

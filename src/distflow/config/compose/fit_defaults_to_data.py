@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from itertools import chain
 
 from distflow.builtin_names import CUSTOM_REWARD
-from distflow.config.compose.setting_origins import COMMAND_LINE, IN_PYTHON, is_preset
+from distflow.config.compose.setting_origins import COMMAND_LINE, IN_PYTHON, is_given
 from distflow.config.derived_settings import RunLimits, is_rl, uses_custom_reward
 from distflow.config.keys.reward import RewardPart
 from distflow.config.keys.schema import Config, flatten, schema_keys, show_value, with_values
@@ -77,7 +77,7 @@ def is_free(origins: Mapping[str, str], key: str, *limits: str) -> bool:
     origin = where(key, origins)
     is_typed = (COMMAND_LINE, IN_PYTHON)
     on_top = origin not in is_typed and any(where(limit, origins) in is_typed for limit in limits)
-    return origin == "default" or is_preset(origin) or on_top
+    return not is_given(origin) or on_top
 
 
 def _domains(config: Config, origins: Mapping[str, str]) -> Iterator[Change]:

@@ -21,6 +21,7 @@ from distflow.config.compose.setting_origins import (
     IN_PYTHON,
     Setting,
     display,
+    is_given,
     is_preset,
     settings_of_value,
 )
@@ -122,7 +123,8 @@ def load_config(
     """Compose, read and check a config. Raises ConfigError with all problems at once.
 
     preset_or_file: e.g. `grpo`, or a .yaml file, which may build on a preset or on files beside it
-    (`defaults: [grpo, _self_]`). base: the preset that a file builds on if it names none and its
+    (`defaults: [grpo, _self_]`), or a method's .py file, which is then the last of
+    `trainer.imports`. base: the preset that a file builds on if it names none and its
     keys select no built-in pipeline. overrides: Hydra's grammar, `key=value`, `+key=value`,
     `++key=value`, `~key`. complete: False allows a missing model and missing data, as in a preset.
     needed: keys whose files and folders must exist, e.g. `check_paths.NEEDED_TO_TRAIN`. trust_code:
@@ -253,7 +255,7 @@ def differing(loaded: Loaded, theirs: Loaded) -> list[tuple[str, str, str]]:
     for key in theirs.origins:
         if key not in infos or here[key] == there[key] or key in without_effect:
             continue
-        if loaded.origin(key).startswith(("default", "presets/")):
+        if not is_given(loaded.origin(key)):
             info = infos[key]
             found.append((key, show_value(info, here[key]), show_value(info, there[key])))
 

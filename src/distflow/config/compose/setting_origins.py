@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 import yaml
@@ -10,6 +11,7 @@ from distflow.builtin_names import ESTIMATORS, PIPELINES
 from distflow.config.keys.declare import dotted
 from distflow.config.migration.tables import NOT_GIVEN
 from distflow.errors import ConfigError, Problem
+from distflow.method_files import METHODS, MethodFile
 from distflow.untrusted_files import MAX_YAML_BYTES, check_aliases, read_file
 
 COMMAND_LINE = "command line"
@@ -29,8 +31,33 @@ class Setting:
     value: object = NOT_GIVEN
 
 
+@cache
+def preset_files() -> dict[str, Path]:
+    """The file of each preset by its name: settings alone, or a method."""
+    methods = [path for path in METHODS.glob("*.py") if path.stem != "__init__"]
+    return {path.stem: path for path in sorted([*PRESETS.glob("*.yaml"), *methods], key=_stem)}
+
+
+def _stem(path: Path) -> str:
+    return path.stem
+
+
 def preset_names() -> list[str]:
-    return sorted(path.stem for path in PRESETS.glob("*.yaml"))
+    return list(preset_files())
+
+
+def method_names() -> list[str]:
+    return [name for name, path in preset_files().items() if path.parent == METHODS]
+
+
+def describe_preset(name: str) -> str:
+    """What is above the settings of a preset, in one line."""
+    path = preset_files()[name]
+    if path.parent == METHODS:
+        method = MethodFile.of(path)
+        return f"{method.title} {method.paper}".strip()
+    lines = path.read_text("utf-8").splitlines()
+    return " ".join(line.removeprefix("# ") for line in lines if line.startswith("#"))
 
 
 PIPELINE_KEYS = ("dag.pipeline", "algorithm.workflow_type", "algorithm.adv_estimator")
@@ -80,14 +107,19 @@ def names_in_defaults(root: yaml.Node | None) -> list[str]:
 
 def is_preset(where: str) -> bool:
     """Whether an origin, "file:line", is a preset of the package."""
-    return any(where.startswith(f"presets/{name}.yaml:") for name in preset_names())
+    return where.rpartition(":")[0] in map(display, preset_files().values())
+
+
+def is_given(where: str) -> bool:
+    """Whether a user set it: it is neither a default nor a preset's."""
+    return where != "default" and not is_preset(where)
 
 
 def display(path: Path) -> str:
-    """A file's name in messages: `presets/NAME.yaml` for a preset, else relative to the working
-    directory."""
-    if path.parent == PRESETS:
-        return f"presets/{path.name}"
+    """A file's name in messages: `presets/NAME.yaml` or `methods/NAME.py` for a preset, else
+    relative to the working directory."""
+    if path.parent in (PRESETS, METHODS):
+        return f"{path.parent.name}/{path.name}"
     here = Path.cwd()
     if path.is_relative_to(here):
         return str(path.relative_to(here))
@@ -151,12 +183,33 @@ def yaml_problem(error: yaml.YAMLError | UnicodeDecodeError, path: Path) -> Prob
     return Problem(((display(path), where),), f"is not valid YAML: {error.problem}", advice)
 
 
-def read_node(path: Path) -> yaml.Node | None:
-    """The document of a YAML file. Raises ConfigError if it is unreadable or too large."""
+def read_yaml(path: Path) -> str:
+    """The text of a YAML file, or of the settings of a method's file. Raises ConfigError if there
+    are none."""
+    text = read_file(path, max_bytes=MAX_YAML_BYTES).decode("utf-8")
+    if path.suffix != ".py":
+        return text
+
+    place = "the file"
+    advice = 'write SETTINGS = """, keys as in a YAML file, and """ at its top'
     try:
-        root = yaml.SafeLoader(
-            read_file(path, max_bytes=MAX_YAML_BYTES).decode("utf-8")
-        ).get_single_node()
+        settings = MethodFile(text).settings
+    except SyntaxError as error:
+        place = f"line {error.lineno}"
+        what = f"is not Python: {error.msg}"
+        advice = "correct that line"
+    else:
+        if settings is not None:
+            return settings
+        what = "is no method: it has no SETTINGS"
+
+    raise ConfigError([Problem(((display(path), place),), what, advice)])
+
+
+def read_node(path: Path) -> yaml.Node | None:
+    """The document of a file of settings. Raises ConfigError if it is unreadable or too large."""
+    try:
+        root = yaml.SafeLoader(read_yaml(path)).get_single_node()
         check_aliases(root)
         return root
     except (yaml.YAMLError, UnicodeDecodeError) as error:

@@ -22,16 +22,17 @@ def estimator_of(config: Config) -> Estimator:
 
 def compares_rewards(config: Config) -> bool:
     """Whether the estimator compares the rewards of whole responses to a prompt."""
-    return estimator_of(config).needs_group or config.algorithm.adv_estimator == "remax"
+    estimator = estimator_of(config)
+    return estimator.needs_group or estimator.needs_greedy
 
 
 def has_several_rewards(algorithm: AlgorithmConfig) -> bool:
     """Whether the turns or agents of an episode have separate advantages."""
-    over_turns = algorithm.adv_estimator in (
-        "grpo_turns",
-        "gae_marft",
-    ) or algorithm.adv_estimator_kwargs.get("over_turns")
-    return bool(over_turns) or algorithm.agent_rewards != "shared"
+    estimator = ESTIMATORS.get(algorithm.adv_estimator)
+    if estimator is not None and estimator.is_over_turns:
+        return True
+    over_turns = bool(algorithm.adv_estimator_kwargs.get("over_turns"))
+    return over_turns or algorithm.agent_rewards != "shared"
 
 
 def has_rewards_within(config: Config) -> bool:
@@ -87,8 +88,7 @@ def group_of_one(config: Config) -> Findings:
 
 def remax_in_workflow(config: Config) -> Findings:
     """ReMax's greedy baseline is a single response."""
-    is_remax = config.algorithm.adv_estimator == "remax"
-    if is_remax and config.actor_rollout_ref.rollout.workflow is not None:
+    if estimator_of(config).needs_greedy and config.actor_rollout_ref.rollout.workflow is not None:
         what = "remax compares with one greedy response, which is not an episode of a workflow"
         yield Finding(
             (f"{ROLLOUT}.workflow", ADV_ESTIMATOR), what, "set algorithm.adv_estimator=rloo"
@@ -98,7 +98,7 @@ def remax_in_workflow(config: Config) -> Findings:
 def remax_and_models(config: Config) -> Findings:
     """ReMax's greedy baseline is scored by reward functions alone."""
     key = scoring_key(config)
-    if key and config.algorithm.adv_estimator == "remax":
+    if key and estimator_of(config).needs_greedy:
         yield Finding(
             (key, ADV_ESTIMATOR),
             "ReMax's baseline is scored by reward functions, and would not include the model's "

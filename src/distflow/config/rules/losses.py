@@ -10,7 +10,7 @@ def clip_ratio(config: Config) -> Findings:
     actor = config.actor_rollout_ref.actor
     loss = POLICY_LOSSES.get(actor.policy_loss)
 
-    clips = loss is not None and loss.clips and not loss.divergence
+    clips = loss is not None and loss.clips_ratio
     if clips and actor.clip_ratio_low is None and actor.clip_ratio > 1:
         yield Finding(
             (f"{ACTOR}.clip_ratio",),

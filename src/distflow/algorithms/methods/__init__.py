@@ -1,0 +1,1 @@
+"""Methods of papers, one file each (see `method_files.py`)."""
