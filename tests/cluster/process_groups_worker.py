@@ -50,7 +50,7 @@ def main(place: int, folder: Path) -> None:
     data_line = TorchCollective(groups.of(data))
     everyone = TorchCollective(groups.of(dp_group))
     met = meet(place % 2 == 0, folder / f"{dp_group}", {"reduce": data_line, "dp_group": everyone})
-    mesh = groups.mesh(dp_group, layout, rank, "cpu")
+    mesh = groups.sharding(dp_group, layout, rank, "cpu").mesh
 
     found: dict[str, object] = {
         "dp_group": TorchCollective(groups.of(dp_group)).sum(float(rank)),

@@ -20,6 +20,7 @@ from tests.cluster.distance import distance
 from tests.cluster.test_supervisor import STEPS, check_same_figures, check_whole, validating
 from tests.e2e.runs import Playground, Run, notes
 from tests.ledger_audit import verify
+from tests.models.families import FAMILIES
 from tests.patience import wait_until
 from tests.sparse_params import BY_HAND, one_fast_in
 
@@ -93,6 +94,15 @@ def test_weights_spread_over_two_processes_end_where_one_does(ground, alone, nam
     found = run(ground, *validating(ground), *keys, name=name)
     check_same_figures(found, alone)
     assert found.notes("warning") == alone.notes("warning")
+
+
+@pytest.mark.slow
+def test_processes_with_different_experts_end_where_one_does(tmp_path):
+    ground = Playground(tmp_path, "qwen3_moe", **FAMILIES["qwen3_moe"].changes)
+    hf = "actor_rollout_ref.rollout.name=hf"
+    alone = ground.run("grpo", *STEPS, hf, name="alone")
+    found = run(ground, "trainer.allocation='hf:d2|fsdp:d2e2'", name="experts")
+    check_same_figures(found, alone)
 
 
 @pytest.mark.slow

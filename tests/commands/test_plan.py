@@ -141,7 +141,7 @@ def test_what_does_not_fit_is_refused_with_what_needs_less(
         (["grpo", "trainer.allocation=embedded:d2+fsdp:d2p2"], "no pipeline parallelism"),
         (
             ["grpo", SEVEN, "trainer.allocation=embedded:d2+fsdp:t8", "trainer.launcher=ray"],
-            "28, which its tensor size 8",
+            "28, which its size 8",
         ),
         (
             ["grpo", "actor_rollout_ref.model.path=no/such-model"],

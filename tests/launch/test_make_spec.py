@@ -248,7 +248,7 @@ def test_ranks_that_do_not_divide_a_models_layers_are_told_before_anything_is_st
     playground: Playground,
 ) -> None:
     allocation = "trainer.allocation=embedded[rollout]:d3|fsdp[actor]:d1t3"
-    with pytest.raises(UserError, match=r"model\.path: 3 .*num_attention_heads=4"):
+    with pytest.raises(UserError, match=r"model\.path: t3 .*num_attention_heads=4: .*:d3 "):
         playground.spec("grpo", "trainer.launcher=ray", "trainer.n_gpus_per_node=3", allocation)
 
 

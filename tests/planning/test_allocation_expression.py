@@ -72,6 +72,9 @@ def test_the_role_of_a_reward_model_has_two_names() -> None:
 def test_sizes() -> None:
     assert sizes("d4p1m1") == Sizes(data=4) and sizes("t2d3c1p1e1") == Sizes(data=3, tensor=2)
     assert sizes("t2d3").num_devices == 6
+    found = parse_allocation("fsdp:e4d2t2").parts[0].sizes
+    assert found == Sizes(data=2, tensor=2, expert=4) and found.num_devices == 4
+    assert str(found) == "d2t2e4"
 
 
 @pytest.mark.parametrize(
@@ -94,6 +97,8 @@ def test_sizes() -> None:
         ("fsdp:d2p2", "'fsdp' has no pipeline parallelism"),
         ("embedded:d2+torch:d2m2", "'torch' has no tensor parallelism"),
         ("megatron:d4e3", "'megatron' has no expert parallelism"),
+        ("embedded:d4|fsdp:d2t2e3", "divide the 4 ranks; the nearest sizes are d2t2e"),
+        ("fsdp:d4t2e1|torch[ref]:d4e2", "'torch' has no expert parallelism"),
         ("vllm:d2p2+torch:d2", "'vllm' has no pipeline parallelism"),
         ("fsdp:d2|fsdp[critic]:d4", "same devices as 'fsdp:d2'"),
         ("fsdp:d2+fsdp:d4", "a second part is the actor; name its role"),

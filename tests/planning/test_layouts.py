@@ -3,7 +3,13 @@
 import numpy as np
 import pytest
 
-from distflow.planning.layouts import Layout, Sizes, choose_backends, process_groups
+from distflow.planning.layouts import (
+    Layout,
+    Sizes,
+    alternatives,
+    choose_backends,
+    process_groups,
+)
 
 
 def layout(sizes: Sizes, role: str = "actor", first: int = 0) -> Layout:
@@ -33,6 +39,31 @@ def test_ranks_along_data_share_one_copy_of_the_weights_or_hold_the_same_part_of
     assert pairs >= {(0, 2), (4, 6), (1, 3), (5, 7), (0, 4), (2, 6), (1, 5), (3, 7)}
     whole = Layout("actor", "fsdp", tuple(range(4)), Sizes(data=4))
     assert whole.line("shard", 2) == (0, 1, 2, 3) and whole.line("replica", 2) == (2,)
+
+
+def test_ranks_with_different_experts_are_neighbours_and_others_share_theirs() -> None:
+    """As in an array of (copies of the weights, ranks with the same experts, experts)."""
+    found = Layout("actor", "fsdp", tuple(range(16)), Sizes(data=8, tensor=2, expert=4), shard=4)
+    array = np.arange(16).reshape(2, 2, 4)
+    for rank in found.ranks:
+        replica, same, own = (int(place[0]) for place in np.where(array == rank))
+        assert found.line("expert", rank) == tuple(array[replica, same])
+        assert found.line("expert_shard", rank) == tuple(array[replica, :, own])
+        assert found.line("replica", rank) == tuple(array[:, same, own])
+
+    ranks = {group.ranks for group in process_groups([found])}
+    assert ranks >= {(0, 1, 2, 3), (12, 13, 14, 15), (3, 7), (8, 12)}
+
+
+def test_alternatives_are_all_that_as_many_devices_allow_the_nearest_first() -> None:
+    found = alternatives(Sizes(data=2, tensor=2, expert=2))
+    assert found[0] == Sizes(data=2, tensor=2, expert=2)
+    assert {str(sizes) for sizes in found} == {
+        *("d4", "d4e2", "d4e4"),
+        *("d2t2", "d2t2e2", "d2t2e4"),
+        *("d1t4", "d1t4e4"),
+    }
+    assert str(alternatives(Sizes(data=4, expert=3))[0]) == "d4e4"
 
 
 def test_groups_are_named_in_one_order_and_shared_where_they_are_equal() -> None:

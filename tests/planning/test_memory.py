@@ -111,6 +111,16 @@ def test_shards_and_tensor_parts_divide_what_is_sharded() -> None:
     assert not item(generating, "actor", "weights", "generate")
 
 
+def test_experts_of_other_ranks_are_not_gathered() -> None:
+    mixture = replace(SHAPE, experts=8, active_experts=2)
+    attention = mixture.attention_weights
+    inner = 8 * mixture.expert_weights
+    assert mixture.computed_weights(1, 1) == mixture.layer_weights == attention + inner
+    assert mixture.computed_weights(1, 4) == attention + inner / 4
+    assert mixture.computed_weights(2, 1) == (attention + inner) / 2
+    assert mixture.computed_weights(2, 8) == attention / 2 + inner / 8
+
+
 def test_checkpointing_and_small_micro_batches_need_fewer_activations() -> None:
     whole = activation_bytes(SHAPE, 4, 1, trains=True, checkpointed=False)
     assert whole == 3 * (4 * 64 * 6 + 4 * (2 * 64 + 2 * 32 + 4 * 128))

@@ -209,6 +209,15 @@ def test_layers_that_cannot_be_divided_are_refused() -> None:
         run("grpo", "trainer.allocation=vllm[rollout]:d1+fsdp[actor]:t3", "trainer.launcher=ray")
 
 
+def test_experts_that_a_model_lacks_are_refused() -> None:
+    with pytest.raises(UserError, match="no experts to divide .d4e2"):
+        run(
+            "grpo",
+            "trainer.allocation=vllm[rollout]:d1+fsdp[actor]:d4e2",
+            "trainer.launcher=ray",
+        )
+
+
 def test_a_thousand_devices_are_planned() -> None:
     found = run(
         "async_grpo",

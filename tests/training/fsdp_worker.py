@@ -6,8 +6,10 @@ import json
 from collections.abc import Callable
 from dataclasses import replace
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 
+import pytest
 import torch
 from safetensors.torch import save_file
 from torch import nn
@@ -16,7 +18,7 @@ from distflow.algorithms.objectives import PolicyObjective
 from distflow.cluster.process_groups import ProcessGroups, TorchCollective
 from distflow.models.loading import load_model
 from distflow.models.lora import add_lora
-from distflow.models.sharding import Sharding, at_places, shard_model, whole
+from distflow.models.sharding import Sharding, at_places, shard_model, square_sum, whole
 from distflow.planning.layouts import Layout, Sizes, process_groups
 from distflow.planning.plan import Plan
 from distflow.runtime.checkpoint.files import own_shards
@@ -26,7 +28,8 @@ from distflow.training.torch_engine import TorchTrainEngine
 from tests.training.batches import TokenMeanLoss
 from tests.training.rank_worker import SHARES, mini_batch
 
-# By the mesh's name: replicas x shards, and t ranks that compute layers together.
+# By the mesh's name: replicas x shards, t ranks that compute layers together, and e with different
+# experts.
 LAYOUTS = {
     "1": Layout("1", "fsdp", (0,), Sizes()),
     "2": Layout("2", "fsdp", (0, 1), Sizes(data=2)),
@@ -35,6 +38,10 @@ LAYOUTS = {
     "1t2": Layout("1t2", "fsdp", (0, 1), Sizes(tensor=2)),
     "2t2": Layout("2t2", "fsdp", (0, 1, 2, 3), Sizes(data=2, tensor=2)),
     "2x1t2": Layout("2x1t2", "fsdp", (0, 1, 2, 3), Sizes(data=2, tensor=2), shard=1),
+    "2e2": Layout("2e2", "fsdp", (0, 1), Sizes(data=2, expert=2)),
+    "4e2": Layout("4e2", "fsdp", (0, 1, 2, 3), Sizes(data=4, expert=2)),
+    "2x2e2": Layout("2x2e2", "fsdp", (0, 1, 2, 3), Sizes(data=4, expert=2), shard=2),
+    "2t2e4": Layout("2t2e4", "fsdp", (0, 1, 2, 3), Sizes(data=2, tensor=2, expert=4)),
 }
 PLAN = Plan(
     "grpo", (), (), tuple(LAYOUTS.values()), process_groups(tuple(LAYOUTS.values())), ("gloo",)
@@ -61,13 +68,24 @@ def critic(folder: Path, sharding: Sharding | None) -> nn.Module:
     return load_model(path, sharding=sharding, critic=True, seed=3)
 
 
-def adapter(folder: Path, sharding: Sharding | None) -> nn.Module:
-    model = add_lora(load_model(folder / "model"), rank=4, seed=3)
+def experts(folder: Path, sharding: Sharding | None) -> nn.Module:
+    return load_model(folder / "experts", sharding=sharding)
+
+
+def fused(folder: Path, sharding: Sharding | None) -> nn.Module:
+    """Queries, keys and values are one matrix, gate and up another."""
+    return load_model(folder / "fused", sharding=sharding)
+
+
+def adapter(folder: Path, sharding: Sharding | None, name: str = "model") -> nn.Module:
+    model = add_lora(load_model(folder / name), rank=4, seed=3)
     if sharding is not None:
         shard_model(model, sharding)
     return model
 
 
+CLIPPED = {"max_grad_norm": 0.05}
+CHECKPOINTED = {"gradient_checkpointing": True}
 # By case: the model, the loss, the steps, on which meshes, and what else the engine is made with.
 CASES: dict[
     str,
@@ -84,7 +102,10 @@ CASES = {
     "on-host": (policy_on_host, POLICY, 4, ("2", "2t2"), {"max_grad_norm": 0.05}),
     "critic": (critic, TokenMeanLoss(("values",)), 4, ("2", "2x2", "1t2"), {"max_grad_norm": None}),
     "tied": (tied, POLICY, 4, ("2", "1t2"), {"gradient_checkpointing": True}),
-    "adapter": (adapter, POLICY, 4, ("2", "2x2"), {"gradient_checkpointing": True}),
+    "experts": (experts, POLICY, 4, ("2", "2e2", "4e2", "2x2e2", "2t2", "2t2e4"), CLIPPED),
+    "fused": (fused, POLICY, 4, ("1t2",), {"max_grad_norm": None}),
+    "adapter": (adapter, POLICY, 4, ("2", "2x2"), CHECKPOINTED),
+    "experts-adapter": (partial(adapter, name="experts"), POLICY, 4, ("2", "4e2"), CHECKPOINTED),
 }
 
 
@@ -112,9 +133,9 @@ def main(rank: int, folder: Path) -> None:
     groups = ProcessGroups(PLAN, [(0, 1, 2, 3)], timedelta(minutes=3))
     for case, (_, _, _, names, _) in CASES.items():
         for layout in (LAYOUTS[name] for name in names if rank in LAYOUTS[name].ranks):
-            mesh = groups.mesh(layout.ranks, layout, rank, "cpu")
+            sharding = groups.sharding(layout.ranks, layout, rank, "cpu")
             group = TorchCollective(groups.of(layout.line("data", rank)))
-            engine = make_engine(case, folder, Sharding(mesh), group)
+            engine = make_engine(case, folder, sharding, group)
             metrics = train(case, engine, SHARES[layout.sizes.data][layout.data_place(rank)])
             check_places(engine)
             name = f"{case}-{layout.role}-{rank}"
@@ -125,7 +146,11 @@ def main(rank: int, folder: Path) -> None:
 
 
 def check_places(engine: TorchTrainEngine) -> None:
-    """This rank knows which part of each weight it has."""
-    for weight in engine.state().trained_weights().values():
+    """This rank knows which part of each weight it has, and the norm of all."""
+    weights = engine.state().trained_weights().values()
+    for weight in weights:
         held, found = at_places(weight, torch.arange(weight.numel()))
         assert torch.equal(found, whole(weight).flatten()[held])
+
+    wanted = sum(float(whole(weight).double().square().sum()) for weight in weights)
+    assert square_sum(weights) == pytest.approx(wanted)

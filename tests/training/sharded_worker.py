@@ -273,8 +273,8 @@ def halves(folder: Path, mesh: DeviceMesh) -> None:
     divided = [
         name for name, weight in weights.items() if own_part(weight).numel() < weight.numel()
     ]
-    assert len(divided) == 7 * plain.config.num_hidden_layers + 1, (
-        "all matrices of the layers, and the head"
+    assert len(divided) == 7 * plain.config.num_hidden_layers + 2, (
+        "all matrices of the layers, embeddings and the head"
     )
     shards = own_shards(weights, leads=mesh.get_rank() == 0)
     assert set(shards.tensors) == (set(weights) if mesh.get_rank() == 0 else set(divided)), (
@@ -298,7 +298,9 @@ def resources(folder: Path, mesh: DeviceMesh) -> None:
     engines = ("actor", "critic", "ref", "rollout")
     rank = RankPlan(mesh.get_rank(), "cpu", (), (), engines, ())
     plain = build_resources(make_factories(settings, engines, (), 1), rank)
-    built = build_resources(make_factories(sharded, engines, (), 1), rank, TorchCollective(), mesh)
+    built = build_resources(
+        make_factories(sharded, engines, (), 1), rank, TorchCollective(), Sharding(mesh)
+    )
     assert (built.facts, built.sizes.policy) == (plain.facts, plain.sizes.policy)
     assert built.stop_token_ids == plain.stop_token_ids
     assert (

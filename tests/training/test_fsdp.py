@@ -16,6 +16,7 @@ from distflow.runtime.checkpoint.files import read_shards
 from distflow.training.engine import OneRank
 from distflow.training.torch_engine import TorchScorer
 from tests.made_once import made_once
+from tests.models.families import FAMILIES
 from tests.ranks import run_ranks
 from tests.tiny_models import write_tiny_model
 from tests.training.batches import ragged_batch
@@ -40,6 +41,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     def make(folder: Path) -> None:
         write_tiny_model(folder / "model", "qwen3")
         write_tiny_model(folder / "tied", "qwen2", tie_word_embeddings=True)
+        write_tiny_model(folder / "experts", "qwen3_moe", **FAMILIES["qwen3_moe"].changes)
+        write_tiny_model(folder / "fused", "phi3")
         run_ranks("tests.training.fsdp_worker", 4, folder)
 
     return made_once(tmp_path_factory, "fsdp", make)

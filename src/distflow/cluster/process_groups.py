@@ -15,7 +15,15 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from distflow.models.sharding import DATA, REPLICA, SHARD, TENSOR
+from distflow.models.sharding import (
+    DATA,
+    EXPERT,
+    EXPERT_SHARD,
+    REPLICA,
+    SHARD,
+    TENSOR,
+    Sharding,
+)
 from distflow.observe.writing.timing import COLLECTIVE, RANKS, Waits
 from distflow.planning.layouts import Axis, Layout
 from distflow.planning.plan import Plan
@@ -77,20 +85,34 @@ class ProcessGroups:
             )
         return self._groups[ranks]
 
-    def mesh(self, dp_group: tuple[int, ...], layout: Layout, rank: int, device: str) -> DeviceMesh:
-        """The mesh over which the models of a dp group are sharded: the data parallel dimension
-        (two with replicas), and the tensor parallel one if layers are divided."""
-        axes: dict[str, Axis] = {DATA: "data"}
+    def sharding(
+        self, dp_group: tuple[int, ...], layout: Layout, rank: int, device: str
+    ) -> Sharding:
+        """How the models of a dp group are sharded: over the data parallel dimension (two with
+        replicas), and the tensor parallel one if layers or experts are divided; experts over a mesh
+        of their own."""
+        sizes = layout.sizes
+        dense: dict[str, Axis] = {DATA: "data"}
+        experts: dict[str, Axis] = {}
         if layout.shard is not None:
-            axes = {REPLICA: "replica", SHARD: "shard"}
-        if layout.sizes.tensor > 1:
-            axes[TENSOR] = "tensor"
-        if len(axes) == 1:
-            return DeviceMesh.from_group(self.of(dp_group), device)
+            dense = {REPLICA: "replica", SHARD: "shard"}
+            experts = {REPLICA: "replica"}
+        if sizes.tensor > 1 or sizes.expert > 1:
+            dense[TENSOR] = "tensor"
+        if len(dense) == 1:
+            return Sharding(DeviceMesh.from_group(self.of(dp_group), device))
 
+        mesh = self._mesh(dense, layout, rank, device)
+        if sizes.expert == 1:
+            return Sharding(mesh)
+
+        experts |= {EXPERT_SHARD: "expert_shard", EXPERT: "expert"}
+        return Sharding(mesh, experts=self._mesh(experts, layout, rank, device))
+
+    def _mesh(self, axes: dict[str, Axis], layout: Layout, rank: int, device: str) -> DeviceMesh:
         lines = [layout.line(axis, rank) for axis in axes.values()]
         groups = [self.of(line) for line in lines]
-        places = torch.tensor(self._places(dp_group)).view([len(line) for line in lines])
+        places = torch.tensor(self._places(layout.ranks)).view([len(line) for line in lines])
         return DeviceMesh.from_group(groups, device, mesh=places, mesh_dim_names=tuple(axes))
 
     def _places(self, ranks: Sequence[int]) -> list[int]:
@@ -155,12 +177,12 @@ class TorchCollective:
 @dataclass(frozen=True)
 class Collectives:
     """everyone: all training ranks. dp_group: this rank's. data: ranks of the dp group with
-    separate samples. mesh: of the dp group if weights are sharded, else None."""
+    separate samples. sharding: of the dp group's models if weights are sharded, else None."""
 
     everyone: Collective
     dp_group: Collective
     data: Collective
-    mesh: DeviceMesh | None
+    sharding: Sharding | None
 
     def record(self, waits: Waits) -> None:
         """Record the waits for other ranks from now on."""
@@ -199,5 +221,5 @@ class Collectives:
             TorchCollective(),
             TorchCollective(groups.of(place.dp_group)),
             TorchCollective(groups.of(layout.line("data", place.rank))),
-            groups.mesh(place.dp_group, layout, place.rank, device) if shards else None,
+            groups.sharding(place.dp_group, layout, place.rank, device) if shards else None,
         )

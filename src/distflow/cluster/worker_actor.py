@@ -108,7 +108,7 @@ class WorkerActor:
         own = self._spec.plan.ranks[self._place.rank]
         device = own_device(own.device)  # before meeting the others, which would wait
         self._among = among = Collectives.join(self._spec, self._place, self._meeting)
-        self._resources = build_resources(self._spec.factories, own, among.data, among.mesh)
+        self._resources = build_resources(self._spec.factories, own, among.data, among.sharding)
 
         return BuildReport(__version__, device, dict(self._resources.facts), self._resources.sizes)
 

@@ -47,7 +47,7 @@ class WorkerPorts:
         ready = None
         reshard = None
         if place.dp_group:
-            local = LocalWeights(waits) if among.mesh is None else StreamedWeights(waits)
+            local = LocalWeights(waits) if among.sharding is None else StreamedWeights(waits)
 
             engine = local
             weights = local

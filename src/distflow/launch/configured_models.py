@@ -8,7 +8,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    AutoModelForCausalLM,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 
 from distflow.builtin_names import ROLLOUT_ENGINES
 from distflow.config import Config, RunLimits
@@ -31,13 +36,14 @@ from distflow.models.loading import (
 )
 from distflow.models.lora import add_lora, check_targets, require_peft
 from distflow.models.model_paths import BUILTIN_FOLDER, BUILTIN_PREFIX, resolve_path
-from distflow.models.sharding import Sharding, check_divisible, shard_model
+from distflow.models.sharding import Sharding, shard_model, why_not_divided
 from distflow.planning.devices import find_device
 from distflow.planning.independent_parts import parse_size
-from distflow.planning.layouts import Layout
+from distflow.planning.layouts import Layout, alternatives
 from distflow.planning.model_shapes import ModelShape
 from distflow.planning.plan import Plan
 from distflow.planning.predicted_run import RunFacts, predict
+from distflow.runtime.checkpoint.find_checkpoint import is_of_a_run
 
 
 class Source(SourceOptions):
@@ -190,18 +196,36 @@ def prediction(config: Config, pipeline: BoundPipeline, plan: Plan, rows: int) -
 
 
 def check_layouts(config: Config, layouts: Sequence[Layout]) -> None:
-    """Raises UserError, with the key, if a model's layers cannot be divided as in a layout."""
+    """Raises UserError, with the key, if a model's layers or experts cannot be divided as in a
+    layout."""
     adapted = config.actor_rollout_ref.model.lora_rank > 0
     for layout in layouts:
+        sizes = layout.sizes
         # one that judges is whole on each rank
-        if layout.sizes.tensor > 1 and layout.engine not in ROLLOUT_ENGINES:
-            key, source = source_of(config, layout.role)
-            with blaming(key):
-                check_divisible(
-                    ModelSource(**source).config(),
-                    layout.sizes.tensor,
-                    adapted and layout.role in ("actor", "ref"),
-                )
+        if sizes.tensor * sizes.expert == 1 or layout.engine in ROLLOUT_ENGINES:
+            continue
+
+        key, source = source_of(config, layout.role)
+        if is_of_a_run(source["path"]):
+            continue  # it is checked once the run's policy is exported
+        with blaming(key):
+            has_adapter = adapted and layout.role in ("actor", "ref")
+            _check_sizes(layout, ModelSource(**source).config(), has_adapter)
+
+
+def _check_sizes(layout: Layout, model: PreTrainedConfig, adapted: bool) -> None:
+    reasons = list[str]()
+    for sizes in alternatives(layout.sizes):
+        reason = why_not_divided(model, sizes.tensor, sizes.expert, adapted)
+        if reason is not None:
+            reasons.append(reason)
+        elif reasons:
+            raise UserError(
+                f"{reasons[0]}: write for example {layout.engine}[{layout.role}]:{sizes} in "
+                "trainer.allocation"
+            )
+        else:
+            return
 
 
 def policy_source(config: Config) -> Source:

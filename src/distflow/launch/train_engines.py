@@ -1,6 +1,7 @@
 """Builds train engines and the reference from the config, on their worker."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, Literal, cast
 
 import torch
@@ -49,14 +50,14 @@ def sharding_of(config: Config, get: Get, on_host: bool) -> Sharding | None:
     if not is_sharded(config) or not get("shards"):
         return None
 
-    mesh = get("mesh")
-    if mesh is None:
+    sharding: Sharding | None = get("sharding")
+    if sharding is None:
         raise UserError(
             "actor.strategy=fsdp shards weights over the training processes, but this run has only "
             "one: set trainer.n_gpus_per_node=2, or actor.strategy=torch"
         )
 
-    return Sharding(mesh, compute_dtype(config), on_host)
+    return replace(sharding, compute_dtype=compute_dtype(config), on_host=on_host)
 
 
 def build_actor(config: Config, steps: int, get: Get, device: torch.device) -> TrainEngine:

@@ -142,7 +142,8 @@ def load_model(
 
     ready(model, dtype, device)
     if sharding is not None:
-        shard_model(model, sharding)
+        with quiet_transformers():
+            shard_model(model, sharding)
     return model
 
 
@@ -303,7 +304,8 @@ class ModelSource:
             model.score.bias = None  # looked up by name
         disable_dropout(model)
         attach_packed_forward(model)
-        shard_model(model, sharding)
+        with quiet_transformers():
+            shard_model(model, sharding)
 
         def allocated(tensor: Tensor) -> Tensor:
             if tensor.is_meta:
@@ -321,7 +323,8 @@ class ModelSource:
             folder = Path(path)
             if (folder / "generation_config.json").is_file():
                 model.generation_config = GenerationConfig.from_pretrained(folder)
-            return model, read_own_parts(model, folder)
+            with quiet_transformers():
+                return model, read_own_parts(model, folder)
 
     def _readable(self) -> AbstractContextManager[None]:
         extra = None if self.gguf_file is None else "smollm2"

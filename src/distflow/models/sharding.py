@@ -1,15 +1,17 @@
-"""Shards a model over ranks: tensor parallelism by the plan of its family, and FSDP2 with summed
-gradients, as needed by losses over exact global counts. Fills and reads sharded tensors (`DTensor`)
-in part and in whole; for a plain tensor both are the tensor itself.
+"""Shards a model over ranks: tensor and expert parallelism by the plans that `transformers` has for
+its family, and FSDP2 with summed gradients, as needed by losses over exact global counts. Fills and
+reads sharded tensors (`DTensor`) in part and in whole; for a plain tensor both are the tensor
+itself.
 """
 
 import json
-import re
 import warnings
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, Protocol
 
 import torch
@@ -17,9 +19,16 @@ from safetensors import safe_open
 from torch import Tensor, nn
 from torch.distributed import fsdp
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, parallel
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import (
+    convert_and_load_state_dict_in_model,
+    revert_weight_conversion,
+)
+from transformers.distributed import DistributedConfig
+from transformers.modeling_utils import LoadStateDictConfig
 
 from distflow.device_transfer import send
 from distflow.errors import UserError
@@ -27,81 +36,18 @@ from distflow.models.lora import unwrapped
 
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
-_HEADS_DIM = 2  # of (batch, tokens, heads, width), the input of norms of queries and keys
-_STYLES: dict[str, Callable[[], parallel.ParallelStyle]] = {
-    "colwise": parallel.ColwiseParallel,
-    "rowwise": parallel.RowwiseParallel,
-    # each rank has some of the heads: the weight is whole on all ranks, its gradient is summed over
-    # them
-    "replicated_with_grad_allreduce": lambda: parallel.SequenceParallel(
-        sequence_dim=_HEADS_DIM, use_local_output=True
-    ),
-}
-_DIVIDED = ("num_attention_heads", "num_key_value_heads", "intermediate_size")
-
-
-def divide_layers(model: nn.Module, mesh: DeviceMesh) -> None:
-    """Leave each rank of the one-dimensional `mesh` its columns and rows of the matrices in the
-    plan, in place; an untied head is divided by rows and gives whole logits. Everything else is
-    whole on every rank, which computes it from the same tokens.
-
-    Raises UserError for a family without a plan, a plan with other kinds of layers, an adapter, and
-    sizes not divisible by the number of ranks.
-    """
-    causal = unwrapped(model)
-    size = mesh.size()
-    check_divisible(causal.config, size, adapted=causal is not model)
-    plan = _plan_of(causal.config)
-
-    for name, module in causal.base_model.named_modules():
-        if style := plan.get(re.sub(r"\.\d+(?=\.)", ".*", name)):
-            parallel.parallelize_module(module, mesh, _STYLES[style]())
-
-    head = causal.get_output_embeddings()
-    if head is not None and head.weight is not causal.get_input_embeddings().weight:
-        parallel.parallelize_module(
-            head, mesh, parallel.ColwiseParallel(output_layouts=Replicate())
-        )
-
-
-def check_divisible(config: PreTrainedConfig, size: int, adapted: bool) -> None:
-    """Check that `size` ranks can compute the layers of such a model together. adapted: with an
-    adapter. Raises UserError as `divide_layers` does."""
-    text = config.get_text_config()
-    plan = _plan_of(config)
-    family = config.model_type
-
-    if not plan:
-        raise UserError(
-            f"the family '{family}' has no plan for tensor parallelism: allocate only data "
-            "parallel ranks (d)"
-        )
-    if unknown := sorted(set(plan.values()) - _STYLES.keys()):
-        raise UserError(
-            f"the family '{family}' divides layers in ways that are not implemented yet "
-            f"({', '.join(unknown)}): allocate only data parallel ranks (d)"
-        )
-    if adapted:
-        raise UserError(
-            "adapters (lora_rank) are not divided over tensor parallel ranks yet: allocate only d"
-        )
-
-    for name in _DIVIDED:
-        if getattr(text, name) % size:
-            raise UserError(
-                f"{size} tensor parallel ranks (t{size}) do not divide the model's "
-                f"{name}={getattr(text, name)}"
-            )
-
-
-def _plan_of(config: PreTrainedConfig) -> dict[str, str]:
-    return getattr(config.get_text_config(), "base_model_tp_plan", None) or {}
-
+_INTERLEAVED = ("packed_colwise", "packed_rowwise")
+"""Styles of plans that leave a rank several separate pieces of a weight."""
+_HEADS = ("num_attention_heads", "num_key_value_heads", "intermediate_size")
+_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+"""What configs call the number of a layer's experts."""
 
 DATA = "dp"
 REPLICA = "dp_replicate"
 SHARD = "dp_shard"
 TENSOR = "tp"
+EXPERT_SHARD = "ep_shard"
+EXPERT = "ep"
 
 
 @dataclass(frozen=True)
@@ -111,15 +57,91 @@ class Sharding:
     mesh: one-dimensional; or of two named dimensions, replicas and shards: each row holds all
     weights, and rows sum their gradients. A further last dimension is named `tp`, along which ranks
     compute each layer together; then the first ones are named `dp`, or `dp_replicate` and
-    `dp_shard`. compute_dtype: of gathered weights and the model's computation; stored weights, and
-    sums of gradients over ranks, are float32. on_host: keep weights, gradients and an optimizer's
-    moments in host memory, whatever the mesh's device; a layer is copied to the device when it
-    runs.
+    `dp_shard`. experts: the same ranks once more, if experts are divided over others than `tp`:
+    along the last dimension, `ep`, ranks have different experts; along `ep_shard`, parts of the
+    same ones; along `dp_replicate`, if it is there, the same. compute_dtype: of gathered weights
+    and the model's computation; stored weights, and sums of gradients over ranks, are float32.
+    on_host: keep weights, gradients and an optimizer's moments in host memory, whatever the mesh's
+    device; a layer is copied to the device when it runs.
     """
 
     mesh: DeviceMesh
     compute_dtype: torch.dtype = torch.float32
     on_host: bool = False
+    experts: DeviceMesh | None = None
+
+
+def why_not_divided(
+    config: PreTrainedConfig, tensor: int, experts: int, adapted: bool
+) -> str | None:
+    """Why so many ranks cannot compute each layer of such a model together, or have its experts
+    between them; None if they can. Without a number of their own, experts are divided over the
+    ranks that compute a layer together. adapted: with an adapter."""
+    text = config.get_text_config()
+    family = config.model_type
+    plan: dict[str, str] = getattr(text, "base_model_tp_plan", None) or {}
+
+    if experts > 1 and not _has_experts(config):
+        return f"transformers has no plan to divide experts of the family '{family}' (e)"
+
+    if tensor > 1:
+        if not plan:
+            return f"transformers has no plan to divide layers of the family '{family}' (t)"
+        if adapted:
+            return "adapters (lora_rank) are not divided over tensor parallel ranks (t) yet"
+
+        for module, style in plan.items():
+            if style in _INTERLEAVED and not (".experts" in module and _has_experts(config)):
+                return f"the family '{family}' divides {module} into several pieces for each rank"
+        for name in _HEADS:
+            number = getattr(text, name, None) or 0
+            if number % tensor:
+                return f"t{tensor} does not divide the model's {name}={number}"
+
+    for name in _EXPERTS:
+        number = getattr(text, name, None) or 0
+        if _has_experts(config) and number % max(tensor, experts):
+            letter = "e" if experts > 1 else "t"
+            return f"{letter}{max(tensor, experts)} does not divide the model's {name}={number}"
+
+    return None
+
+
+def _has_experts(config: PreTrainedConfig) -> bool:
+    """Whether the family's experts can be on different ranks, to which tokens are sent."""
+    plan: dict[str, str] = getattr(config.get_text_config(), "base_model_ep_plan", None) or {}
+    return "ep_dispatch_experts" in plan.values()
+
+
+def _divide_layers(model: nn.Module, tensor: DeviceMesh, experts: DeviceMesh | None) -> None:
+    """Leave each rank its part of the matrices and its experts, in place, as the family's plans
+    say. Everything else is whole on every rank.
+
+    tensor: the ranks that compute each layer from the same tokens. experts: those that have the
+    experts between them, and send each other tokens for these; by default the same. Raises
+    UserError if they cannot."""
+    causal = unwrapped(model)
+    number = 1 if experts is None else experts.size()
+    reason = why_not_divided(causal.config, tensor.size(), number, adapted=causal is not model)
+    if reason:
+        raise UserError(f"{reason}: allocate data parallel ranks (d) instead")
+
+    with_experts = tensor if experts is None else experts
+    sizes = DistributedConfig(tp_size=tensor.size())
+    if _has_experts(causal.config):
+        sizes.ep_size = with_experts.size()
+
+    def get_mesh(dims: str | tuple[str, ...]) -> DeviceMesh:
+        return with_experts if dims == "ep" else tensor
+
+    head = causal.get_output_embeddings()
+    is_tied = head is not None and head.weight is causal.get_input_embeddings().weight
+    if is_tied:  # the plans find each weight by one name
+        head.weight = nn.Parameter(head.weight.detach(), head.weight.requires_grad)
+    causal.maybe_distribute_model(causal, sizes, SimpleNamespace(get_mesh=get_mesh))
+    del causal.config.distributed_config  # it would be saved with the model
+    if is_tied:
+        head.weight = causal.get_input_embeddings().weight
 
 
 def shard_model(model: nn.Module, sharding: Sharding) -> None:
@@ -129,14 +151,14 @@ def shard_model(model: nn.Module, sharding: Sharding) -> None:
     Embeddings and head, which may be tied, are gathered together for the whole pass: the head runs
     in chunks. Gradients are summed over the ranks, not averaged, as the backward pass goes; ranks
     that compute a layer together count as one, and get the same tokens. All ranks run the model
-    equally often. Raises UserError for a family that does not name its layers, and as
-    `divide_layers` does.
+    equally often. Raises UserError for a family that does not name its layers, or whose layers or
+    experts the ranks cannot divide.
     """
     mesh = sharding.mesh
-    dims = sharding.mesh.mesh_dim_names or ()
-    if TENSOR in dims:
-        divide_layers(model, mesh[TENSOR])
-        mesh = mesh[tuple(name for name in dims if name != TENSOR)]
+    experts = sharding.experts
+    if TENSOR in (mesh.mesh_dim_names or ()):
+        _divide_layers(model, mesh[TENSOR], None if experts is None else experts[EXPERT])
+        mesh = _without(TENSOR, mesh)
 
     # log-probs and logits are views; the warning concerns in-place changes, and there are none
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view")
@@ -158,11 +180,16 @@ def shard_model(model: nn.Module, sharding: Sharding) -> None:
             "not name its layers (_no_split_modules): set actor.strategy=torch"
         )
 
+    shard = partial(
+        fsdp.fully_shard, mp_policy=policy, offload_policy=place, reshard_after_forward=True
+    )
+    if experts is not None:
+        for module in _modules_on(experts, model):
+            shard(module, mesh=_without(EXPERT, experts))
+
     for module in (*layers, model):
         # the root too: between passes only parts exist, as the parameters that optimizers know
-        fsdp.fully_shard(
-            module, mesh=mesh, mp_policy=policy, offload_policy=place, reshard_after_forward=True
-        )
+        shard(module, mesh=mesh)
 
     for module in model.modules():
         if isinstance(module, fsdp.FSDPModule):
@@ -171,6 +198,20 @@ def shard_model(model: nn.Module, sharding: Sharding) -> None:
 
     for name in ("packed_forward", "packed_logits"):
         fsdp.register_fsdp_forward_method(model, name)
+
+
+def _without(name: str, mesh: DeviceMesh) -> DeviceMesh:
+    return mesh[tuple(each for each in mesh.mesh_dim_names or () if each != name)]
+
+
+def _modules_on(mesh: DeviceMesh, model: nn.Module) -> list[nn.Module]:
+    """The modules with weights of their own that are divided along the last dimension of a mesh."""
+    found = []
+    for module in model.modules():
+        own = [each for each in module.parameters(recurse=False) if isinstance(each, DTensor)]
+        if any(each.device_mesh == mesh[EXPERT] for each in own):
+            found.append(module)
+    return found
 
 
 class Sliceable(Protocol):
@@ -224,8 +265,10 @@ def square_sum(tensors: Iterable[Tensor]) -> float:
     for over, own in sums.items():
         if over is not None:  # summed over the dimensions along which the tensors are divided
             mesh, placements = over
+            # a dimension that is divided twice has a placement that is no `Shard`
             parts = [
-                Partial("sum") if placement.is_shard() else Replicate() for placement in placements
+                Replicate() if placement.is_replicate() else Partial("sum")
+                for placement in placements
             ]
             own = DTensor.from_local(own, mesh, parts, run_check=False).full_tensor()
 
@@ -334,17 +377,65 @@ def read_own_parts(model: PreTrainedModel, folder: Path) -> list[str]:
 
     stored = model.state_dict().keys()
     own: dict[str, Tensor] = dict(model.named_parameters())
-
     own |= {name: buffer for name, buffer in model.named_buffers() if name in stored}
-    for name in sorted(own.keys() & files.keys()):
-        with safe_open(files[name], "pt") as tensors:  # mapped memory stays until a file is closed
-            values = tensors.get_slice(name)
-            if list(values.get_shape()) != list(own[name].shape):
+
+    missing = list[str]()
+    for name in sorted(own):
+        sources = [name] if name in files else _sources(model, name, own[name])
+        if not files.keys() >= set(sources):
+            missing.append(name)
+        elif sources == [name]:
+            values = _StoredTensor(files[name], name)
+            if values.get_shape() != list(own[name].shape):
                 raise UserError(
                     f"'{name}' of {files[name]} has the shape {values.get_shape()}, the model's is "
                     f"{list(own[name].shape)}"
                 )
-
             fill(own[name], values)
+        else:
+            _fill_joined(model, name, {each: _StoredTensor(files[each], each) for each in sources})
 
-    return sorted(own.keys() - files.keys())
+    return missing
+
+
+@dataclass(frozen=True)
+class _StoredTensor:
+    """A tensor in a file, which is closed after each read: mapped memory stays until then."""
+
+    file: Path
+    name: str
+
+    def get_shape(self) -> list[int]:
+        with safe_open(self.file, "pt") as tensors:
+            return list(tensors.get_slice(self.name).get_shape())
+
+    def __getitem__(self, index: Any) -> Tensor:
+        with safe_open(self.file, "pt") as tensors:
+            return tensors.get_slice(self.name)[index]
+
+
+def _sources(model: PreTrainedModel, name: str, tensor: Tensor) -> list[str]:
+    """The names under which files hold a weight: `transformers` joins the experts of a layer."""
+    return [*revert_weight_conversion(model, {name: torch.empty(tensor.shape, device="meta")})]
+
+
+@torch.no_grad()
+def _fill_joined(model: PreTrainedModel, name: str, stored: Mapping[str, _StoredTensor]) -> None:
+    """Fill a weight from tensors with other names. Raises UserError if they do not fit it."""
+    module_name, _, own_name = name.rpartition(".")
+    module = model.get_submodule(module_name)
+    parameter = model.get_parameter(name)
+    if not own_part(parameter).numel():
+        return
+
+    mapping = get_model_conversion_mapping(model)
+    convert_and_load_state_dict_in_model(
+        model, dict(stored), LoadStateDictConfig(weight_mapping=mapping, dtype=torch.float32)
+    )
+    model._weight_conversions = None  # those of this weight, if it is left
+    loaded = model.get_parameter(name)
+    setattr(module, own_name, parameter)  # FSDP and tied modules know this one
+    if loaded is parameter:
+        raise UserError(f"'{next(iter(stored))}' does not fit the model's '{name}'")
+
+    own_part(parameter).copy_(own_part(loaded))

@@ -3,7 +3,7 @@
 allocation = devices ("+" devices)*              each on devices of its own
 devices    = part ("|" part)*                    all on the same devices
 part       = ENGINE ["[" ROLE "]"] ":" sizes | ENGINE "." sizes | sizes
-sizes      = (LETTER NUMBER)+                    d data, t (or m) tensor; p, c and e only as 1
+sizes      = (LETTER NUMBER)+                    d data, t (or m) tensor, e expert; p, c only 1
 
 The last two are AReaL's older forms, `sglang.d4p1m1+d2` and `sglang:d4+d2`: sizes alone, after the
 rollout's engine, are those of a trainer with FSDP.
@@ -27,13 +27,13 @@ from distflow.config.compose.fit_defaults_to_data import is_free
 from distflow.config.migration.tables import find_synonyms
 from distflow.errors import UserError, hint
 from distflow.graph.node_roles import ENGINES
-from distflow.planning.layouts import Sizes
+from distflow.planning.layouts import Sizes, alternatives
 
 KEY = "trainer.allocation"
 STRATEGY = "actor_rollout_ref.actor.strategy"
 NAME = "actor_rollout_ref.rollout.name"
-_LETTERS = {"d": "data", "t": "tensor", "m": "tensor"}
-_NOT_THERE_YET = {"p": "pipeline", "c": "context", "e": "expert"}
+_LETTERS = {"d": "data", "t": "tensor", "m": "tensor", "e": "expert"}
+_NOT_THERE_YET = {"p": "pipeline", "c": "context"}
 _ENGINES: dict[str, RolloutEngineEntry | TrainEngineEntry] = {**ROLLOUT_ENGINES, **TRAIN_ENGINES}
 _PART = re.compile(r"([a-z]\w*)(?:\[(\w+)\]:|[:.])((?:[a-zA-Z]\d{1,6})+)", re.ASCII)
 _SIZES_ALONE = re.compile(r"(?:[a-zA-Z]\d{1,6})+", re.ASCII)
@@ -158,11 +158,19 @@ def _parse_sizes(engine: str, text: str) -> Sizes:
         if int(number) == 1:
             continue
 
-        if letter in _NOT_THERE_YET or (axis == "tensor" and "t" not in letters):
+        if axis[0] not in letters:
             lacks = f"the engine '{engine}' has no {axis} parallelism"
             _refuse(text, f"{lacks}; its sizes are {', '.join(letters)}")
 
-    return Sizes(sizes.get("data", 1), sizes.get("tensor", 1))
+    found = Sizes(sizes.get("data", 1), sizes.get("tensor", 1), sizes.get("expert", 1))
+    if found.expert > 1 and found not in alternatives(found):
+        _refuse(
+            text,
+            f"e must be a multiple of t and divide the {found.num_devices} ranks; the nearest "
+            f"sizes are {alternatives(found)[0]}",
+        )
+
+    return found
 
 
 def _refuse(part: str, what: str) -> NoReturn:

@@ -391,5 +391,11 @@ def _shard(role: str, engine: str, sizes: Sizes, config: Config) -> int | None:
             f"{sizes.data} data parallel ranks of the {role}: set it to a divisor, or to -1 for "
             "all of them"
         )
+    if size * sizes.tensor % sizes.expert:
+        raise UserError(
+            f"{KEY}: the {role}'s experts are divided over {sizes.expert} ranks, but only "
+            f"{size * sizes.tensor} share one copy of the weights "
+            f"(actor_rollout_ref.actor.fsdp_config.fsdp_size={size}): remove fsdp_size, or lower e"
+        )
 
     return size

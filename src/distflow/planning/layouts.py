@@ -3,12 +3,13 @@ needs no device."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import log2
 from typing import Literal
 
-Axis = Literal["data", "tensor", "shard", "replica"]
+Axis = Literal["data", "tensor", "shard", "replica", "expert", "expert_shard"]
 """How ranks of a model differ. data: in their samples. tensor: in their part of each layer. Along
 data, ranks of a `shard` share one copy of the weights, and those of a `replica` hold the same
-part."""
+part. expert: in their experts; ranks of an `expert_shard` share the same ones."""
 
 Ranks = tuple[int, ...]
 
@@ -19,10 +20,39 @@ class Sizes:
 
     data: int = 1
     tensor: int = 1
+    expert: int = 1
+    """Among these same ranks."""
 
     @property
     def num_devices(self) -> int:
         return self.data * self.tensor
+
+    def __str__(self) -> str:
+        """As in an allocation."""
+        text = f"d{self.data}"
+        if self.tensor > 1:
+            text += f"t{self.tensor}"
+        if self.expert > 1:
+            text += f"e{self.expert}"
+        return text
+
+
+def alternatives(sizes: Sizes) -> list[Sizes]:
+    """All sizes of as many devices that are possible, itself included, the nearest first."""
+
+    def distance(other: Sizes) -> tuple[float, int]:
+        steps = abs(log2(other.tensor / sizes.tensor)) + abs(log2(other.expert / sizes.expert))
+        return steps, other.tensor
+
+    total = sizes.num_devices
+    divisors = [number for number in range(1, total + 1) if total % number == 0]
+    found = []
+    for tensor in divisors:
+        for expert in divisors:
+            if expert == 1 or expert % tensor == 0:
+                found.append(Sizes(total // tensor, tensor, expert))
+
+    return sorted(found, key=distance)
 
 
 @dataclass(frozen=True)
@@ -49,20 +79,20 @@ class Layout:
     def line(self, axis: Axis, rank: int) -> Ranks:
         """The ranks that differ from one of its ranks only along that axis, including itself,
         ascending."""
-        place = self.data_place(rank)
-        tensor = self.sizes.tensor
-        if axis == "tensor":
-            return self.ranks[place * tensor : (place + 1) * tensor]
-
-        along_data = self.ranks[self.tensor_place(rank) :: tensor]
-        size = self.shard or self.sizes.data
-        if axis == "shard":
-            first = place // size * size
-            return along_data[first : first + size]
-        if axis == "replica":
-            return along_data[place % size :: size]
-
-        return along_data
+        sizes = self.sizes
+        shard = self.shard or sizes.data
+        distances_and_sizes: dict[Axis, tuple[int, int]] = {
+            "tensor": (1, sizes.tensor),
+            "data": (sizes.tensor, sizes.data),
+            "shard": (sizes.tensor, shard),
+            "replica": (sizes.tensor * shard, sizes.data // shard),
+            "expert": (1, sizes.expert),
+            "expert_shard": (sizes.expert, sizes.tensor * shard // sizes.expert),
+        }
+        distance, size = distances_and_sizes[axis]
+        place = self.ranks.index(rank)
+        first = place - place // distance % size * distance
+        return self.ranks[first : first + size * distance : distance]
 
 
 Backend = Literal["gloo", "nccl"]
@@ -81,9 +111,11 @@ def process_groups(layouts: Sequence[Layout]) -> tuple[ProcessGroup, ...]:
     must create them."""
     found: set[Ranks] = set()
     for layout in layouts:
-        axes: tuple[Axis, ...] = ("data", "tensor")
+        axes: list[Axis] = ["data", "tensor"]
         if layout.shard:
-            axes = ("data", "tensor", "shard", "replica")
+            axes += ["shard", "replica"]
+        if layout.sizes.expert > 1:
+            axes += ["expert", "expert_shard"]
         found.add(layout.ranks)
         for axis in axes:
             found.update(layout.line(axis, rank) for rank in layout.ranks)

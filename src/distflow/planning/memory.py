@@ -252,9 +252,10 @@ class _Needs:
         autocast."""
         shape = self.shapes[role]
         if is_sharded(self.config) and parts > 1:
-            gathered = 2 * shape.layer_weights + shape.head_weights * (2 - shape.tied)
-            size = self.itemsize * gathered / sizes_of(self.plan, role).tensor
-            yield MemoryItem(role, "gathered layers", size, phases)
+            sizes = sizes_of(self.plan, role)
+            gathered = 2 * shape.computed_weights(sizes.tensor, sizes.expert)
+            gathered += shape.head_weights * (2 - shape.tied) / sizes.tensor
+            yield MemoryItem(role, "gathered layers", self.itemsize * gathered, phases)
         elif self.itemsize == 2:
             yield MemoryItem(role, "weights cast to bfloat16", 2 * self._parameters(role), phases)
 

@@ -83,6 +83,12 @@ class ModelShape:
         """In all matrices of one layer."""
         return self.attention_weights + self.expert_weights * max(self.experts, 1)
 
+    def computed_weights(self, tensor: int, expert: int) -> float:
+        """In all matrices of one layer with which a rank computes, of ranks that divide layers and
+        experts so."""
+        inner = self.expert_weights * max(self.experts, 1)
+        return self.attention_weights / tensor + inner / max(tensor, expert)
+
     @property
     def head_weights(self) -> int:
         return self.vocabulary * self.hidden

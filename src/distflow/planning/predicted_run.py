@@ -258,14 +258,21 @@ def _phases(times: StepTimes, pipeline: BoundPipeline, bars: Sequence[Bar]) -> d
 
 def _check_divisible(plan: Plan, shapes: Mapping[str, ModelShape]) -> None:
     for layout in plan.layouts:
-        parts = layout.sizes.tensor
-        for name in ("heads", "kv_heads", "intermediate"):
-            if layout.role == "rollout" and name == "kv_heads":
-                continue  # its engine repeats them
+        shape = shapes[layout.role]
+        tensor = layout.sizes.tensor
+        parts = {"heads": tensor, "kv_heads": tensor, "intermediate": tensor}
+        if layout.role == "rollout":
+            del parts["kv_heads"]  # its engine repeats them
+        elif shape.experts:
+            parts["experts"] = max(tensor, layout.sizes.expert)
+            del parts["intermediate"]  # experts are not divided
+        elif layout.sizes.expert > 1:
+            raise UserError(f"the {layout.role}'s model has no experts to divide ({layout.sizes})")
 
-            size = getattr(shapes[layout.role], name)
-            if size % parts:
+        for name, number in parts.items():
+            size = getattr(shape, name)
+            if size % number:
                 raise UserError(
-                    f"the {layout.role}'s model has {name} = {size}, which its tensor size {parts} "
-                    "does not divide"
+                    f"the {layout.role}'s model has {name} = {size}, which its size {number} "
+                    f"({layout.sizes}) does not divide"
                 )

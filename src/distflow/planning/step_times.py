@@ -157,7 +157,7 @@ class StepTimes:
         seconds = max(moved, computed) / tensor + fixed
         if tensor > 1:
             reduced = 2 * shape.layers * active * shape.hidden * self.itemsize
-            seconds += reduced / self._link("rollout", within_tensor=True)
+            seconds += reduced / self._link("rollout", tensor)
 
         return self.rates.generate * seconds
 
@@ -222,13 +222,18 @@ class StepTimes:
             micro_batches = ceil(tokens / sizes.data / fullest)
             # Gathered weights and scattered float32 gradients overlap with computing.
             a_weight = 2 * self.itemsize + 4 if updates else self.itemsize
-            sent = micro_batches * a_weight * shape.parameters / sizes.tensor
+            others = (shape.parameters - shape.layers * shape.layer_weights) / sizes.tensor
+            gathered = shape.layers * shape.computed_weights(sizes.tensor, sizes.expert) + others
+            sent = micro_batches * a_weight * gathered
             seconds = max(seconds, sent / self._link(role))
 
+        passes = 2 if updates else 1
+        states = shape.layers * tokens * shape.hidden * self.itemsize * passes
         if sizes.tensor > 1:
-            passes = 2 if updates else 1
-            reduced = 4 * shape.layers * tokens / sizes.data * shape.hidden * self.itemsize * passes
-            seconds += reduced / self._link(role, within_tensor=True)
+            seconds += 4 * states / sizes.data / self._link(role, sizes.tensor)
+        if shape.experts and sizes.expert > 1:  # to the experts of a token and back
+            share = (1 - 1 / sizes.expert) / sizes.num_devices
+            seconds += 2 * states * shape.active_experts * share / self._link(role, sizes.expert)
 
         return seconds
 
@@ -255,16 +260,14 @@ class StepTimes:
 
         return seconds * steps
 
-    def _link(self, role: str, within_tensor: bool = False) -> float:
-        """Bytes per second between the ranks of a role, or between those that share its matrices;
-        over the network if they span machines."""
+    def _link(self, role: str, neighbours: int | None = None) -> float:
+        """Bytes per second between the ranks of a role, or between so many neighbours; over the
+        network if they span machines."""
         layout = self.plan.layout(role)
         if layout is None:
             return SENDING * self.device.link
 
-        ranks = layout.ranks
-        if within_tensor:
-            ranks = ranks[: layout.sizes.tensor]
+        ranks = layout.ranks[:neighbours]
         return SENDING * (self.device.network if self._spans(ranks) else self.device.link)
 
     def _spans(self, ranks: tuple[int, ...]) -> bool:

@@ -8,10 +8,9 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedTokenizerBase
 
-from distflow.models.sharding import whole
+from distflow.models.sharding import Sharding, whole
 from distflow.observe.writing.timing import lasting
 from distflow.planning.plan import RankPlan
 from distflow.rewards.router import RewardRouter
@@ -79,17 +78,17 @@ def build_resources(
     factories: Mapping[str, Factory],
     rank: RankPlan,
     collective: Collective | None = None,
-    mesh: DeviceMesh | None = None,
+    sharding: Sharding | None = None,
     shards: bool = True,
     say: Callable[[str], None] = lambda line: None,
 ) -> Resources:
-    """collective: of the ranks that train together. mesh: of the same ranks, if their weights are
-    sharded. shards: False for whole models, whatever the config says. say: called with the time
+    """collective: of the ranks that train together. sharding: over the same ranks, if their weights
+    are sharded. shards: False for whole models, whatever the config says. say: called with the time
     that it takes, if long.
 
     Raises UserError if a part cannot be built, naming the key.
     """
-    ready = {"collective": collective or OneRank(), "mesh": mesh, "shards": shards}
+    ready = {"collective": collective or OneRank(), "sharding": sharding, "shards": shards}
     get = Get(factories, rank, ready)
 
     parts = dict[str, Any]()

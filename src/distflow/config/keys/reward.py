@@ -307,7 +307,7 @@ _TAKEN = (
     "stop_token_ids",
     # other names that a worker's factories look up
     "collective",
-    "mesh",
+    "sharding",
     "shards",
 )
 
