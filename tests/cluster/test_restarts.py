@@ -18,7 +18,7 @@ from distflow.runtime import fault_injection
 from distflow.runtime.fault_injection import Fault
 from distflow.scheduling import ledger
 from tests.cluster.test_faults import workers
-from tests.cluster.test_supervisor import COLLECTIVE, DISK, STEPS, distance, validating
+from tests.cluster.test_supervisor import STEPS, distance, validating
 from tests.e2e.runs import Playground, Run
 from tests.ledger_audit import verify
 from tests.patience import wait_until
@@ -170,30 +170,3 @@ def test_episodes_under_way_are_issued_again_under_their_group_ids_and_end_as_un
     if staleness == 0:
         alone = ground.run("grpo", *STEPS, *more, *keys, name="turns-alone")
         assert distance(found.weights(4), alone.weights(4)) < 1e-6
-
-
-@pytest.mark.parametrize("mode", one_fast_in(2, [COLLECTIVE, DISK], others=BY_HAND))
-def test_a_receiver_killed_in_a_weight_update_is_replaced_and_nobody_serves_a_mixed_version(
-    ground, alone, plan, mode
-):
-    """By files or process groups; the other worker finds a bucket spoiled."""
-    plan(
-        Fault("weights.take", rank=1, call=3),
-        Fault("weights.arrived", rank=0, call=2, action="flip"),
-    )
-    found = run(
-        ground,
-        *TWO_GENERATE,
-        *STEPS,
-        *validating(ground),
-        mode,
-        name=f"update_{mode.rpartition('=')[2]}",
-    )
-    check_whole(found)
-    refused = "worker 0 rejected the weights of step 1, and is killed: the hash of bucket 0 differs"
-    assert any(note.startswith(refused) for note in found.notes("warning"))
-    assert distance(found.weights(4), alone.weights(4)) < 1e-6
-    assert {name for name in os.listdir(found.folder) if name.startswith(".")} == {
-        ".distflow-run",
-        ".writer",
-    }

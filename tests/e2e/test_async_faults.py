@@ -219,17 +219,6 @@ def unharmed(ground: Playground) -> dict[str, int]:
     return Counter(audit(ground.folder / "run", STALENESS, PLACES).dropped.values())
 
 
-GOES_ON: dict[str, dict[str, int]] = {
-    "step_memory": {},
-    "step_exit": {},
-    "refused_twice": {},
-    "refused_thrice": {"max_retries": 1},
-    "node_exit": {"error": 1},
-    "node_interrupt": {"error": 1},
-    "node_memory": {"error": 1},
-    "node_sleeps": {"error": 1},
-    "plain_exit": {"error": 1},
-}
 ENDS = {
     "step_always": (
         1,
@@ -265,15 +254,6 @@ QUICK = (
 
 def some_slow(names: Iterable[str]) -> list[ParameterSet]:
     return [pytest.param(name, marks=[] if name in QUICK else [pytest.mark.slow]) for name in names]
-
-
-@pytest.mark.parametrize("fault", some_slow(GOES_ON))
-def test_a_fault_costs_its_own_group_at_most(ground, fault):
-    run = start(ground, fault)
-    assert run.status() == 0, run.said()
-    assert (ground.folder / "fired").exists()
-    assert unharmed(ground) == GOES_ON[fault]
-    assert "Traceback" not in run.said()
 
 
 @pytest.mark.parametrize("fault", some_slow(ENDS))

@@ -9,9 +9,7 @@ from typing import Any
 import pytest
 
 from distflow.data.batch import Batch
-from distflow.observe.run_reader import read_metrics
 from distflow.rollout.engine import SamplingParams
-from distflow.scheduling.group_states import GroupCounts
 from distflow.scheduling.ledger import timeline
 from tests.e2e.runs import Playground, Run
 from tests.ledger_audit import verify
@@ -123,56 +121,6 @@ def go_back(run: Run, step: int, name: str) -> None:
     for checkpoint in (copy / "checkpoints").glob("step-*"):
         if int(checkpoint.name.removeprefix("step-")) > step:
             shutil.rmtree(checkpoint)
-
-
-@pytest.mark.slow
-def test_a_run_that_is_resumed_is_the_run_that_was_not(ground):
-    settings = given(
-        ground,
-        *FILTERED,
-        "trainer.total_training_steps=4",
-        "trainer.test_freq=4",
-        "trust.check_freq=2",
-    )
-    whole = ground.run("grpo", *settings, name="whole")
-    go_back(whole, 2, "killed")
-    killed = ground.run("grpo", *settings, name="killed")
-    there = f"trainer.resume_mode={whole.folder}/checkpoints/step-000002"
-    elsewhere = ground.run("grpo", *settings, there, name="elsewhere")
-    assert steps_of(whole) == steps_of(killed) == [Counter(math=3, code=1)] * 4
-    assert steps_of(elsewhere) == [Counter(math=3, code=1)] * 2
-    assert issued(whole) == issued(killed) and issued(whole)[-len(issued(elsewhere)) :] == issued(
-        elsewhere
-    )
-    account = verify(whole.folder / "ledger.jsonl")
-    assert (
-        account
-        == verify(killed.folder / "ledger.jsonl")
-        == verify(elsewhere.folder / "ledger.jsonl")
-    )
-    assert account.domains["math"].dropped == {} and account.domains["math"].consumed == 12
-    assert (
-        account.domains["code"].dropped["all_equal"] > 0 and account.domains["code"].consumed == 4
-    )
-    check_metrics(whole, killed, account)
-    assert not whole.notes("warning")
-
-
-def check_metrics(whole: Run, other: Run, account: GroupCounts) -> None:
-    last = whole.metrics()[-1]
-    again = other.metrics()[-1]
-    names = [name for name in last if name.startswith(("reward/", "domains/", "actor/"))]
-    assert {name: last[name] for name in names} == {name: again[name] for name in names}
-    assert (last["domains/math/groups"], last["domains/code/groups"]) == (3, 1)
-    assert last["domains/code/dropped/all_equal"] == account.domains["code"].dropped["all_equal"]
-    assert {"reward/math/custom", "reward/code/custom", "reward/code/format"} <= set(last)
-    assert "reward/math/format" not in last
-    (validated,) = [
-        record.values for record in read_metrics(whole.folder) if record.kind != "train"
-    ]
-    assert {"val_correct/math/mean", "val_correct/code/mean", "val_correct/all/mean"} <= set(
-        validated
-    )
 
 
 @pytest.mark.slow

@@ -3,17 +3,12 @@ the config."""
 
 import gzip
 import json
-import os
-import subprocess
-import sys
-from collections import defaultdict
 
 import pytest
 
 from distflow.config import load_config
 from distflow.errors import UserError
 from distflow.launch.make_spec import make_spec
-from distflow.scheduling.ledger import timeline
 from tests.cluster.distance import distance
 from tests.e2e.runs import Playground, Run
 from tests.environments.test_training import Games
@@ -110,7 +105,8 @@ LENGTH = ("trainer.total_training_steps=4", "trainer.save_freq=4")
 NO_KL = "actor_rollout_ref.actor.use_kl_loss=false"
 OWN = ("data.prompt_key=q", "data.answer_key=a")
 NUM_ROWS = 400
-CANARY = {0, 1, 2, 3}
+
+
 """The rows of the canary's fixed prompts, which each process that generates reads."""
 
 
@@ -202,39 +198,6 @@ def test_a_run_on_the_data_of_a_node_is_that_of_a_config_that_names_them(ground)
         name="by_config",
     )
     assert distance(node.weights(4), config.weights(4)) == 0
-
-
-@pytest.mark.slow
-def test_each_process_tokenises_the_rows_of_its_own_groups_and_the_driver_a_few_first_ones(ground):
-    overrides = ground.overrides("ranks", "data.train_files=[]", *keys(ground, "loaded"))
-    two = (
-        "trainer.n_gpus_per_node=2",
-        "trainer.device=cpu",
-        "trainer.imports=[spy]",
-        "trust.check_freq=0",
-        "data.shuffle=true",
-    )
-    command = [sys.executable, "-m", "distflow", "train", "grpo", *overrides, *two]
-    paths = os.pathsep.join([str(ground.folder), *sys.path])
-    subprocess.run(
-        command, env={**os.environ, "PYTHONPATH": paths}, check=True, capture_output=True
-    )
-
-    encoded = defaultdict[str, list[int]](list)
-    for line in (ground.folder / "read.txt").read_text().splitlines():
-        process, _, origin = line.split(maxsplit=2)
-        encoded[process].append(int(origin.rpartition(":")[2]) - 1)
-
-    first = next(process for process, rows in encoded.items() if rows == list(range(256)))
-    driver = encoded.pop(first)
-    issued = [
-        each["row"]
-        for _, each in timeline(ground.folder / "ranks" / "ledger.jsonl")
-        if each["kind"] == "issued"
-    ]
-    assert len(driver) == 256 < NUM_ROWS and len(issued) == 16
-    ours, others = (set(rows) - CANARY for rows in encoded.values())
-    assert ours and others and not ours & others and ours | others == set(issued) - CANARY
 
 
 @pytest.mark.slow

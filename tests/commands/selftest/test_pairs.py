@@ -2,35 +2,17 @@
 
 import math
 from dataclasses import replace
-from functools import cache
 from pathlib import Path
 
 import pytest
 import torch
 
 from distflow.cli import main
-from distflow.cluster.ray_launcher import own_ray
 from distflow.commands.selftest import pairs, runs
 from distflow.commands.selftest.pairs import Pair, compare, pairs_of
 from distflow.commands.selftest.runs import Figures, Lab, Unlike, differences
 from distflow.rollout import engine_weights
-from tests.sparse_params import BY_HAND, one_fast_in
 
-PERTURBED = """
-import distflow.launch.one_process_launcher as local
-original = local.restore
-
-def restore(checkpoint, resources):
-    found = original(checkpoint, resources)
-    next(iter(resources.actor.model.parameters())).data.view(-1)[0] += 1e-6
-    return found
-
-local.restore = restore
-"""
-BEGUN_ANEW = """
-import distflow.launch.run_start as begin
-begin.find_checkpoint = lambda store, mode: None
-"""
 FIGURES = Figures(
     [([1, 2], [5, 6, 7], [0.5, 0.0]), ([1], [5], [1.0])],
     {"loss": torch.tensor([0.25, 0.5]), "weight": torch.tensor([1.0, 4.0])},
@@ -76,14 +58,6 @@ def of_one_process(preset: str, folder: Path) -> tuple[Lab, Pair, Pair]:
     return lab, asynchronous, killed
 
 
-@pytest.fixture
-def started_with(tmp_path, monkeypatch):
-    """A file that every new process of Python runs first."""
-    (tmp_path / "first").mkdir()
-    monkeypatch.syspath_prepend(tmp_path / "first")
-    yield tmp_path / "first" / "sitecustomize.py"
-
-
 @pytest.mark.by_hand
 @pytest.mark.slow
 def test_an_engine_with_a_changed_weight_is_found(tmp_path, monkeypatch):
@@ -121,50 +95,6 @@ def test_a_run_that_fails_turns_the_command_red(tmp_path, monkeypatch, capsys):
     assert "distflow[ray]" in lines[2]
     (kept,) = tmp_path.glob("distflow-selftest-*")
     assert f"{kept}/PIPELINE/RUN" in said and (kept / "grpo" / "sync" / "report.html").is_file()
-
-
-@pytest.mark.by_hand
-@pytest.mark.slow
-@pytest.mark.parametrize("pipeline", ["grpo", "ppo"])
-def test_a_weight_that_is_changed_when_a_run_is_resumed_is_found(pipeline, tmp_path, started_with):
-    started_with.write_text(PERTURBED)
-    lab, _, killed = of_one_process(pipeline, tmp_path / "runs")
-    found = compare("killed", lab.sync, killed)
-    assert found.outcome == "failed" and "the resumed run ended with status 1" in found.text
-    (log,) = (tmp_path / "runs").rglob("killed.log")
-    assert "(resume)" in log.read_text(), (
-        "the run's own check ends it before its numbers can differ"
-    )
-
-
-@pytest.mark.by_hand
-@pytest.mark.slow
-def test_a_run_that_begins_anew_was_not_resumed(tmp_path, started_with):
-    """Though its numbers are those of the whole run."""
-    started_with.write_text(BEGUN_ANEW)
-    lab, _, killed = of_one_process("grpo", tmp_path / "runs")
-    found = compare("killed", lab.sync, killed)
-    assert found.outcome == "failed" and "did not resume from" in found.text
-
-
-@pytest.mark.by_hand
-@pytest.mark.slow
-@pytest.mark.alone
-@pytest.mark.parametrize(
-    ("pipeline", "fault"),
-    one_fast_in(2, [("grpo", "mean_of_means"), ("ppo", "idle_rank")], unpack=True, others=BY_HAND),
-)
-def test_ranks_that_are_not_added_up_exactly_are_found(pipeline, fault, tmp_path, monkeypatch):
-    """In replicas and in shards."""
-    keys = (*runs.PRESET_KEYS[pipeline], f"trainer.imports=[tests.commands.selftest.{fault}]")
-    monkeypatch.setitem(runs.PRESET_KEYS, pipeline, keys)
-    lab = Lab.of(tmp_path / "lab", pipeline)
-
-    with own_ray(tmp_path / "ray", 2):
-        *_, replicas, shards = pairs_of(lab, lambda: None)
-        sync = cache(lab.sync)
-        assert compare("replicas", sync, replicas).outcome == "failed"
-        assert compare("shards", sync, shards).outcome == "failed"
 
 
 def test_pairs_whose_ray_does_not_start_are_left_out_and_have_not_failed(tmp_path, monkeypatch):

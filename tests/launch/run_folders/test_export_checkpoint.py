@@ -11,7 +11,6 @@ from distflow import cli
 from distflow.errors import UserError
 from distflow.launch.one_process_launcher import launch_local
 from distflow.launch.run_folders.export_checkpoint import export_checkpoint
-from distflow.models.loading import load_model
 from distflow.observe.run_reader import read_metrics
 from distflow.runtime.spec import LaunchOptions
 from tests.e2e.runs import Playground
@@ -145,37 +144,3 @@ def test_an_export_given_twice_does_nothing_and_overwrites_nothing(ground):
     assert {path: path.stat().st_mtime_ns for path in target.iterdir()} == before
     with pytest.raises(UserError, match=f"{target}.* empty folder"):
         export_checkpoint(ground.folder / "source" / "checkpoints" / "step-000001", target)
-
-
-def test_an_adapter_is_exported_alone_and_evaluated(ground, capsys):
-    whole = ground.folder / "lora-whole"
-    alone = ground.folder / "lora-alone"
-    export_checkpoint(ground.folder / "lora", whole)
-
-    for _ in range(2):
-        assert (
-            cli.main(["export", str(ground.folder / "lora"), "--to", str(alone), "--adapter"]) == 0
-        )
-
-    assert f"{alone} holds it already" in capsys.readouterr().out
-    one = load_model(whole)
-    other = load_model(alone)
-
-    pairs = zip(one.named_parameters(), other.named_parameters(), strict=True)
-    for (name, weight), (same_name, same) in pairs:
-        assert name == same_name
-        torch.testing.assert_close(same, weight, rtol=0, atol=1e-6)
-
-    sizes = [
-        (folder / f"{name}.safetensors").stat().st_size
-        for folder, name in ((alone, "adapter_model"), (whole, "model"))
-    ]
-    assert sizes[0] < 0.5 * sizes[1]
-    val = (f"data.val_files={ground.folder}/rows.jsonl", "data.val_max_samples=12")
-    found = [
-        evaluate(capsys, "grpo", *ground.overrides("unused", *val, f"{MODEL}={path}"))
-        for path in (whole, alone)
-    ]
-    assert found[0] == found[1]
-    with pytest.raises(UserError, match="remove --adapter"):
-        export_checkpoint(ground.folder / "source", ground.folder / "no-adapter", adapter=True)
