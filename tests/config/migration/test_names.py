@@ -2,6 +2,7 @@
 answered."""
 
 import re
+from pathlib import Path
 
 import pytest
 import yaml
@@ -16,9 +17,10 @@ from distflow.config.migration.tables import ANY, NOT_GIVEN, all_tables, find_na
 ACTOR = "actor_rollout_ref.actor"
 ROLLOUT = "actor_rollout_ref.rollout"
 MODEL = "actor_rollout_ref.model"
-REF = "actor_rollout_ref.ref"
+
+
 OPTIM = f"{ACTOR}.optim"
-CORRECTION = "algorithm.rollout_correction"
+
 
 ENTRIES = [
     (key, name)
@@ -132,180 +134,9 @@ def test_formulas_compute_keys_that_exist():
             assert all(is_known(ours) for ours in formulas if "." in ours), formulas
 
 
-# name=value of TRL: what is to be written for it
-TRL = {
-    "num_generations_eval=4": f"write {ROLLOUT}.val_kwargs.n=4; in addition to one greedy response",
-    "max_prompt_length=256": "write data.max_prompt_length=256 data.filter_overlong_prompts=false "
-    "data.truncation=left"
-    "; TRL cuts longer prompts from the left",
-    "max_length=1024": "data.max_prompt_length and data.max_response_length",
-    "max_seq_length=1024": "data.max_prompt_length and data.max_response_length",
-    "per_device_train_batch_size=8": "both are that product / num_generations",
-    "gradient_accumulation_steps=4": "TRL counts completions",
-    "generation_batch_size=64": "generation_batch_size / num_generations",
-    "steps_per_generation=4": f"data.train_batch_size / {ACTOR}.ppo_mini_batch_size",
-    "top_k=0": f"write {ROLLOUT}.top_k=-1",
-    "beta=0.04": f"write {ACTOR}.use_kl_loss=true {ACTOR}.kl_loss_coef=0.04",
-    "beta=0.0": f"write {ACTOR}.use_kl_loss=false",
-    "loss_type=grpo": f"write {ACTOR}.loss_agg_mode=seq-mean-token-mean",
-    "loss_type=dapo": f"write {ACTOR}.loss_agg_mode=token-mean",
-    "loss_type=bnpo": f"write {ACTOR}.loss_agg_mode=token-mean",
-    "loss_type=dr_grpo": f"write {ACTOR}.loss_agg_mode=seq-mean-token-sum-norm",
-    "loss_type=cispo": f"write {ACTOR}.policy_loss=cispo {ACTOR}.loss_agg_mode=token-mean",
-    "importance_sampling_level=sequence": f"write {ACTOR}.policy_loss=gspo",
-    "scale_rewards=True": "write algorithm.scale_rewards=group",
-    "scale_rewards=False": "write algorithm.scale_rewards=none",
-    "mask_truncated_completions=True": "write algorithm.mask_truncated=true",
-    "reward_weights=[1.0,0.5]": "reward.functions",
-    "reward_funcs=accuracy": "reward.functions",
-    "multi_objective_aggregation=normalize_then_sum": "write algorithm.adv_estimator=gdpo",
-    "use_vllm=True": f"write {ROLLOUT}.name=vllm",
-    "vllm_structured_outputs_regex='[0-9]+'": "responses cannot be constrained",
-    "group_by_length=True": "data.shuffle orders the rows",
-    "vllm_importance_sampling_mode=token_truncate": (
-        f"rollout_is=token {CORRECTION}.rollout_is_threshold=3.0"
-    ),
-    "sync_ref_model=True": "is always the initial model",
-    "top_entropy_quantile=0.2": "all tokens contribute",
-    "learning_rate=1e-5": f"write {OPTIM}.lr=1e-05",
-    "lr_scheduler_type=linear": f"write {OPTIM}.scheduler=linear_with_warmup",
-    "adam_beta1=0.9": f"write {OPTIM}.betas=[0.9,0.999]",
-    "adam_beta2=0.95": f"write {OPTIM}.betas=[0.9,0.95]",
-    "adam_epsilon=1e-7": f"write {OPTIM}.eps=1e-07",
-    "optim=adamw_torch": f"write {OPTIM}.optimizer=adamw",
-    "optim=paged_adamw_8bit": f"write {OPTIM}.optimizer=adamw_8bit",
-    "bf16=True": f"write {MODEL}.dtype=bfloat16",
-    "fp16=True": "float16 is not supported",
-    "gradient_checkpointing=True": f"write {MODEL}.enable_gradient_checkpointing=true",
-    "lora_dropout=0.05": "adapters have no dropout",
-    "max_steps=100": "write trainer.total_training_steps=100; TRL counts optimizer steps",
-    "max_steps=-1": "write trainer.total_training_steps=null",
-    "save_strategy=no": "write trainer.save_freq=-1",
-    "save_strategy=epoch": "write trainer.save_freq=-1 trainer.save_freq_epochs=1",
-    "eval_strategy=epoch": "write trainer.test_freq=-1 trainer.test_freq_epochs=1",
-    "eval_strategy=no": "write trainer.test_freq=-1",
-    "eval_on_start=True": "write trainer.val_before_train=true",
-    "load_best_model_at_end=True": "write trainer.keep_best=true",
-    "report_to=none": "write trainer.logger=[console]",
-    "report_to=wandb": "write trainer.logger=[console,wandb]",
-    "seed=42": "write trainer.seed=42 data.seed=42",
-    "push_to_hub=True": "distflow export",
-    "resume_from_checkpoint=True": "write trainer.resume_mode=auto",
-    "kl_coef=0.05": "write algorithm.use_kl_in_reward=true algorithm.kl_ctrl.kl_coef=0.05",
-    "num_ppo_epochs=4": f"write {ACTOR}.ppo_epochs=4 critic.ppo_epochs=4",
-    "vf_coef=0.1": "",
-    "missing_eos_penalty=1.0": "reward.overlong.buffer_tokens",
-    "reward_model_path=m": "write reward.functions={default:[{name:model,options:{path:m}}]}",
-    "deepspeed=ds.json": "trainer.n_gpus_per_node",
-    "logging_steps=10": "",
-    "use_liger_kernel=True": "",
-    "log_completions=True": "",
-    "packing=False": "",
-    "assistant_only_loss=True": "",
-}
-
-# of the others
-OTHERS = {
-    "rollout.max_head_offpolicyness=2": "write async.max_staleness=2; in steps",
-    "rollout.max_concurrent_rollouts=64": "write async.max_concurrent_rollouts=64; in prompts",
-    "rollout.consumer_batch_size=32": "write data.train_batch_size=32; in prompts",
-    "rollout.queue_size=16": "",
-    "rollout.check_trajectory_format=True": "",
-    "rollout.enable_rollout_tracing=True": "",
-    "rollout.schedule_policy=round_robin": "",
-    "rollout.pause_grace_period=0.5": "",
-    "async_training=True": "",
-    "new_tokens_per_chunk=1024": "",
-    f"{ROLLOUT}.checkpoint_engine.backend=nccl": (
-        f"write {ACTOR}.weight_update_mode=collective; for workers that only"
-    ),
-    f"{ROLLOUT}.checkpoint_engine.backend=naive": "",
-    f"{ROLLOUT}.checkpoint_engine.update_weights_bucket_megabytes=4096": "",
-    "actor.weight_update_mode=xccl": (
-        f"write {ACTOR}.weight_update_mode=collective; for workers that only generate"
-    ),
-    "actor.weight_update_mode=disk": (
-        f"write {ACTOR}.weight_update_mode=disk; for workers that only generate"
-    ),
-    "actor.behav_imp_weight_mode=token_truncate": (
-        f"write {ACTOR}.policy_loss_kwargs.behav_imp_weight_mode=clamp"
-    ),
-    "actor.behave_imp_weight_mode=sequence_mask": "rejection_sampling={level:sequence,action:mask,upper:5.0}",  # noqa: E501
-    "actor.rejection_sampling.upper=2.0": (
-        f"write {ACTOR}.policy_loss_kwargs.rejection_sampling.upper=2.0"
-    ),
-    "ppo.use_decoupled_loss=True": f"write {ACTOR}.policy_loss=decoupled",
-    "evaluator.eval_before_train=True": "write trainer.val_before_train=true",
-    "async_train=True": "write async.max_staleness=2",
-    "async_queue_size=3": "async_queue_size + 1",
-    "async_training.partial_rollout=True": f"write {ROLLOUT}.kv_on_update=recompute",
-    "partial_rollout=True": f"write {ROLLOUT}.kv_on_update=keep",
-    "async_training.staleness_threshold=0.5": "async.max_staleness is in whole steps: round up",
-    "async_training.trigger_parameter_sync_step=4": (
-        "set data.train_batch_size to ppo_mini_batch_size"
-    ),
-    "actor.kl_ctl=0.1": "write algorithm.use_kl_in_reward=true algorithm.kl_ctrl.kl_coef=0.1",
-    "actor.ppo_n_minibatches=4": (
-        f"{ACTOR}.ppo_mini_batch_size is data.train_batch_size / ppo_n_minibatches"
-    ),
-    "actor.use_decoupled_loss=True": f"write {ACTOR}.policy_loss=decoupled",
-    "actor.optimizer.lr_scheduler_type=constant": f"write {OPTIM}.scheduler=constant_with_warmup",
-    "allocation_mode=sglang:d4p1t1+d4p1t1": "trainer.launcher=ray",
-    "rollout_batch_size=128": "write data.train_batch_size=128; in prompts",
-    "train_batch_size=128": (
-        "train_batch_size / n_samples_per_prompt; verl's train_batch_size is data.train_batch_size"
-    ),
-    "advantage_estimator=group_norm": "write algorithm.adv_estimator=grpo",
-    "actor_learning_rate=5e-7": f"write {OPTIM}.lr=5e-07",
-    "eps_clip_low_high=[0.2,0.27]": "clip_ratio_low",
-    "zero_stage=3": "",
-    "adam_offload=True": f"write {ACTOR}.fsdp_config.optimizer_offload=true",
-    "is_offload_states=true": f"param_offload=true {ACTOR}.fsdp_config.optimizer_offload=true",
-    "actor_train.training_args.learning_rate=1e-6": f"write {OPTIM}.lr=1e-06",
-    "is_use_additional_prompts=true": (
-        "write algorithm.filter_groups.oversampling=0.5; with 0.5, half as many"
-    ),
-    "max_additional_running_prompts=32": "is their number as a fraction of rollout_batch_size",
-    "actor_infer.strategy_args.strategy_name=hf_infer": f"write {ROLLOUT}.name=hf",
-    "actor_train.strategy_args.strategy_name=megatron_train": "",
-    "actor_infer.strategy_args.strategy_config.tensor_parallel_size=2": (
-        f"write {ROLLOUT}.tensor_model_parallel_size=2"
-    ),
-    "actor_infer.strategy_args.strategy_config.quantization=fp8": (
-        f"set {ROLLOUT}.engine_kwargs.vllm or"
-    ),
-    "actor_infer.strategy_args.strategy_config.block_size=16": "",
-    "actor_train.device_mapping=[0,1]": "",
-    "sglang.max_running_requests=null": "",
-    "sglang.kv_cache_dtype=fp8_e5m2": f"set {ROLLOUT}.engine_kwargs.vllm or .sglang",
-    "vllm.speculative_model=m": f"set {ROLLOUT}.engine_kwargs.vllm or .sglang",
-    "sglang.mem_fraction_static=0.8": (
-        f"write {ROLLOUT}.engine_kwargs.sglang.mem_fraction_static=0.8"
-    ),
-    "init_kl_coef=0": "write algorithm.use_kl_in_reward=false",
-    "whiten_advantages=True": "in ROLL: write algorithm.adv_norm.mean_level=batch",
-    f"{ACTOR}.optim.warmup_style=cosine": f"write {OPTIM}.scheduler=cosine_with_warmup",
-    "critic.model.fsdp_config.param_offload=True": "write critic.fsdp_config.param_offload=true",
-    "critic.fsdp.offload_policy=True": "write critic.fsdp_config.offload_policy=true",
-    "reward_model.model.fsdp_config.param_offload=True": (
-        "write reward_model.fsdp_config.param_offload=true"
-    ),
-    f"{REF}.fsdp_config.fsdp_size=4": f"sharded like the actor: {ACTOR}.fsdp_config.fsdp_size",
-    f"{ACTOR}.fsdp_config.forward_prefetch=True": "",
-    f"{ACTOR}.ulysses_sequence_parallel_size=2": "sequence parallelism is not supported",
-    f"{ROLLOUT}.multi_turn.enable=True": "workflow=tools",
-    "data.reward_fn_key=data_source": "",
-    "reward_model.reward_manager=mine": "reward.functions",
-    "trainer.val_only=True": "distflow eval",
-    "use_remove_padding=True": "",
-    "dag.workflow_path=dag.yaml": "or a list of nodes, in which node_id is id",
-    "dag_id=mine": "or a list of nodes, in which node_id is id",
-    "global_config=1": "put the values themselves into a node's options",
-    "dag.env_enable=False": "",
-    "dag.env_enable=True": "the workflow environment",
-    "profiler.level=level1": "",
-    "reward_model.micro_batch_size_per_gpu=4": "",
-}
+NAMES = yaml.safe_load(Path(__file__).with_name("names.yaml").read_text())
+TRL = NAMES["TRL"]
+OTHERS = NAMES["others"]
 
 
 @pytest.mark.parametrize("settings", [TRL, OTHERS], ids=["TRL", "others"])

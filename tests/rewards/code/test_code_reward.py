@@ -175,147 +175,124 @@ def test_a_program_does_not_change_what_the_tests_mean():
     assert judge("def sum(x, y): return x + y", ["assert sum(1, 2) == 3"])["score"] == 1.0
 
 
-@pytest.mark.parametrize(
-    ("test", "right", "wrong"),
-    [
-        ("assert f(1) == 1", "1.0", "True"),
-        ("assert f(1) == True", "True", "1"),
-        ("assert f(1) == [3]", "[3.0]", "[complex(3, 0)]"),
-        ("assert f(1) == 0", "-0.0", "False"),
-        ("x = [1, 2]\nassert f(1) == x[0]", "1", "True"),
-        ("assert 1 == f(1)", "1", "True"),
-        ("x = {1: (2,)}\nassert f(1) == x", "{1: (2,)}", "{True: (2,)}"),
-        ("assert 0 < f(1) == 1", "1.0", "'1'"),
-        ("assert f(1) in (1, 2)", "2", "True"),
-        ("assert f(1) not in (1, 2)", "3", "True"),
-        ("assert abs(f(1) - 1) < 1e-6", "1 + 1e-9", "True"),
-        ("assert f(1) in range(1, 5)", "1", "True"),
-        ("assert 0.9 < f(1) < 1.1", "1", "True"),
-        ("assert abs(f(1)) == 1", "-1", "True"),
-        ("import math\nassert math.isclose(f(1), 1)", "1.0", "True"),
-        ("from math import isclose\nassert isclose(1, f(1), rel_tol=1e-6)", "1", "True"),
-        ("import math\nassert math.hypot(*f(1)) == 5", "[3, 4]", "[5, 1]"),
-        ("import unittest\nunittest.TestCase().assertEqual(f(1), [1])", "[1]", "[True]"),
-        ("import unittest\nunittest.TestCase().assertAlmostEqual(f(1), 1)", "1.0", "True"),
-        ("assert f(1) * 1 == 1", "1", "True"),
-        ("assert f(1) * 2 == 2", "1.0", "True"),
-        ("assert 5 + f(1) == 6", "1", "True"),
-        ("assert f(1) / 2 == 0.5", "1", "True"),
-        ("assert f(1) // 1 == 1", "1", "True"),
-        ("assert f(1) ** 2 == 1", "1", "True"),
-        ("assert 4 % f(1) == 0", "1", "True"),
-        ("assert -f(1) == -1", "1", "True"),
-        ("assert +f(1) == 1", "1", "True"),
-        ("assert ~f(1) == -2", "1", "True"),
-        ("assert 1 << f(1) == 2", "1", "True"),
-        ("assert f(1) | 0 == 1", "1", "True"),
-        ("assert 'ab' * f(1) == 'ab'", "1", "True"),
-        ("assert [7] * f(1) == [7]", "1", "True"),
-        ("n = 1\nn += f(1)\nassert n == 2", "1", "True"),
-        ("x = [1]\ny = x\ny += f(1)\nassert x == [1, 2]", "[2]", "[True]"),
-        ("x = f(1)\nx[0] += 1\nassert x == [2, 2]", "[1, 2]", "[True, 2]"),
-        ("assert sum(f(1)) == 3", "[1, 2]", "[True, 2]"),
-        ("assert sum(f(1), 1) == 3", "iter([1, 1])", "[True, 2]"),
-        ("assert [10, 20][f(1)] == 20", "1", "True"),
-        ("assert 'ab'[f(1):] == 'b'", "1", "True"),
-        ("assert {1: 'a'}[f(1)] == 'a'", "1", "True"),
-        ("assert {True: 'a'}[f(1)] == 'a'", "True", "2"),
-        ("assert not f(1) != 1", "1", "True"),
-        ("assert f(1) != 1", "2", "True"),
-        ("assert not [f(1)] != [1]", "1", "True"),
-        ("assert {1: 'a'}.get(f(1)) == 'a'", "1", "True"),
-        ("assert {True: 'a'}.get(f(1), 'b') == 'a'", "True", "2"),
-        ("assert f(1).__eq__(1)", "1", "True"),
-        ("assert [f(1), 0] > [0, 5]", "1", "True"),
-        ("assert [0, 1].index(f(1)) == 1", "1", "True"),
-        ("assert f(1).count(1) == 2", "[1, 1, 0]", "[1, True, 0]"),
-        ("assert list(range(f(1))) == [0]", "1", "True"),
-        ("import operator\nassert operator.eq(f(1), 1)", "1", "True"),
-        ("import operator\nassert not operator.ne(f(1), 1)", "1", "True"),
-        ("from operator import eq\nassert all(map(eq, f(1), [1, 2]))", "[1, 2]", "[True, 2]"),
-        ("import operator as o\nassert o.add(f(1), 1) == 2", "1", "True"),
-        (
-            "import functools, operator\nassert functools.reduce(operator.mul, f(1)) == 6",
-            "[2, 3, 1]",
-            "[2, 3, True]",
-        ),
-        ("assert (f(1) > 0) + (f(1) > 1) == 1", "1", "3"),  # bools of the test itself
-        ("assert f(1) & (f(2) == f(1))", "True", "False"),
-        ("assert '%s' % f(1) == 'True'", "True", "1"),
-        ("assert f(1) == f(2) == True", "True", "False"),
-        ("assert f(1) == [True] != f(2)", "[x == 1]", "[True]"),
-        ("assert [*map(int, f(1))] == [1, 0]", "[True, False]", "[False, True]"),
-        ("m = {(1, 2): 3}\nassert m[1, f(1)] == 3", "2", "1"),
-        ("assert f(1) == 0.3", "0.1 + 0.2", "0.3001"),
-        ("assert f(1) == 0.1 + 0.2", "0.3", "0.31"),
-        ("assert f(1) == {'a': [0.3, 1]}", "{'a': [0.1 + 0.2, 1]}", "{'a': [0.1 + 0.2, 1.001]}"),
-        ("assert f(1) in (0.3, 7)", "0.1 + 0.2", "0.4"),
-        ("assert list(f(1)) == [0, 1, 2]", "range(3)", "range(4)"),
-        ("assert f(1) == range(3)", "range(3)", "[0, 1, 2]"),
-        ("assert f(1) == [0, 1]", "[0, 1]", "range(2)"),
-        (
-            "assert len(f(1)) == 2 and sorted(f(1)) == ['a', 'b']",
-            "{'b': 1, 'a': 2}.keys()",
-            "{'b': 1}.keys()",
-        ),
-        ("assert f(1) == {'a', 'b'}", "{'b': 1, 'a': 2}.keys()", "['a', 'b']"),
-        ("assert set(f(1)) == {1, 2}", "{'b': 1, 'a': 2}.values()", "{'b': 1, 'a': 3}.values()"),
-        ("assert dict(f(1)) == {'a': [1]}", "{'a': [1]}.items()", "{'a': [True]}.items()"),
-        (
-            "from collections import deque\nassert f(1) == deque([1])",
-            "__import__('collections').deque([1])",
-            "[1]",
-        ),
-        (
-            "assert list(f(1)) == [1]",
-            "__import__('collections').deque([1])",
-            "__import__('collections').deque([True])",
-        ),
-        # an assertion reruns from its start for the second call
-        ("assert next(f(1)) + next(f(2)) == 0", "iter(range(3))", "iter([False])"),
-        ("assert abs(f(1) - 3) < 1e-6", "3.0", "complex(3, 0)"),
-        ("assert not abs(f(1) - 3) > 1e-6", "3", "float('nan')"),
-        ("assert max(abs(x - 3) for x in f(1)) < 1e-6", "[3, 3]", "[3, float('nan')]"),
-        ("assert not abs(f(1) / f(1) - 1) > 1e-6", "3", "float('inf')"),
-        ("assert not f(1) * f(1) - f(1) * f(1) > 1e-6", "3.0", "1e200"),
-        ("assert f(1) == float('inf')", "float('inf')", "10 ** 400"),
-        ("import math\nassert math.isnan(f(1))", "float('nan')", "0.0"),
-        ("assert sum(f(x) for x in (1, 2)) == 2", "True", "[1]"),
-        ("assert f(1) is True", "True", "1"),
-        ("assert f(1) is not False", "True", "False"),
-        ("assert type(f(1)) is bool and isinstance(f(1), bool)", "True", "1"),
-        ("import unittest\nunittest.TestCase().assertIs(f(1), True)", "True", "1"),
-        ("import json\nassert json.dumps({'a': f(1)}) == '{\"a\": true}'", "True", "1"),
-        ("assert sorted(f(1)) == [False, True] and max(f(1))", "[True, False]", "[True, 0]"),
-        ("assert f(f(1)) == True", "x is True or x == 1", "x == 1 and x is not True"),
-        ("assert f(1) is None", "None", "0"),
-        ("assert not f(1)", "0", "'0'"),
-        ("assert f(1)", "[0]", "[]"),
-        ("assert f(1) == (1, 2)", "(1, 2)", "[1, 2]"),
-        ("assert f(1) == {1, 2}", "{2, 1}", "[1, 2]"),
-        ("assert f(1) == {'a': (1,)}", "{'a': (1,)}", "{'a': [1]}"),
-        ("assert f(1) != f(1)", "float('nan')", "1.0"),
-        ("assert isinstance(f(1), float)", "1.0", "1"),
-        ("assert f(1) == 10 ** 5000", "10 ** 5000", "10 ** 4999"),
-        ("assert f(1) == b'a'", "b'a'", "'a'"),
-        ("assert sorted(f(1)) == [1, 2]", "[2, 1]", "None"),
-        ("assert sorted(f(1)) == [1, 2]", "(y for y in (2, 1))", "iter([1, 3])"),
-        ("assert list(f(1)) == [0]", "map(int, '0')", "iter([False])"),
-        ("assert f(1) == [1]", "type('L', (list,), {})([1])", "iter([1])"),
-        ("assert not abs(next(f(1)) - 3) > 1e-6", "iter([3])", "iter([float('nan')])"),
-        (
-            "from itertools import islice\nassert list(islice(f(1), 2)) == [5, 6]",
-            "__import__('itertools').count(5)",
-            "[]",
-        ),
-        (
-            "assert f(1) == 1",
-            "type('N', (int,), {})(1)",
-            "type('N', (int,), {'__eq__': lambda a, b: True})(2)",
-        ),
-    ],
-)
-def test_types_are_exact(test, right, wrong):
+# test ## what a right program returns ## what a wrong one returns, which may be equal to Python
+TYPES = r"""
+assert f(1) == 1 ## 1.0 ## True
+assert f(1) == True ## True ## 1
+assert f(1) == [3] ## [3.0] ## [complex(3, 0)]
+assert f(1) == 0 ## -0.0 ## False
+x = [1, 2]; assert f(1) == x[0] ## 1 ## True
+assert 1 == f(1) ## 1 ## True
+x = {1: (2,)}; assert f(1) == x ## {1: (2,)} ## {True: (2,)}
+assert 0 < f(1) == 1 ## 1.0 ## '1'
+assert f(1) in (1, 2) ## 2 ## True
+assert f(1) not in (1, 2) ## 3 ## True
+assert abs(f(1) - 1) < 1e-6 ## 1 + 1e-9 ## True
+assert f(1) in range(1, 5) ## 1 ## True
+assert 0.9 < f(1) < 1.1 ## 1 ## True
+assert abs(f(1)) == 1 ## -1 ## True
+import math; assert math.isclose(f(1), 1) ## 1.0 ## True
+from math import isclose; assert isclose(1, f(1), rel_tol=1e-6) ## 1 ## True
+import math; assert math.hypot(*f(1)) == 5 ## [3, 4] ## [5, 1]
+import unittest; unittest.TestCase().assertEqual(f(1), [1]) ## [1] ## [True]
+import unittest; unittest.TestCase().assertAlmostEqual(f(1), 1) ## 1.0 ## True
+assert f(1) * 1 == 1 ## 1 ## True
+assert f(1) * 2 == 2 ## 1.0 ## True
+assert 5 + f(1) == 6 ## 1 ## True
+assert f(1) / 2 == 0.5 ## 1 ## True
+assert f(1) // 1 == 1 ## 1 ## True
+assert f(1) ** 2 == 1 ## 1 ## True
+assert 4 % f(1) == 0 ## 1 ## True
+assert -f(1) == -1 ## 1 ## True
+assert +f(1) == 1 ## 1 ## True
+assert ~f(1) == -2 ## 1 ## True
+assert 1 << f(1) == 2 ## 1 ## True
+assert f(1) | 0 == 1 ## 1 ## True
+assert 'ab' * f(1) == 'ab' ## 1 ## True
+assert [7] * f(1) == [7] ## 1 ## True
+n = 1; n += f(1); assert n == 2 ## 1 ## True
+x = [1]; y = x; y += f(1); assert x == [1, 2] ## [2] ## [True]
+x = f(1); x[0] += 1; assert x == [2, 2] ## [1, 2] ## [True, 2]
+assert sum(f(1)) == 3 ## [1, 2] ## [True, 2]
+assert sum(f(1), 1) == 3 ## iter([1, 1]) ## [True, 2]
+assert [10, 20][f(1)] == 20 ## 1 ## True
+assert 'ab'[f(1):] == 'b' ## 1 ## True
+assert {1: 'a'}[f(1)] == 'a' ## 1 ## True
+assert {True: 'a'}[f(1)] == 'a' ## True ## 2
+assert not f(1) != 1 ## 1 ## True
+assert f(1) != 1 ## 2 ## True
+assert not [f(1)] != [1] ## 1 ## True
+assert {1: 'a'}.get(f(1)) == 'a' ## 1 ## True
+assert {True: 'a'}.get(f(1), 'b') == 'a' ## True ## 2
+assert f(1).__eq__(1) ## 1 ## True
+assert [f(1), 0] > [0, 5] ## 1 ## True
+assert [0, 1].index(f(1)) == 1 ## 1 ## True
+assert f(1).count(1) == 2 ## [1, 1, 0] ## [1, True, 0]
+assert list(range(f(1))) == [0] ## 1 ## True
+import operator; assert operator.eq(f(1), 1) ## 1 ## True
+import operator; assert not operator.ne(f(1), 1) ## 1 ## True
+from operator import eq; assert all(map(eq, f(1), [1, 2])) ## [1, 2] ## [True, 2]
+import operator as o; assert o.add(f(1), 1) == 2 ## 1 ## True
+import functools, operator; assert functools.reduce(operator.mul, f(1)) == 6 ## [2, 3, 1] ## [2, 3, True]
+assert (f(1) > 0) + (f(1) > 1) == 1 ## 1 ## 3
+assert f(1) & (f(2) == f(1)) ## True ## False
+assert '%s' % f(1) == 'True' ## True ## 1
+assert f(1) == f(2) == True ## True ## False
+assert f(1) == [True] != f(2) ## [x == 1] ## [True]
+assert [*map(int, f(1))] == [1, 0] ## [True, False] ## [False, True]
+m = {(1, 2): 3}; assert m[1, f(1)] == 3 ## 2 ## 1
+assert f(1) == 0.3 ## 0.1 + 0.2 ## 0.3001
+assert f(1) == 0.1 + 0.2 ## 0.3 ## 0.31
+assert f(1) == {'a': [0.3, 1]} ## {'a': [0.1 + 0.2, 1]} ## {'a': [0.1 + 0.2, 1.001]}
+assert f(1) in (0.3, 7) ## 0.1 + 0.2 ## 0.4
+assert list(f(1)) == [0, 1, 2] ## range(3) ## range(4)
+assert f(1) == range(3) ## range(3) ## [0, 1, 2]
+assert f(1) == [0, 1] ## [0, 1] ## range(2)
+assert len(f(1)) == 2 and sorted(f(1)) == ['a', 'b'] ## {'b': 1, 'a': 2}.keys() ## {'b': 1}.keys()
+assert f(1) == {'a', 'b'} ## {'b': 1, 'a': 2}.keys() ## ['a', 'b']
+assert set(f(1)) == {1, 2} ## {'b': 1, 'a': 2}.values() ## {'b': 1, 'a': 3}.values()
+assert dict(f(1)) == {'a': [1]} ## {'a': [1]}.items() ## {'a': [True]}.items()
+from collections import deque; assert f(1) == deque([1]) ## __import__('collections').deque([1]) ## [1]
+assert list(f(1)) == [1] ## __import__('collections').deque([1]) ## __import__('collections').deque([True])
+assert next(f(1)) + next(f(2)) == 0 ## iter(range(3)) ## iter([False])
+assert abs(f(1) - 3) < 1e-6 ## 3.0 ## complex(3, 0)
+assert not abs(f(1) - 3) > 1e-6 ## 3 ## float('nan')
+assert max(abs(x - 3) for x in f(1)) < 1e-6 ## [3, 3] ## [3, float('nan')]
+assert not abs(f(1) / f(1) - 1) > 1e-6 ## 3 ## float('inf')
+assert not f(1) * f(1) - f(1) * f(1) > 1e-6 ## 3.0 ## 1e200
+assert f(1) == float('inf') ## float('inf') ## 10 ** 400
+import math; assert math.isnan(f(1)) ## float('nan') ## 0.0
+assert sum(f(x) for x in (1, 2)) == 2 ## True ## [1]
+assert f(1) is True ## True ## 1
+assert f(1) is not False ## True ## False
+assert type(f(1)) is bool and isinstance(f(1), bool) ## True ## 1
+import unittest; unittest.TestCase().assertIs(f(1), True) ## True ## 1
+import json; assert json.dumps({'a': f(1)}) == '{"a": true}' ## True ## 1
+assert sorted(f(1)) == [False, True] and max(f(1)) ## [True, False] ## [True, 0]
+assert f(f(1)) == True ## x is True or x == 1 ## x == 1 and x is not True
+assert f(1) is None ## None ## 0
+assert not f(1) ## 0 ## '0'
+assert f(1) ## [0] ## []
+assert f(1) == (1, 2) ## (1, 2) ## [1, 2]
+assert f(1) == {1, 2} ## {2, 1} ## [1, 2]
+assert f(1) == {'a': (1,)} ## {'a': (1,)} ## {'a': [1]}
+assert f(1) != f(1) ## float('nan') ## 1.0
+assert isinstance(f(1), float) ## 1.0 ## 1
+assert f(1) == 10 ** 5000 ## 10 ** 5000 ## 10 ** 4999
+assert f(1) == b'a' ## b'a' ## 'a'
+assert sorted(f(1)) == [1, 2] ## [2, 1] ## None
+assert sorted(f(1)) == [1, 2] ## (y for y in (2, 1)) ## iter([1, 3])
+assert list(f(1)) == [0] ## map(int, '0') ## iter([False])
+assert f(1) == [1] ## type('L', (list,), {})([1]) ## iter([1])
+assert not abs(next(f(1)) - 3) > 1e-6 ## iter([3]) ## iter([float('nan')])
+from itertools import islice; assert list(islice(f(1), 2)) == [5, 6] ## __import__('itertools').count(5) ## []
+assert f(1) == 1 ## type('N', (int,), {})(1) ## type('N', (int,), {'__eq__': lambda a, b: True})(2)
+"""  # noqa: E501
+
+
+@pytest.mark.parametrize("case", TYPES.strip().splitlines())
+def test_types_are_exact(case):
+    test, right, wrong = case.split(" ## ")
     assert judge(f"def f(x): return {right}", [test])["score"] == 1.0
     assert judge(f"def f(x): return {wrong}", [test])["score"] == 0.0
 

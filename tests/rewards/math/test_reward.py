@@ -19,157 +19,160 @@ from distflow.rewards.math.reward import (
 
 SETS = Path(__file__).parents[2] / "data" / "sets"
 
-RIGHT = [
-    ("-5", "The temperature is \N{MINUS SIGN}5."),
-    # the conventions: last box, trailing stops, thin spaces, powers of ten
-    ("72", r"\boxed{71}, no: \boxed{72}"),
-    ("72", r"so $\boxed{72}$ and not \boxed{71"),
-    ("42", r"\boxed{42.}"),
-    ("42", r"\boxed{42.}."),
-    ("42", "42."),
-    ("100", r"\boxed{1e2}"),
-    ("1e2", r"\boxed{100}"),
-    ("1.5e-3", r"\boxed{0.0015}"),
-    ("0.0015", r"\boxed{1.5E-3}"),
-    ("1000", r"\boxed{1\,000}"),
-    ("1234567", r"\boxed{1\,234\,567}"),
-    ("1000", r"\boxed{1\;000}"),
-    ("1000", r"\boxed{1~000}"),
-    ("1000", r"\boxed{1{,}000}"),
-    ("1000", r"\boxed{1,000}"),
-    ("1000", r"\boxed{1 000}"),
+
+def pairs(table):
+    return [tuple(line.split(" ## ")) for line in table.strip().splitlines()]
+
+
+# ground truth ## response
+RIGHT = pairs(r"""
+-5 ## The temperature is −5.
+72 ## \boxed{71}, no: \boxed{72}
+72 ## so $\boxed{72}$ and not \boxed{71
+42 ## \boxed{42.}
+42 ## \boxed{42.}.
+42 ## 42.
+100 ## \boxed{1e2}
+1e2 ## \boxed{100}
+1.5e-3 ## \boxed{0.0015}
+0.0015 ## \boxed{1.5E-3}
+1000 ## \boxed{1\,000}
+1234567 ## \boxed{1\,234\,567}
+1000 ## \boxed{1\;000}
+1000 ## \boxed{1~000}
+1000 ## \boxed{1{,}000}
+1000 ## \boxed{1,000}
+1000 ## \boxed{1 000}
+1\,000 ## \boxed{1000}
+2 ## \boxed 2
+2 ## $\boxed 2$ is it
+2 ## \fbox{2}
+2 ## \boxed{\boxed{2}}
+2 ## \boxed{$2$}
+1/2 ## \boxed{{1/2}}
+2 ## \boxed{\(2\)}
+\frac{1}{2} ## \boxed{\frac{1}{2}}
+1/2 ## \boxed{\dfrac{1}{2}}
+1/2 ## \boxed{\tfrac12}
+1/2 ## \boxed{0.5}
+\{1,2\} ## \boxed{\{2,1\}}
+\left[2,5\right) ## \boxed{[2,5)}
+#### 1,450 ## \boxed{1450}
+#### $540 ## \boxed{540}
+#### \$540 ## \boxed{540}
+so \boxed{8} it is ## \boxed{8}
+$5$ ## \boxed{5}
+x^2+2x+1 ## \boxed{(x+1)^2}
+2\sqrt{2} ## \boxed{\sqrt{8}}
+\frac{\sqrt{3}}{3} ## \boxed{\frac{1}{\sqrt{3}}}
+\frac{\pi}{4} ## \boxed{\pi/4}
+5 ## \boxed{x=5}
+x=5 ## \boxed{5}
+3,5 ## \boxed{5, 3}
+(1,2) ## \boxed{\left(1, 2\right)}
+\pm 3 ## \boxed{\{3,-3\}}
+90^\circ ## \boxed{90}
+50 ## \boxed{50\%}
+42 ## \boxed{42\text{ cm}}
+42 ## \boxed{42 \mathrm{~cm}}
+-5 ## \boxed{−5}
+\text{Monday} ## \boxed{Monday}
+Monday ## \boxed{\text{Monday}}
+A ## \boxed{\text{(A)}}
+\infty ## \boxed{\infty}
+\emptyset ## \boxed{\varnothing}
+\begin{pmatrix}1\\2\end{pmatrix} ## \boxed{\begin{pmatrix} 1 \\ 2 \end{pmatrix}}
+0.333333333 ## \boxed{\frac{1}{3}}
+3.14159265 ## \boxed{3.1415927}
+007 ## \boxed{7}
+2.50 ## \boxed{2.5}
+.5 ## \boxed{0.5}
++3 ## \boxed{3}
+18 ## She makes $18 every day.
+18 ## so she makes 9 * 2 = $18
+18 ## She makes \$18. The answer is \$18.
+10 ## The total is $4 and $6, so $10.
+1000 ## The answer is 1,000.
+1000 ## The final answer is: 1000
+5 ## The answer is: **5**
+5 ## **Answer:** 5
+6 ## Answer: 6 apples
+0.5 ## The answer is $\frac{1}{2}$.
+100 ## the answer is 1e2
+4 ## The answer is 4. The number 5 is wrong.
+72 ## He sold 48+24 = 72 clips.
+8 ## To answer the question we add 5 + 3. That makes 8.
+8 ## The answer to the question is 8. I hope it is correct.
+8 ## It is 8. I have checked that the answer is correct.
+1 2 3 ## \boxed{1 2 3}
+8 ## The answer is 7. No, wait: we add 3 and 8.
+3,5 ## The answers are 3 and 5.
+""") + [
     ("1234567", "\\boxed{1\u202f234\u202f567}"),
     ("1234567", "\\boxed{1\u2009234\u2009567}"),
-    ("1\\,000", r"\boxed{1000}"),
-    # forms of a box
-    ("2", r"\boxed 2"),
-    ("2", r"$\boxed 2$ is it"),
-    ("2", r"\fbox{2}"),
-    ("2", r"\boxed{\boxed{2}}"),
-    ("2", r"\boxed{$2$}"),
-    ("1/2", r"\boxed{{1/2}}"),
-    ("2", r"\boxed{\(2\)}"),
     ("2", "\\boxed{\n  2\n}"),
-    ("\\frac{1}{2}", r"\boxed{\frac{1}{2}}"),
-    ("1/2", r"\boxed{\dfrac{1}{2}}"),
-    ("1/2", r"\boxed{\tfrac12}"),
-    ("1/2", r"\boxed{0.5}"),
     (0.5, r"\boxed{\frac{1}{2}}"),
-    ("\\{1,2\\}", r"\boxed{\{2,1\}}"),
-    ("\\left[2,5\\right)", r"\boxed{[2,5)}"),
-    # ground truths
     (72, r"\boxed{72}"),
     (63.0, r"\boxed{63}"),
     (1e-7, r"\boxed{1e-7}"),
     (1e22, r"\boxed{10^{22}}"),
     ("4+4=8\n#### 8", r"\boxed{8}"),
-    ("#### 1,450", r"\boxed{1450}"),
-    ("#### $540", r"\boxed{540}"),
-    (r"#### \$540", r"\boxed{540}"),
-    (r"so \boxed{8} it is", r"\boxed{8}"),
-    ("$5$", r"\boxed{5}"),
     (["5", "7"], r"\boxed{7}"),
-    # mathematics
-    ("x^2+2x+1", r"\boxed{(x+1)^2}"),
-    ("2\\sqrt{2}", r"\boxed{\sqrt{8}}"),
-    ("\\frac{\\sqrt{3}}{3}", r"\boxed{\frac{1}{\sqrt{3}}}"),
-    ("\\frac{\\pi}{4}", r"\boxed{\pi/4}"),
-    ("5", r"\boxed{x=5}"),
-    ("x=5", r"\boxed{5}"),
-    ("3,5", r"\boxed{5, 3}"),
-    ("(1,2)", r"\boxed{\left(1, 2\right)}"),
-    ("\\pm 3", r"\boxed{\{3,-3\}}"),
-    ("90^\\circ", r"\boxed{90}"),
-    ("50", r"\boxed{50\%}"),
-    ("42", r"\boxed{42\text{ cm}}"),
-    ("42", r"\boxed{42 \mathrm{~cm}}"),
-    ("-5", "\\boxed{−5}"),
-    ("\\text{Monday}", r"\boxed{Monday}"),
-    ("Monday", r"\boxed{\text{Monday}}"),
-    ("A", r"\boxed{\text{(A)}}"),
-    ("\\infty", r"\boxed{\infty}"),
-    ("\\emptyset", r"\boxed{\varnothing}"),
-    ("\\begin{pmatrix}1\\\\2\\end{pmatrix}", r"\boxed{\begin{pmatrix} 1 \\ 2 \end{pmatrix}}"),
-    ("0.333333333", r"\boxed{\frac{1}{3}}"),
-    ("3.14159265", r"\boxed{3.1415927}"),
-    ("007", r"\boxed{7}"),
-    ("2.50", r"\boxed{2.5}"),
-    (".5", r"\boxed{0.5}"),
-    ("+3", r"\boxed{3}"),
-    # no box
     ("18", "9 * 2 = 18\n#### 18"),
-    ("18", "She makes $18 every day."),
-    ("18", "so she makes 9 * 2 = $18"),
-    ("18", r"She makes \$18. The answer is \$18."),
-    ("10", "The total is $4 and $6, so $10."),
-    ("1000", "The answer is 1,000."),
-    ("1000", "The final answer is: 1000"),
-    ("5", "The answer is: **5**"),
-    ("5", "**Answer:** 5"),
-    ("6", "Answer: 6 apples"),
-    ("0.5", r"The answer is $\frac{1}{2}$."),
-    ("100", "the answer is 1e2"),
-    ("4", "The answer is 4. The number 5 is wrong."),
-    ("72", "He sold 48+24 = 72 clips."),
-    ("8", "To answer the question we add 5 + 3. That makes 8."),
-    ("8", "The answer to the question is 8. I hope it is correct."),
-    ("8", "It is 8. I have checked that the answer is correct."),
-    ("1 2 3", r"\boxed{1 2 3}"),
-    ("8", "The answer is 7. No, wait: we add 3 and 8."),
-    ("3,5", "The answers are 3 and 5."),
 ]
 
-WRONG = [
-    ("1024", r"\boxed{2^{10}}"),
-    ("120", r"\boxed{5!}"),
-    ("[2,5)", r"\boxed{[2,5]}"),
-    ("[2,5]", r"\boxed{[2,5)}"),
-    ("(2,5)", r"\boxed{[2,5]}"),
-    ("(2,5]", r"\boxed{[2,5)}"),
-    ("72", r"\boxed{72}, no: \boxed{71}"),
-    ("72", r"\boxed{72} \boxed{}"),
-    ("72", r"\boxed{}"),
-    ("72", r"\boxed{72"),
+WRONG = pairs(r"""
+1024 ## \boxed{2^{10}}
+120 ## \boxed{5!}
+[2,5) ## \boxed{[2,5]}
+[2,5] ## \boxed{[2,5)}
+(2,5) ## \boxed{[2,5]}
+(2,5] ## \boxed{[2,5)}
+72 ## \boxed{72}, no: \boxed{71}
+72 ## \boxed{72} \boxed{}
+72 ## \boxed{}
+72 ## \boxed{72
+5 ## \boxed{3,5}
+3,5 ## \boxed{5}
+5 ## \boxed{5,5,6}
+5 ## \boxed{-5}
+7 ## \boxed{77}
+12.5 ## \boxed{12,5}
+1000 ## \boxed{1\,0000}
+123 ## \boxed{1 2 3}
+6 ## \boxed{1 2 3}
+0 ## \boxed{1 0000}
+1/3 ## \boxed{0.33}
+\sqrt{2} ## \boxed{1.41}
+\pi ## \boxed{3.14}
+0.0000001 ## \boxed{0.0000002}
+10^{-7} ## \boxed{2 \cdot 10^{-7}}
+\frac{1}{10000000} ## \boxed{0.0000002}
+1e-9 ## \boxed{0}
+0 ## \boxed{1e-9}
+1000000 ## \boxed{1000001}
+100000000000000000000 ## \boxed{100000000000000000001}
+2.5 ## \boxed{2.51}
+120 ## \boxed{4!}
+4 ## \boxed{4!}
+x ## \boxed{y}
+x+1 ## \boxed{x+2}
+3 ## \boxed{\pm 3}
+1 ## \boxed{\frac{0}{0}}
+0 ## \boxed{\emptyset}
+2 ## \boxed{1+}
+Monday ## \boxed{Tuesday}
+A ## \boxed{B}
+12 ## \boxed{12 \text{ or } 13}
+5 ## I do not know.
+5 ## The answer is 4. The number 5 is not.
+10 ## 1 2 3 4 5 6 7 8 9 10 11
+(3,5) ## \boxed{(5,3)}
+5 ## \boxed{\text{five or six}}
+""") + [
     ("72", ""),
     ("72", "#### "),
-    ("5", r"\boxed{3,5}"),
-    ("3,5", r"\boxed{5}"),
-    ("5", r"\boxed{5,5,6}"),
-    ("5", r"\boxed{-5}"),
-    ("7", r"\boxed{77}"),
-    ("12.5", r"\boxed{12,5}"),
-    ("1000", r"\boxed{1\,0000}"),
-    ("123", r"\boxed{1 2 3}"),
-    ("6", r"\boxed{1 2 3}"),
-    ("0", r"\boxed{1 0000}"),
-    ("1/3", r"\boxed{0.33}"),
-    ("\\sqrt{2}", r"\boxed{1.41}"),
-    ("\\pi", r"\boxed{3.14}"),
-    ("0.0000001", r"\boxed{0.0000002}"),
     (1e-7, r"\boxed{2e-7}"),
-    ("10^{-7}", r"\boxed{2 \cdot 10^{-7}}"),
-    ("\\frac{1}{10000000}", r"\boxed{0.0000002}"),
-    ("1e-9", r"\boxed{0}"),
-    ("0", r"\boxed{1e-9}"),
-    ("1000000", r"\boxed{1000001}"),
-    ("100000000000000000000", r"\boxed{100000000000000000001}"),
-    ("2.5", r"\boxed{2.51}"),
-    ("120", r"\boxed{4!}"),
-    ("4", r"\boxed{4!}"),
-    ("x", r"\boxed{y}"),
-    ("x+1", r"\boxed{x+2}"),
-    ("3", r"\boxed{\pm 3}"),
-    ("1", r"\boxed{\frac{0}{0}}"),
-    ("0", r"\boxed{\emptyset}"),
-    ("2", r"\boxed{1+}"),
-    ("Monday", r"\boxed{Tuesday}"),
-    ("A", r"\boxed{B}"),
-    ("12", r"\boxed{12 \text{ or } 13}"),
-    ("5", "I do not know."),
-    ("5", "The answer is 4. The number 5 is not."),
-    ("10", "1 2 3 4 5 6 7 8 9 10 11"),
-    ("(3,5)", r"\boxed{(5,3)}"),
-    ("5", r"\boxed{\text{five or six}}"),
     ("5", "\\boxed{" + "(" * 50 + "5}"),
 ]
 
@@ -284,53 +287,54 @@ def test_what_was_compared_is_told(response, truth, reward_result):
     assert compute_result("", response, truth) == reward_result
 
 
-@pytest.mark.parametrize(
-    ("response", "answer"),
-    [
-        ("The answer is not 18", None),
-        ("The answer is not: 18", None),
-        ("The answer isn't 18.", None),
-        ("The answer isn’t 18.", None),
-        ("It is neither 17 nor 18", None),
-        ("not 18", None),
-        ("The answer is 17, not 18", "17"),
-        ("The answer is not 17 but 18.", "18"),
-        ("She has 18 eggs, not 17.", "18"),
-        ("The answer is not $6$, but $5$.", "5"),
-        ("The answer is at least 18", None),
-        ("less than 18", None),
-        ("<answer>between 17 and 18</answer>", None),
-        ("The answer is half of 18", None),
-        ("The answer is the square of 18", None),
-        ("The answer is the opposite of 18", None),
-        ("The answer is close to 18", None),
-        ("The answer is almost 18.", None),
-        ("The answer is everything except 18", None),
-        ("The answer is almost certainly 18", "18"),
-        ("She needs at least 18 eggs.", "18"),
-        ("The answer is 17; 18", None),
-        ("<answer>17 18</answer>", None),
-        ("17 to 18", None),
-        ("17\n18", "18"),
-        ("It grew from 17 to 18.", "18"),
-        ("The answer is 18 plus 2", None),
-        ("The answer is 36 minus 18", None),
-        ("The answer is 5 over 2", "5/2"),
-        ("The answer is 18 squared", None),
-        ("The answer is 18 thousand", "18000"),
-        ("The answer is negative 18", "-18"),
-        ("The answer is 18, which is 9 + 9.", "18"),
-        ("The answer is 17 because 18 is too many", "17"),
-        ("The answer is 2 1/2 hours.", "5/2"),
-        ("She makes €18.", "18"),
-    ],
-)
-def test_the_words_around_a_number_count(response, answer):
+# response ## the value that it states, if it states one
+WORDS = r"""
+The answer is not 18 ##
+The answer is not: 18 ##
+The answer isn't 18. ##
+The answer isn’t 18. ##
+It is neither 17 nor 18 ##
+not 18 ##
+The answer is 17, not 18 ## 17
+The answer is not 17 but 18. ## 18
+She has 18 eggs, not 17. ## 18
+The answer is not $6$, but $5$. ## 5
+The answer is at least 18 ##
+less than 18 ##
+<answer>between 17 and 18</answer> ##
+The answer is half of 18 ##
+The answer is the square of 18 ##
+The answer is the opposite of 18 ##
+The answer is close to 18 ##
+The answer is almost 18. ##
+The answer is everything except 18 ##
+The answer is almost certainly 18 ## 18
+She needs at least 18 eggs. ## 18
+The answer is 17; 18 ##
+<answer>17 18</answer> ##
+17 to 18 ##
+It grew from 17 to 18. ## 18
+The answer is 18 plus 2 ##
+The answer is 36 minus 18 ##
+The answer is 5 over 2 ## 5/2
+The answer is 18 squared ##
+The answer is 18 thousand ## 18000
+The answer is negative 18 ## -18
+The answer is 18, which is 9 + 9. ## 18
+The answer is 17 because 18 is too many ## 17
+The answer is 2 1/2 hours. ## 5/2
+She makes €18. ## 18
+"""
+
+
+@pytest.mark.parametrize("case", [*WORDS.strip().splitlines(), "17\n18 ## 18"])
+def test_the_words_around_a_number_count(case):
+    response, _, answer = case.partition(" ##")
     assert [
         gold
         for gold in ("17", "18", "-18", "18000", "5", "6", "5/2")
         if compute_score("", response, gold)
-    ] == ([answer] if answer else [])
+    ] == answer.split()
 
 
 @pytest.mark.parametrize(
