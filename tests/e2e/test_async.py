@@ -11,7 +11,6 @@ import pytest
 
 from distflow.launch import rollout_engines
 from distflow.observe.run_reader import read_samples, sample_steps
-from distflow.rollout.embedded import EmbeddedEngine
 from distflow.runtime.spec import Spec
 from distflow.runtime.weight_sync.same_process_weights import LocalWeights
 from distflow.scheduling.ledger import timeline
@@ -155,28 +154,3 @@ def test_without_staleness_a_copy_on_a_thread_of_its_own_gives_the_numbers_of_sh
     one = plain.weights(5)
     other = copied.weights(5)
     assert one.keys() == other.keys() and all(one[name].equal(other[name]) for name in one)
-
-
-@pytest.mark.slow
-def test_answers_that_an_update_cuts_off_are_begun_again(playground, monkeypatch):
-    aborted = list[int]()
-    follow = EmbeddedEngine._refresh_weights
-
-    def note(engine: EmbeddedEngine) -> None:
-        """New weights are there, and what was begun is not ended yet."""
-        aborted.append(sum(len(lane.scheduler.begun()) for lane in engine._lanes))
-        follow(engine)
-
-    monkeypatch.setattr(EmbeddedEngine, "_refresh_weights", note)
-    run = playground.run(
-        "grpo",
-        "async.max_staleness=2",
-        "actor_rollout_ref.rollout.kv_on_update=abort",
-        "trainer.total_training_steps=6",
-        *LONG_TAIL,
-        name="cut_off",
-    )
-    assert sum(aborted) > 0
-    assert all(
-        len(row["versions"]) == 1 and row["finish_reason"] != "abort" for row in samples(run)
-    )

@@ -12,7 +12,6 @@ from distflow.data.batch import Batch
 from distflow.rollout.engine import SamplingParams
 from distflow.scheduling.ledger import timeline
 from tests.e2e.runs import Playground, Run
-from tests.ledger_audit import verify
 from tests.sparse_params import one_fast_in
 
 # Every other group of `code` has nothing to teach.
@@ -88,19 +87,6 @@ def given(ground: Playground, *more: str, domains: Any = DOMAINS) -> tuple[str, 
     )
 
 
-def steps_of(run: Run) -> list[Counter[str]]:
-    """Groups of each domain by step, from the ledger alone."""
-    domains: dict[int, str] = {}
-    steps = []
-    for _, record in timeline(run.folder / "ledger.jsonl"):
-        if record["kind"] == "issued":
-            domains[record["group_id"]] = record["domain"]
-        if record["kind"] == "consumed":
-            steps.append(Counter(domains[prompt_group] for prompt_group in record["group_ids"]))
-
-    return steps
-
-
 def issued(run: Run) -> list[tuple[int, int, int]]:
     """Group, epoch and row of those that were handed out first."""
     records = [
@@ -121,21 +107,6 @@ def go_back(run: Run, step: int, name: str) -> None:
     for checkpoint in (copy / "checkpoints").glob("step-*"):
         if int(checkpoint.name.removeprefix("step-")) > step:
             shutil.rmtree(checkpoint)
-
-
-@pytest.mark.slow
-def test_ahead_of_training_the_shares_are_as_exact(ground):
-    settings = given(
-        ground, *FILTERED, "async.max_staleness=2", "actor_rollout_ref.actor.policy_loss=decoupled",
-        "trainer.total_training_steps=4", "trust.check_freq=2", "reward.overlong.buffer_tokens=3",
-    )  # fmt: skip
-    run = ground.run("grpo", *settings, name="ahead")
-    go_back(run, 2, "ahead_killed")
-
-    killed = ground.run("grpo", *settings, name="ahead_killed")
-    for each in (run, killed):
-        assert steps_of(each) == [Counter(math=3, code=1)] * 4 and not each.notes("warning")
-        verify(each.folder / "ledger.jsonl")
 
 
 def test_a_domain_has_its_own_prompts_rewards_and_sampling(ground):

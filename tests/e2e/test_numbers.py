@@ -149,28 +149,6 @@ def test_engine_trainer_and_reference_mean_one_policy(playground, options):
 
 
 @pytest.mark.slow
-def test_masked_micro_batches_change_nothing(playground):
-    """One sample a micro-batch, so that those without a verdict are micro-batches without a
-    token."""
-    playground.write_reward(PICKY)
-    runs = [
-        playground.run(
-            "grpo",
-            "trainer.total_training_steps=3",
-            "trainer.save_groups=all",
-            "reward.max_error_rate=1",
-            f"actor_rollout_ref.actor.ppo_max_token_len_per_gpu={size}",
-            *KEPT,
-            name=f"micro-{size}",
-        )
-        for size in (4096, 1)
-    ]
-    assert all(bool((~recorded(run)["valid"]).any()) for run in runs)
-    for name, weight in runs[0].weights(3).items():
-        torch.testing.assert_close(runs[1].weights(3)[name], weight, rtol=0, atol=1e-5)
-
-
-@pytest.mark.slow
 def test_a_batch_without_a_verdict_takes_no_step_and_the_run_goes_on(playground):
     playground.write_reward(PICKY)
     playground.write_rows(

@@ -8,11 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from distflow.algorithms.objectives import PolicyObjective
-from distflow.data.batch import Batch
 from distflow.errors import TrustError
 from distflow.training import torch_engine
-from tests.e2e.planting import plant_behind, plant_from
+from tests.e2e.planting import plant_from
 from tests.e2e.runs import Playground
 from tests.sparse_params import BY_HAND, one_fast_in
 
@@ -70,46 +68,3 @@ def test_a_loss_scaled_by_the_accumulation(playground, monkeypatch, how):
         *MICROS,
         says="entered the gradient .* times instead of once",
     )
-
-
-def whole_batch_if_uneven(batch: Batch) -> None:
-    """The advantages of a step whose groups have different numbers of scores are over the whole
-    step."""
-    scores = batch["token_level_rewards"].sum(-1)
-    valid = batch["valid"].bool()
-    spread = (scores - scores[valid].mean()) / (scores[valid].std() + 1e-6)
-    batch["advantages"] = spread[:, None] * batch["loss_mask"]
-
-
-@pytest.mark.slow
-def test_groups_mixed(playground, monkeypatch):
-    """THUDM/slime#2230, #1414."""
-    playground.write_reward(UNEVEN)
-    plant = plant_behind("calculate_advantages", whole_batch_if_uneven)
-    found(playground, monkeypatch, plant, says=r"found \(advantages\): .*called again, gives")
-
-
-UNEVEN = """
-def compute_score(data_source, solution_str, ground_truth, extra_info=None):
-    value = sum(map(ord, solution_str))
-    if value % 5 == 0:
-        raise RuntimeError("no answer")
-    return value % 7 / 6
-"""
-
-
-@pytest.mark.slow
-def test_advantages_of_other_samples_in_a_micro_batch(playground, monkeypatch):
-    """tenstorrent/tt-metal#46548."""
-
-    def plant(patch: Patch) -> None:
-        call = PolicyObjective.__call__
-
-        def called(self: PolicyObjective, outputs: Any, micro: Batch, counts: Any) -> Any:
-            micro = micro.only(micro.names)
-            micro["advantages"] = micro["advantages"].roll(1, dims=0)
-            return call(self, outputs, micro, counts)
-
-        patch.setattr(PolicyObjective, "__call__", called)
-
-    found(playground, monkeypatch, plant, says=r"found \(loss\): the gradient of the actor's loss")

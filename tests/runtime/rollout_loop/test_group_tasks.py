@@ -214,21 +214,6 @@ def test_whatever_a_node_does_costs_its_own_group_only(exits):
     assert counted.checked_counts().dropped == {"error": 3, "dull": 1}
 
 
-@pytest.mark.parametrize("scores", [["high", "low"], 1.0])
-def test_a_column_that_is_none_costs_its_own_group_only(scores):
-    """Nothing after the last node may find out: that would end the loop."""
-
-    @node(writes="scores", role="REWARD", scope="group", reads=("response_mask",))
-    async def reward_fn(group: Group) -> Any:
-        return {"scores": scores if group.prompt_group.group_id == 0 else [1.0, 0.0]}
-
-    assert asyncio.run(
-        fill(
-            plane_of(OrderedEngine(), bound(reward_fn)), LocalSampleQueue(coordinator(), Waits()), 1
-        )
-    ) == [[1, 2]]
-
-
 def test_a_group_that_fails_by_no_fault_of_the_user_s_is_tried_again(monkeypatch):
     class Failing(OrderedEngine):
         """Its memory is full in the first two attempts of group 0, and in every one of group 1."""
