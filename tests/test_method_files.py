@@ -17,13 +17,13 @@ OF_OURS = ("grpo_turns",)
 
 
 @pytest.mark.parametrize("name", method_names())
-def test_a_method_has_a_title_settings_and_a_run_of_its_own(name: str) -> None:
+def test_a_method_has_a_title_settings_and_a_run_of_its_own(name):
     method = MethodFile.of(preset_files()[name])
     assert method.title.endswith(".") and bool(method.paper) == (name not in OF_OURS)
     assert load_config(name, complete=False).config.trainer.experiment_name == f"{name}_training"
 
 
-def test_a_method_runs_the_parts_that_its_file_registers() -> None:
+def test_a_method_runs_the_parts_that_its_file_registers():
     for name in method_names():
         config = load_config(name, complete=False).config
         chosen = {config.algorithm.adv_estimator, config.actor_rollout_ref.actor.policy_loss}
@@ -32,7 +32,7 @@ def test_a_method_runs_the_parts_that_its_file_registers() -> None:
 
 
 @pytest.mark.parametrize("table", [ESTIMATORS, POLICY_LOSSES], ids=["estimators", "losses"])
-def test_what_is_read_is_what_is_registered(table: dict) -> None:
+def test_what_is_read_is_what_is_registered(table):
     for name, entry in table.items():
         found = find_adv_est(name) if table is ESTIMATORS else find_policy_loss(name)
         options = {**found.options, **getattr(found, "selection_options", {})}
@@ -40,8 +40,8 @@ def test_what_is_read_is_what_is_registered(table: dict) -> None:
         assert read == options, name
 
 
-def test_requirements_follow_from_parameters() -> None:
-    def names(has: str) -> set[str]:
+def test_requirements_follow_from_parameters():
+    def names(has):
         return {name for name, entry in ESTIMATORS.items() if getattr(entry, has)}
 
     assert names("needs_critic") == {"gae", "gae_marft"}
@@ -55,7 +55,7 @@ def test_requirements_follow_from_parameters() -> None:
     assert not clips & unclipped and {"vanilla", "gspo", "clip_cov", "decoupled"} <= clips
 
 
-def test_no_command_imports_a_method_for_its_name() -> None:
+def test_no_command_imports_a_method_for_its_name():
     code = (
         "import sys; from distflow.cli import main; main(['methods', 'gspo']); "
         "print([m for m in sys.modules if m == 'torch' or '.algorithms' in m])"
@@ -64,7 +64,7 @@ def test_no_command_imports_a_method_for_its_name() -> None:
     assert done.stdout.splitlines()[-1] == "[]"
 
 
-def test_a_part_is_found_by_decorator_and_by_call() -> None:
+def test_a_part_is_found_by_decorator_and_by_call():
     file = MethodFile(
         '"""One\nline.\n\nMore."""\nPAPER = "x"\nSETTINGS = """\na: 1\n"""\n'
         '@register_policy_loss("mine", selects=choose)\ndef loss(): ...\n'
@@ -77,6 +77,6 @@ def test_a_part_is_found_by_decorator_and_by_call() -> None:
     assert found == [("mine", "loss", "loss", "choose"), ("theirs", "other", "compute", "")]
 
 
-def test_the_methods_are_there() -> None:
+def test_the_methods_are_there():
     assert {path.stem for path in METHODS.glob("*.py")} - {"__init__"} == set(method_names())
     assert {"grpo", "dr_grpo", "dapo", "ppo", "gspo", "decoupled_ppo"} <= set(method_names())

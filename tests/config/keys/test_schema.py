@@ -78,6 +78,7 @@ def test_defaults_break_no_bound():
         ("migrating.md", make_docs.render_migrating),
         ("schema.md", make_docs.render_schema),
         ("metrics.md", make_docs.render_metrics),
+        ("methods.md", make_docs.render_methods),
     ],
 )
 def test_the_docs_are_up_to_date(page, render):
