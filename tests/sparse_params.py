@@ -1,6 +1,6 @@
 """Parameters of which a few run, and the others only with the slow tests, or by hand."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 
 import pytest
 
@@ -19,17 +19,3 @@ def one_fast_in(
         pytest.param(*(value if unpack else (value,)), marks=[others] if i % number else [])  # type: ignore[misc]
         for i, value in enumerate(values)
     ]
-
-
-def first_of_each(values: Iterable[str], kind_of: Callable[[str], object]) -> list[object]:
-    """The first value always, the first of each other kind with the slow tests, and what repeats a
-    kind by hand."""
-    kinds = set[object]()
-    params = []
-    for value in values:
-        marks = [pytest.mark.slow] if kinds else []
-        marks += [BY_HAND] if kind_of(value) in kinds else []
-        params.append(pytest.param(value, marks=marks))
-        kinds.add(kind_of(value))
-
-    return params

@@ -23,7 +23,6 @@ from distflow.runtime.weight_sync.sender import WeightSender
 from distflow.scheduling.group_states import CountsError
 from distflow.training.torch_engine import TorchTrainEngine
 from tests.e2e.runs import Playground
-from tests.sparse_params import BY_HAND, one_fast_in
 
 ACTOR = "actor_rollout_ref.actor"
 ROLLOUT = "actor_rollout_ref.rollout"
@@ -88,10 +87,6 @@ def merged_once(patch: Patch, fired: Fired) -> None:
         (no_adapter, "waves"),
         (stale_scale, "stream"),
         (merged_once, "stream in bfloat16"),
-        pytest.param(no_adapter, "stream", marks=BY_HAND),
-        pytest.param(no_adapter, "stream in bfloat16", marks=BY_HAND),
-        pytest.param(stale_scale, "waves", marks=BY_HAND),
-        pytest.param(merged_once, "waves", marks=BY_HAND),
     ],
 )
 def test_an_adapter_that_is_not_sent_as_it_is(playground, monkeypatch, fault, mode):
@@ -150,7 +145,6 @@ def transposed(patch: Patch, fired: Fired) -> None:
         (first_again, "waves"),
         (of_the_step_before, "stream"),
         (transposed, "stream"),
-        pytest.param(of_the_step_before, "waves", marks=BY_HAND),
     ],
 )
 def test_a_tensor_that_is_sent_otherwise(playground, monkeypatch, fault, mode):
@@ -161,8 +155,7 @@ def test_a_tensor_that_is_sent_otherwise(playground, monkeypatch, fault, mode):
     assert fired
 
 
-@pytest.mark.parametrize("mode", one_fast_in(2, ["stream", "waves"], others=BY_HAND))
-def test_a_tensor_that_is_exchanged_on_its_way(playground, monkeypatch, mode):
+def test_a_tensor_that_is_exchanged_on_its_way(playground, monkeypatch):
     original, first, fired = LocalWeights.put, dict[str, torch.Tensor](), Fired()
 
     def put(self: LocalWeights, bucket: Any) -> None:
@@ -173,7 +166,7 @@ def test_a_tensor_that_is_exchanged_on_its_way(playground, monkeypatch, mode):
 
     monkeypatch.setattr(LocalWeights, "put", put)
     with pytest.raises(TrustError, match=r"version 1 .* different tensors: lm_head\.weight"):
-        run(playground, mode)
+        run(playground, "stream")
 
     assert len(fired) > 1
 
@@ -214,8 +207,6 @@ def rounded(module: nn.Module, sent: dict[str, torch.Tensor]) -> None:
         (half, "stream"),
         (nothing, "waves"),
         (rounded, "stream"),
-        pytest.param(half, "waves", marks=BY_HAND),
-        pytest.param(nothing, "stream", marks=BY_HAND),
     ],
 )
 def test_an_engine_that_claims_to_have_taken_weights(playground, monkeypatch, take, mode):
@@ -225,8 +216,7 @@ def test_an_engine_that_claims_to_have_taken_weights(playground, monkeypatch, ta
         run(playground, mode)
 
 
-@pytest.mark.parametrize("mode", one_fast_in(3, MODES, others=BY_HAND))
-def test_weights_in_a_module_that_is_not_computed_with(playground, monkeypatch, mode):
+def test_weights_in_a_module_that_is_not_computed_with(playground, monkeypatch):
     """The initial weights are served for ever, and every hash is right."""
     original = EmbeddedEngine.__init__
 
@@ -237,11 +227,10 @@ def test_weights_in_a_module_that_is_not_computed_with(playground, monkeypatch, 
 
     monkeypatch.setattr(EmbeddedEngine, "__init__", init)
     with pytest.raises(TrustError, match="canary: "):
-        run(playground, mode)
+        run(playground, "waves")
 
 
-@pytest.mark.parametrize("mode", one_fast_in(2, ["stream", "waves"], others=BY_HAND))
-def test_initial_weights_after_a_resume(playground, monkeypatch, mode):
+def test_initial_weights_after_a_resume(playground, monkeypatch):
     original = WeightSender.sync_changed
 
     def breaking(self: WeightSender, version: Any, updated: bool) -> Any:
@@ -251,18 +240,17 @@ def test_initial_weights_after_a_resume(playground, monkeypatch, mode):
 
     monkeypatch.setattr(WeightSender, "sync_changed", breaking)
     with pytest.raises(RuntimeError, match="broken off"):
-        run(playground, mode, "trainer.save_freq=1")
+        run(playground, "stream", "trainer.save_freq=1")
     monkeypatch.undo()
     taken_otherwise(monkeypatch, nothing)
     with pytest.raises(TrustError, match="version 3 .* different tensors: "):
-        run(playground, mode, "trainer.save_freq=1")
+        run(playground, "stream", "trainer.save_freq=1")
     monkeypatch.undo()
-    assert run(playground, mode, "trainer.save_freq=1").outcome.steps == STEPS
+    assert run(playground, "stream", "trainer.save_freq=1").outcome.steps == STEPS
 
 
-@pytest.mark.parametrize("mode", one_fast_in(2, ["stream", "waves"], others=BY_HAND))
 @pytest.mark.parametrize("by", [-1, 1])
-def test_versions_that_are_counted_ahead_or_late(playground, monkeypatch, by, mode):
+def test_versions_that_are_counted_ahead_or_late(playground, monkeypatch, by):
     original, fired = Sequence.append, Fired()
 
     def append(
@@ -275,7 +263,7 @@ def test_versions_that_are_counted_ahead_or_late(playground, monkeypatch, by, mo
     with pytest.raises(
         (TrustError, CountsError), match="which step . may not train on|would leave"
     ):
-        run(playground, mode)
+        run(playground, "stream")
 
     assert fired
 

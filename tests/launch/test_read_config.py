@@ -64,46 +64,48 @@ def test_no_example_has_one(file, monkeypatch):
         read_config(load_config(str(file), []))
 
 
-INERT = [
-    ("grpo", "critic.optim.lr=1e-3", ()),
-    ("grpo", "dag.model_sizes={actor: 7B}", ("trainer.launcher=ray",)),  # one part has all devices
-    ("grpo", "critic.model.path=other", ()),
-    ("grpo", "algorithm.lam=0.9", ()),
-    ("grpo", "algorithm.bootstrap_truncated=true", ()),
-    ("grpo", "algorithm.kl_ctrl.kl_coef=0.1", ()),
-    ("grpo", "algorithm.kl_penalty=abs", ()),
-    ("grpo", "algorithm.filter_groups.metric=math", ()),
-    ("ppo", "algorithm.norm_adv_by_std_in_grpo=false", ()),
-    ("ppo", "algorithm.adv_epsilon=1e-3", ()),
-    (
-        "ppo",
-        "actor_rollout_ref.ref.log_prob_max_token_len_per_gpu=9",
-        ("algorithm.use_kl_in_reward=false",),
-    ),
-    ("ppo", f"{ACTOR}.kl_loss_coef=0.1", ()),
-    ("grpo", f"{ACTOR}.clip_ratio=0.3", (f"{ACTOR}.policy_loss=gpg",)),
-    ("grpo", f"{ACTOR}.clip_ratio_c=4", (f"{ACTOR}.policy_loss=gspo",)),
-    ("dapo", f"{ACTOR}.clip_ratio=0.3", ()),
-    ("grpo", f"{ACTOR}.optim.eps=1e-6", (f"{ACTOR}.optim.optimizer=sgd",)),
-    ("grpo", f"{ACTOR}.optim.warmup_ratio=0.2", (f"{ACTOR}.optim.scheduler=constant",)),
-    ("ppo", "critic.optim.eps=1e-6", ("critic.optim.optimizer=sgd",)),
-    ("grpo", f"{MODEL}.revision=abc", ()),
-    ("grpo", f"{ROLLOUT}.max_num_seqs=8", (f"{ROLLOUT}.name=hf",)),
-    ("grpo", f"{ROLLOUT}.val_kwargs.n=4", ()),
-    ("grpo", f"{ROLLOUT}.val_kwargs.temperature=1.0", ("data.val_files=rows.jsonl",)),
-    ("grpo", "data.response_key=text", ()),
-    ("grpo", "data.seed=3", ("data.shuffle=false",)),
-    ("grpo", "trainer.test_freq=3", ()),
-    ("grpo", "trainer.keep_last=5", ("trainer.save_freq=-1",)),
-    ("grpo", "trust.canary_freq=3", (f"{MODEL}.dtype=float32",)),
-    ("grpo", "custom_reward_function.name=judge", ()),
-    ("sft", f"{ROLLOUT}.n=4", ()),
-    ("sft", f"{ACTOR}.ppo_epochs=2", ()),
-    ("sft", "algorithm.adv_estimator=rloo", ()),
-    ("sft", "algorithm.filter_groups.max_num_gen_batches=3", ()),
-    ("sft", "reward.num_workers=4", ()),
-    ("sft", "trust.canary_freq=3", ()),
-]
+def cases(table):
+    """Of lines: preset, key, and what else is given."""
+    lines = [line.split(" ## ") for line in table.strip().splitlines()]
+    return [(preset, key, tuple(given)) for preset, key, *given in lines]
+
+
+INERT = cases("""
+grpo ## critic.optim.lr=1e-3
+grpo ## dag.model_sizes={actor: 7B} ## trainer.launcher=ray
+grpo ## critic.model.path=other
+grpo ## algorithm.lam=0.9
+grpo ## algorithm.bootstrap_truncated=true
+grpo ## algorithm.kl_ctrl.kl_coef=0.1
+grpo ## algorithm.kl_penalty=abs
+grpo ## algorithm.filter_groups.metric=math
+ppo ## algorithm.norm_adv_by_std_in_grpo=false
+ppo ## algorithm.adv_epsilon=1e-3
+ppo ## actor_rollout_ref.ref.log_prob_max_token_len_per_gpu=9 ## algorithm.use_kl_in_reward=false
+ppo ## actor_rollout_ref.actor.kl_loss_coef=0.1
+grpo ## actor_rollout_ref.actor.clip_ratio=0.3 ## actor_rollout_ref.actor.policy_loss=gpg
+grpo ## actor_rollout_ref.actor.clip_ratio_c=4 ## actor_rollout_ref.actor.policy_loss=gspo
+dapo ## actor_rollout_ref.actor.clip_ratio=0.3
+grpo ## actor_rollout_ref.actor.optim.eps=1e-6 ## actor_rollout_ref.actor.optim.optimizer=sgd
+grpo ## actor_rollout_ref.actor.optim.warmup_ratio=0.2 ## actor_rollout_ref.actor.optim.scheduler=constant
+ppo ## critic.optim.eps=1e-6 ## critic.optim.optimizer=sgd
+grpo ## actor_rollout_ref.model.revision=abc
+grpo ## actor_rollout_ref.rollout.max_num_seqs=8 ## actor_rollout_ref.rollout.name=hf
+grpo ## actor_rollout_ref.rollout.val_kwargs.n=4
+grpo ## actor_rollout_ref.rollout.val_kwargs.temperature=1.0 ## data.val_files=rows.jsonl
+grpo ## data.response_key=text
+grpo ## data.seed=3 ## data.shuffle=false
+grpo ## trainer.test_freq=3
+grpo ## trainer.keep_last=5 ## trainer.save_freq=-1
+grpo ## trust.canary_freq=3 ## actor_rollout_ref.model.dtype=float32
+grpo ## custom_reward_function.name=judge
+sft ## actor_rollout_ref.rollout.n=4
+sft ## actor_rollout_ref.actor.ppo_epochs=2
+sft ## algorithm.adv_estimator=rloo
+sft ## algorithm.filter_groups.max_num_gen_batches=3
+sft ## reward.num_workers=4
+sft ## trust.canary_freq=3
+""")  # noqa: E501
 
 
 @pytest.mark.parametrize(
@@ -187,20 +189,20 @@ def test_the_file_and_line_are_the_origin(tmp_path):
         refuse(str(file))
 
 
-TAKEN = [
-    ("grpo", f"{MODEL}.revision=abc", (f"{MODEL}.path=a-hub/model",)),
-    ("grpo", "trust.canary_freq=0", (f"{MODEL}.dtype=float32",)),
-    ("grpo", "algorithm.filter_groups.max_num_gen_batches=3", ()),
-    ("grpo", "algorithm.allow_group_of_one=true", (f"{ROLLOUT}.n=1",)),
-    ("dapo", f"{ACTOR}.clip_ratio_low=0.1", ()),
-    ("grpo", "trainer.test_freq=-1", ()),
-    ("sft", "data.response_key=text", ()),
-    ("sft", "data.messages_key=talk", ()),
-    ("sft", "data.tools_key=functions", ()),
-    ("sft", "data.apply_chat_template_kwargs.date_string=today", ()),
-    ("quickstart_sft", "trainer.total_training_steps=5", ()),
-    ("quickstart_sft", f"{ACTOR}.optim.lr_warmup_steps=5", ()),
-]
+TAKEN = cases("""
+grpo ## actor_rollout_ref.model.revision=abc ## actor_rollout_ref.model.path=a-hub/model
+grpo ## trust.canary_freq=0 ## actor_rollout_ref.model.dtype=float32
+grpo ## algorithm.filter_groups.max_num_gen_batches=3
+grpo ## algorithm.allow_group_of_one=true ## actor_rollout_ref.rollout.n=1
+dapo ## actor_rollout_ref.actor.clip_ratio_low=0.1
+grpo ## trainer.test_freq=-1
+sft ## data.response_key=text
+sft ## data.messages_key=talk
+sft ## data.tools_key=functions
+sft ## data.apply_chat_template_kwargs.date_string=today
+quickstart_sft ## trainer.total_training_steps=5
+quickstart_sft ## actor_rollout_ref.actor.optim.lr_warmup_steps=5
+""")
 
 
 @pytest.mark.parametrize(
