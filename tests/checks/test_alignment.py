@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from distflow.checks.invariants import check_alignment
+from distflow.data.batch import Batch
 from distflow.errors import TrustError
 from tests.checks.batches import LENGTHS, sampled_batch
 
@@ -93,4 +94,51 @@ def test_a_later_sample_of_an_episode_may_have_another_prompt() -> None:
     check_alignment(batch)
     batch["group_index"] = torch.tensor([0, 0, 1, 0])
     with pytest.raises(TrustError, match="sample 1-1 carries group_index 0"):
+        check_alignment(batch)
+
+
+def with_likeliest(tool_tokens: int) -> Batch:
+    """The drawn token is the likeliest, the second, or none of two, in turn."""
+    batch = sampled_batch(tool_tokens=tool_tokens)
+    ids = batch.flat("response_ids")
+    own = batch.flat("sampling_log_probs")
+    place = torch.arange(len(ids)) % 3
+    others = torch.stack([ids + 50, ids + 60], dim=1)
+    column = torch.arange(2)[None, :] == place[:, None]
+    batch["top_ids"] = torch.where(column, ids[:, None], others)
+    above = own[:, None] + torch.tensor([0.5, 0.25])
+    below = own[:, None] - torch.tensor([0.0, 0.25])
+    first = torch.where(place[:, None] == 0, below, above)
+    batch["top_log_probs"] = torch.where(column, own[:, None], first)
+    return batch
+
+
+@pytest.mark.parametrize("tool_tokens", [0, 3])
+def test_likeliest_tokens_agree_with_their_draws(tool_tokens: int) -> None:
+    batch = with_likeliest(tool_tokens)
+    check_alignment(batch)
+    given = batch.flat("response_mask") == 0
+    for name, value in (("top_ids", 0), ("top_log_probs", -math.inf)):
+        column = batch.flat(name).clone()
+        column[given] = value
+        batch[name] = column
+    check_alignment(batch)
+
+
+@pytest.mark.parametrize("tool_tokens", [0, 3])
+@pytest.mark.parametrize("shift", [1, -1])
+def test_likeliest_tokens_of_a_neighbour(tool_tokens: int, shift: int) -> None:
+    batch = with_likeliest(tool_tokens)
+    for name in ("top_ids", "top_log_probs"):
+        batch[name] = batch.flat(name).roll(shift, dims=0)
+    with pytest.raises(TrustError, match="top_ids of sample 0-0"):
+        check_alignment(batch)
+
+
+def test_likeliest_tokens_of_another_sample() -> None:
+    batch = with_likeliest(0)
+    order = [0, 1, 3, 2]
+    swapped = torch.cat([batch.flat("top_ids").split(list(LENGTHS))[row] for row in order])
+    batch["top_ids"] = swapped
+    with pytest.raises(TrustError, match="top_ids of sample 1-0"):
         check_alignment(batch)

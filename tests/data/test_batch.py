@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from distflow.data.batch import Batch
 from distflow.data.batch_bytes import gather, to_buffers
 from distflow.data.sample import Sample, Segment
+from distflow.errors import UserError
 from distflow.graph.fields import Axis, Field, register_field
 
 
@@ -391,3 +392,42 @@ def test_entries_of_a_token_are_refused_in_a_column_of_single_numbers() -> None:
         batch["advantages"] = torch.zeros(5, 2)
     with pytest.raises(ValueError, match="teacher_top_ids"):
         batch["teacher_top_ids"] = torch.zeros(4, 2, dtype=torch.int64)
+
+
+def with_top(*ids: int) -> Segment:
+    """A reply whose likeliest tokens name it: 10 and 11 times each id."""
+    top_ids = tuple((10 * each, 11 * each) for each in ids)
+    top_log_probs = tuple((-each, -each - 1) for each in ids)
+    return replace(policy(*ids), top_ids=top_ids, top_log_probs=top_log_probs)
+
+
+def test_likeliest_tokens_are_those_of_their_draw_between_tokens_of_others() -> None:
+    replies = [with_top(3, 4), Segment("tool", (5, 5)), with_top(6)]
+    forked = [Segment("prompt", (7,)), with_top(8), Segment("unused", (9,))]
+    first = Sample("0-0", 0, [Segment("prompt", (1, 2)), *replies, *forked], forks=(("1", 5),))
+    second = Sample("0-1", 0, [Segment("prompt", (1, 2)), Segment("tool", (5,))])
+    batch = Batch.from_samples([second, first], num_top=2)
+
+    drawn = batch.flat("response_mask") > 0
+    ids = batch.flat("top_ids")
+    assert ids.shape == (9, 2)
+    assert drawn.tolist() == [False, True, True, False, False, True, False, True, False]
+    assert ids[drawn].tolist() == [[30, 33], [40, 44], [60, 66], [80, 88]]
+    assert batch.flat("top_log_probs")[drawn].tolist() == [[-3, -4], [-4, -5], [-6, -7], [-8, -9]]
+    assert bool((batch.flat("top_log_probs")[~drawn] == -math.inf).all())
+
+    alone = Batch.from_samples([second], num_top=2)
+    assert Batch.concat([alone, batch.select([1])]).flat("top_ids").tolist() == ids.tolist()
+
+
+def test_an_engine_without_the_likeliest_tokens_is_refused() -> None:
+    sample = Sample("0-0", 0, [Segment("prompt", (1, 2)), policy(3, 4)])
+    with pytest.raises(UserError, match="the 2 likeliest tokens"):
+        Batch.from_samples([sample], num_top=2)
+
+
+def test_a_part_of_a_reply_has_all_columns_of_its_tokens() -> None:
+    part = with_top(3, 4, 5).part(slice(1, 3))
+    assert part == with_top(4, 5)
+    with pytest.raises(ValueError, match="1 top_ids"):
+        replace(part, top_ids=part.top_ids[:1])

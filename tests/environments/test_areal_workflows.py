@@ -98,9 +98,9 @@ def test_a_trajectory_becomes_segments_with_what_was_drawn() -> None:
     drawn = [(-0.1 * 10, -0.1 * 11), (-0.1 * 20, -0.1 * 21)]
     assert chat.segments == [
         Segment("prompt", PROMPT),
-        Segment("policy", (10, 11), drawn[0], drawn[0], (1, 1)),
+        Segment("policy", (10, 11), drawn[0], drawn[0], (1, 1), finish_reason="stop"),
         Segment("environment", (8, 9)),
-        Segment("policy", (20, 21), drawn[1], drawn[1], (2, 2)),
+        Segment("policy", (20, 21), drawn[1], drawn[1], (2, 2), finish_reason="stop"),
     ]
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from distflow.models.cpu_kernels import build as native
-from distflow.rollout.embedded.sampler import TILE_NUMBERS, Distribution, sample
+from distflow.rollout.embedded.sampler import TILE_NUMBERS, Distribution, Draws, sample
 from distflow.rollout.embedded.scheduler import Sequence, draw_inputs, sequences_of
 from distflow.rollout.engine import GenerateRequest, SamplingParams, Stream
 from tests.sparse_params import one_fast_in
@@ -122,17 +122,43 @@ def test_greedy_takes_the_mode_of_the_penalised_distribution(name: str) -> None:
     assert draws.sampling_log_probs.exp().item() == pytest.approx(max(expected), rel=1e-5)
 
 
+def with_possible(draws: Draws) -> Draws:
+    """Which of the impossible tokens are among the likeliest is arbitrary."""
+    ids = draws.top_ids.masked_fill(draws.top_log_probs.isinf(), -1)
+    return draws._replace(top_ids=ids)
+
+
 @pytest.mark.parametrize("vocab_size", [700, TILE_NUMBERS // 3])
 def test_rows_with_different_options_are_drawn_as_if_alone(vocab_size: int) -> None:
-    sequences = [row for name in OPTIONS for row in rows_of(5, seed=len(name), **OPTIONS[name])]
+    """Those that want the likeliest tokens find at least as many."""
+    sequences = []
+    for number, name in enumerate(OPTIONS):
+        sequences += rows_of(5, seed=len(name), num_top=3 * (number % 3), **OPTIONS[name])
     torch.manual_seed(0)
     sequences = [sequences[i] for i in torch.randperm(len(sequences))]
     logits = torch.randn(len(sequences), vocab_size) * 2
-    together = sample(logits, draw_inputs(sequences))
+    together = with_possible(sample(logits, draw_inputs(sequences)))
 
     for row, sequence in enumerate(sequences):
-        alone = sample(logits[row : row + 1], draw_inputs([sequence]))
-        assert [column.item() for column in alone] == [column[row].item() for column in together]
+        alone = with_possible(sample(logits[row : row + 1], draw_inputs([sequence])))
+        for own, column in zip(alone, together, strict=True):
+            found = column[row : row + 1]
+            wanted = found if own.dim() == 1 else found[:, : sequence.params.num_top]
+            assert own.tolist() == wanted.tolist()
+
+
+@pytest.mark.parametrize("name", ["plain", "cold", "top-k", "all"])
+def test_the_likeliest_tokens_have_the_probabilities_of_the_distribution_drawn_from(
+    name: str,
+) -> None:
+    (sequence,) = rows_of(1, num_top=4, **OPTIONS[name])
+    expected = brute_force(LOGITS, set(PROMPT), sequence.params)
+    draws = sample(torch.tensor([LOGITS]), draw_inputs([sequence]))
+    (ids,), (log_probs,) = draws.top_ids.tolist(), draws.top_log_probs.tolist()
+    assert len(set(ids)) == 4
+    found = np.exp(log_probs)
+    assert found == pytest.approx(sorted(expected)[:-5:-1], rel=1e-5)
+    assert found == pytest.approx([expected[token] for token in ids], rel=1e-5)
 
 
 @pytest.mark.parametrize("vocab_size", [1, 2, 255, 256, 257, 1000, 5000])

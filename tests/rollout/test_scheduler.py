@@ -1,6 +1,6 @@
 """The scheduler: order, sharing, budgets, and slots that stay dense whatever happens."""
 
-from distflow.rollout.embedded.scheduler import Scheduler, Sequence, sequences_of
+from distflow.rollout.embedded.scheduler import DrawnToken, Scheduler, Sequence, sequences_of
 from distflow.rollout.engine import GenerateRequest, SamplingParams, Stream
 
 
@@ -29,7 +29,7 @@ def test_slots_limit_admission_and_order_is_kept() -> None:
     scheduler.add(group)
     assert scheduler.schedule().sequences == group[:3]
     for sequence in group[:3]:
-        sequence.append(7, 0.0, 0.0, 0)
+        sequence.append(DrawnToken(7, 0.0, 0.0, [], []), 0)
     assert scheduler.schedule().prefills == []
     assert scheduler.remove([group[1]]) == [(2, 1)]
     work = scheduler.schedule()
@@ -51,8 +51,8 @@ def test_preempted_sequences_come_first_with_their_tokens() -> None:
     group = sequences((1, 2), 3)
     scheduler.add(group)
     scheduler.schedule()
-    group[0].append(8, 0.0, 0.0, 0)
-    group[1].append(9, 0.0, 0.0, 0)
+    group[0].append(DrawnToken(8, 0.0, 0.0, [], []), 0)
+    group[1].append(DrawnToken(9, 0.0, 0.0, [], []), 0)
     scheduler.preempt()
     work = scheduler.schedule()
     assert work.sequences == group[:2]

@@ -32,6 +32,7 @@ from distflow.algorithms.registry import (
 )
 from distflow.algorithms.rollout_correction import Correction, interpolate, off_policy_sequence_mask
 from distflow.algorithms.scalar_loss_adapter import ScalarLossAdapter
+from distflow.algorithms.score_centering import ScoreCentering
 from distflow.data.batch import Batch
 from distflow.errors import UserError
 from distflow.import_target import shown_name
@@ -104,7 +105,8 @@ class _Objective:
 
 @dataclass(eq=False)
 class PolicyObjective(_Objective):
-    """policy loss + kl_loss_coef · KL to the reference − entropy_coef · entropy.
+    """policy loss + kl_loss_coef · KL to the reference − entropy_coef · entropy, + the advantage
+    times `centering`'s term.
 
     Metrics: `loss`, `pg_loss`, `entropy` (mean per token), `kl_loss`, the policy loss's statistics,
     `log_ratio_abs` (mean |log ratio| to the clip's reference policy, if the batch has its
@@ -145,9 +147,12 @@ class PolicyObjective(_Objective):
     domains: Mapping[str, "PolicyObjective"] = field(default_factory=dict)
     logprob_level: str = "token"
     action_dim: int = 1
+    centering: ScoreCentering | None = None
 
     def __post_init__(self) -> None:
         check_scale(self.loss_agg_mode, self.loss_scale_factor)
+        if self.centering is not None:
+            self.outputs = (*self.outputs, "top_log_probs")
         if isinstance(self.loss, str):
             self.policy_loss = find_policy_loss(self.loss)
         else:
@@ -208,6 +213,7 @@ class PolicyObjective(_Objective):
             else ()
         )
         weighed = ("rollout_log_probs",) if self.correction is not None else ()
+        top = ("advantages", "top_ids", "top_log_probs") if self.centering is not None else ()
 
         own = self.policy_loss.reads
         if self.interpolates:
@@ -227,7 +233,9 @@ class PolicyObjective(_Objective):
 
         turns = ("turn_index",) if self.logprob_level != "token" else ()
         return tuple(
-            dict.fromkeys((*own, "loss_mask", *turns, *extra, *weights, *masked, *weighed, *others))
+            dict.fromkeys(
+                (*own, "loss_mask", *turns, *extra, *weights, *masked, *weighed, *top, *others)
+            )
         )
 
     @property
@@ -259,8 +267,8 @@ class PolicyObjective(_Objective):
     ) -> tuple[Tensor, Sums]:
         """The micro-batch's share of the loss, and of the sums that `finish` reads.
 
-        outputs: log_probs (with gradient) and entropy, padded `(bs, response_length)`, on the
-        micro-batch's device."""
+        outputs: log_probs (with gradient) and entropy, padded `(bs, response_length)`, and with
+        centering top_log_probs `(bs, response_length, top_k)`, on the micro-batch's device."""
         log_probs = outputs["log_probs"]
         mask = micro["loss_mask"]
         weights = token_weights(mask, self.loss_agg_mode, counts, self.loss_scale_factor)
@@ -294,6 +302,15 @@ class PolicyObjective(_Objective):
             kl_loss = sums["kl_loss"] = weighted_sum(kl, weights)
             sums["loss_term/kl"] = abs(self.kl_loss_coef) * weighted_sum(kl.abs(), weights)
             loss = loss + self.kl_loss_coef * kl_loss
+
+        if self.centering is not None:
+            top = under_mask(outputs["top_log_probs"], mask[..., None])
+            centre, measured = self.centering(top, micro["top_log_probs"])
+            term = under_mask(_in_dtype(micro["advantages"], centre) * centre, mask)
+            sums["loss_term/centering"] = weighted_sum(term.abs(), weights)
+            for name, value in measured.items():
+                sums[_PER_TOKEN + name] = under_mask(value, mask).sum()
+            loss = loss + weighted_sum(term, weights)
 
         return loss, _without_gradient({"loss": loss} | sums)
 

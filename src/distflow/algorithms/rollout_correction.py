@@ -52,6 +52,16 @@ class Correction:
     rollout_is: Level
     rollout_is_threshold: float | tuple[float, float] = 2.0
 
+    def weighted_mass(self, trainer: Tensor, sampler: Tensor) -> Tensor:
+        """sampler · w, with the weight w of a token that has these probabilities."""
+        threshold = self.rollout_is_threshold
+        if not isinstance(threshold, tuple):
+            return torch.minimum(trainer, threshold * sampler)
+
+        lower, upper = threshold
+        is_inside = (trainer >= lower * sampler) & (trainer <= upper * sampler)
+        return torch.where(is_inside, trainer, torch.zeros_like(trainer))
+
     def weights(
         self, old_log_probs: Tensor, rollout_log_probs: Tensor, loss_mask: Tensor
     ) -> tuple[Tensor, Tensor]:

@@ -19,6 +19,9 @@ from distflow.runtime.resources import Resources
 from distflow.runtime.spec import Spec
 from distflow.training.engine import Collective, TrainEngine
 
+_ROUNDING = 1e-3
+"""Of the log-prob of a token, computed twice from the same logits."""
+
 DEAD_TERMS = {
     "actor/loss_term/pg": (
         "all advantages are 0: check whether the samples of a group all get the same reward"
@@ -246,7 +249,25 @@ def check_alignment(batch: Batch, same_prompts: bool = True) -> None:
                 f"{found[1]}, which is not a log-probability"
             )
 
+    if "top_ids" in batch:
+        _check_likeliest(batch, mask)
     _check_groups(batch, same_prompts)
+
+
+def _check_likeliest(batch: Batch, mask: NDArray[np.bool_]) -> None:
+    """Raises TrustError if the sampler's likeliest tokens are of another draw than their token."""
+    is_drawn = (batch.flat("top_ids") == batch.flat("response_ids")[:, None]).cpu().numpy()
+    log_probs = batch.flat("top_log_probs").cpu().numpy()
+    own = batch.flat("sampling_log_probs").cpu().numpy()
+    # a token that is not among them is less likely than all of them
+    expected = np.where(is_drawn, log_probs, -np.inf).max(-1)
+    least = log_probs.min(-1)
+    wrong = np.where(is_drawn.any(-1), np.abs(own - expected) > _ROUNDING, own > least + _ROUNDING)
+    if found := _first(batch, wrong & mask):
+        raise TrustError(
+            f"top_ids of sample {found[0]} are of another draw than token {found[1]}: their "
+            "log-probs are not consistent with its own. A node moved tokens without these columns"
+        )
 
 
 def _check_groups(batch: Batch, same_prompts: bool) -> None:

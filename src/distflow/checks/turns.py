@@ -11,6 +11,8 @@ COLUMNS = {
     "rollout_log_probs": "rollout_log_probs",
     "versions": "versions",
     "action_values": "values",
+    "top_ids": "top_ids",
+    "top_log_probs": "top_log_probs",
 }
 """Columns of the engine's numbers, with the names that a generation gives them."""
 
@@ -71,8 +73,10 @@ def _check_sample(recorded: RecordedStep, sample: Sample) -> None:
 
             expected = sample[column].clone()
             numbers = getattr(turn.generation, name)[:number]
-            expected[tokens] = torch.tensor(numbers, dtype=expected.dtype)
-            wrong = (sample[column] != expected) & of_policy
+            drawn_here = torch.tensor(numbers, dtype=expected.dtype)
+            expected[tokens] = drawn_here.view_as(expected[tokens])
+            wrong = sample[column] != expected
+            wrong[~of_policy] = False
             check_tokens(sample, column, expected, wrong, " by the engine")
 
     others = (of_policy & ~drawn).nonzero()

@@ -6,6 +6,7 @@ queue is empty; copies from pinned memory do not wait, and many numbers read tog
 """
 
 import json
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain, pairwise
@@ -21,6 +22,7 @@ from torch import Tensor
 
 from distflow.data.sample import Sample, Segment
 from distflow.device_transfer import send
+from distflow.errors import UserError
 from distflow.graph.fields import (
     DERIVED,
     STANDARD_FIELDS,
@@ -96,8 +98,9 @@ class Batch:
         self._places: dict[tuple[Axis, torch.device], Tensor] = {}
 
     @staticmethod
-    def from_samples(samples: Sequence[Sample]) -> "Batch":
-        """The standard columns of finished trajectories."""
+    def from_samples(samples: Sequence[Sample], num_top: int = 0) -> "Batch":
+        """The standard columns of finished trajectories. num_top: the likeliest tokens that the
+        engine recorded for each drawn token. Raises UserError if it recorded fewer."""
         owners = list[list[object]]()
         """Of each sample, by segment: who wrote it, and its tokens."""
         responses = list[int]()
@@ -118,6 +121,8 @@ class Batch:
 
         segments = list(chain.from_iterable(s.response_segments for s in samples))
         batch._put_segments(segments)
+        if num_top:
+            batch._put_top(segments, num_top)
         if any(s.head for s in samples):
             batch["number_head"] = [s.head and dict(s.head) for s in samples]
             values = [seg.values or [0.0] * len(seg.token_ids) for seg in segments]
@@ -134,6 +139,22 @@ class Batch:
         for name, missing in _OF_DRAWN_TOKENS.items():
             found = [getattr(seg, name) or [missing] * len(seg.token_ids) for seg in segments]
             self._put(name, found)
+
+    def _put_top(self, segments: Sequence[Segment], num_top: int) -> None:
+        """Store the sampler's likeliest tokens; where nothing was drawn, they are improbable."""
+        for name, missing in (("top_ids", 0), ("top_log_probs", -math.inf)):
+            rows = list[tuple[float, ...]]()
+            for seg in segments:
+                if seg.rollout_log_probs and not seg.top_ids:
+                    raise UserError(
+                        f"the rollout engine does not record the {num_top} likeliest tokens of "
+                        "each draw: set actor_rollout_ref.rollout.name=embedded or hf"
+                    )
+                rows += getattr(seg, name) or [(missing,) * num_top] * len(seg.token_ids)
+
+            field = STANDARD_FIELDS[name]
+            column = _flat_tensor(rows, np.dtype(field.dtype))
+            self._columns[name] = field, column.view(len(rows), num_top)
 
     def _put(self, name: str, values: list[Any]) -> None:
         """Store a standard column whose length is right: segments have checked theirs."""

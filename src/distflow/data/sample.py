@@ -3,7 +3,7 @@ record the messages, tokens and rewards of its episode where they enter or leave
 
 from collections.abc import Callable, Iterable, Mapping
 from contextvars import ContextVar
-from dataclasses import KW_ONLY, dataclass, field
+from dataclasses import KW_ONLY, dataclass, field, replace
 from typing import Literal
 
 Owner = Literal["prompt", "policy", "tool", "environment", "unused"]
@@ -28,6 +28,11 @@ class Segment:
     """Under the distribution that the tokens were drawn from, after truncations and penalties."""
     versions: tuple[int, ...] = ()
     """The step of the weights that produced each token."""
+    top_ids: tuple[tuple[int, ...], ...] = ()
+    """If requested: the likeliest tokens where each token was drawn, in the order of their
+    probability."""
+    top_log_probs: tuple[tuple[float, ...], ...] = ()
+    """Of `top_ids`, as `sampling_log_probs`."""
     reward: float = 0.0
     """This turn's part of the episode's score."""
     turn: int = 0
@@ -55,6 +60,8 @@ class Segment:
         finish_reason: FinishReason,
         num_cached_tokens: int | None = None,
         values: Iterable[float] = (),
+        top_ids: Iterable[Iterable[int]] = (),
+        top_log_probs: Iterable[Iterable[float]] = (),
     ) -> "Segment":
         """What an engine drew for a sample."""
         return Segment(
@@ -63,6 +70,8 @@ class Segment:
             tuple(rollout_log_probs),
             tuple(sampling_log_probs),
             tuple(versions),
+            tuple(map(tuple, top_ids)),
+            tuple(map(tuple, top_log_probs)),
             values=tuple(values),
             sample=sample,
             finish_reason=finish_reason,
@@ -78,12 +87,28 @@ class Segment:
                     f"{name}"
                 )
 
-        if len(self.values) not in (0, expected):
-            raise ValueError(
-                f"a {self.owner} segment of {len(self.token_ids)} tokens has {len(self.values)} "
-                "values"
-            )
+        for name in ("values", "top_ids", "top_log_probs"):
+            number = len(getattr(self, name))
+            if number not in (0, expected):
+                raise ValueError(
+                    f"a {self.owner} segment of {len(self.token_ids)} tokens has {number} {name}"
+                )
 
+    def part(self, tokens: slice) -> "Segment":
+        """The same with these of its tokens alone."""
+        return replace(self, **{name: getattr(self, name)[tokens] for name in OF_TOKENS})
+
+
+OF_TOKENS = (
+    "token_ids",
+    "rollout_log_probs",
+    "sampling_log_probs",
+    "versions",
+    "top_ids",
+    "top_log_probs",
+    "values",
+)
+"""The fields of a segment with one entry for each token."""
 
 ENV_ERROR = "env_error"
 """Finish reason of an episode whose simulator failed."""

@@ -230,22 +230,13 @@ def _set_segments(chat: Chat, calls: Sequence[_Call], columns: Mapping[str, list
     chat.segments = [Segment("prompt", tuple(ids[:num_prompt]))]
     for call, run in groupby(range(num_prompt, len(ids)), key=trained.__getitem__):
         places = list(run)
-        tokens = tuple(ids[place] for place in places)
         if call is None:
-            chat.segments.append(Segment("environment", tokens))
+            given = tuple(ids[place] for place in places)
+            chat.segments.append(Segment("environment", given))
             continue
 
         begin = places[0] - len(call.prompt)
-        part = slice(begin, begin + len(places))
-        drawn = call.drawn
-        segment = Segment(
-            "policy",
-            tokens,
-            drawn.rollout_log_probs[part],
-            drawn.sampling_log_probs[part],
-            drawn.versions[part],
-        )
-        chat.segments.append(segment)
+        chat.segments.append(call.drawn.part(slice(begin, begin + len(places))))
 
 
 def _drawn_by(ids: list[int], calls: Sequence[_Call]) -> dict[int, _Call]:

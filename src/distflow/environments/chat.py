@@ -289,15 +289,7 @@ class Chat:
         note_event("kept", self.name, number)
         last = self.segments.pop()
         assert last.owner == "policy", "the last segment is a reply"
-        kept = replace(
-            last,
-            token_ids=last.token_ids[:number],
-            rollout_log_probs=last.rollout_log_probs[:number],
-            sampling_log_probs=last.sampling_log_probs[:number],
-            versions=last.versions[:number],
-            values=last.values[:number],
-        )
-        self.segments.append(kept)
+        self.segments.append(last.part(slice(number)))
         unused = last.token_ids[number:]
         if unused:
             self.segments.append(Segment("unused", unused))

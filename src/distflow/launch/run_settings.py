@@ -88,8 +88,10 @@ def sampling_params(config: Config, domain: str = "") -> SamplingParams:
         return SamplingParams(longest)
 
     own = partial(own_setting, config, domain, config.actor_rollout_ref.rollout)
+    correction = config.algorithm.rollout_correction
     return SamplingParams(
         longest,
+        num_top=correction.score_centering_top_k if correction.score_centering else 0,
         stop=tuple(own("stop")),
         **{
             name: own(name)

@@ -45,6 +45,8 @@ class SamplingParams:
     """Strings that end a response; they are kept in its tokens."""
     stop_token_ids: tuple[int, ...] = ()
     """Tokens that end a response, such as the model's end of a sequence; they are kept too."""
+    num_top: int = 0
+    """Record so many of the likeliest tokens at each draw."""
     greedy: bool = False
     """Take the most likely token; log-probs are still those at `temperature`."""
     head: NumberHead | None = None

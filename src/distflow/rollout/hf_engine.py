@@ -291,6 +291,8 @@ def _segments(
             draw.versions[:number],
             reason,
             values=[step[row] for step in draw.values[:number]],
+            top_ids=[step[row] for step in draw.top_ids[:number]],
+            top_log_probs=[step[row] for step in draw.top_log_probs[:number]],
         )
 
 
@@ -324,6 +326,9 @@ class _Draw(transformers.LogitsProcessor):
     """Of the weights of each step."""
     values: list[list[float]] = field(default_factory=list)
     """Of continuous actions."""
+    top_ids: list[list[list[int]]] = field(default_factory=list)
+    """Those of the likeliest tokens, if wanted, as `top_log_probs`."""
+    top_log_probs: list[list[list[float]]] = field(default_factory=list)
 
     def see(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         """The first of the processors, to which the model's own scores come."""
@@ -350,6 +355,10 @@ class _Draw(transformers.LogitsProcessor):
         self.rollout_log_probs.append(rollout[:, 0].tolist())
         self.sampling_log_probs.append(sampling[:, 0].tolist())
         self.versions.append(self.engine.version.step)
+        if self.params.num_top:
+            likeliest = probs.topk(self.params.num_top, dim=-1)
+            self.top_ids.append(likeliest.indices.tolist())
+            self.top_log_probs.append(likeliest.values.log().tolist())
 
         return torch.full_like(scores, float("-inf")).scatter(-1, chosen, 0.0)
 

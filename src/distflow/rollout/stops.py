@@ -41,6 +41,12 @@ def check_request(
         "repetition_penalty": (params.repetition_penalty > 0, "above 0; 1 turns it off"),
         "stop": (all(params.stop), "strings that are not empty"),
     }
+    num_tokens = 0 if params.head else vocab_size
+    if params.num_top > num_tokens:
+        raise UserError(
+            f"algorithm.rollout_correction.score_centering_top_k={params.num_top}: a draw is among "
+            f"{num_tokens} tokens"
+        )
     for name, (holds, wanted) in rules.items():
         if not holds:
             raise UserError(f"rollout.{name} must be {wanted}, got {getattr(params, name)!r}")

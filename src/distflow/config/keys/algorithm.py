@@ -190,6 +190,18 @@ class RolloutCorrectionConfig:
         taken_by="correct_mismatch",
         taken_if=lambda own: own.rollout_is is not None,
     )
+    score_centering: bool = key(
+        False,
+        "subtract the score that the sampler expects from that of each token, with its weight",
+        taken_by="train_actor",
+    )
+    score_centering_top_k: int = key(
+        20,
+        "likeliest tokens of which the engine records the sampler's log-probs",
+        minimum=1,
+        taken_by="train_actor",
+        taken_if=lambda own: own.score_centering,
+    )
     rollout_rs: tuple[str, ...] = key(
         (),
         "mismatch statistics by which tokens or sequences are excluded from the loss; empty is off",

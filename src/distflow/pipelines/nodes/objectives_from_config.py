@@ -10,6 +10,7 @@ from distflow.algorithms.registry import (
     is_decoupled,
 )
 from distflow.algorithms.rollout_correction import Correction
+from distflow.algorithms.score_centering import ScoreCentering
 from distflow.builtin_names import WORKFLOWS
 from distflow.config import Config
 from distflow.config.derived_settings import (
@@ -48,7 +49,15 @@ def policy_objective(config: Config, derives_old: bool = False) -> PolicyObjecti
         domains=_by_domain(config, derives_old),
         logprob_level=config.algorithm.logprob_level,
         action_dim=_unit_tokens(config) if config.algorithm.logprob_level == "action" else 1,
+        centering=_centering(config),
     )
+
+
+def _centering(config: Config) -> ScoreCentering | None:
+    settings = config.algorithm.rollout_correction
+    if not settings.score_centering:
+        return None
+    return ScoreCentering(correction(config) if settings.rollout_is else None)
 
 
 def _unit_tokens(config: Config) -> int:
@@ -138,6 +147,9 @@ def loss_terms(config: Config) -> tuple[str, ...]:
         names.append("entropy")
     if actor.use_kl_loss:
         names.append("kl")
+    settings = config.algorithm.rollout_correction
+    if settings.score_centering and not settings.rollout_is:  # weights may center by themselves
+        names.append("centering")
     return tuple(f"actor/loss_term/{name}" for name in names)
 
 

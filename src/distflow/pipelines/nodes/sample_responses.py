@@ -19,7 +19,14 @@ RESPONSE_FIELDS = (
     "truncated",
     "valid",
 )
-SAMPLED_FIELDS = (*RESPONSE_FIELDS, "rollout_log_probs", "sampling_log_probs")
+SAMPLED_FIELDS = (
+    *RESPONSE_FIELDS,
+    "rollout_log_probs",
+    "sampling_log_probs",
+    # if the engine was asked for them
+    "top_ids",
+    "top_log_probs",
+)
 
 
 @node(writes=SAMPLED_FIELDS, role=NodeRole.ROLLOUT, scope="group")

@@ -14,7 +14,15 @@ from distflow.rollout.embedded.decode_steps import AsyncSteps
 from distflow.rollout.embedded.page_memory import PageCopy
 from distflow.rollout.embedded.prompt_cache import PromptCache
 from distflow.rollout.embedded.sampler import NOT_FINITE
-from distflow.rollout.embedded.scheduler import Move, Prefill, Scheduler, Sequence, StepTokens, Work
+from distflow.rollout.embedded.scheduler import (
+    DrawnToken,
+    Move,
+    Prefill,
+    Scheduler,
+    Sequence,
+    StepTokens,
+    Work,
+)
 
 
 @dataclass(frozen=True, eq=False)
@@ -24,7 +32,7 @@ class _LaunchedStep:
     sequences: list[Sequence]
     leases: list[Lease]
     copied: Tensor
-    """`(4, rows)` on the host, valid after `done`."""
+    """Of `DecodeState.draw`, on the host, valid after `done`."""
     done: torch.Event | None
 
 
@@ -126,16 +134,15 @@ class CudaRequestLane:
             for row, (sequence, lease) in enumerate(pairs)
             if self._leases.get(sequence) is lease
         ]
-        tokens, rollout, sampling, finite = launched.copied[:, rows].tolist()
-        if not all(finite):
-            raise FloatingPointError(NOT_FINITE)
+        drawn = list[DrawnToken]()
+        for finite, token, rollout, sampling, *top in launched.copied[rows].tolist():
+            if not finite:
+                raise FloatingPointError(NOT_FINITE)
+            num_top = len(top) // 2
+            ids = [int(each) for each in top[:num_top]]
+            drawn.append(DrawnToken(int(token), rollout, sampling, ids, top[num_top:]))
 
-        return StepTokens(
-            [launched.sequences[row] for row in rows],
-            [int(token) for token in tokens],
-            rollout,
-            sampling,
-        )
+        return StepTokens([launched.sequences[row] for row in rows], drawn)
 
     def _prefill(self, work: Work, weights: object) -> None:
         leases: list[Lease] = []

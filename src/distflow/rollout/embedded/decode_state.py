@@ -14,7 +14,7 @@ from torch import Tensor
 
 from distflow.device_transfer import send
 from distflow.rollout.embedded.page_memory import TRASH
-from distflow.rollout.embedded.sampler import Draws, draw_by_law, policy_of
+from distflow.rollout.embedded.sampler import Draws, draw_by_law, most_wanted, policy_of
 from distflow.rollout.embedded.scheduler import SamplingLaw, Sequence
 
 _BITS = 1 << 64
@@ -120,12 +120,14 @@ class DecodeState:
     def draw(self, logits: Tensor, slots: Tensor, laws: Laws) -> Tensor:
         """Draw one token per row from logits `(rows, vocab)`, and advance `slots` by it.
 
-        Returns float64 `(4, rows)`: token ids, log-probs as in `Draws`, and 1 where the logits were
-        finite. Does not wait.
+        Returns float64 `(rows, columns)`: 1 where the logits were finite, then the columns of
+        `Draws`. Does not wait.
         """
         logits = logits.float()
         uniform = uniforms(self.random[slots])
-        parts = [self._draw_law(logits, slots, uniform, law, rows) for law, rows in laws]
+        num_top = most_wanted(law for law, _ in laws)
+        wanted = [(law._replace(num_top=num_top), rows) for law, rows in laws]
+        parts = [self._draw_law(logits, slots, uniform, law, rows) for law, rows in wanted]
 
         if len(laws) == 1:
             draws, finite = parts[0]
@@ -145,7 +147,7 @@ class DecodeState:
         self.random[slots] = self.random[slots] + NEXT
         if self._seen is not None:
             self._seen[slots, draws.token_ids] = self._true
-        return torch.stack([column.double() for column in (*draws, finite)])
+        return torch.column_stack([finite.double(), *(each.double() for each in draws)])
 
     def _draw_law(
         self, logits: Tensor, slots: Tensor, uniform: Tensor, law: SamplingLaw, rows: Tensor

@@ -243,8 +243,8 @@ class EmbeddedEngine:
         finished = []
         version = self.version.step
 
-        for sequence, token, rollout, sampling in zip(*step_tokens, strict=True):
-            sequence.append(token, rollout, sampling, version)
+        for sequence, drawn in zip(*step_tokens, strict=True):
+            sequence.append(drawn, version)
             reason = finish_reason(sequence.token_ids, sequence.params, self.tokenizer)
             if reason is not None:
                 sequence.finish_reason = reason

@@ -15,6 +15,7 @@ from distflow.rollout.embedded.prefix_cache import PrefixCache
 from distflow.rollout.embedded.prompt_cache import PromptCache
 from distflow.rollout.embedded.sampler import sample
 from distflow.rollout.embedded.scheduler import (
+    DrawnToken,
     Move,
     Prefill,
     Scheduler,
@@ -101,7 +102,8 @@ class RequestLane:
             hidden = self._decode(work)
 
         draws = sample(self.decoder.logits(hidden), draw_inputs(work.sequences))
-        return StepTokens(work.sequences, *(column.tolist() for column in draws))
+        columns = [column.tolist() for column in draws]
+        return StepTokens(work.sequences, [*map(DrawnToken, *columns)])
 
     def read(self) -> None:
         """Nothing to read: each step returns its tokens."""

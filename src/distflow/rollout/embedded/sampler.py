@@ -5,7 +5,7 @@ Every row is computed separately, with a uniform number from its own counter, so
 on the batch. Top-k, top-p and min-p only mask; nothing is reordered.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -28,11 +28,14 @@ NOT_FINITE = "the model's logits are not finite: its weights contain NaN or inf,
 
 
 class Draws(NamedTuple):
-    """One token per row: ids int64 `(rows,)`; log-probs float64 `(rows,)`, see `Segment`."""
+    """One token per row: ids int64 `(rows,)`; log-probs float64 `(rows,)`, see `Segment`. The
+    likeliest tokens and their log-probs are `(rows, num_top)`."""
 
     token_ids: Tensor
     rollout_log_probs: Tensor
     sampling_log_probs: Tensor
+    top_ids: Tensor
+    top_log_probs: Tensor
 
 
 class Distribution:
@@ -52,8 +55,15 @@ class Distribution:
         self.total = self.block_masses.sum(dim=-1)
 
     def log_probs(self, token_ids: Tensor) -> Tensor:
-        chosen = self.scores.gather(-1, token_ids[:, None]).double() - self.top.double()
-        return chosen.squeeze(-1) - self.total.log()
+        """token_ids: `(rows,)`, or several of each row."""
+        of_rows = token_ids.view(len(token_ids), -1)
+        chosen = self.scores.gather(-1, of_rows).double() - self.top.double()
+        return (chosen - self.total.log()[:, None]).view(token_ids.shape)
+
+    def likeliest(self, number: int) -> tuple[Tensor, Tensor]:
+        """The ids of so many tokens, by their probability, and their log-probs."""
+        ids = self.scores.topk(number, dim=-1).indices
+        return ids, self.log_probs(ids)
 
     def draw(self, uniform: Tensor) -> Tensor:
         """The first token whose cumulative mass exceeds `uniform` (float64 `(rows,)`, in [0, 1)) of
@@ -86,30 +96,37 @@ def rows_by_law(laws: Sequence[SamplingLaw]) -> dict[SamplingLaw, list[int]]:
     return rows
 
 
+def most_wanted(laws: Iterable[SamplingLaw]) -> int:
+    """The most of the likeliest tokens that a law wants."""
+    return max(law.num_top for law in laws)
+
+
 def sample(logits: Tensor, inputs: DrawInputs) -> Draws:
-    """Draw a token for each row of logits, `(rows, vocab)` in any float type.
+    """Draw a token for each row of logits, `(rows, vocab)` in any float type. All rows get as many
+    of the likeliest tokens as any wants.
 
     Raises FloatingPointError for logits that are NaN or +inf, or -inf for a whole row.
     """
     groups = rows_by_law(inputs.laws)
     if len(groups) == 1:
-        return _draw_tiles(logits, inputs)
+        return _draw_tiles(logits, inputs, inputs.laws[0])
 
     parts = list[Draws]()
     indices = list[Tensor]()
-    for rows in groups.values():
+    num_top = most_wanted(groups)
+    for law, rows in groups.items():
         index = torch.tensor(rows, device=logits.device)
-        parts.append(_draw_tiles(logits[index], inputs.take(rows)))
+        law = law._replace(num_top=num_top)
+        parts.append(_draw_tiles(logits[index], inputs.take(rows), law))
         indices.append(index)
 
     in_order = torch.cat(indices).argsort()
     return Draws(*(torch.cat(column)[in_order] for column in zip(*parts, strict=True)))
 
 
-def _draw_tiles(logits: Tensor, inputs: DrawInputs) -> Draws:
+def _draw_tiles(logits: Tensor, inputs: DrawInputs, law: SamplingLaw) -> Draws:
     """Draw rows with the same sampling parameters, in batch tiles if the vocabulary is large: five
     times as fast at 151,936."""
-    law = inputs.laws[0]
     uniform = torch.from_numpy(inputs.uniforms).to(logits.device)
 
     if logits.device.type == "cpu":
@@ -138,7 +155,11 @@ def _draw_rows(
         if drawn is None:
             raise FloatingPointError(NOT_FINITE)
         token_ids, log_probs = drawn
-        return Draws(token_ids, log_probs, log_probs)
+        if law.num_top:
+            top = policy_of(logits, law).likeliest(law.num_top)
+        else:
+            top = (token_ids[:, None][:, :0], log_probs[:, None][:, :0])
+        return Draws(token_ids, log_probs, log_probs, *top)
 
     policy = policy_of(logits, law)
     if not torch.isfinite(policy.top).all():
@@ -184,10 +205,10 @@ def draw_by_law(
     else:
         token_ids = drawn_from.draw(uniform)
 
-    log_probs = policy.log_probs(token_ids)
-    if drawn_from is policy:
-        return Draws(token_ids, log_probs, log_probs)
-    return Draws(token_ids, log_probs, drawn_from.log_probs(token_ids))
+    log_probs = sampling = policy.log_probs(token_ids)
+    if drawn_from is not policy:
+        sampling = drawn_from.log_probs(token_ids)
+    return Draws(token_ids, log_probs, sampling, *drawn_from.likeliest(law.num_top))
 
 
 def _truncated(

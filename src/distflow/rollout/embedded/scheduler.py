@@ -28,6 +28,7 @@ class SamplingLaw(NamedTuple):
     top_k: int
     min_p: float
     repetition_penalty: float
+    num_top: int
     greedy: bool
 
 
@@ -56,6 +57,8 @@ class Sequence:
     rollout_log_probs: list[float] = field(default_factory=list)
     sampling_log_probs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
+    top_ids: list[list[int]] = field(default_factory=list)
+    top_log_probs: list[list[float]] = field(default_factory=list)
     finish_reason: FinishReason | None = None
 
     @property
@@ -72,13 +75,14 @@ class Sequence:
         """Identifies what computes it while these weights are loaded."""
         return (loaded, self.adapter.number if self.adapter else None)
 
-    def append(
-        self, token_id: int, rollout_log_prob: float, sampling_log_prob: float, version: int
-    ) -> None:
-        self.token_ids.append(token_id)
-        self.rollout_log_probs.append(rollout_log_prob)
-        self.sampling_log_probs.append(sampling_log_prob)
+    def append(self, drawn: "DrawnToken", version: int) -> None:
+        self.token_ids.append(drawn.token_id)
+        self.rollout_log_probs.append(drawn.rollout_log_prob)
+        self.sampling_log_probs.append(drawn.sampling_log_prob)
         self.versions.append(version)
+        if self.params.num_top:
+            self.top_ids.append(drawn.top_ids[: self.params.num_top])
+            self.top_log_probs.append(drawn.top_log_probs[: self.params.num_top])
 
     def segment(self) -> Segment:
         assert self.finish_reason is not None, "an unfinished sequence has no segment"
@@ -90,6 +94,8 @@ class Sequence:
             self.versions,
             self.finish_reason,
             self.num_cached_tokens,
+            top_ids=self.top_ids,
+            top_log_probs=self.top_log_probs,
         )
 
 
@@ -141,13 +147,22 @@ def draw_inputs(sequences: list[Sequence]) -> DrawInputs:
     return DrawInputs([sequence.law for sequence in sequences], uniforms(keys, positions), contexts)
 
 
+class DrawnToken(NamedTuple):
+    """A token, read on the host; log-probs as in `Segment`."""
+
+    token_id: int
+    rollout_log_prob: float
+    sampling_log_prob: float
+    top_ids: list[int]
+    """The likeliest tokens, as many as any sequence of the step wants."""
+    top_log_probs: list[float]
+
+
 class StepTokens(NamedTuple):
-    """One token per sequence, read on the host; log-probs as in `Segment`."""
+    """One token per sequence."""
 
     sequences: list[Sequence]
-    token_ids: list[int]
-    rollout_log_probs: list[float]
-    sampling_log_probs: list[float]
+    drawn: list[DrawnToken]
 
 
 Move = tuple[int, int]

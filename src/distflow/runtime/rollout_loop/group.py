@@ -102,7 +102,7 @@ class Group:
         """
         if self._columns is None:
             samples = self.samples or [self.sample(i, None, "", "stop") for i in self.wanted]
-            self._columns = Batch.from_samples(samples)
+            self._columns = Batch.from_samples(samples, self.params.num_top)
 
         if self._batch is None:
             batch = self._columns.copy()
