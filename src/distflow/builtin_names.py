@@ -102,6 +102,10 @@ class BuiltinPipeline(Entry):
     """It trains a critic if an estimator of the run or of a domain reads values."""
     reads_pairs: bool = False
     """Its rows are pairs of responses."""
+    reads_labels: bool = False
+    """Its rows are responses with a label, or pairs of them."""
+    is_online: bool = False
+    """It makes its pairs of the responses of a group."""
     trains_scores: bool = False
     """It trains a reward model."""
     workflow_type: str = ""

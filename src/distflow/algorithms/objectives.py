@@ -15,6 +15,7 @@ from torch.nn.functional import huber_loss, logsigmoid
 
 from distflow.algorithms.advantages.group_estimator_base import action_index, sum_by_turn
 from distflow.algorithms.kl import check_kl_type, kl_estimate
+from distflow.algorithms.losses.preference import compute_kto_loss
 from distflow.algorithms.masked_reductions import (
     as_stat,
     check_scale,
@@ -675,6 +676,77 @@ class PreferenceObjective(_Objective):
                 f"{tuple(wanted)}. It returned {_shown(returned)}"
             )
         return returned
+
+
+@dataclass(eq=False)
+class KTOObjective(_Objective):
+    """The mean over responses of KTO's loss. Its baseline is the mean log-ratio of policy and
+    reference over the mini-batch's mismatched responses, not below 0; see `data/mismatched.py`.
+
+    Metrics: `loss`, `kl` (the baseline), and with TRL's names means over desirable and over other
+    responses: `rewards/chosen`, `rewards/rejected`, `logps/chosen`, `logps/rejected`; and
+    `rewards/margins`. A mini-batch without responses of a kind has no metrics of it.
+    """
+
+    outputs: tuple[str, ...] = field(default=("log_probs",), init=False)
+    reads = ("loss_mask", "ref_log_prob", "desirable")
+
+    beta: float = 0.1
+    desirable_weight: float = 1.0
+    undesirable_weight: float = 1.0
+
+    def counts(self, batch: Batch) -> Counts:
+        """Also the numbers of desirable and of other responses, and the sum and the number of the
+        mismatched responses' log-ratios, NaN where there is none."""
+        desirable = float(batch["desirable"].sum())
+        log_ratios = batch["mismatched_log_ratio"]
+        return {
+            **super().counts(batch),
+            "chosen": desirable,
+            "rejected": len(batch) - desirable,
+            "mismatched": float((~log_ratios.isnan()).sum()),
+            "mismatched_log_ratio": float(log_ratios.nansum()),
+        }
+
+    def __call__(
+        self, outputs: Mapping[str, Tensor], micro: Batch, counts: Counts
+    ) -> tuple[Tensor, Sums]:
+        """The micro-batch's share of the loss and sums. outputs: log_probs, padded
+        `(bs, response_length)`."""
+        mask = micro["loss_mask"]
+        log_probs = under_mask(outputs["log_probs"], mask).sum(-1)
+        reference = under_mask(_in_dtype(micro["ref_log_prob"], log_probs), mask).sum(-1)
+        desirable = micro["desirable"]
+        losses, rewards = compute_kto_loss(
+            log_probs - reference,
+            desirable,
+            self.baseline(counts),
+            beta=self.beta,
+            desirable_weight=self.desirable_weight,
+            undesirable_weight=self.undesirable_weight,
+        )
+        loss = losses.sum() / counts["rows"]
+
+        sums: Sums = {"loss": loss}
+        for kind, own in (("chosen", desirable), ("rejected", ~desirable)):
+            number = max(counts[kind], 1.0)
+            sums[f"rewards/{kind}"] = rewards[own].sum() / number
+            sums[f"logps/{kind}"] = log_probs[own].sum() / number
+        return loss, _without_gradient(sums)
+
+    def baseline(self, counts: Counts) -> float:
+        mean = counts["mismatched_log_ratio"] / max(counts["mismatched"], 1.0)
+        return max(mean, 0.0)
+
+    def finish(self, sums: Counts, counts: Counts) -> dict[str, float]:
+        found = {**sums, "kl": self.baseline(counts)}
+        for kind in ("chosen", "rejected"):
+            if not counts[kind]:
+                del found[f"rewards/{kind}"], found[f"logps/{kind}"]
+
+        if counts["chosen"] and counts["rejected"]:
+            found["rewards/margins"] = found["rewards/chosen"] - found["rewards/rejected"]
+        return found
 
 
 def _shown(returned: object) -> str:

@@ -12,6 +12,7 @@ from typing import Any
 from distflow.checks.check import Wrong, check
 from distflow.checks.recorded_step import CheckedRun
 from distflow.config import Config
+from distflow.config.derived_settings import reads_labels
 from distflow.data.dataset_columns import find
 from distflow.data.encoded_prompts import PromptRow, PromptRows
 from distflow.untrusted_files import matching_files
@@ -37,7 +38,7 @@ def check_data(run: CheckedRun) -> str | None:
 
     unread = set[str]()
     for rows in sets:
-        lines = set[str]()
+        used = set[tuple[object, ...]]()
         for row in _some(rows, is_lazy):
             place = ORIGIN.fullmatch(row.origin)
             file = Path(place[1]) if place else None
@@ -46,10 +47,11 @@ def check_data(run: CheckedRun) -> str | None:
             may_repeat = row.turns is not None or is_lazy or not row.origin
             if file is not None and named[file.stem] > 1:
                 may_repeat = True
-            if row.origin in lines and not may_repeat:
+            use = (row.origin, row.response_ids)
+            if use in used and not may_repeat:
                 raise Wrong(f"{row.origin} is used twice: rows were duplicated")
 
-            lines.add(row.origin)
+            used.add(use)
             if place is None or file is None:
                 continue
 
@@ -114,6 +116,12 @@ def _check_row(run: CheckedRun, row: PromptRow, record: Mapping[str, Any]) -> No
                 f"the prompt of {row.origin} is {row.prompt_text!r:.80}, without {text!r:.80} of "
                 "the file"
             )
+
+    label = find(record, config.data.label_key)
+    if reads_labels(config) and find(record, config.data.chosen_key) is None:
+        own = (row.extra_info or {}).get(config.data.label_key)
+        if own != label:
+            raise Wrong(f"the label of {row.origin} is {own}, but {label} in the file")
 
     if row.response_ids is not None and row.rejected_ids is None:
         _check_response(run, row, record)

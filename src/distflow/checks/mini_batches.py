@@ -112,7 +112,10 @@ def _each_once(recorded: RecordedStep, role: str, updates: list[UpdateRecord]) -
         return
 
     times = Counter(chain.from_iterable(update.uids for update in updates))
-    wrong = [uid for uid in recorded.batch["uid"] if times[uid] != passes]
+    uids = recorded.batch["uid"]
+    if "preferred" in recorded.batch:  # only pairs are trained on
+        uids = [uids[row] for row in recorded.batch["preferred"].nonzero()[:, 0].tolist()]
+    wrong = [uid for uid in uids if times[uid] != passes]
     if wrong:
         raise Wrong(
             f"sample {wrong[0]} (and {len(wrong) - 1} more) was in {times[wrong[0]]} mini-batches "

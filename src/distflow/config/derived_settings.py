@@ -53,10 +53,11 @@ ADV_ESTIMATOR = "algorithm.adv_estimator"
 
 def named_algorithms(config: Config) -> list[tuple[str, str]]:
     """(key, name) of policy loss and estimator, and of those that domains override; of a pipeline
-    that does not generate, that of its preference loss, if it has one."""
+    that has no advantages, that of its preference loss, if it has one."""
+    if is_online(config) or (reads_pairs(config) and not trains_scores(config)):
+        return [(PREFERENCE_LOSS, config.algorithm.preference_loss)]
     if not is_rl(config):
-        is_preference = reads_pairs(config) and not trains_scores(config)
-        return [(PREFERENCE_LOSS, config.algorithm.preference_loss)] if is_preference else []
+        return []
 
     run = config.algorithm.adv_estimator
     named = [(POLICY_LOSS, config.actor_rollout_ref.actor.policy_loss), (ADV_ESTIMATOR, run)]
@@ -171,6 +172,18 @@ def reads_pairs(config: Config) -> bool:
     """Whether the rows of the pipeline are pairs of responses."""
     pipeline = find_pipeline(config)
     return pipeline is not None and pipeline.reads_pairs
+
+
+def reads_labels(config: Config) -> bool:
+    """Whether the rows of the pipeline are responses with a label."""
+    pipeline = find_pipeline(config)
+    return pipeline is not None and pipeline.reads_labels
+
+
+def is_online(config: Config) -> bool:
+    """Whether the pipeline makes pairs of the policy's own responses."""
+    pipeline = find_pipeline(config)
+    return pipeline is not None and pipeline.is_online
 
 
 def trains_scores(config: Config) -> bool:

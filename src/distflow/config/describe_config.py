@@ -9,6 +9,7 @@ from distflow.config.derived_settings import (
     CUSTOM,
     clip_range,
     config_of,
+    is_online,
     is_rl,
     optimizer_steps_a_step,
     own_losses,
@@ -27,6 +28,9 @@ def describe(config: Config) -> list[str]:
     if not is_rl(config):
         examples = count_of(config.data.train_batch_size, "example")
         lines = [f"{examples} → {_updates(config, 1)}"]
+    elif is_online(config):
+        loss = own_name(config.algorithm.preference_loss)
+        lines = [_step(config), f"{loss} loss on the best and the worst sample of each prompt"]
     else:
         lines = [_step(config), _objective(config), _kl(config)]
     return [*lines, _tokens(config), _learning_rate(config), _run(config), *_notes(config)]

@@ -28,6 +28,8 @@ _USUAL_NAMES = {
         "target",
         "final_answer",
     ),
+    "data.completion_key": ("response", "output", "answer"),
+    "data.label_key": ("labels", "desirable", "preferred", "feedback"),
     "data.response_key": ("completion", "output", "answer", "target", "chosen"),
     "data.tag_key": ("tag", "tags", "data_source", "source", "subset", "category"),
 }
@@ -60,6 +62,8 @@ class Columns:
     """Of the config keys that name the columns, for messages."""
     pair: Names | None = None
     """To learn from (preference pairs), see `with_prompt`."""
+    labelled: tuple[str, str] | None = None
+    """Of a response and its label, to learn from unless a row is a pair (KTO)."""
     tag: str | None = None
     """Every row must have it."""
     domain_of_tag: Mapping[str, str] = field(default_factory=dict)
@@ -153,7 +157,9 @@ def read_rows(
 
             num_read += 1
             _strike_found(missing, values, columns)
-            if columns.pair is not None:
+            if columns.labelled is not None and not _is_pair(values, columns):
+                values = _with_label(values, columns.labelled)
+            elif columns.pair is not None:
                 values = _with_prompt(values, columns, columns.pair)
             row = _raw_row(origin, values, columns, tag)
         except RowError as error:
@@ -185,6 +191,20 @@ def _with_prompt(values: Values, columns: Columns, names: Names) -> Values:
     return with_prompt(read, columns.prompt, names)
 
 
+def _is_pair(values: Values, columns: Columns) -> bool:
+    return columns.pair is not None and find(values, columns.pair[0]) is not None
+
+
+def _with_label(values: Values, names: tuple[str, str]) -> Values:
+    """The row with its response, and with its label as a bool. Raises RowError for another label.
+
+    names: of the columns of the response and the label."""
+    response, label = (plain(find(values, name)) for name in names)
+    if label not in (True, False):
+        raise RowError(f"the label (column '{names[1]}') is {kind(label)}, neither true nor false")
+    return {**values, names[0]: response, names[1]: bool(label)}
+
+
 def _readable(found: Values | str) -> Values:
     """Raises RowError for a row that cannot be read."""
     if isinstance(found, str):
@@ -199,6 +219,7 @@ def _strike_found(missing: dict[str, str], values: Values, columns: Columns) -> 
     is_conversation = _is_conversation(values, columns)
     for key, name in list(missing.items()):
         stands_for = is_conversation and name in (columns.prompt, columns.response)
+        stands_for |= name in (columns.labelled or ()) and _is_pair(values, columns)
         if stands_for or find(values, name) is not None:
             del missing[key]
 
@@ -232,10 +253,15 @@ def find(values: Values, name: str) -> object:
 def _required(columns: Columns) -> dict[str, str]:
     """The names of the columns that a source must have, by config key."""
     chosen, rejected = columns.pair or (None, None)
+    completion, label = columns.labelled or (None, None)
+    if columns.labelled:  # a pair has no label
+        chosen = rejected = None
     required = {
         "data.prompt_key": None if columns.pair else columns.prompt,
         "data.chosen_key": chosen,
         "data.rejected_key": rejected,
+        "data.completion_key": completion,
+        "data.label_key": label,
         "data.answer_key": columns.answer if columns.answer_required else None,
         "data.response_key": columns.response,
         "data.domain_key": None if columns.domain == _DEFAULT_DOMAIN_KEY else columns.domain,

@@ -22,7 +22,7 @@ from distflow.data.encoded_prompts import (
 )
 from distflow.data.images import IMAGE_MARK, encoder_of, parts_of
 from distflow.data.messages import Messages, RowError
-from distflow.data.preference_pairs import encode_pair, pair_of, sides_of
+from distflow.data.preference_pairs import as_labelled, encode_pair, responses_of, sides_of
 from distflow.errors import UserError
 from distflow.observe.crash_safe_files import JSON
 
@@ -155,7 +155,7 @@ def encode_rows(
         names = options.pair
         encoded = (encode_pair(row, tokenizer, names) for row in rows)
     elif options.pair:
-        encoded = _encode_pairs(rows, options.pair, tokenizer, options, end_ids)
+        encoded = _encode_responses(rows, options.pair, tokenizer, options, end_ids)
     else:
         encoded = _encode_all(rows, tokenizer, options, end_ids)
 
@@ -166,7 +166,8 @@ def encode_rows(
             bad_rows.add(row.origin, found)
         else:
             good.extend(found)
-            num_texts_more += len(found) - 1
+            if options.labelled is None:  # else a pair is two rows
+                num_texts_more += len(found) - 1
 
     bad_rows.check()
     if not good:
@@ -247,19 +248,23 @@ def _encode_all(
         yield from chain.from_iterable(threads.map(encode, starts))
 
 
-def _encode_pairs(
+def _encode_responses(
     rows: Sequence[RawRow],
     names: tuple[str, str],
     tokenizer: PreTrainedTokenizerBase,
     options: PromptOptions,
     end_ids: Collection[int],
 ) -> Iterator[_Entries]:
-    """Encode both responses of each row as those of fine-tuning are, behind the same prompt."""
+    """Encode both responses of each pair, or the labelled one, as those of fine-tuning are, behind
+    the same prompt."""
     sides = list[RawRow]()
     faults = dict[int, str]()
+    names_of = list[tuple[str, ...]]()
     for place, row in enumerate(rows):
+        is_pair = options.labelled is None or names[0] in row.extra_info
+        names_of.append(names if is_pair else (options.labelled or ())[:1])
         try:
-            sides += sides_of(row, _prompt(row, options), names)
+            sides += sides_of(row, _prompt(row, options), names_of[place])
         except RowError as error:
             faults[place] = str(error)
 
@@ -268,8 +273,14 @@ def _encode_pairs(
     for place, row in enumerate(rows):
         if place in faults:
             yield faults[place]
+            continue
+
+        own = [next(encoded) for _ in names_of[place]]
+        found = responses_of(row, own, names_of[place], tokenizer)
+        if options.labelled is not None and len(own) > 1 and not isinstance(found, str):
+            yield as_labelled(found[0], options.labelled[1])
         else:
-            yield pair_of(row, (next(encoded), next(encoded)), names, tokenizer)
+            yield found
 
 
 _Text = str | Refused | list[Rendered]

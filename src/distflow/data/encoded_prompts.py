@@ -157,6 +157,8 @@ class PromptOptions:
     """Threads that tokenise; 0 uses the calling thread. The result is the same."""
     pair: tuple[str, str] | None = None
     """The columns of the chosen and the rejected response, of preference pairs."""
+    labelled: tuple[str, str] | None = None
+    """The columns of a response and its label, of rows that are not pairs."""
     scores_pairs: bool = False
     """A pair is two texts for a reward model."""
 

@@ -125,18 +125,20 @@ def encode_pair(
     return [PromptRow.of(row, prompt, chosen[:same], chosen[same:], rejected_ids=rejected[same:])]
 
 
-def sides_of(row: RawRow, asked: str | Chat, names: tuple[str, str]) -> list[RawRow]:
+def sides_of(row: RawRow, asked: str | Chat, names: Sequence[str]) -> list[RawRow]:
     """The row with each of its responses, as rows of fine-tuning: a text after a text, or a
-    conversation. Raises RowError for a response that is missing, empty or of another form."""
+    conversation. Raises RowError for a response that is missing, empty or of another form.
+
+    names: of the columns of the chosen and the rejected response, or of the labelled one."""
+    keys = "data.chosen_key and data.rejected_key name the columns"
+    if len(names) == 1:
+        keys = "data.completion_key names the column"
     sides = list[RawRow]()
     for name in names:
         found: Any = row.extra_info.get(name)
         what = f"the response (column '{name}') is {kind(found)}"
         if not found or not isinstance(found, str | list):
-            raise RowError(
-                f"{what}, neither a text nor chat messages; data.chosen_key and data.rejected_key "
-                "name the columns"
-            )
+            raise RowError(f"{what}, neither a text nor chat messages; {keys}")
 
         if isinstance(asked, Chat):
             answer = found
@@ -152,14 +154,14 @@ def sides_of(row: RawRow, asked: str | Chat, names: tuple[str, str]) -> list[Raw
     return sides
 
 
-def pair_of(
+def responses_of(
     row: RawRow,
-    encoded: tuple[list[PromptRow] | str, list[PromptRow] | str],
-    names: tuple[str, str],
+    encoded: Sequence[list[PromptRow] | str],
+    names: Sequence[str],
     tokenizer: PreTrainedTokenizerBase,
 ) -> list[PromptRow] | str:
-    """The row with both responses, in a list, or why they are not a pair. encoded: what became of
-    `sides_of`."""
+    """The row with its response, or with both of a pair, in a list; or why it has none. encoded:
+    what became of `sides_of`."""
     sides = list[PromptRow]()
     for name, entries in zip(names, encoded, strict=True):
         num_answers = 1
@@ -173,6 +175,9 @@ def pair_of(
             return f"column '{name}': {side}"
         sides.append(side)
 
+    if len(sides) == 1:
+        return sides
+
     chosen, rejected = sides
     if chosen.prompt_ids != rejected.prompt_ids:
         return (
@@ -183,6 +188,15 @@ def pair_of(
         return f"the columns '{names[0]}' and '{names[1]}' hold the same response"
 
     return [replace(chosen, rejected_ids=rejected.response_ids, rejected_turns=rejected.turns)]
+
+
+def as_labelled(pair: PromptRow, label: str) -> list[PromptRow]:
+    """A pair as two rows, of which the chosen response is desirable. label: its column."""
+    rows = list[PromptRow]()
+    for each, is_desirable in ((pair, True), (pair.rejected, False)):
+        extra = {**(pair.extra_info or {}), label: is_desirable}
+        rows.append(replace(each, rejected_ids=None, rejected_turns=None, extra_info=extra))
+    return rows
 
 
 def _answers(

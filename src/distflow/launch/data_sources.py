@@ -16,6 +16,7 @@ from distflow.config.derived_settings import (
     domain_of_tag,
     is_rl,
     own_setting,
+    reads_labels,
     reads_pairs,
     reward_functions,
     trains_scores,
@@ -154,6 +155,24 @@ def read_sources(sources: Sequence[DataSource], run_dir: Path) -> Read:
     return found
 
 
+def check_labels(config: Config, read: Read) -> None:
+    """Raises UserError if all responses have the same label, so that nothing is compared."""
+    data = config.data
+    labels = set[object]()
+    for _, (rows, _) in read:
+        for row in rows:
+            is_pair = data.chosen_key in row.extra_info
+            labels.add(None if is_pair else row.extra_info[data.label_key])
+
+    if labels in ({True}, {False}):
+        kind = "desirable" if True in labels else "undesirable"
+        raise UserError(
+            f"{read[0][0].key}: all responses are {kind} (column '{data.label_key}'), and KTO "
+            "compares both kinds: check data.label_key, or train on good responses with distflow "
+            "train sft"
+        )
+
+
 def train_sources(config: Config, scored: bool) -> list[DataSource]:
     """One source, or one per domain in use. scored: whether there are reward functions, which need
     rows' answers."""
@@ -224,8 +243,9 @@ def _columns(config: Config, domain: str, parts: Sequence[RewardPart]) -> Column
     """Where the values of rows are. parts: of the rewards of the domain, or of all."""
     data = config.data
     setting = partial(own_setting, config, domain, data)
-    is_sft = not is_rl(config) and not reads_pairs(config)
-    is_preference = reads_pairs(config) and not trains_scores(config)
+    is_labelled = reads_labels(config)
+    is_sft = not (is_rl(config) or reads_pairs(config) or is_labelled)
+    is_preference = is_labelled or (reads_pairs(config) and not trains_scores(config))
     builtin = [REWARDS[part.name] for part in parts if part.name in REWARDS]
 
     return Columns(
@@ -237,6 +257,7 @@ def _columns(config: Config, domain: str, parts: Sequence[RewardPart]) -> Column
         messages=setting("messages_key") if is_sft else None,
         tools=setting("tools_key"),
         pair=(data.chosen_key, data.rejected_key) if is_preference else None,
+        labelled=(data.completion_key, data.label_key) if is_labelled else None,
         is_chat=setting("prompt_format") == "chat",
         images=data.image_key,
         store=config.trainer.run_dir / "data" / "images",
@@ -250,6 +271,7 @@ def _options(
     data = config.data
     setting = partial(own_setting, config, domain, data)
     is_rm = trains_scores(config)
+    has_responses = reads_pairs(config) or reads_labels(config)
 
     keeps_messages = is_rm or (scored and bool(scoring_models(config.reward_model)))
     keeps_chats = config.actor_rollout_ref.rollout.workflow is not None
@@ -272,7 +294,8 @@ def _options(
         keep_messages=keeps_messages,
         keep_chats=keeps_chats,
         num_workers=data.num_loader_workers,
-        pair=(data.chosen_key, data.rejected_key) if reads_pairs(config) else None,
+        pair=(data.chosen_key, data.rejected_key) if has_responses else None,
+        labelled=(data.completion_key, data.label_key) if reads_labels(config) else None,
         scores_pairs=is_rm,
     )
 

@@ -92,10 +92,7 @@ class LazyRows(PromptRows):
         for row in source.prompts(file_rows, self._tokenizer):
             index = index_of[row.origin]
             if index in found:
-                raise UserError(
-                    f"{row.origin}: the chat template needs several rows for it: set "
-                    "data.lazy=false"
-                )
+                raise UserError(f"{row.origin} becomes several rows: set data.lazy=false")
 
             found[index] = replace(row, index=index)
 

@@ -8,7 +8,7 @@ from transformers import PreTrainedTokenizerBase
 
 from distflow.config import Config, Loaded, RunLimits, fit_to, with_changes
 from distflow.config.compose.load_config import with_named
-from distflow.config.derived_settings import CUSTOM, is_sharded, pipeline_name
+from distflow.config.derived_settings import CUSTOM, is_sharded, pipeline_name, reads_labels
 from distflow.data.encoded_prompts import PromptSet
 from distflow.data.rows_on_demand import check_by_row, reads_by_row
 from distflow.errors import MissingColumn, UserError
@@ -18,6 +18,7 @@ from distflow.launch.configured_models import load_policy_tokenizer, policy_limi
 from distflow.launch.data_sources import (
     DataSource,
     as_read_by_model,
+    check_labels,
     read_sources,
     train_sources,
     validation_sources,
@@ -199,6 +200,8 @@ def fitted_to_files(reading: Reading) -> tuple[Reading, Data]:
     if config.data.lazy:
         load = partial(load_policy_tokenizer, config)
         train = LazyRows(to_train, read, run_dir / "data", load)
+    elif reads_labels(config):
+        check_labels(config, train_rows)
     if any(prompts.has_images for prompts in (read, *validation.values())):
         _check_images(config, reading.pipeline)
     reading = _fitted(reading, replace(limits, rows=len(train)))

@@ -7,7 +7,7 @@ from distflow.algorithms.registry import describe_estimator, is_decoupled
 from distflow.builtin_names import PROMPT_CHAT
 from distflow.config import Config, Loaded, load_config
 from distflow.config.compose.setting_origins import is_given
-from distflow.config.derived_settings import algorithms, is_rl, reward_functions
+from distflow.config.derived_settings import algorithms, is_online, is_rl, reward_functions
 from distflow.config.keys.trainer import StopCondition
 from distflow.config.rules.optimizers import optims
 from distflow.data.dataset_columns import likely_column, listed
@@ -53,7 +53,7 @@ def startup_lines(reading: Reading, data: Data, trains: bool = True) -> Iterator
         return
 
     yield from _notes(reading, data)
-    if trains:
+    if trains and not is_online(config):
         yield from _lines_on_advantages(reading)
 
 

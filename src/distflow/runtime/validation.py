@@ -200,7 +200,10 @@ class ValidationRunner:
                 return {}, []
             self.offload.only(("actor", "ref"))
             objective = preference_objective(spec.pipeline())
-            return validation_loss(spec.validation, resources.actor, resources.ref, objective)
+            label = spec.config.data.label_key
+            return validation_loss(
+                spec.validation, resources.actor, resources.ref, objective, label
+            )
 
         self.offload.only(())
         if resources.rollout is None:

@@ -1,24 +1,31 @@
 """The validation of pipelines that generate nothing: the loss over the data's own responses."""
 
+from collections import defaultdict
 from collections.abc import Sequence
+from statistics import mean
 
 import torch
 from torch.nn.functional import logsigmoid
 
-from distflow.algorithms.objectives import PreferenceObjective
+from distflow.algorithms.objectives import KTOObjective, PreferenceObjective
 from distflow.data.batch import Batch
+from distflow.data.mismatched import add_mismatched, answered, mismatched
 from distflow.data.sample import Sample, Segment
 from distflow.graph import BoundPipeline
 from distflow.runtime.sample_rows import SampleRows
 from distflow.runtime.spec import ValidationSet
-from distflow.training.engine import Scorer
+from distflow.training.engine import OneRank, Scorer
+from distflow.training.mismatched_scores import compare_mismatched, mismatched_log_probs
+from distflow.training.torch_engine import micro_batches
+
+_TOKENS = 16384
 
 
-def preference_objective(pipeline: BoundPipeline) -> PreferenceObjective | None:
-    """The loss over pairs by which the pipeline trains a policy; None if it has none."""
+def preference_objective(pipeline: BoundPipeline) -> PreferenceObjective | KTOObjective | None:
+    """The loss over preferences by which the pipeline trains a policy; None if it has none."""
     for node in pipeline.training_nodes:
         objective = getattr(node.fn, "keywords", {}).get("objective")
-        if isinstance(objective, PreferenceObjective):
+        if isinstance(objective, PreferenceObjective | KTOObjective):
             return objective
     return None
 
@@ -27,12 +34,15 @@ def validation_loss(
     sets: Sequence[ValidationSet],
     actor: Scorer,
     ref: Scorer | None = None,
-    objective: PreferenceObjective | None = None,
+    objective: PreferenceObjective | KTOObjective | None = None,
+    label: str = "",
 ) -> tuple[dict[str, float], SampleRows]:
     """Mean negative log-likelihood per token of the data's responses (`sft/val_loss`); a row per
     response with its sum and number of tokens. For preference pairs, the metrics of a reward model,
     or of the policy's preference loss, if it is given. ref: the reference that such a loss
-    reads."""
+    reads. label: the column of labels."""
+    if isinstance(objective, KTOObjective):
+        return _validation_of_labels(sets, objective, label, actor, ref)
     if objective is not None:
         return _validation_of_preferences(sets, objective, actor, ref)
     if sets[0].rows[0].rejected_ids is not None:
@@ -101,28 +111,92 @@ def _validation_of_preferences(
     rows = SampleRows()
     for chosen in sets:
         for i, row in enumerate(chosen.rows):
-            rows.append(_who(chosen, "pair", i))
             for each in (row, row.rejected):
-                samples.append(Sample("", i, [Segment("prompt", row.prompt_ids), *each.answer(0)]))
+                segments = [Segment("prompt", row.prompt_ids), *each.answer(0)]
+                samples.append(Sample("", len(rows), segments))
+            rows.append(_who(chosen, "pair", i))
 
     batch = Batch.from_samples(samples)
-    log_probs = actor.forward(batch, ("log_probs",))["log_probs"].double()
-    if objective.preference_loss.has_reference:
-        assert ref is not None, "the pipeline has the node that computes the reference's log-probs"
-        batch["ref_log_prob"] = ref.forward(batch, ("log_probs",)).flat("log_probs")
-
-    values = objective.values(log_probs, batch, objective.counts(batch))
-    losses, chosen_rewards, rejected_rewards = objective.compare(values)
-    margins = chosen_rewards - rejected_rewards
-    rewards = zip(rows, chosen_rewards.tolist(), rejected_rewards.tolist(), strict=True)
-    for shown, own, other in rewards:
-        shown |= {"chosen": own, "rejected": other}
+    _score(batch, actor, ref if objective.preference_loss.has_reference else None)
+    parts, counts = _parts(batch, objective)
+    losses = list[float]()
+    margins = list[float]()
+    for part in parts:
+        values = objective.values(part["log_probs"].double(), part, counts)
+        of_pairs = [each.tolist() for each in objective.compare(values)]
+        numbers = part["group_index"].tolist()[::2]
+        for number, loss, own, other in zip(numbers, *of_pairs, strict=True):
+            rows[number] |= {"chosen": own, "rejected": other}
+            losses.append(loss)
+            margins.append(own - other)
 
     return {
-        "preference/val_loss": float(losses.mean()),
-        "preference/val_accuracy": float((margins > 0).double().mean()),
-        "preference/val_margin": float(margins.mean()),
+        "preference/val_loss": mean(losses),
+        "preference/val_accuracy": mean(margin > 0 for margin in margins),
+        "preference/val_margin": mean(margins),
     }, rows
+
+
+def _validation_of_labels(
+    sets: Sequence[ValidationSet],
+    objective: KTOObjective,
+    label: str,
+    actor: Scorer,
+    ref: Scorer | None,
+) -> tuple[dict[str, float], SampleRows]:
+    """`preference/val_loss`, a mean over responses whose baseline is that of all, and
+    `preference/val_margin`, if there are responses of both kinds. label: its column."""
+    samples = list[Sample]()
+    rows = SampleRows()
+    desirable = list[bool]()
+    for chosen in sets:
+        for i, row in enumerate(chosen.rows):
+            segments = [Segment("prompt", row.prompt_ids), *row.answer(0)]
+            samples.append(Sample("", len(rows), segments))
+            rows.append(_who(chosen, "pair", i))
+            desirable.append(bool((row.extra_info or {})[label]))
+
+    batch = Batch.from_samples(samples)
+    batch["desirable"] = torch.tensor(desirable)
+    assert ref is not None, "KTO has a reference"
+    _score(batch, actor, ref)
+    add_mismatched(batch, mismatched(answered(batch)))
+    batch["ref_mismatched_log_prob"] = mismatched_log_probs(batch, ref)
+    parts, counts = _parts(compare_mismatched(batch, actor), objective)
+
+    sums = defaultdict[str, float](float)
+    for part in parts:
+        _, shares = objective({"log_probs": part["log_probs"].double()}, part, counts)
+        for name, share in shares.items():
+            sums[name] += float(share)
+
+    found = objective.finish(dict(sums), counts)
+    metrics = {"preference/val_loss": found["loss"]}
+    if "rewards/margins" in found:
+        metrics["preference/val_margin"] = found["rewards/margins"]
+    return metrics, rows
+
+
+def _score(batch: Batch, actor: Scorer, ref: Scorer | None) -> None:
+    """Write the log-probs of the policy, and of the reference, if there is one."""
+    batch["log_probs"] = actor.forward(batch, ("log_probs",)).flat("log_probs")
+    if ref is not None:
+        batch["ref_log_prob"] = ref.forward(batch, ("log_probs",)).flat("log_probs")
+
+
+def _parts(
+    batch: Batch, objective: PreferenceObjective | KTOObjective
+) -> tuple[list[Batch], dict[str, float]]:
+    """Parts of a few tokens, since a loss pads what it reads; and the counts of all. The samples of
+    a pair stay together."""
+    parts = [
+        batch.select(rows) for rows in micro_batches(batch, _TOKENS, OneRank(), whole_groups=True)
+    ]
+    counts = defaultdict[str, float](float)
+    for part in parts:
+        for name, number in objective.counts(part).items():
+            counts[name] += number
+    return parts, dict(counts)
 
 
 def _who(chosen: ValidationSet, kind: str, row: int) -> dict[str, object]:

@@ -1,4 +1,5 @@
-"""Losses over pairs of a chosen and a rejected response to one prompt.
+"""Losses over pairs of a chosen and a rejected response to one prompt, and one over single
+responses that are labelled as desirable or not (`compute_kto_loss`).
 
 - DPO: the policy is its own reward model (Rafailov et al. 2023, arXiv:2305.18290, equation 7).
   `label_smoothing` is the share of wrong labels (cDPO, Mitchell 2023).
@@ -21,6 +22,7 @@ It returns the loss of each pair, and the rewards of the chosen and the rejected
 metrics.
 """
 
+import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
@@ -107,6 +109,26 @@ def compute_orpo_loss(
     rejected_mean = rejected / rejected_tokens
     log_odds = _log_odds(chosen_mean) - _log_odds(rejected_mean)
     return nll - beta * logsigmoid(log_odds), beta * chosen_mean, beta * rejected_mean
+
+
+def compute_kto_loss(
+    log_ratios: Tensor,
+    desirable: Tensor,
+    kl: float,
+    *,
+    beta: float,
+    desirable_weight: float,
+    undesirable_weight: float,
+) -> tuple[Tensor, Tensor]:
+    """KTO: λ_D (1 − σ(β (r − z))) of a desirable response, λ_U (1 − σ(β (z − r))) of another one,
+    r = log π/π_ref (Ethayarajh et al. 2024, arXiv:2402.01306, equation 8).
+
+    log_ratios: `(responses,)`, with gradient. desirable: bool `(responses,)`. kl: z, which has no
+    gradient. Returns the loss of each response, and its reward β r."""
+    rewards = beta * log_ratios
+    margins = torch.where(desirable, rewards - beta * kl, beta * kl - rewards)
+    weights = torch.where(desirable, desirable_weight, undesirable_weight)
+    return weights.to(margins.dtype) * torch.sigmoid(-margins), rewards
 
 
 def _logistic(margin: Tensor, label_smoothing: float) -> Tensor:

@@ -366,6 +366,15 @@ class EmbodiedSamplingConfig:
 
 
 @dataclass(frozen=True)
+class KTOConfig:
+    """The loss over labelled responses (arXiv:2402.01306)."""
+
+    beta: float = key(0.1, "factor of log-ratios: higher stays nearer to the reference", above=0)
+    desirable_weight: float = key(1.0, "weight of desirable responses", above=0)
+    undesirable_weight: float = key(1.0, "weight of undesirable responses", above=0)
+
+
+@dataclass(frozen=True)
 class AlgorithmConfig:
     """How rewards become advantages."""
 
@@ -540,11 +549,14 @@ class AlgorithmConfig:
         "loss over preference pairs",
         choices=tuple(PREFERENCE_LOSSES),
         open_names=True,
-        taken_by="train_preference",
+        taken_by=("train_preference", "train_online_preference"),
     )
     preference_loss_kwargs: dict[str, object] = key(
-        {}, "options of that loss by name", taken_by="train_preference"
+        {},
+        "options of that loss by name",
+        taken_by=("train_preference", "train_online_preference"),
     )
+    kto: KTOConfig = group(KTOConfig, taken_by="train_kto")
     recompute_old_log_probs: str = key(
         "auto",
         (

@@ -130,13 +130,26 @@ class DataConfig:
     )
     chosen_key: str = key(
         "chosen",
-        "column of the better response (preference, rm): str or chat messages that end with it",
+        (
+            "column of the better response (preference, kto, rm): str or chat messages that end "
+            "with it"
+        ),
         taken_by="preference_pairs",
     )
     rejected_key: str = key(
         "rejected",
-        "column of the worse response (preference, rm), in the same form",
+        "column of the worse response (preference, kto, rm), in the same form",
         taken_by="preference_pairs",
+    )
+    completion_key: str = key(
+        "completion",
+        "column of a labelled response (kto): str or chat messages",
+        taken_by="labelled_responses",
+    )
+    label_key: str = key(
+        "label",
+        "column that says whether that response is desirable: true or false",
+        taken_by="labelled_responses",
     )
     image_key: str | None = key(
         "images",

@@ -4,6 +4,7 @@ from distflow.builtin_names import ESTIMATORS, WORKFLOWS, Estimator
 from distflow.config.derived_settings import (
     ADV_ESTIMATOR,
     WORKFLOW,
+    is_online,
     is_rl,
     may_have_critic,
     pipeline_name,
@@ -74,10 +75,14 @@ def scoring_key(config: Config) -> str:
 
 
 def group_of_one(config: Config) -> Findings:
-    """An estimator that compares the samples of a prompt has several."""
+    """An estimator, or a preference loss, that compares the samples of a prompt has several."""
     algorithm = config.algorithm
     is_single = config.actor_rollout_ref.rollout.n == 1 and not algorithm.allow_group_of_one
-    if is_rl(config) and is_single and estimator_of(config).needs_group:
+    if is_online(config):
+        if config.actor_rollout_ref.rollout.n == 1:
+            what = "online preferences compare the samples of a prompt, but there is only one"
+            yield Finding((f"{ROLLOUT}.n",), what, f"set {ROLLOUT}.n=8")
+    elif is_rl(config) and is_single and estimator_of(config).needs_group:
         yield Finding(
             (f"{ROLLOUT}.n", ADV_ESTIMATOR),
             f"{algorithm.adv_estimator} compares the samples of a prompt, but there is only one",

@@ -18,9 +18,10 @@ from distflow.config.derived_settings import (
     find_pipeline,
     named_rewards,
     pipeline_name,
+    reads_labels,
 )
 from distflow.config.keys.schema import Config
-from distflow.config.rules import Finding, Findings
+from distflow.config.rules import ACTOR, Finding, Findings
 from distflow.config.rules.estimator import pipeline_key
 from distflow.import_target import is_pickled, split_name
 
@@ -98,6 +99,22 @@ def unread_critic(config: Config) -> Findings:
         )
 
 
+def kto_of_one(config: Config) -> Findings:
+    """A mini-batch of KTO has responses to other prompts."""
+    actor = config.actor_rollout_ref.actor
+    for key, size in (
+        (f"{ACTOR}.ppo_mini_batch_size", actor.ppo_mini_batch_size),
+        ("data.train_batch_size", config.data.train_batch_size),
+    ):
+        if reads_labels(config) and size < 2:
+            yield Finding(
+                (key,),
+                "KTO's baseline compares each prompt with the response to another one of its "
+                f"mini-batch, which has {size}",
+                f"set {key}=8 or higher",
+            )
+
+
 def _is_reference(text: str) -> bool:
     if text.endswith(".py") or is_pickled(text):
         return is_pickled(text)
@@ -111,4 +128,5 @@ RULES = (
     known_names,
     selected_once,
     unread_critic,
+    kto_of_one,
 )

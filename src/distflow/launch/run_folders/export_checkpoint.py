@@ -25,6 +25,7 @@ from transformers import PreTrainedTokenizerBase
 from distflow.config import Config, Loaded, config_of_run, flatten
 from distflow.config.derived_settings import (
     config_of_policy,
+    reads_labels,
     reads_pairs,
     trained_policies,
     trains_scores,
@@ -273,10 +274,11 @@ def write_config_of(
 
 
 def _reference(config: Config, run: Path) -> str | None:
-    """The reference of a run on preference pairs, whose loss reads it, although the policy is then
+    """The reference of a run on given preferences, whose loss reads it, although the policy is then
     another one. Raises UserError if it cannot be loaded again."""
     settings = config.actor_rollout_ref
-    if settings.ref.path is not None or not reads_pairs(config) or trains_scores(config):
+    is_read = reads_labels(config) or (reads_pairs(config) and not trains_scores(config))
+    if settings.ref.path is not None or not is_read:
         return settings.ref.path
 
     model = settings.model

@@ -13,7 +13,12 @@ from torch import Tensor, nn
 from distflow.algorithms.objectives import PairObjective, SFTObjective
 from distflow.checks.nonfinite import BATCH, CONFIG, FACTS, WEIGHTS
 from distflow.config import Config, config_from_dict, config_of_run
-from distflow.config.derived_settings import reads_pairs, trains_scores
+from distflow.config.derived_settings import (
+    is_online,
+    reads_labels,
+    reads_pairs,
+    trains_scores,
+)
 from distflow.data.batch import Batch
 from distflow.errors import UserError, count_of
 from distflow.import_target import load_modules
@@ -27,6 +32,7 @@ from distflow.launch.user_code import (
 )
 from distflow.observe.crash_safe_files import read_object
 from distflow.pipelines.nodes.objectives_from_config import (
+    kto_objective,
     policy_objective,
     preference_objective,
     value_objective,
@@ -189,7 +195,9 @@ def _objective(config: Config, role: str, batch: Batch) -> LossFn:
         return value_objective(config)
     if trains_scores(config):
         return PairObjective()
-    if reads_pairs(config):
+    if reads_labels(config):
+        return kto_objective(config)
+    if reads_pairs(config) or is_online(config):
         return preference_objective(config)
     if "advantages" in batch:
         return policy_objective(config)

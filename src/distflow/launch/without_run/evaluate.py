@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, replace
 
 from distflow.checks.canary import make_canary
 from distflow.checks.group_records import GroupRecords
-from distflow.config.derived_settings import reads_pairs
+from distflow.config.derived_settings import reads_labels, reads_pairs
 from distflow.errors import UserError
 from distflow.graph import BoundNode
 from distflow.observe.writing.timing import Waits, lasting
@@ -52,9 +52,9 @@ def evaluate(spec: Spec, say: Callable[[str], None]) -> Evaluation:
     (rank,) = plan_local(pipeline, device).ranks
 
     # Models of the training loop alone are not loaded: critic, reference, and models that score
-    # whole steps. The loss of preference pairs reads the reference.
+    # whole steps. The loss of pairs and labelled responses reads the reference.
     used = {"actor"}
-    if reads_pairs(spec.config):
+    if reads_pairs(spec.config) or reads_labels(spec.config):
         used.add("ref")
     for node in pipeline.rollout_nodes:
         used |= {*node.engines}
@@ -66,7 +66,11 @@ def evaluate(spec: Spec, say: Callable[[str], None]) -> Evaluation:
         with lasting(say, "evaluating"):
             objective = preference_objective(pipeline)
             metrics, rows = validation_loss(
-                spec.validation, resources.actor, resources.ref, objective
+                spec.validation,
+                resources.actor,
+                resources.ref,
+                objective,
+                spec.config.data.label_key,
             )
             return Evaluation(metrics, rows)
 

@@ -13,6 +13,8 @@ from distflow.pipelines.nodes.advantages import (
     whiten_rewards,
 )
 from distflow.pipelines.nodes.filter_groups import dynamic_sampling, filter_groups
+from distflow.pipelines.nodes.labelled_responses import read_labels, score_mismatched
+from distflow.pipelines.nodes.own_pairs import choose_pairs
 from distflow.pipelines.nodes.reward_samples import compute_reward, greedy_baseline, take_scores
 from distflow.pipelines.nodes.rollout_correction import (
     correct_mismatch,
@@ -28,6 +30,8 @@ from distflow.pipelines.nodes.scoring_models import add_model_scores, ask_model,
 from distflow.pipelines.nodes.updates import (
     train_actor,
     train_critic,
+    train_kto,
+    train_online_preference,
     train_preference,
     train_reward_model,
     train_sft,

@@ -2,7 +2,12 @@
 
 from typing import Any
 
-from distflow.algorithms.objectives import PolicyObjective, PreferenceObjective, ValueObjective
+from distflow.algorithms.objectives import (
+    KTOObjective,
+    PolicyObjective,
+    PreferenceObjective,
+    ValueObjective,
+)
 from distflow.algorithms.registry import (
     PolicyLoss,
     check_options,
@@ -156,6 +161,10 @@ def loss_terms(config: Config) -> tuple[str, ...]:
 def preference_objective(config: Config) -> PreferenceObjective:
     algorithm = config.algorithm
     return PreferenceObjective(algorithm.preference_loss, algorithm.preference_loss_kwargs)
+
+
+def kto_objective(config: Config) -> KTOObjective:
+    return KTOObjective(**vars(config.algorithm.kto))
 
 
 def value_objective(config: Config) -> ValueObjective:

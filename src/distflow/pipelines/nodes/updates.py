@@ -20,15 +20,19 @@ from distflow.data.decisions import by_decision
 from distflow.graph import NodeOutput, NodeRole, node, node_factory
 from distflow.graph.fields import register_field
 from distflow.graph.node_spec import Names
+from distflow.pipelines.nodes.labelled_responses import MISMATCHED
 from distflow.pipelines.nodes.objectives_from_config import (
     interpolates_prox,
+    kto_objective,
     policy_objective,
     preference_objective,
     takes_rollouts,
     value_objective,
 )
+from distflow.pipelines.nodes.own_pairs import pairs_of
 from distflow.runtime.node_context import NodeContext
 from distflow.training.engine import Counts, LossFn, Sums, TrainEngine
+from distflow.training.mismatched_scores import compare_mismatched
 from distflow.training.multi_policy_engine import MultiPolicyTrainer
 
 register_field(
@@ -141,6 +145,40 @@ def train_preference(config: Config) -> Callable[..., object]:
     return _supervised(config, "preference", preference_objective(config))
 
 
+@node_factory
+@node(role=NodeRole.ACTOR)
+def train_online_preference(config: Config) -> Callable[..., object]:
+    """Update the policy on the pairs of its own responses."""
+    actor = config.actor_rollout_ref.actor
+    objective = preference_objective(config)
+    closed = partial(
+        update,
+        name="preference",
+        objective=objective,
+        num_prompts=actor.ppo_mini_batch_size,
+        epochs=actor.ppo_epochs,
+        selects=pairs_of,
+        records="trainer_log_probs",
+    )
+    return _declared((*objective.reads, "preferred"), closed, "trainer_log_probs")
+
+
+@node_factory
+@node(role=NodeRole.ACTOR)
+def train_kto(config: Config) -> Callable[..., object]:
+    """Update the policy towards desirable responses and away from others."""
+    objective = kto_objective(config)
+    num_prompts = config.actor_rollout_ref.actor.ppo_mini_batch_size
+    closed = partial(
+        update,
+        name="preference",
+        objective=objective,
+        num_prompts=num_prompts,
+        prepares=compare_mismatched,
+    )
+    return _declared((*objective.reads, "response_mask", *MISMATCHED), closed)
+
+
 def _supervised(
     config: Config, name: str, objective: SFTObjective | PairObjective | PreferenceObjective
 ) -> Callable[..., object]:
@@ -175,6 +213,8 @@ def update(
     records: str | None = None,
     trains: Mapping[str | None, bool] | None = None,
     sample_level: str = "episode",
+    selects: Callable[[Batch], Batch] | None = None,
+    prepares: Callable[[Batch, TrainEngine], Batch] | None = None,
 ) -> NodeOutput:
     """One optimizer step for each mini-batch of `num_prompts` groups in each epoch, from step
     `warmup` on.
@@ -183,12 +223,14 @@ def update(
     have a group of their own; `skipped` and `empty` are numbers of mini-batches. records: the
     column for the log-probs of the first update, NaN in other samples. trains: by domain, None for
     the others, whether it trains on these samples; None for all. sample_level: episode, or
-    decision: mini-batches then have a sample for each decision of an episode."""
+    decision: mini-batches then have a sample for each decision of an episode. selects: the samples
+    that are trained on; None for all. prepares: adds columns that depend on the weights before each
+    update."""
     if trains is not None:
         rows = [row for row, each in enumerate(batch["domain"]) if trains.get(each, trains[None])]
         batch = batch.select(rows)
 
-    samples = batch
+    samples = batch if selects is None else selects(batch)
     places = None
     if sample_level == "decision":
         samples, places = by_decision(batch)
@@ -198,6 +240,8 @@ def update(
 
     for epoch in range(epochs if ctx.step >= warmup else 0):
         for mini_batch in ctx.minibatches(samples, num_prompts, epoch):
+            if prepares is not None:
+                mini_batch = prepares(mini_batch, engine)
             loss = ctx.before_update(engine, mini_batch, objective)
             if records and unmoved:
                 loss = RecordingLoss(loss, recorded)
@@ -213,7 +257,8 @@ def update(
         return NodeOutput(None, measured)
 
     scored = batch.only(batch.names)
-    own = _first_log_probs(samples, engine, recorded, unmoved)
+    of = samples if selects is None else batch
+    own = _first_log_probs(of, engine, recorded, unmoved)
     if places is not None:  # given tokens between decisions have none
         own = own.new_zeros(int(batch.lengths("response").sum())).index_copy(0, places, own)
     scored[records] = own
