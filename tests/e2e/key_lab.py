@@ -359,6 +359,12 @@ def _plain_preset(name: str) -> dict[str, Any]:
     return to_dict(load_config(name, [f"{MODEL}.path=x", "data.train_files=x"]).config)
 
 
+SAMPLER = """
+def backwards(history, count, generator):
+    return range(len(history.times_drawn))[::-1]
+"""
+
+
 def _write_files(folder: Path) -> None:
     write_tiny_model(folder / "model", eos_token_id=2)
     template = folder / "model" / "chat_template.jinja"
@@ -368,6 +374,7 @@ def _write_files(folder: Path) -> None:
     )
     template.write_text(template.read_text() + more)
     (folder / "reward.py").write_text(REWARD)
+    (folder / "sampler.py").write_text(SAMPLER)
     rows = [
         {
             "prompt": f"{'say ' * (i % 3)}{i}+{i + 1}=",

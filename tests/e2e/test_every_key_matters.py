@@ -307,6 +307,7 @@ DATA = (
     of_rows("train_max_samples", "5", "rows ground_truth", ["1", "3", "5", "7", "9"]),
     of_rows("val_max_samples", "2", "held_out_rows ground_truth", ["1", "3"], *VALIDATED),
     of_rows("shuffle", "false", "samples prompt"),
+    of_rows("sampler", "{lab}/sampler.py:backwards", "samples prompt"),
     of_rows("seed", "7", "samples prompt"),
     Change("data.response_key", "other_response", "samples response", base="sft"),
     Change(

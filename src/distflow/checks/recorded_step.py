@@ -189,13 +189,19 @@ class RecordedStep:
 
     def prompt_group(self, sample: Sample) -> PromptGroup | None:
         """The sample's group. Another worker's is derived from its number; None if this is
-        impossible, because of domains or rows that a user's loop offers to its one process."""
+        impossible, because of domains, a sampler, or rows that a user's loop offers to its one
+        process."""
         record = self.record_of(sample)
         if record is not None:
             return record.prompt_group
 
         spec = self.run.spec
-        if spec.data.domains or len(spec.plan.ranks) == 1 or not self.is_ours("responses"):
+        if (
+            spec.data.domains
+            or spec.data.sampler
+            or len(spec.plan.ranks) == 1
+            or not self.is_ours("responses")
+        ):
             return None
 
         data = spec.data

@@ -44,6 +44,7 @@ from distflow.observe.writing.timing import lasting
 from distflow.pipelines.nodes.objectives_from_config import is_anchored, loss_terms
 from distflow.runtime.run_errors import writing_to
 from distflow.runtime.spec import Spec, ValidationSet
+from distflow.scheduling.row_sampler import try_sampler
 from distflow.training.optimizer import check_optimizer
 
 Say = Callable[[str], None]
@@ -128,6 +129,8 @@ def _spec(reading: Reading, data: Data) -> Spec:
     if not isinstance(data.train, LazyRows):
         train = EncodedRows(write_encoded(data.train, config.trainer.run_dir, "train"))
     settings = settle_run(config, pipeline, num_rows_of(config, data.train))
+    if config.data.sampler is not None:
+        try_sampler(config.data.sampler, len(train), config.data.train_batch_size)
     overlap = "" if config.data.allow_overlap else data.overlap()
     is_exact = compute_dtype(config) is torch.float32
     ratio_limit = math.inf

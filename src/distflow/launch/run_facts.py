@@ -126,6 +126,8 @@ def _named_code(config: Config) -> dict[str, str]:
     accepts = config.algorithm.filter_groups.should_accept
     if accepts is not None:
         named["should_accept"] = accepts
+    if config.data.sampler is not None:
+        named["data.sampler"] = config.data.sampler
     pipeline = config.dag.pipeline
     if isinstance(pipeline, str) and ":" in pipeline:
         named["dag.pipeline"] = pipeline

@@ -87,6 +87,8 @@ def pipeline_code(config: Config) -> list[str]:
     servers = options.get("mcp")
     if isinstance(servers, list):
         code += [f"{WORKFLOW}_kwargs.mcp: {server}" for server in servers]
+    if config.data.sampler is not None:
+        code.append(f"data.sampler: {config.data.sampler}")
     return code + [f"{key}: {name}" for key, name in code_of_workflow(config)]
 
 

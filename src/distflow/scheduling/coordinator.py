@@ -87,7 +87,9 @@ class Coordinator:
         # a resumed run first sends the weights that it resumes from
         self.weights_step = start["step"]
         self._counts = counts_by_domain(start)
-        self.prompt_groups = NextGroups(plan, self._counts, start.get("offered", 0))
+        self.prompt_groups = NextGroups(
+            plan, self._counts, start.get("offered", 0), start.get("sampler")
+        )
         before = start.get("domains", {})
         self._quotas = Quotas(
             plan.consumer_batch,
@@ -178,7 +180,7 @@ class Coordinator:
         that is not known. Nothing is issued."""
         plan = self.plan
         queue = self.queue
-        if plan.max_staleness or plan.oversampling or self.prompt_groups.offered:
+        if plan.max_staleness or plan.oversampling or self.prompt_groups.offered or plan.sampler:
             return []
 
         is_whole = queue.num_complete == queue.num_live == plan.consumer_batch
@@ -204,10 +206,18 @@ class Coordinator:
         self.queue.closed = False
         return row
 
-    def complete(self, number: int, num_tokens: int, version: int | None = None) -> None:
+    def complete(
+        self,
+        number: int,
+        num_tokens: int,
+        version: int | None = None,
+        score: float | None = None,
+    ) -> None:
         """Note that a group has its rewards and passed all filters. num_tokens: of all its samples,
-        prompts included. version: the lowest of any of their tokens, None for the group's."""
+        prompts included. version: the lowest of any of their tokens, None for the group's. score:
+        the mean of its responses."""
         group = self.queue.complete(number, num_tokens, version)
+        self._note_score(group, score)
         self._journal("complete", **_complete_fields(group))
 
     def complete_all(self, num_tokens: Mapping[int, int]) -> None:
@@ -219,10 +229,11 @@ class Coordinator:
         """Note the size of a complete group, for `plan.max_held_bytes`."""
         self._admission.memory.weigh(number, num_bytes)
 
-    def drop(self, number: int, reason: str) -> None:
+    def drop(self, number: int, reason: str, score: float | None = None) -> None:
         """Drop a group without training on it: its id is used up, and its rollout capacity is free
-        again."""
+        again. score: the mean of its responses, if they were scored."""
         group = self.queue.drop(number, reason)
+        self._note_score(group, score)
         self._journal("dropped", group_id=number, reason=reason)
         self._counts[group.domain].drop(reason)
 
@@ -302,6 +313,8 @@ class Coordinator:
 
         if sent_weights:
             self.weights_step = step + 1
+        if self.prompt_groups.sampler is not None:
+            self.prompt_groups.sampler.end_step(self.step)
 
         self._journal(
             "consumed",
@@ -338,6 +351,10 @@ class Coordinator:
         """JSON to resume from: the state at the last release (or the start), whatever has happened
         since."""
         return self._cut
+
+    def _note_score(self, group: PromptGroup, score: float | None) -> None:
+        if self.prompt_groups.sampler is not None:
+            self.prompt_groups.sampler.note(group.group_id, group.row, score)
 
     def _close_at_end(self) -> None:
         self.queue.closed |= self.prompt_groups.data_open and self.prompt_groups.num_left == 0
@@ -401,6 +418,8 @@ class Coordinator:
                 domains[domain.name] = {**saved_counts(self._counts[domain.name]), "lag": str(lag)}
             described["domains"] = domains
 
+        if self.prompt_groups.sampler is not None:
+            described["sampler"] = self.prompt_groups.sampler.saved()
         if self.plan.saves.secs or self.plan.validates.secs:
             described["secs"] = {name: each.secs for name, each in self._timetables.items()}
         return cast(Snapshot, described)

@@ -10,12 +10,13 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import lru_cache
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
 from distflow.scheduling.group_states import TRAIN, DomainCounts, PromptGroup
+from distflow.scheduling.row_sampler import RowSampler
 
 EPOCHS = 0
 MINI_BATCHES = 1
@@ -199,6 +200,8 @@ class DataPlan:
     total_steps: int
     seed: int = 1
     shuffle: bool = True
+    sampler: str | None = None
+    """The user's function that chooses the rows, in place of the order by the seed."""
     max_staleness: int = 0
     """Largest age of a token's weights, in steps, when it is trained on."""
     max_concurrent: int | None = None
@@ -223,7 +226,7 @@ class DataPlan:
     ledger."""
 
     def __post_init__(self) -> None:
-        assert not self.domains or self.total_groups is None
+        assert not self.domains or (self.total_groups is None and self.sampler is None)
         assert sum(source.num_rows for source in self.sources) == self.num_rows
         assert min(self.num_rows, self.consumer_batch, self.group_size) > 0
         assert self.max_num_gen_batches is None or self.max_num_gen_batches > 0
@@ -248,15 +251,22 @@ class NextGroups:
     data_open: whether the data set still has groups."""
 
     def __init__(
-        self, plan: DataPlan, counts: defaultdict[str, DomainCounts], num_offered: int
+        self,
+        plan: DataPlan,
+        counts: defaultdict[str, DomainCounts],
+        num_offered: int,
+        sampler: dict[str, Any] | None = None,
     ) -> None:
         """counts: of the run, by domain; the caller counts the groups that `next` made before it
-        calls it again."""
+        calls it again. sampler: what it saved."""
         self._plan = plan
         self._counts = counts
         self.num_offered = num_offered
         self.offered = deque[int]()
         self.data_open = True
+        self.sampler: RowSampler | None = None
+        if plan.sampler is not None:
+            self.sampler = RowSampler(plan.sampler, plan.num_rows, plan.seed, sampler)
 
     def offer(self) -> int:
         """A number for a row that is not in the data set. Not allowed in a run with domains, which
@@ -286,11 +296,19 @@ class NextGroups:
         positions = [self._position(source) for source in range(len(self._plan.sources))]
         number = self._num_issued
         groups = list[PromptGroup]()
-        for source in sources[: self.num_left]:
+        chosen = sources[: self.num_left]
+        drawn = deque[tuple[int, int]]()
+        if self.sampler is not None:
+            drawn.extend(self.sampler.draw(max(0, len(chosen) - len(self.offered))))
+
+        for source in chosen:
             if self.offered:
                 row = self.offered.popleft()
                 self.num_offered += 1
                 group = PromptGroup(number, 0, row, self._plan.group_size, engine_version)
+            elif drawn:
+                epoch, row = drawn.popleft()
+                group = PromptGroup(number, epoch, row, self._plan.group_size, engine_version)
             else:
                 group = self._from_data(number, source, positions[source], engine_version)
                 positions[source] += 1

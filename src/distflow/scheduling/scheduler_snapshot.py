@@ -36,6 +36,7 @@ class SavedPlan(TypedDict):
     seed: int
     shuffle: bool
     domains: NotRequired[dict[str, int]]
+    sampler: NotRequired[str]
 
 
 class Snapshot(TypedDict):
@@ -58,6 +59,8 @@ class Snapshot(TypedDict):
     domains: NotRequired[dict[str, dict[str, Any]]]
     """`saved_counts` of each by name, and its lag: the slots by which it is behind its share at the
     next step, as a fraction. Missing without domains."""
+    sampler: NotRequired[dict[str, Any]]
+    """What `RowSampler.saved` returns; missing without one."""
     secs: NotRequired[dict[str, float]]
     """Since the last save and validation; missing if these do not go by time."""
     ended: NotRequired[dict[str, str]]
@@ -82,6 +85,8 @@ def saved_plan(plan: DataPlan) -> SavedPlan:
     saved: SavedPlan = {"num_rows": plan.num_rows, "seed": plan.seed, "shuffle": plan.shuffle}
     if plan.domains:
         saved["domains"] = {domain.name: domain.num_rows for domain in plan.domains}
+    if plan.sampler is not None:
+        saved["sampler"] = plan.sampler
     return saved
 
 
@@ -128,6 +133,7 @@ def check_resumable(plan: DataPlan, snapshot: Snapshot) -> None:
         ("domains", _shown(before), _shown(now), "data.domains"),
         ("num_rows", before["num_rows"], now["num_rows"], "data.train_files"),
         ("seed", before["seed"], now["seed"], "data.seed"),
+        ("sampler", before.get("sampler"), now.get("sampler"), "data.sampler"),
         ("shuffle", before["shuffle"], now["shuffle"], "data.shuffle"),
     ):
         if then != wanted:

@@ -129,6 +129,8 @@ def _functions(config: Config) -> Iterator[tuple[str, str]]:
 
     if should_accept := config.algorithm.filter_groups.should_accept:
         yield _SHOULD_ACCEPT, should_accept
+    if sampler := config.data.sampler:
+        yield "data.sampler", sampler
     yield from derived_settings.named_algorithms(config)
     if workflow := config.actor_rollout_ref.rollout.workflow:
         yield derived_settings.WORKFLOW, workflow

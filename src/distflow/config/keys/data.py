@@ -223,13 +223,20 @@ class DataConfig:
     allow_overlap: bool = key(
         False, "do not warn about validation prompts that are trained on", taken_by="validation"
     )
-    shuffle: bool = key(True, "reshuffle the rows in each epoch")
+    shuffle: bool = key(
+        True, "reshuffle the rows in each epoch", taken_if=lambda own: own.sampler is None
+    )
+    sampler: str | None = key(
+        None,
+        "function that chooses the next rows from their scores so far, as file.py:function; null: "
+        "each row once per epoch",
+    )
     seed: int = key(
         1,
         "seed of the order of the rows",
         minimum=0,
         maximum=10**18,
-        taken_if=lambda own: own.shuffle,
+        taken_if=lambda own: own.shuffle or own.sampler is not None,
     )
     num_loader_workers: int = key(4, "threads that tokenise the prompts; 0 uses none", minimum=0)
 

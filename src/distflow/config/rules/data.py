@@ -93,7 +93,19 @@ def _takes_prompt(template: str) -> bool:
     return names == ["prompt"]
 
 
+def samplers(config: Config) -> Findings:
+    """A sampler chooses among all rows, and domains have exact shares."""
+    if config.data.sampler is not None and config.data.domains:
+        yield Finding(
+            ("data.sampler", "data.domains"),
+            "each domain has a fixed share of every step, so that a sampler cannot choose the rows",
+            "remove data.domains and name the rows' domains in a column (data.domain_key), or set "
+            "data.sampler=null",
+        )
+
+
 RULES = (
+    samplers,
     has_data,
     named_files,
     limits,

@@ -12,6 +12,7 @@ from distflow.observe.metrics import Measured
 from distflow.rollout.engine import SamplingParams, Stream
 from distflow.runtime.run_errors import Failure
 from distflow.runtime.sample_queue.protocol import FinishedGroup
+from distflow.runtime.sample_rows import scores_of
 from distflow.scheduling.group_states import PromptGroup
 
 
@@ -160,5 +161,12 @@ def finished_group(
         int(batch.lengths("sequence").sum()),
         int(versions.min()) if len(versions) else None,
         measured,
+        score=mean_score(batch),
         failure=failure,
     )
+
+
+def mean_score(batch: Batch) -> float | None:
+    """The mean of the group's responses that have a score; None if none has."""
+    scores = [score for score in scores_of(batch, "token_level_scores") if score is not None]
+    return sum(scores) / len(scores) if scores else None

@@ -31,7 +31,7 @@ from distflow.runtime.node_context import Contexts, NodeContext
 from distflow.runtime.resources import Resources
 from distflow.runtime.rollout_loop.early_stop import EarlyStop, GroupTask
 from distflow.runtime.rollout_loop.generation_batches import GenerationBatch, group_task
-from distflow.runtime.rollout_loop.group import Group, finished_group
+from distflow.runtime.rollout_loop.group import Group, finished_group, mean_score
 from distflow.runtime.rollout_loop.rollout_client import RolloutClient
 from distflow.runtime.rollout_loop.row_loader import RowLoader
 from distflow.runtime.rollout_loop.user_calls import PlainCalls, deadline_paused
@@ -352,7 +352,7 @@ class RolloutLoop:
             dropped = DroppedGroup(prompt_group, drop.reason, Failure(drop.detail, users=True))
             return dropped, f"{drop.reason}: {drop.detail}", batch
 
-        dropped = DroppedGroup(prompt_group, drop.reason)
+        dropped = DroppedGroup(prompt_group, drop.reason, score=mean_score(batch))
         return dropped, drop.reason, batch
 
     def _end(self, prompt_group: PromptGroup, outcome: str, started: float) -> None:

@@ -32,7 +32,8 @@ class FinishedGroup(Generic[T]):
     """By its nodes."""
     num_bytes: int = 0
     """Of the data, if storage is bounded."""
-    """Of its responses; None if they were not scored."""
+    score: float | None = None
+    """The mean of its responses; None if they were not scored."""
     failure: Failure | None = None
     """Set if none of them has a score although they should."""
     rows: range | None = None
@@ -101,6 +102,7 @@ class DroppedGroup:
     """Set if it failed."""
     lost: bool = False
     """Without its own fault; it is retried, three times in total."""
+    score: float | None = None
     """As in `FinishedGroup`."""
 
 

@@ -182,7 +182,7 @@ class SharedSampleQueue(Generic[T]):
             return
 
         self._groups[group_id] = finished
-        self._coordinator.complete(group_id, finished.num_tokens, finished.version)
+        self._coordinator.complete(group_id, finished.num_tokens, finished.version, finished.score)
         self._coordinator.weigh(group_id, finished.num_bytes)
         self._workers.end(group_id, complete=True)
         self._count(finished.failure)
@@ -210,7 +210,7 @@ class SharedSampleQueue(Generic[T]):
 
         if not (dropped.lost and self._coordinator.retry(group_id)):
             if not dropped.lost:
-                self._coordinator.drop(group_id, dropped.reason)
+                self._coordinator.drop(group_id, dropped.reason, dropped.score)
             self._count(dropped.failure)
 
         self._workers.end(group_id, complete=False)
