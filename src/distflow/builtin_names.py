@@ -100,6 +100,8 @@ class BuiltinPipeline(Entry):
     """It generates its training data."""
     by_estimator: bool = False
     """It trains a critic if an estimator of the run or of a domain reads values."""
+    has_teacher: bool = False
+    """It needs a teacher, which other pipelines that generate may have."""
     reads_pairs: bool = False
     """Its rows are pairs of responses."""
     reads_labels: bool = False

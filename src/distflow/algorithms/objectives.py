@@ -15,6 +15,7 @@ from torch.nn.functional import huber_loss, logsigmoid
 
 from distflow.algorithms.advantages.group_estimator_base import action_index, sum_by_turn
 from distflow.algorithms.kl import check_kl_type, kl_estimate
+from distflow.algorithms.losses.distillation import Distillation
 from distflow.algorithms.losses.preference import compute_kto_loss
 from distflow.algorithms.masked_reductions import (
     as_stat,
@@ -107,7 +108,7 @@ class _Objective:
 @dataclass(eq=False)
 class PolicyObjective(_Objective):
     """policy loss + kl_loss_coef · KL to the reference − entropy_coef · entropy, + the advantage
-    times `centering`'s term.
+    times `centering`'s term, + the terms of `distillation`, which also changes the advantages.
 
     Metrics: `loss`, `pg_loss`, `entropy` (mean per token), `kl_loss`, the policy loss's statistics,
     `log_ratio_abs` (mean |log ratio| to the clip's reference policy, if the batch has its
@@ -149,8 +150,11 @@ class PolicyObjective(_Objective):
     logprob_level: str = "token"
     action_dim: int = 1
     centering: ScoreCentering | None = None
+    distillation: Distillation | None = None
 
     def __post_init__(self) -> None:
+        if self.distillation is not None:
+            self.outputs = (*self.outputs, *self.distillation.outputs)
         check_scale(self.loss_agg_mode, self.loss_scale_factor)
         if self.centering is not None:
             self.outputs = (*self.outputs, "top_log_probs")
@@ -217,6 +221,8 @@ class PolicyObjective(_Objective):
         top = ("advantages", "top_ids", "top_log_probs") if self.centering is not None else ()
 
         own = self.policy_loss.reads
+        if self.distillation is not None:
+            own = (*own, *self.distillation.reads)
         if self.interpolates:
             own = (
                 "old_log_probs",
@@ -243,13 +249,14 @@ class PolicyObjective(_Objective):
     def optional(self) -> tuple[str, ...]:
         """The columns that it uses if a mini-batch has them."""
         old = ("old_log_probs",) if self.derives_old else ()
+        weights = () if self.distillation is None else self.distillation.optional
         others = []
         for each in self.domains.values():
             for name in each.optional:
                 if name not in self.reads:
                     others.append(name)
 
-        return tuple(dict.fromkeys((*self.policy_loss.optional, *old, *others)))
+        return tuple(dict.fromkeys((*self.policy_loss.optional, *old, *weights, *others)))
 
     def counts(self, batch: Batch) -> Counts:
         """Also `units`: actions or chunks with a token under `loss_mask`, unless it counts
@@ -268,8 +275,8 @@ class PolicyObjective(_Objective):
     ) -> tuple[Tensor, Sums]:
         """The micro-batch's share of the loss, and of the sums that `finish` reads.
 
-        outputs: log_probs (with gradient) and entropy, padded `(bs, response_length)`, and with
-        centering top_log_probs `(bs, response_length, top_k)`, on the micro-batch's device."""
+        outputs: log_probs (with gradient) and entropy, padded `(bs, response_length)`, and those of
+        centering and distillation, `(bs, response_length, k)`, on the micro-batch's device."""
         log_probs = outputs["log_probs"]
         mask = micro["loss_mask"]
         weights = token_weights(mask, self.loss_agg_mode, counts, self.loss_scale_factor)
@@ -312,6 +319,14 @@ class PolicyObjective(_Objective):
             for name, value in measured.items():
                 sums[_PER_TOKEN + name] = under_mask(value, mask).sum()
             loss = loss + weighted_sum(term, weights)
+
+        if self.distillation is not None:
+            for name, losses in self.distillation.losses(outputs, micro):
+                losses = under_mask(losses, mask)
+                sums[f"loss_term/{name}"] = weighted_sum(losses.abs(), weights)
+                loss = loss + weighted_sum(losses, weights)
+            for name, value in self.distillation.measured(outputs, micro).items():
+                sums[_PER_TOKEN + name] = under_mask(value, mask).double().sum()
 
         return loss, _without_gradient({"loss": loss} | sums)
 
@@ -487,9 +502,14 @@ class PolicyObjective(_Objective):
             *self.policy_loss.reads,
             *(name for name in self.policy_loss.optional if name in micro),
         ]
-        return {
-            name: _in_dtype(micro[name], log_probs) for name in names if name not in columns
-        } | columns
+        for name in names:
+            if name not in columns:
+                columns[name] = _in_dtype(micro[name], log_probs)
+        if self.distillation is not None and "advantages" in columns:
+            columns["advantages"] = self.distillation.advantages(
+                columns["advantages"], log_probs, micro
+            )
+        return columns
 
 
 @dataclass(eq=False)

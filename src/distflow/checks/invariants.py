@@ -27,6 +27,8 @@ DEAD_TERMS = {
         "all advantages are 0: check whether the samples of a group all get the same reward"
     ),
     "actor/loss_term/kl": "the policy does not differ from the reference, or kl_loss_coef is 0",
+    "actor/loss_term/teacher": "the policy is its own teacher: choose another distill.teacher.path",
+    "actor/loss_term/ce": "no response is correct, or the policy is certain of all tokens",
 }
 """Reasons for a loss term to be exactly 0."""
 

@@ -1,5 +1,5 @@
-"""Checks: the log-probs of trainer and reference and the critic's values match the models' own
-forward; the reference does not move."""
+"""Checks: the log-probs of trainer, reference and teachers and the critic's values match the
+models' own forward; reference and teachers do not move."""
 
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -14,6 +14,7 @@ from distflow.checks.recorded_step import CheckedRun, RecordedStep
 from distflow.checks.samples import Sample, conversations_of, doubles, policies_of_conversations
 from distflow.checks.update_records import OpenEngine
 from distflow.config.derived_settings import is_rl
+from distflow.config.keys.distill import teachers_of
 from distflow.training.multi_policy_engine import models_of
 
 MOST = 16
@@ -35,13 +36,13 @@ T = TypeVar("T")
 
 @check(
     "log_probs",
-    "the log-probs of policy and reference, and the critic's values, equal those of the models' "
-    "own padded forward pass",
+    "the log-probs of policy, reference and teachers, and the critic's values, equal those of the "
+    "models' own padded forward pass",
     needs="samples whose logits fit into 1 GiB",
     limit=f"mean {EXACT[0]:g}, largest {EXACT[1]:g} (bfloat16: {ROUNDED[0]:g}, {ROUNDED[1]:g})",
 )
 def check_log_probs(recorded: RecordedStep) -> str | None:
-    columns = ("old_log_probs", "ref_log_prob", "values")
+    columns = ("old_log_probs", "ref_log_prob", "teacher_log_probs", "values")
     if not any(map(recorded.is_written, columns)):
         return NOT_APPLICABLE
 
@@ -57,6 +58,8 @@ def check_log_probs(recorded: RecordedStep) -> str | None:
         return "no sample is short enough to hold the logits of all its tokens, or it has numbers"
 
     _check_policy(recorded, policy, chosen)
+    if recorded.is_ours("teacher_log_probs"):
+        _check_teachers(recorded, chosen)
     if plain_forward.model_of(resources.ref) is not None and recorded.is_ours("ref_log_prob"):
         score = _log_probs_at(lambda sample: 1.0)
         if is_rl(recorded.config):
@@ -104,6 +107,41 @@ def _check_policy(recorded: RecordedStep, column: str, chosen: Sequence[Sample])
             _same(recorded, sample, column, recorded.plain[sample["uid"]].log_probs)
 
 
+def _check_teachers(recorded: RecordedStep, chosen: Sequence[Sample]) -> None:
+    """Also of the teacher's likeliest tokens."""
+    scored = [sample for sample in chosen if bool((sample["kl_weights"] > 0).any())]
+    teachers = teachers_of(recorded.config.distill)
+    named = {domain for teacher in teachers.values() for domain in teacher.domains}
+
+    for name, teacher in teachers.items():
+        own = list[Sample]()
+        for sample in scored:
+            domain = sample["domain"]
+            if domain in teacher.domains or not (teacher.domains or domain in named):
+                own.append(sample)
+
+        def score(logits: Tensor, sample: Sample) -> tuple[Tensor, Tensor | None]:
+            scores = (logits / recorded.temperatures(sample).to(logits)).log_softmax(-1)
+            ids = sample["response_ids"][:, None]
+            if "teacher_top_ids" not in sample:
+                return scores.gather(-1, ids.to(scores.device))[:, 0], None
+            ids = torch.cat([ids, sample["teacher_top_ids"]], dim=1)
+            found = scores.gather(-1, ids.to(scores.device))
+            return found[:, 0], found[:, 1:].flatten()
+
+        engine = recorded.run.resources.scoring_models[name]
+        for sample, (log_probs, top) in zip(
+            own, forward_samples(recorded.run, engine, own, score), strict=True
+        ):
+            _same(recorded, sample, "teacher_log_probs", log_probs)
+            if top is not None:
+                k = sample["teacher_top_ids"].shape[1]
+                flat = {"uid": sample["uid"]}
+                flat["response_mask"] = sample["response_mask"].repeat_interleave(k)
+                flat["teacher_top_log_probs"] = sample["teacher_top_log_probs"].flatten()
+                _same(recorded, flat, "teacher_top_log_probs", top)
+
+
 def _check_copied(recorded: RecordedStep) -> None:
     for sample in recorded.samples:
         if not torch.equal(sample["old_log_probs"], sample["rollout_log_probs"]):
@@ -115,34 +153,41 @@ def _check_copied(recorded: RecordedStep) -> None:
 
 @check(
     "reference",
-    "on fixed tokens the reference gives the same log-probs as at the start of the run",
-    needs="a pipeline with a reference",
+    "on fixed tokens the reference and teachers give the same log-probs as at the start of the run",
+    needs="a pipeline with a reference or a teacher",
     limit=f"mean {REFERENCE_EXACT:g} (bfloat16: {REFERENCE_ROUNDED:g})",
 )
 def check_reference(recorded: RecordedStep) -> str | None:
-    reference = recorded.run.resources.ref
-    model = plain_forward.model_of(reference)
-    if model is None:
-        if reference is None:
-            return NOT_APPLICABLE
-        return "the reference's model is not exposed"
+    resources = recorded.run.resources
+    frozen: dict[str, Any] = {"reference": resources.ref}
+    for name in teachers_of(recorded.config.distill):
+        frozen[name] = resources.scoring_models.get(name)
 
-    scores = forward_samples(
-        recorded.run, reference, _fixed(model), _log_probs_at(lambda sample: 1.0)
-    )
+    present = {name: engine for name, engine in frozen.items() if engine is not None}
+    if not present:
+        return NOT_APPLICABLE
+    for name, engine in present.items():
+        if plain_forward.model_of(engine) is None:
+            return f"the model of the {name} is not exposed"
+        _check_unmoved(recorded, name, engine)
+    return None
+
+
+def _check_unmoved(recorded: RecordedStep, name: str, engine: Any) -> None:
+    model = plain_forward.model_of(engine)
+    assert model is not None, "above"
+    scores = forward_samples(recorded.run, engine, _fixed(model), _log_probs_at(lambda sample: 1.0))
     now = torch.cat(scores)
-    then = recorded.run.state.setdefault("reference", now.tolist())
+    then = recorded.run.state.setdefault(name, now.tolist())
     gap = float((now - torch.tensor(then, dtype=torch.float64)).abs().mean())
 
     limit = recorded.limit(REFERENCE_EXACT, REFERENCE_ROUNDED)
     if not gap <= limit:
         raise Wrong(
-            f"the reference moved: on fixed tokens its log-probs differ by {gap:.3g} on average "
+            f"the {name} moved: on fixed tokens its log-probs differ by {gap:.3g} on average "
             f"from those at the start of the run (limit {limit:g}). It shares weights with the "
             "policy, or is being trained"
         )
-
-    return None
 
 
 def scored_samples(recorded: RecordedStep) -> list[Sample]:

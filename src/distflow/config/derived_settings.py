@@ -23,7 +23,8 @@ from distflow.config.keys.algorithm import DIFFERING_LOSS, AlgorithmConfig
 from distflow.config.keys.critic import CriticConfig
 from distflow.config.keys.dag import FIRST_POLICY
 from distflow.config.keys.declare import changed, walk
-from distflow.config.keys.reward import REWARD_MODEL, RewardPart, scoring_models
+from distflow.config.keys.distill import TEACHER, TeacherConfig, teachers_of
+from distflow.config.keys.reward import REWARD_MODEL, RewardPart, ScoringModelConfig, scoring_models
 from distflow.config.keys.schema import Config, schema_keys, with_values
 from distflow.config.rules import ACTOR
 from distflow.errors import UserError, allow_change_advice
@@ -238,20 +239,33 @@ def is_sharded(config: Config) -> bool:
     return config.actor_rollout_ref.actor.strategy == "fsdp"
 
 
+def frozen_models(config: Config) -> dict[str, ScoringModelConfig | TeacherConfig]:
+    """Reward models, judges and teachers by engine name."""
+    return {**scoring_models(config.reward_model), **teachers_of(config.distill)}
+
+
 def model_of(config: Config, role: str) -> tuple[str, str | None]:
     """The key that names a role's model, and its path."""
-    models = scoring_models(config.reward_model)
+    models = frozen_models(config)
     if role in models:
-        key = "reward_model.model.path"
-        if role != REWARD_MODEL:
-            key = f"reward_model.models.{role}.path"
-        return key, models[role].path
+        return f"{_group_of(role)}.path", models[role].path
     if role == "critic" and config.critic.model.path is not None:
         return "critic.model.path", config.critic.model.path
     if role == "ref" and config.actor_rollout_ref.ref.path is not None:
         return "actor_rollout_ref.ref.path", config.actor_rollout_ref.ref.path
 
     return "actor_rollout_ref.model.path", config.actor_rollout_ref.model.path
+
+
+def _group_of(role: str) -> str:
+    """The keys of a frozen model."""
+    if role == REWARD_MODEL:
+        return "reward_model.model"
+    if role == TEACHER:
+        return "distill.teacher"
+    if role.startswith(TEACHER):
+        return f"distill.teachers.{role.removeprefix(f'{TEACHER}_')}"
+    return f"reward_model.models.{role}"
 
 
 def is_own_reference(config: Config) -> bool:
@@ -276,10 +290,9 @@ def offload_keys(config: Config) -> list[str]:
             if value is True:
                 found.append(key)
 
-    models = scoring_models(config.reward_model)
-
+    models = frozen_models(config)
     return found + [
-        f"reward_model.models.{name}.param_offload" for name in models if models[name].param_offload
+        f"{_group_of(name)}.param_offload" for name in models if models[name].param_offload
     ]
 
 

@@ -17,7 +17,7 @@ from transformers import (
 
 from distflow.builtin_names import ROLLOUT_ENGINES
 from distflow.config import Config, RunLimits
-from distflow.config.derived_settings import model_of, trains_scores
+from distflow.config.derived_settings import frozen_models, model_of, trains_scores
 from distflow.config.keys.reward import REWARD_MODEL, scoring_models
 from distflow.errors import UserError, blaming, hint
 from distflow.graph import BoundPipeline
@@ -155,8 +155,8 @@ def _without_weights(source: Source) -> PreTrainedModel:
 
 def source_of(config: Config, role: str) -> tuple[str, Source]:
     """The model of a role, with the key that names it."""
-    if role in scoring_models(config.reward_model):
-        return scoring_source(config, role)
+    if role in frozen_models(config):
+        return frozen_source(config, role)
     key, path = model_of(config, role)
     if key == "actor_rollout_ref.model.path":
         return key, policy_source(config)
@@ -242,15 +242,16 @@ def _other_source(config: Config, path: str | None) -> Source:
     return {**_source(config, path), "gguf_file": None, "revision": None, "init": "pretrained"}
 
 
-def scoring_source(config: Config, name: str) -> tuple[str, Source]:
-    """The source of a reward model or a judge, with the key that names it."""
+def frozen_source(config: Config, name: str) -> tuple[str, Source]:
+    """The source of a reward model, a judge or a teacher, with the key that names it."""
     key, path = model_of(config, name)
+    scoring = scoring_models(config.reward_model).get(name)
     own: SourceOptions = {
         "gguf_file": None,
         "revision": None,
         "init": "pretrained",
         "trust_remote_code": False,
-        "scores": not scoring_models(config.reward_model)[name].judge,
+        "scores": scoring is not None and not scoring.judge,
     }
 
     return key, {**_source(config, path), **own}
@@ -258,7 +259,7 @@ def scoring_source(config: Config, name: str) -> tuple[str, Source]:
 
 def check_engines(config: Config, engines: Collection[str]) -> None:
     """Raises UserError for an engine that a node of the pipeline requires and the config lacks."""
-    models = scoring_models(config.reward_model)
+    models = frozen_models(config)
     for engine in sorted({*engines} - ({*ENGINES} - {REWARD_MODEL}) - {*models}):
         key = "reward_model.model.path"
         if engine != REWARD_MODEL:

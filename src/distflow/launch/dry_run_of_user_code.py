@@ -191,7 +191,7 @@ def made_up(names: Iterable[str]) -> Batch | None:
 
     for name in sorted({*names, "response_mask", "valid"} - {"uid"}):
         known = find_field(name)
-        if known is None or known.axis not in sizes:
+        if known is None or known.many or known.axis not in sizes:
             return None
 
         column = _column(name, known.dtype, sizes[known.axis])

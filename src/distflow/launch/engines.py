@@ -9,10 +9,16 @@ from transformers import PreTrainedTokenizerBase
 
 from distflow.config import Config
 from distflow.config.derived_settings import response_limit, trained_policies
+from distflow.config.keys.distill import teachers_of
 from distflow.launch import agent_policies
 from distflow.launch.configured_models import check_engines, load_policy_tokenizer
 from distflow.launch.rollout_engines import build_rollout, check_rollout, engine_dtype
-from distflow.launch.scoring_engines import build_scoring_model, check_judge
+from distflow.launch.scoring_engines import (
+    build_scoring_model,
+    build_teacher,
+    check_judge,
+    check_teacher,
+)
 from distflow.launch.train_engines import build_actor, build_critic, build_policy, build_reference
 from distflow.models.loading import stop_token_ids
 from distflow.rewards.pool.domain_pools import RewardSettings
@@ -45,7 +51,10 @@ def make_factories(
         factories |= agent_policies.factories(config, steps)
 
     for name in engines:
-        if name not in factories:
+        if name in teachers_of(config.distill):
+            check_teacher(config, name)
+            factories[name] = partial(build_teacher, config, name)
+        elif name not in factories:
             check_judge(config, name)
             factories[name] = partial(build_scoring_model, config, name)
 

@@ -11,13 +11,13 @@ from distflow.config import Config
 from distflow.config.derived_settings import (
     code_of_workflow,
     config_of_policy,
+    frozen_models,
     named_algorithms,
     policies_of_agents,
     reward_functions,
     reward_parts,
     trained_policies,
 )
-from distflow.config.keys.reward import scoring_models
 from distflow.launch.devices import choose_device
 from distflow.launch.read_config import Data
 from distflow.launch.report_head import cpu_name
@@ -105,8 +105,8 @@ def _users_facts(config: Config) -> dict[str, object]:
                 revision = str(part.options.get("revision", "")) or None
                 facts[f"reward_model_{domain}"] = identity(path, revision)
 
-    for name, model in scoring_models(config.reward_model).items():
-        facts[f"engine_{name}"] = identity(model.path, None)
+    for name, model in frozen_models(config).items():
+        facts[f"engine_{name}"] = identity(str(model.path), None)
 
     if config.actor_rollout_ref.ref.path is not None:
         facts["engine_ref"] = identity(config.actor_rollout_ref.ref.path, None)

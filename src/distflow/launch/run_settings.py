@@ -8,6 +8,7 @@ from typing import Any
 
 from distflow.config import Config
 from distflow.config.derived_settings import (
+    frozen_models,
     is_one_process,
     is_own_reference,
     is_rl,
@@ -16,7 +17,6 @@ from distflow.config.derived_settings import (
     response_limit,
     validates,
 )
-from distflow.config.keys.reward import scoring_models
 from distflow.errors import UserError
 from distflow.graph import BoundPipeline
 from distflow.launch.configured_models import check_layouts, model_sizes, prediction
@@ -26,6 +26,7 @@ from distflow.launch.plan_data import data_plan
 from distflow.launch.rollout_engines import shares_weights
 from distflow.launch.threads import check_cores
 from distflow.planning.assign_ranks import plan_devices
+from distflow.planning.model_memory import is_judge
 from distflow.planning.plan import Plan, RankPlan
 from distflow.rollout.engine import SamplingParams
 from distflow.runtime.spec import Factory, Offloads, WorkerNeeds
@@ -187,8 +188,8 @@ def _offloads(config: Config, pipeline: BoundPipeline, plan: Plan) -> dict[str, 
                 weights=offload.param_offload, moments=offload.optimizer_offload
             )
 
-    for role, model in scoring_models(config.reward_model).items():
-        is_whole = model.judge or not is_sharded(config)
+    for role, model in frozen_models(config).items():
+        is_whole = is_judge(config, role) or not is_sharded(config)
         if role in pipeline.engines and model.param_offload and is_whole:
             offloads[role] = Offloads(weights=True, moments=False)
 

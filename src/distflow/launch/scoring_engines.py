@@ -1,15 +1,16 @@
-"""Builds reward models and judges, which score whole steps as engines of the run."""
+"""Builds reward models, judges and teachers, which score whole steps as engines of the run."""
 
 from functools import partial
 
 import torch
 
 from distflow.config import Config
+from distflow.config.keys.distill import teachers_of
 from distflow.config.keys.reward import scoring_models
 from distflow.errors import UserError, blaming
-from distflow.launch.configured_models import compute_dtype, scoring_source
+from distflow.launch.configured_models import compute_dtype, frozen_source, load_policy_tokenizer
 from distflow.launch.rollout_engines import cast_weights, engine_options, make_engine
-from distflow.launch.train_engines import scorer_options, sharding_of
+from distflow.launch.train_engines import reference_options, scorer_options, sharding_of
 from distflow.models.loading import (
     ModelSource,
     context_length,
@@ -22,7 +23,7 @@ from distflow.rewards.judge_prompt import judge_template
 from distflow.rollout.engine import SamplingParams
 from distflow.runtime.judge_engine import Judge
 from distflow.runtime.spec import Get
-from distflow.training.torch_engine import RewardModelScorer
+from distflow.training.torch_engine import RewardModelScorer, TeacherScorer
 
 
 def check_judge(config: Config, name: str) -> None:
@@ -31,6 +32,48 @@ def check_judge(config: Config, name: str) -> None:
     if model.judge:
         with blaming(f"reward_model.models.{name}.template"):
             judge_template(model.template)
+
+
+def check_teacher(config: Config, name: str) -> None:
+    """Raises UserError for a teacher whose tokens are not the policy's, or are fewer than
+    `distill.top_k`."""
+    key, source = frozen_source(config, name)
+    policy = load_policy_tokenizer(config)
+    with blaming(key):
+        model = ModelSource(**source).config()
+        own = load_tokenizer(source["path"], generates=False, model=model).get_vocab()
+        theirs = policy.get_vocab()
+        if own != theirs:
+            differing = sorted(own.items() ^ theirs.items(), key=lambda token: token[1])
+            token, number = differing[0]
+            raise UserError(
+                f"the teacher has another vocabulary than the policy: {len(own):,} tokens, not "
+                f"{len(theirs):,}; e.g. {token!r} is {number} in one of them alone. Choose a "
+                "teacher of the policy's family"
+            )
+
+    if config.distill.signal == "top_k" and config.distill.top_k > len(own):
+        raise UserError(
+            f"distill.top_k={config.distill.top_k}: the teacher has {len(own):,} tokens; set at "
+            "most as many"
+        )
+
+
+def build_teacher(config: Config, name: str, get: Get, device: torch.device) -> TeacherScorer:
+    key, source = frozen_source(config, name)
+    settings = teachers_of(config.distill)[name]
+    sharding = sharding_of(config, get, settings.param_offload)
+    with blaming(key):
+        model = load_model(**source, sharding=sharding, device=device)
+
+    top_k = config.distill.top_k if config.distill.signal == "top_k" else 0
+    return TeacherScorer(
+        model.requires_grad_(False),
+        num_likeliest=top_k,
+        num_tokens=len(get("tokenizer")),
+        group=get("collective"),
+        **reference_options(config),
+    )
 
 
 def build_scoring_model(
@@ -47,7 +90,7 @@ def _build_reward_model(
 ) -> RewardModelScorer:
     """A reward model, whose tokenizer may differ from the policy's."""
     on_host = scoring_models(config.reward_model)[name].param_offload
-    key, source = scoring_source(config, name)
+    key, source = frozen_source(config, name)
     with blaming(key):
         found = ModelSource(**source)
         check_config(found, found.config())
@@ -72,7 +115,7 @@ def _build_reward_model(
 def _build_judge(config: Config, name: str, device: torch.device) -> Judge:
     """A judge in a rollout engine of its own, with its own tokenizer."""
     settings = scoring_models(config.reward_model)[name]
-    key, source = scoring_source(config, name)
+    key, source = frozen_source(config, name)
     with blaming(key):
         model_config = ModelSource(**source).config()
         longest = context_length(**source)

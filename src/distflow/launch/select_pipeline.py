@@ -51,6 +51,10 @@ _WRITERS = {
         "it"
     ),
     "old_log_probs": "compute_old_log_prob writes it",
+    "teacher_log_probs": (
+        "score_by_teacher writes it; without distill.teacher.path and distill.teachers no loss "
+        "reads it"
+    ),
     "values": "compute_value writes it",
     "advantages": "compute_advantage writes it",
     "token_level_scores": "compute_reward writes it",

@@ -186,6 +186,8 @@ def _by_domain(loaded: Loaded) -> Iterator[tuple[str, Collection[str]]]:
     yield "algorithm.domains", config.algorithm.domains
     for name, model in config.reward_model.models.items():
         yield f"reward_model.models.{name}", model.domains
+    for name, teacher in config.distill.teachers.items():
+        yield f"distill.teachers.{name}", teacher.domains
     if is_given(loaded.origin("reward.functions")):
         yield "reward.functions", config.reward.functions.keys() - {"default"}
 

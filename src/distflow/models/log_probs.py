@@ -114,27 +114,92 @@ def token_log_probs(
     distribution, which the temperature does not change. Raises ValueError for a temperature that is
     not above 0; those already on a device are not checked.
     """
-    if not isinstance(temperature, Tensor) or temperature.device.type == "cpu":
-        check_temperature(temperature)
-    on_cpu = hidden.device.type == "cpu"
-    elements = chunk_elements or (CHUNK_ELEMENTS if on_cpu else CHUNK_ON_DEVICE)
-    num_rows = max(1, elements // vocabulary)
+    num_rows = _rows_at_once(hidden, vocabulary, temperature, chunk_elements)
     if len(hidden) <= num_rows:
         return _chunk(head, hidden, targets, temperature, with_entropy)
 
     log_probs = []
     entropies = []
-    start = 0
-    for states in hidden.split(num_rows):
-        rows = slice(start, start + len(states))
-        start = rows.stop
-        heat = temperature[rows] if isinstance(temperature, Tensor) else temperature
+    for rows, states, heat in _chunks(hidden, temperature, num_rows):
         given = (head, states, _some_of(targets, rows), heat, with_entropy)
         part, entropy = checkpoint(_chunk, *given, use_reentrant=False, preserve_rng_state=False)
         log_probs.append(part)
         entropies.append(entropy)
 
     return torch.cat(log_probs), torch.cat(entropies) if with_entropy else None
+
+
+@torch.no_grad()
+def likeliest_tokens(
+    head: Head,
+    hidden: Tensor,
+    targets: Tensor,
+    count: int,
+    *,
+    num_tokens: int | None = None,
+    temperature: float | Tensor = 1.0,
+    vocabulary: int,
+    chunk_elements: int | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Log-probs of `targets` `(n,)`, and ids and log-probs `(n, count)` of the likeliest tokens, in
+    the order of their probability; without gradient.
+
+    num_tokens: only lower ids are among them, since a head may have more rows than there are
+    tokens. Other arguments as of `token_log_probs`.
+    """
+    num_rows = _rows_at_once(hidden, vocabulary, temperature, chunk_elements)
+    log_probs = hidden.new_empty(len(hidden), dtype=_wide(hidden.dtype))
+    ids = targets.new_empty(len(hidden), count)
+    of_ids = log_probs.new_empty(len(hidden), count)
+
+    for rows, states, heat in _chunks(hidden, temperature, num_rows):
+        logits = _heated(_logits(head, states), heat)
+        for block in _blocks(logits):
+            place = slice(rows.start + block.start, rows.start + min(block.stop, len(logits)))
+            scores = logits[block].log_softmax(-1)
+            log_probs[place] = scores.gather(-1, targets[place, None])[:, 0]
+            of_ids[place], ids[place] = scores[:, :num_tokens].topk(count)
+
+    return log_probs, ids, of_ids
+
+
+def _rows_at_once(
+    hidden: Tensor, vocabulary: int, temperature: float | Tensor, chunk_elements: int | None
+) -> int:
+    """Raises ValueError as `token_log_probs`."""
+    if not isinstance(temperature, Tensor) or temperature.device.type == "cpu":
+        check_temperature(temperature)
+    on_cpu = hidden.device.type == "cpu"
+    elements = chunk_elements or (CHUNK_ELEMENTS if on_cpu else CHUNK_ON_DEVICE)
+    return max(1, elements // vocabulary)
+
+
+def _chunks(
+    hidden: Tensor, temperature: float | Tensor, num_rows: int
+) -> Iterator[tuple[slice, Tensor, float | Tensor]]:
+    """The rows, the states and the temperature of each chunk."""
+    start = 0
+    for states in hidden.split(num_rows):
+        rows = slice(start, start + len(states))
+        start = rows.stop
+        yield rows, states, temperature[rows] if isinstance(temperature, Tensor) else temperature
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    return torch.promote_types(dtype, torch.float32)
+
+
+def _logits(head: Head, hidden: Tensor) -> Tensor:
+    logits = head(hidden)
+    return logits.to(_wide(logits.dtype))
+
+
+def _heated(logits: Tensor, temperature: float | Tensor) -> Tensor:
+    if isinstance(temperature, Tensor):
+        return logits / temperature[:, None]
+    if temperature != 1.0:
+        return logits / temperature
+    return logits
 
 
 def _some_of(targets: Tensor | NumberTargets, rows: slice) -> Tensor | NumberTargets:
@@ -160,16 +225,12 @@ def _chunk(
     temperature: float | Tensor,
     with_entropy: bool,
 ) -> tuple[Tensor, Tensor | None]:
-    logits = head(hidden)
-    logits = logits if logits.dtype == torch.float64 else logits.float()
+    logits = _logits(head, hidden)
 
     # before the logits are replaced or overwritten
     normal = None if isinstance(targets, Tensor) else normal_of(logits, targets.normals)
 
-    if isinstance(temperature, Tensor):
-        logits = logits / temperature[:, None]
-    elif temperature != 1.0:
-        logits = logits / temperature
+    logits = _heated(logits, temperature)
 
     if isinstance(targets, Tensor):
         return _LogProbs.apply(logits, targets, with_entropy)

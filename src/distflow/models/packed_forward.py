@@ -26,7 +26,7 @@ from distflow.models.image_inputs import (
     states_in_own_passes,
     text_decoder,
 )
-from distflow.models.log_probs import token_log_probs
+from distflow.models.log_probs import likeliest_tokens, token_log_probs
 from distflow.models.lora import unwrapped
 from distflow.models.native_layers import packed_layers, runs_natively
 from distflow.models.number_head import NumberTargets
@@ -194,6 +194,10 @@ def packed_logits(
     )
 
 
+LIKELIEST = ("log_probs", "likeliest_ids", "likeliest_log_probs")
+"""Outputs that are computed together."""
+
+
 @dataclass(frozen=True)
 class ModelInputs:
     """Packed sequences on the model's device."""
@@ -210,6 +214,10 @@ class ModelInputs:
     """The tokens that need not be computed for each sequence, on the CPU; None computes all."""
     images: ImageInputs | None = None
     """Of the sequences; None if there are none."""
+    num_likeliest: int = 0
+    """Of the outputs `likeliest_ids` and `likeliest_log_probs`, for each target."""
+    num_tokens: int | None = None
+    """The likeliest are among lower ids; None for all."""
 
 
 def attach_packed_forward(model: nn.Module) -> None:
@@ -228,7 +236,8 @@ def packed_forward(
 
     outputs: of "log_probs" (of the targets, under softmax(logits / temperature)), "entropy" (of the
     same distribution), "values" or "text_scores" (of a value head, a reward model's). temperature:
-    of all positions, or float `(n,)`.
+    of all positions, or float `(n,)`. "likeliest_ids" and "likeliest_log_probs",
+    `(n, num_likeliest)`, come with "log_probs", without gradient.
     """
     hidden = packed_hidden_states(
         model,
@@ -251,13 +260,28 @@ def packed_forward(
         with torch.autocast(hidden.device.type, enabled=False):
             found["text_scores"] = hidden.to(wide) @ weight.to(wide)
 
-    if "log_probs" in outputs or "entropy" in outputs:
+    vocabulary = unwrapped(model).config.get_text_config().vocab_size
+    if "likeliest_ids" in outputs:
+        assert isinstance(inputs.targets, Tensor), "numbers are not drawn among tokens"
+        likeliest = likeliest_tokens(
+            output_head(model),
+            hidden,
+            inputs.targets,
+            inputs.num_likeliest,
+            num_tokens=inputs.num_tokens,
+            temperature=temperature,
+            vocabulary=vocabulary,
+        )
+        for name, values in zip(LIKELIEST, likeliest, strict=True):
+            found[name] = values
+
+    elif "log_probs" in outputs or "entropy" in outputs:
         log_probs, entropy = token_log_probs(
             output_head(model),
             hidden,
             inputs.targets,
             temperature=temperature,
-            vocabulary=unwrapped(model).config.get_text_config().vocab_size,
+            vocabulary=vocabulary,
             with_entropy="entropy" in outputs,
         )
         found["log_probs"] = log_probs

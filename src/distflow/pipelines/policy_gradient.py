@@ -24,6 +24,7 @@ def policy_gradient(pipeline: Pipeline, config: Config, has_critic: bool = False
     """Generate, reward, compute log-probs and values, estimate advantages, update: the nodes of
     GRPO, and of pipelines that differ from it only in settings or a critic."""
     roll_out_and_score(pipeline, config)
+    nodes.score_by_teachers(pipeline, config)
     prepare_training_data(pipeline, config)
     if has_critic:
         pipeline.add_node("compute_value", nodes.compute_value, only_forward_compute=True)

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from distflow.config import Config
-from distflow.config.derived_settings import is_own_reference, is_sharded
-from distflow.config.keys.reward import scoring_models
+from distflow.config.derived_settings import frozen_models, is_own_reference, is_sharded
+from distflow.config.keys.distill import teachers_of
 from distflow.planning.devices import Device
 from distflow.planning.model_memory import (
     SERVER_SHARES,
@@ -231,14 +231,14 @@ class _Needs:
         yield from self._passes(role, "forward")
 
     def _frozen(self, role: str) -> Iterator[MemoryItem]:
-        """A reference, a reward model or a judge."""
+        """A reference, a reward model, a judge or a teacher."""
         settings = self.config.actor_rollout_ref
         if role == "ref":
             if is_own_reference(self.config):
                 return
             is_off = settings.ref.fsdp_config.param_offload
         else:
-            is_off = scoring_models(self.config.reward_model)[role].param_offload
+            is_off = frozen_models(self.config)[role].param_offload
 
         parts = shards_of(self.plan, self.config, role)
         weights = frozen_bytes(self.config, role, self._parameters(role)) / parts
@@ -274,7 +274,7 @@ class _Needs:
         )
         yield MemoryItem(role, "activations", per_token * tokens, (phase,))
 
-        if role in ("actor", "ref"):
+        if role in ("actor", "ref", *teachers_of(self.config.distill)):
             rows = CHUNK_LOGITS[self.device.kind] // shape.vocabulary
             copies = 4 if self.itemsize == 4 else 6
             if settings.rollout.temperature != 1.0:

@@ -79,8 +79,8 @@ def trained_bytes(weights: float, trained: float, optimizer: str) -> dict[str, f
 
 
 def frozen_bytes(config: Config, role: str, weights: float) -> float:
-    """Of a reference, reward model or judge. A rollout engine computes with a whole judge's
-    weights."""
+    """Of a reference, reward model, judge or teacher. A rollout engine computes with a whole
+    judge's weights."""
     return weights * (itemsize_of(config) if is_judge(config, role) else 4)
 
 

@@ -20,6 +20,7 @@ from distflow.config.derived_settings import (
     is_sharded,
     optimizer_steps_a_step,
 )
+from distflow.config.keys.distill import teachers_of
 from distflow.graph import BoundNode
 from distflow.planning.devices import Device
 from distflow.planning.lengths import Lengths
@@ -212,7 +213,7 @@ class StepTimes:
 
         tokens = samples * self.lengths.sequence
         logits = 0.0
-        if role in ("actor", "ref"):
+        if role in ("actor", "ref", *teachers_of(self.config.distill)):
             logits = samples * self.lengths.response
 
         flops = times * shape.forward_flops(tokens, self.lengths.sequence / 2, logits)

@@ -24,7 +24,7 @@ from distflow.models.image_inputs import ImageInputs, ImageProcessor, images_of
 from distflow.models.log_probs import check_temperature
 from distflow.models.lora import adapter_off, named_weights, unwrapped
 from distflow.models.number_head import NumberTargets, make_head
-from distflow.models.packed_forward import ModelInputs
+from distflow.models.packed_forward import LIKELIEST, ModelInputs
 from distflow.models.packed_layout import shared_prefixes
 from distflow.models.sharding import device_of, fill, whole
 from distflow.training import engine
@@ -57,7 +57,7 @@ class ScorerOptions(TypedDict, total=False):
 @dataclass(eq=False, repr=False)
 class TorchScorer:
     """Computes outputs of response tokens on one device, by the model's `packed_forward`. Its
-    options are those of `ScorerOptions`, and two more."""
+    options are those of `ScorerOptions`, and four more."""
 
     model: nn.Module
     _: KW_ONLY
@@ -68,6 +68,10 @@ class TorchScorer:
     compute_dtype: torch.dtype | None = None
     without_adapter: bool = False
     """Score with the LoRA adapter switched off, which makes a policy its own reference."""
+    num_likeliest: int = 0
+    """Of the outputs `likeliest_ids` and `likeliest_log_probs`."""
+    num_tokens: int | None = None
+    """The likeliest are among lower ids; None for all."""
     group: engine.Collective = field(default_factory=engine.OneRank)
     """The ranks that run the model equally often."""
 
@@ -121,6 +125,9 @@ class TorchScorer:
             heat = self.temperature_of(micro)
         if isinstance(heat, Tensor):
             heat = send(heat, self.device)
+
+        if "likeliest_ids" in outputs:
+            inputs = replace(inputs, num_likeliest=self.num_likeliest, num_tokens=self.num_tokens)
 
         wide = [name for name in outputs if name in engine.TOP_IDS]
         if not wide:
@@ -230,6 +237,26 @@ class RewardModelScorer(TorchScorer, FrozenWeights):
         scores = self.forward(texts, ("text_scores",)).flat("text_scores").tolist()
 
         return [{**_result(score), "cut": cut} for score, cut in zip(scores, cuts, strict=True)]
+
+
+@dataclass(eq=False, repr=False)
+class TeacherScorer(TorchScorer, FrozenWeights):
+    """Scores the policy's samples by a frozen language model with the same tokens."""
+
+    def score(self, batch: Batch) -> Batch:
+        """The columns `teacher_log_probs` and, with `num_likeliest`, `teacher_top_ids` and
+        `teacher_top_log_probs`."""
+        return self.forward(batch, LIKELIEST if self.num_likeliest else LIKELIEST[:1])
+
+    def compute(
+        self, micro: Batch, outputs: tuple[str, ...], heat: float | Tensor | None = None
+    ) -> dict[str, Tensor]:
+        names = dict(zip(LIKELIEST, _OF_TEACHER, strict=True))
+        found = super().compute(micro, outputs, heat)
+        return {names[name]: values for name, values in found.items()}
+
+
+_OF_TEACHER = ("teacher_log_probs", "teacher_top_ids", "teacher_top_log_probs")
 
 
 def _result(score: float) -> dict[str, object]:

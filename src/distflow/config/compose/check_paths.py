@@ -116,6 +116,9 @@ def _models(config: Config) -> Iterator[tuple[str, str | None]]:
     yield "reward_model.model.path", config.reward_model.model.path
     for scoring in config.reward_model.models.values():
         yield "reward_model.models", scoring.path
+    yield "distill.teacher.path", config.distill.teacher.path
+    for teacher in config.distill.teachers.values():
+        yield "distill.teachers", teacher.path
 
 
 def _functions(config: Config) -> Iterator[tuple[str, str]]:

@@ -325,7 +325,11 @@ def parse_models(value: object) -> dict[str, ScoringModelConfig]:
 
     found = parse_differing(value, collect(ScoringModelConfig()), _MODELS_FORM, of="model")
     for name, settings in found.items():
-        if name in _TAKEN or not (name.isidentifier() and name[0].isalpha()):
+        if (
+            name in _TAKEN
+            or name.startswith("teacher")
+            or not (name.isidentifier() and name[0].isalpha())
+        ):
             raise Mismatch(f"has a model '{name}'", "choose a word that names no other engine")
         if not settings.get("path"):
             raise Mismatch(f"has no 'path' of the model '{name}'", _MODELS_FORM)

@@ -19,6 +19,7 @@ from distflow.config.keys.critic import CriticConfig
 from distflow.config.keys.dag import DagConfig
 from distflow.config.keys.data import DataConfig
 from distflow.config.keys.declare import KeyInfo, changed, collect, group, walk, yaml_name
+from distflow.config.keys.distill import DistillConfig
 from distflow.config.keys.profiler import ProfilerConfig
 from distflow.config.keys.reward import (
     CustomRewardConfig,
@@ -47,6 +48,7 @@ class Config:
     reward_model: RewardModelConfig = group(RewardModelConfig)
     reward: RewardConfig = group(RewardConfig)
     custom_reward_function: CustomRewardConfig = group(CustomRewardConfig, taken_by="reward_fn")
+    distill: DistillConfig = group(DistillConfig, taken_by="score_by_teacher")
     embodied_sampling: EmbodiedSamplingConfig = group(EmbodiedSamplingConfig)
     srpo: SrpoConfig = group(SrpoConfig)
     trainer: TrainerConfig = group(TrainerConfig)

@@ -176,11 +176,14 @@ def _renamed(finding: Finding, named: Mapping[str, str]) -> Finding:
 
 
 def known(config: Config) -> Findings:
-    """`algorithm.domains` and reward models name domains of `data.domains`, if there are any."""
+    """`algorithm.domains`, reward models and teachers name domains of `data.domains`, if there are
+    any."""
     domains = config.data.domains
     named = [(f"algorithm.domains.{domain}", domain) for domain in config.algorithm.domains]
     for name, model in config.reward_model.models.items():
         named += [(f"reward_model.models.{name}.domains", domain) for domain in model.domains]
+    for name, teacher in config.distill.teachers.items():
+        named += [(f"distill.teachers.{name}.domains", domain) for domain in teacher.domains]
 
     if domains:
         for key, domain in named:

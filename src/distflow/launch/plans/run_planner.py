@@ -10,8 +10,7 @@ from functools import cached_property
 from distflow.config import Config, Loaded, RunLimits, fit_to, load_config, with_changes
 from distflow.config.compose.fit_defaults_to_data import is_free
 from distflow.config.compose.load_config import check_named_files
-from distflow.config.derived_settings import CUSTOM, pipeline_name
-from distflow.config.keys.reward import scoring_models
+from distflow.config.derived_settings import CUSTOM, frozen_models, pipeline_name
 from distflow.errors import UserError
 from distflow.graph import BoundPipeline
 from distflow.launch.plans.measured_run import MeasuredRun, measured_run
@@ -274,5 +273,5 @@ def _models(config: Config) -> tuple[object, ...]:
     return (
         config.actor_rollout_ref.model.path,
         config.critic.model.path,
-        scoring_models(config.reward_model),
+        frozen_models(config),
     )

@@ -60,6 +60,7 @@ HUGGINGFACE = "huggingface"
 _MODELS = (
     *("actor_rollout_ref.model.path", "actor_rollout_ref.model.tokenizer_path"),
     *("critic.model.path", "reward_model.model.path", "actor_rollout_ref.ref.path"),
+    "distill.teacher.path",
 )
 
 Say = Callable[[str], None]
@@ -213,6 +214,12 @@ def with_models_of_runs(loaded: Loaded, say: Say) -> Loaded:
         models[name] = replace(model, path=_folder(model.path, config, say) or "")
     if models != config.reward_model.models:
         changes["reward_model.models"] = models
+
+    teachers = {}
+    for name, teacher in config.distill.teachers.items():
+        teachers[name] = replace(teacher, path=_folder(teacher.path, config, say))
+    if teachers != config.distill.teachers:
+        changes["distill.teachers"] = teachers
     policy = changes.get(_MODELS[0], values[_MODELS[0]])
     if policy is not None and (Path(policy) / FIRST_POLICY).is_dir():  # of a run with several
         changes |= _policies_in(Path(policy), config)

@@ -27,6 +27,7 @@ from distflow.pipelines.nodes.scored_tokens import (
     compute_value,
 )
 from distflow.pipelines.nodes.scoring_models import add_model_scores, ask_model, score_by_models
+from distflow.pipelines.nodes.teachers import score_by_teachers
 from distflow.pipelines.nodes.updates import (
     train_actor,
     train_critic,

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from distflow.algorithms.losses.distillation import Distillation
 from distflow.algorithms.objectives import (
     KTOObjective,
     PolicyObjective,
@@ -25,6 +26,7 @@ from distflow.config.derived_settings import (
     own_losses,
     trained_policies,
 )
+from distflow.config.keys.distill import teachers_of
 from distflow.import_target import load_function
 
 
@@ -55,6 +57,24 @@ def policy_objective(config: Config, derives_old: bool = False) -> PolicyObjecti
         logprob_level=config.algorithm.logprob_level,
         action_dim=_unit_tokens(config) if config.algorithm.logprob_level == "action" else 1,
         centering=_centering(config),
+        distillation=distillation(config),
+    )
+
+
+def distillation(config: Config) -> Distillation | None:
+    """What teachers add to the actor's loss; None without any."""
+    settings = config.distill
+    if not teachers_of(settings):
+        return None
+
+    return Distillation(
+        # the config checks these two
+        settings.signal,  # type: ignore[arg-type]
+        settings.divergence,  # type: ignore[arg-type]
+        settings.beta,
+        settings.rl_coef,
+        settings.kl_coef,
+        settings.ce_coef,
     )
 
 
@@ -147,7 +167,10 @@ def correction(config: Config) -> Correction:
 def loss_terms(config: Config) -> tuple[str, ...]:
     """Metrics of the actor that show what each term of its loss contributed."""
     actor = config.actor_rollout_ref.actor
-    names = ["pg"]
+    added = distillation(config)
+    names = ["pg"] if added is None or added.has_advantages else []
+    if added is not None:
+        names += added.terms
     if actor.entropy_coef:
         names.append("entropy")
     if actor.use_kl_loss:
