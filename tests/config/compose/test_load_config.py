@@ -416,8 +416,10 @@ def test_a_file_that_is_no_yaml_file(write):
 @pytest.mark.parametrize("preset", preset_names())
 def test_every_preset_loads(preset):
     loaded = load_config(preset, complete=False)
-    files = "data.val_files=val.jsonl"
-    assert load_config(preset, [] if loaded.config.data.domains else [*GOOD, files])
+    given = [] if loaded.config.data.domains else [*GOOD, "data.val_files=val.jsonl"]
+    if preset == "distill":
+        given.append("distill.teacher.path=teacher")
+    assert load_config(preset, given)
 
 
 @pytest.mark.parametrize("preset", ["grpo", "ppo", "dapo", "sft"])
