@@ -39,7 +39,10 @@ def http(served: Served) -> Iterator[httpx.Client]:
 
 def result(http: httpx.Client, asked: httpx.Response) -> httpx.Response:
     assert asked.status_code == 200, asked.text
-    return http.post("retrieve_future", json={"request_id": asked.json()["request_id"]})
+    while True:
+        found = http.post("retrieve_future", json={"request_id": asked.json()["request_id"]})
+        if found.status_code != 408:
+            return found
 
 
 def new_model(http: httpx.Client, served: Served) -> str:
@@ -238,3 +241,13 @@ def test_a_cancelled_sample_leaves_the_engine_to_others(http: httpx.Client, serv
     assert result(http, waiting[0]).status_code == 410
     assert result(http, http.post("asample", json=asked)).status_code == 200
     assert time.monotonic() - began < took / 2
+
+
+def test_a_request_after_a_refused_one_has_its_turn(http: httpx.Client, served: Served) -> None:
+    """The server cannot read the number of the refused one."""
+    model_id = new_model(http, served)
+    assert http.post("forward_backward", content=b"no", headers=PROTOBUF).status_code == 422
+    began = time.monotonic()
+    passed = http.post("forward_backward", content=one_pass(model_id, 2), headers=PROTOBUF)
+    assert result(http, passed).status_code == 200
+    assert time.monotonic() - began < 55

@@ -3,6 +3,7 @@
 import asyncio
 import random
 from collections.abc import Awaitable, Callable
+from functools import partial
 
 import pytest
 
@@ -12,31 +13,13 @@ from distflow.tinker.messages import BadRequest
 
 SOON_S = 0.01
 LONG_S = 30.0
-KEPT_S = 600.0
-
-
-class Clock:
-    """What the requests take for the time."""
-
-    def __init__(self) -> None:
-        self.now = 1000.0
-
-    def monotonic(self) -> float:
-        return self.now
-
-
-@pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    made = Clock()
-    monkeypatch.setattr(futures, "time", made)
-    return made
 
 
 def answering(value: str, done: list[str] | None = None) -> Callable[[], Awaitable[Result]]:
     async def work() -> Result:
         if done is not None:
             done.append(value)
-        return {"value": value}
+        return value.encode()
 
     return work
 
@@ -51,7 +34,7 @@ def failing(error: Exception) -> Callable[[], Awaitable[Result]]:
 def waiting_for(event: asyncio.Event) -> Callable[[], Awaitable[Result]]:
     async def work() -> Result:
         await event.wait()
-        return {"value": "late"}
+        return b"late"
 
     return work
 
@@ -66,11 +49,11 @@ def test_a_request_that_comes_twice_is_carried_out_once() -> None:
     async def run() -> None:
         known = Futures()
         done: list[str] = []
-        known.submit("a", b"1", answering("first", done))
-        known.submit("a", b"1", answering("second", done))
-        assert await known.result("a", LONG_S) == {"value": "first"}
-        known.submit("a", b"1", answering("third", done))
-        assert await known.result("a", LONG_S) == {"value": "first"}
+        known.submit("a", 1, answering("first", done))
+        known.submit("a", 1, answering("second", done))
+        assert await known.result("a", LONG_S) == b"first"
+        known.submit("a", 1, answering("third", done))
+        assert await known.result("a", LONG_S) == b"first"
         assert done == ["first"]
 
     asyncio.run(run())
@@ -79,10 +62,10 @@ def test_a_request_that_comes_twice_is_carried_out_once() -> None:
 def test_another_request_under_its_number_is_a_conflict() -> None:
     async def run() -> None:
         known = Futures()
-        known.submit("a", b"1", answering("first"))
+        known.submit("a", 1, answering("first"))
         with pytest.raises(Conflict, match="a was another request"):
-            known.submit("a", b"2", answering("second"))
-        assert await known.result("a", LONG_S) == {"value": "first"}
+            known.submit("a", 2, answering("second"))
+        assert await known.result("a", LONG_S) == b"first"
 
     asyncio.run(run())
 
@@ -91,12 +74,12 @@ def test_a_result_is_there_in_time_or_is_asked_for_again() -> None:
     async def run() -> None:
         known = Futures()
         event = asyncio.Event()
-        known.submit("a", b"1", waiting_for(event))
+        known.submit("a", 1, waiting_for(event))
         assert await known.result("a", SOON_S) is None
         asks = [asyncio.ensure_future(known.result("a", LONG_S)) for _ in range(3)]
         await settle()
         event.set()
-        assert await asyncio.gather(*asks) == [{"value": "late"}] * 3
+        assert await asyncio.gather(*asks) == [b"late"] * 3
 
     asyncio.run(run())
 
@@ -104,7 +87,7 @@ def test_a_result_is_there_in_time_or_is_asked_for_again() -> None:
 def test_an_error_is_kept_like_a_result() -> None:
     async def run() -> None:
         known = Futures()
-        known.submit("a", b"1", failing(BadRequest("datum 3")))
+        known.submit("a", 1, failing(BadRequest("datum 3")))
         for _ in range(2):
             with pytest.raises(BadRequest, match="datum 3"):
                 await known.result("a", LONG_S)
@@ -121,7 +104,7 @@ def test_a_cancelled_request_is_forgotten_and_no_other() -> None:
         known = Futures()
         event = asyncio.Event()
         for name in ("m:1", "m:10", "m:11", "n:1"):
-            known.submit(name, b"1", waiting_for(event))
+            known.submit(name, 1, waiting_for(event))
         ask = asyncio.ensure_future(known.result("m:1", LONG_S))
         await settle()
         known.cancel("m:1")
@@ -132,72 +115,71 @@ def test_a_cancelled_request_is_forgotten_and_no_other() -> None:
             await known.result("m:1", LONG_S)
 
         event.set()
-        assert await known.result("m:10", LONG_S) == {"value": "late"}
-        known.cancel_all("m:")
+        assert await known.result("m:10", LONG_S) == b"late"
+        known.cancel_session("m")
         for name in ("m:10", "m:11"):
             with pytest.raises(Gone):
                 await known.result(name, LONG_S)
-        assert await known.result("n:1", LONG_S) == {"value": "late"}
+        assert await known.result("n:1", LONG_S) == b"late"
 
     asyncio.run(run())
 
 
-def test_an_old_fetched_result_is_forgotten_and_a_waiting_one_never(clock: Clock) -> None:
-    """Whichever came first."""
+def test_only_the_last_results_that_were_fetched_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of others, and of what is not fetched, none is forgotten."""
+    monkeypatch.setattr(futures, "_MAX_FETCHED", 2)
 
     async def run() -> None:
         known = Futures()
-        for name in ("unfetched", "fetched", "also unfetched"):
-            known.submit(name, b"1", answering(name))
-        await known.result("fetched", LONG_S)
-        clock.now += KEPT_S / 2
-        known.submit("next", b"1", answering("next"))
-        assert await known.result("fetched", LONG_S) == {"value": "fetched"}
-
-        clock.now += 2 * KEPT_S
-        known.submit("one more", b"1", answering("one more"))
+        for name in ("s:a", "s:b", "s:c", "s:unfetched", "other:a"):
+            known.submit(name, 1, answering(name))
+        for name in ("other:a", "s:a", "s:b", "s:a", "s:c"):
+            assert await known.result(name, LONG_S) == name.encode()
         with pytest.raises(Gone):
-            await known.result("fetched", LONG_S)
-        for name in ("unfetched", "also unfetched", "next", "one more"):
-            assert await known.result(name, LONG_S) == {"value": name}
+            await known.result("s:b", LONG_S)
+        for name in ("s:a", "s:c", "s:unfetched", "other:a"):
+            assert await known.result(name, LONG_S) == name.encode()
 
     asyncio.run(run())
 
 
-def test_a_result_is_kept_from_when_it_was_last_fetched(clock: Clock) -> None:
-    async def run() -> None:
-        known = Futures()
-        for name in ("a", "b"):
-            known.submit(name, b"1", answering(name))
-            await known.result(name, LONG_S)
-        clock.now += 0.75 * KEPT_S
-        await known.result("a", LONG_S)
-        clock.now += 0.75 * KEPT_S
-        known.submit("c", b"1", answering("c"))
-        with pytest.raises(Gone):
-            await known.result("b", LONG_S)
-        assert await known.result("a", LONG_S) == {"value": "a"}
-
-    asyncio.run(run())
-
-
-def test_too_many_that_nobody_fetches_are_refused(
-    clock: Clock, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_too_many_that_nobody_fetches_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many were fetched."""
     monkeypatch.setattr(futures, "_MAX_WAITING", 3)
 
     async def run() -> None:
         known = Futures()
-        for name in ("s:a", "s:b", "s:c"):
-            known.submit(name, b"1", answering(name))
-        with pytest.raises(TooMany, match="3 results"):
-            known.submit("s:d", b"1", answering("s:d"))
-        known.submit("s:a", b"1", answering("s:a"))
-        assert await known.result("s:b", LONG_S) == {"value": "s:b"}
+        for number in range(9):
+            known.submit(f"s:{number}", 1, answering("fetched"))
+            assert await known.result(f"s:{number}", LONG_S) == b"fetched"
 
-        clock.now += 2 * KEPT_S
-        known.submit("s:d", b"1", answering("s:d"))
-        assert await known.result("s:d", LONG_S) == {"value": "s:d"}
+        for name in ("s:a", "s:b", "s:c"):
+            known.submit(name, 1, answering(name))
+        with pytest.raises(TooMany, match="3 results"):
+            known.submit("s:d", 1, answering("s:d"))
+        known.submit("s:a", 1, answering("s:a"))
+        assert await known.result("s:b", LONG_S) == b"s:b"
+        known.submit("s:d", 1, answering("s:d"))
+        assert await known.result("s:d", LONG_S) == b"s:d"
+
+    asyncio.run(run())
+
+
+def test_a_model_is_saved_with_the_results_that_may_be_asked_for() -> None:
+    """Those that are there: of no error, and of no other model."""
+
+    async def run() -> None:
+        known = Futures()
+        known.restore("s:train:0:1", b"restored")
+        known.submit("s:train:0:2", 1, answering("done"))
+        known.submit("s:train:0:3", 1, failing(BadRequest("datum 3")))
+        known.submit("s:train:0:4", 1, waiting_for(asyncio.Event()))
+        known.submit("s:train:01:5", 1, answering("other"))
+        await known.result("s:train:0:1", LONG_S)
+        await settle()
+        known.submit("s:train:0:1", 1, failing(BadRequest("it is known")))
+        assert dict(known.results("s:train:0")) == {1: b"restored", 2: b"done"}
+        known.cancel_all()
 
     asyncio.run(run())
 
@@ -210,15 +192,15 @@ def test_what_one_session_leaves_behind_leaves_room_for_others(
     async def run() -> None:
         known = Futures()
         for name in ("one:train:0:1", "one:sample:0:1"):
-            known.submit(name, b"1", answering(name))
+            known.submit(name, 1, answering(name))
         with pytest.raises(TooMany, match="2 results"):
-            known.submit("one:train:1:1", b"1", answering("more"))
-        known.submit("two:train:0:1", b"1", answering("other"))
-        assert await known.result("two:train:0:1", LONG_S) == {"value": "other"}
+            known.submit("one:train:1:1", 1, answering("more"))
+        known.submit("two:train:0:1", 1, answering("other"))
+        assert await known.result("two:train:0:1", LONG_S) == b"other"
 
-        known.cancel_all("one:")
-        known.submit("one:train:1:1", b"1", answering("more"))
-        assert await known.result("one:train:1:1", LONG_S) == {"value": "more"}
+        known.cancel_session("one")
+        known.submit("one:train:1:1", 1, answering("more"))
+        assert await known.result("one:train:1:1", LONG_S) == b"more"
 
     asyncio.run(run())
 
@@ -240,7 +222,7 @@ def test_a_number_that_never_comes_is_given_up(monkeypatch: pytest.MonkeyPatch) 
         assert done == []
 
         event.set()
-        assert await running == {"value": "late"}
+        assert await running == b"late"
         await asyncio.wait_for(asyncio.gather(*later), LONG_S)
         assert done == ["4", "5"]
         with pytest.raises(BadRequest, match="seq_id 3 was used: the next is 6"):
@@ -273,11 +255,11 @@ def test_numbers_are_carried_out_in_order_whatever_order_they_come(seed: int) ->
             num_running -= 1
             if number in failures:
                 raise BadRequest(f"request {number}")
-            return {"number": number}
+            return b"%d" % number
 
         tasks = []
         for number in numbers:
-            take = turns.take(number, lambda number=number: work(number))
+            take = turns.take(number, partial(work, number))
             tasks.append(asyncio.ensure_future(take))
             for _ in range(draw.randrange(3)):
                 await asyncio.sleep(0)
@@ -288,7 +270,7 @@ def test_numbers_are_carried_out_in_order_whatever_order_they_come(seed: int) ->
             if number in failures:
                 assert isinstance(result, BadRequest) and str(result) == f"request {number}"
             else:
-                assert result == {"number": number}
+                assert result == b"%d" % number
 
     asyncio.run(run())
 
@@ -309,9 +291,9 @@ def test_a_used_number_is_refused() -> None:
                 await turns.take(number, answering("again", done))
 
         event.set()
-        assert await running == {"value": "late"}
-        assert await turns.take(3, answering("third")) == {"value": "third"}
-        assert await waiting == {"value": "fourth"}
+        assert await running == b"late"
+        assert await turns.take(3, answering("third")) == b"third"
+        assert await waiting == b"fourth"
         assert done == []
 
     asyncio.run(run())
@@ -336,8 +318,8 @@ def test_the_turn_of_a_cancelled_number_is_skipped() -> None:
         assert done == []
 
         running.cancel()
-        assert await asyncio.wait_for(waiting[2], LONG_S) == {"value": "4"}
-        assert await turns.take(5, answering("5", done)) == {"value": "5"}
+        assert await asyncio.wait_for(waiting[2], LONG_S) == b"4"
+        assert await turns.take(5, answering("5", done)) == b"5"
         assert done == ["4", "5"]
 
     asyncio.run(run())

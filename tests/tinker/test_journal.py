@@ -17,48 +17,53 @@ def test_requests_are_read_in_order_until_a_state_replaces_them(
 ) -> None:
     journal = Journal(tmp_path / "j")
     for number, kind in ((0, "create_model"), (1, "forward_backward"), (2, "optim_step")):
-        journal.add(number, kind, f"body {number}".encode())
-        journal.answer(number, {"number": number})
+        journal.add(number, kind, f"body\n{number}".encode())
     journal.add(11, "forward_backward", b"eleven")
     journal.add(3, "forward_backward", b"three")
     journal.add(3, "forward_backward", b"another")
-    journal.answer(3, b"passed")
 
-    assert journal.state() is None
+    assert journal.saved() == (0, None)
     assert not journal.is_due
-    found = [*Journal(tmp_path / "j").requests()]
-    assert found == [
-        (0, "create_model", b"body 0"),
-        (1, "forward_backward", b"body 1"),
-        (2, "optim_step", b"body 2"),
+    assert [tuple(each) for each in Journal(tmp_path / "j").requests()] == [
+        (0, "create_model", b"body\n0"),
+        (1, "forward_backward", b"body\n1"),
+        (2, "optim_step", b"body\n2"),
         (3, "forward_backward", b"three"),
         (11, "forward_backward", b"eleven"),
     ]
 
     monkeypatch.setattr(journal_module, "_EVERY_S", 0.0)
     assert journal.is_due
-    journal.save(2, save)
+    journal.save(2, save, [(1, b"passed"), (2, b"{}")])
     again = Journal(tmp_path / "j")
-    state = again.state()
+    number, state = again.saved()
+    assert number == 2
     assert state is not None and (state / "weights").read_text() == "w"
-    assert [number for number, _, _ in again.requests()] == [0, 3, 11]
-    assert dict(again.results()) == {
-        **{number: {"number": number} for number in range(3)},
-        3: b"passed",
-    }
+    assert [each.number for each in again.requests()] == [0, 3, 11]
+    assert dict(again.results()) == {1: b"passed", 2: b"{}"}
 
-    journal.save(300, save)
+    journal.save(300, save, [])
     assert [each.name for each in (tmp_path / "j").iterdir() if each.is_dir()] == [
         "000000300.state"
     ]
-    assert [number for number, _, _ in again.requests()] == [0]
+    assert [each.number for each in again.requests()] == [0]
     assert not dict(again.results())
 
 
-def test_files_that_a_kill_left_unfinished_are_no_requests(tmp_path: Path) -> None:
+@pytest.mark.parametrize("cut", range(1, 30))
+def test_a_request_that_a_kill_left_unfinished_is_none(tmp_path: Path, cut: int) -> None:
+    """Wherever it was cut off, and what is added later is read."""
     journal = Journal(tmp_path)
     journal.add(0, "create_model", b"{}")
-    (tmp_path / ".000000001.optim_step").write_bytes(b"to")
-    (tmp_path / ".000000002.state.new").mkdir()
-    assert [*journal.requests()] == [(0, "create_model", b"{}")]
-    assert journal.state() is None
+    journal.add(1, "optim_step", b"to be cut")
+    (tmp_path / ".000000001.state.new").mkdir()
+    file = tmp_path / "requests"
+    file.write_bytes(file.read_bytes()[:-cut])
+
+    again = Journal(tmp_path)
+    again.add(1, "optim_step", b"whole")
+    assert [tuple(each) for each in again.requests()] == [
+        (0, "create_model", b"{}"),
+        (1, "optim_step", b"whole"),
+    ]
+    assert again.saved() == (0, None)

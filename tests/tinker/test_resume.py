@@ -130,3 +130,30 @@ def test_a_session_that_ended_is_not_taken_up(tmp_path: Path) -> None:
             time.sleep(0.05)
     finally:
         server.end(signal.SIGINT)
+
+
+def test_a_client_that_never_trains_fills_no_disk(tmp_path: Path) -> None:
+    """Its requests leave the disk although no step was done, and it goes on after a kill."""
+    server = Server(tmp_path)
+    try:
+        client = server.client()
+        name = str(tmp_path / "model")
+        model = client.create_lora_training_client(base_model=name, rank=4).result()
+        (requests,) = (server.checkpoints / "sessions").glob("*/0/requests")
+        sizes = []
+        losses = set()
+        deadline = time.monotonic() + 120
+        while len(sizes) < 2 or sizes[-1] > sizes[-2]:
+            passed = model.forward([datum(IDS)], "cross_entropy").result()
+            losses.add(passed.metrics["loss:sum"])
+            sizes.append(requests.stat().st_size)
+            assert time.monotonic() < deadline
+
+        server.end(signal.SIGKILL)
+        server.start()
+        passed = model.forward([datum(IDS)], "cross_entropy").result()
+        losses.add(passed.metrics["loss:sum"])
+        assert len(losses) == 1
+        client.close("success")
+    finally:
+        server.end(signal.SIGINT)

@@ -6,13 +6,11 @@ import shutil
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
 
 from distflow.observe.crash_safe_files import sync, write_atomically
 from distflow.tinker.adapter import read_note, read_state
-from distflow.tinker.messages import BadRequest
+from distflow.tinker.messages import BadRequest, Json
 
-Json = dict[str, Any]
 TRAINING = "weights"
 SAMPLING = "sampler_weights"
 EXTERNAL = "external_weights"

@@ -2,24 +2,25 @@
 until its result is fetched."""
 
 import asyncio
-import time
-from collections import Counter
-from collections.abc import Awaitable, Callable
+from collections import defaultdict
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from itertools import chain, islice
 
 from distflow.tinker.messages import BadRequest
 
-Result = bytes | dict[str, Any]
+Result = bytes
 """A protobuf message or a JSON object."""
+Work = Callable[[], Awaitable[Result]]
 _MAX_WAITING = 20_000
 """Of one session."""
-_KEPT_S = 600.0
-_MISSING_S = 60.0
+_MAX_FETCHED = 256
+"""Of one session: whose answers may not have reached the client, which then asks again."""
+_MAX_SAVED = 32
+"""Of those: a server that is killed loses few answers on their way."""
+_MISSING_S = 10.0
 """Until a number is given up that does not come, as its request was refused before its turn."""
-_ANY = b""
-"""The digest of a request of which only the result is known."""
 
 
 class Conflict(Exception):
@@ -36,37 +37,51 @@ class TooMany(Exception):
 
 @dataclass
 class _Known:
-    digest: bytes
+    digest: int | None
+    """Of the request; None if only its result is known."""
     task: "asyncio.Task[Result]"
 
 
+@dataclass
+class _Session:
+    """What is known of its requests, by their ids."""
+
+    waiting: dict[str, _Known] = field(default_factory=dict)
+    fetched: dict[str, _Known] = field(default_factory=dict)
+    """The last fetched is the last one."""
+
+    def find(self, request_id: str) -> _Known | None:
+        return self.waiting.get(request_id) or self.fetched.get(request_id)
+
+    def note_fetched(self, request_id: str, known: _Known) -> None:
+        self.waiting.pop(request_id, None)
+        self.fetched.pop(request_id, None)
+        self.fetched[request_id] = known
+        if len(self.fetched) > _MAX_FETCHED:
+            del self.fetched[next(iter(self.fetched))]
+
+
 class Futures:
-    """By request ids, which clients number. Used on one event loop."""
+    """By request ids, `SESSION:...`, which clients number. Used on one event loop."""
 
     def __init__(self) -> None:
-        self._known: dict[str, _Known] = {}
-        self._counts = Counter[str]()
-        """Of those that are known, by session."""
-        self._fetched: dict[str, float] = {}
-        """When a result was last sent, the longest ago first."""
+        self._sessions = defaultdict[str, _Session](_Session)
 
-    def submit(self, request_id: str, digest: bytes, work: Callable[[], Awaitable[Result]]) -> None:
+    def submit(self, request_id: str, digest: int | None, work: Work) -> None:
         """Start the work, unless the same request is known. Raises Conflict, TooMany."""
-        known = self._known.get(request_id)
+        session = self._session_of(request_id)
+        known = session.find(request_id)
         if known is not None:
-            if known.digest not in (digest, _ANY):
+            if known.digest not in (digest, None):
                 raise Conflict(f"{request_id} was another request")
             return
 
-        self._forget_fetched()
-        session = _session_of(request_id)
-        if self._counts[session] >= _MAX_WAITING:
-            raise TooMany(f"{self._counts[session]:,} results wait to be fetched")
+        if len(session.waiting) >= _MAX_WAITING:
+            raise TooMany(f"{len(session.waiting):,} results wait to be fetched")
 
         task = asyncio.ensure_future(work())
         task.add_done_callback(_look_at)
-        self._known[request_id] = _Known(digest, task)
-        self._counts[session] += 1
+        session.waiting[request_id] = _Known(digest, task)
 
     def restore(self, request_id: str, result: Result) -> None:
         """Know the result of a request that a server before carried out."""
@@ -74,60 +89,56 @@ class Futures:
         async def known() -> Result:
             return result
 
-        self.submit(request_id, _ANY, known)
+        self.submit(request_id, None, known)
 
     async def result(self, request_id: str, within_s: float) -> Result | None:
         """None if it is not there in time. Raises Gone, BadRequest for a client's mistake, and what
         else the work raised."""
-        known = self._known.get(request_id)
+        session = self._session_of(request_id)
+        known = session.find(request_id)
         if known is None:
             raise Gone(f"there is no request {request_id!r:.80}: the server was started again")
 
         await asyncio.wait((known.task,), timeout=within_s)
         if not known.task.done():
             return None
-
-        if self._known.get(request_id) is known:
-            self._fetched.pop(request_id, None)
-            self._fetched[request_id] = time.monotonic()
-
         if known.task.cancelled():
             raise BadRequest("the request was cancelled")
+
+        session.note_fetched(request_id, known)
         return known.task.result()
+
+    def results(self, model_id: str) -> Iterator[tuple[int, Result]]:
+        """Those of a model that a client may still ask for, by their numbers."""
+        session = self._session_of(model_id)
+        last = islice(reversed(session.fetched.items()), _MAX_SAVED)
+        for request_id, known in chain(session.waiting.items(), last):
+            model, _, number = request_id.rpartition(":")
+            task = known.task
+            is_there = task.done() and not task.cancelled() and not task.exception()
+            if model == model_id and is_there:
+                yield int(number), task.result()
 
     def cancel(self, request_id: str) -> None:
         """Cancel and forget the request, if it is known."""
-        known = self._forget(request_id)
-        self._fetched.pop(request_id, None)
+        session = self._session_of(request_id)
+        known = session.find(request_id)
         if known is not None:
             known.task.cancel()
+            session.waiting.pop(request_id, None)
+            session.fetched.pop(request_id, None)
 
-    def cancel_all(self, prefix: str) -> None:
-        """Those whose ids begin so."""
-        for request_id in [each for each in self._known if each.startswith(prefix)]:
-            self.cancel(request_id)
+    def cancel_session(self, session: str) -> None:
+        """Cancel and forget all of its requests."""
+        for known in self._sessions.pop(session, _Session()).waiting.values():
+            known.task.cancel()
 
-    def _forget_fetched(self) -> None:
-        old = time.monotonic() - _KEPT_S
-        while self._fetched:
-            request_id, fetched = next(iter(self._fetched.items()))
-            if fetched > old:
-                break
-            del self._fetched[request_id]
-            self._forget(request_id)
+    def cancel_all(self) -> None:
+        for session in [*self._sessions]:
+            self.cancel_session(session)
 
-    def _forget(self, request_id: str) -> _Known | None:
-        known = self._known.pop(request_id, None)
-        if known is not None:
-            session = _session_of(request_id)
-            self._counts[session] -= 1
-            if not self._counts[session]:
-                del self._counts[session]
-        return known
-
-
-def _session_of(request_id: str) -> str:
-    return request_id.partition(":")[0]
+    def _session_of(self, request_id: str) -> _Session:
+        return self._sessions[request_id.partition(":")[0]]
 
 
 def _look_at(task: "asyncio.Task[Result]") -> None:
@@ -137,22 +148,16 @@ def _look_at(task: "asyncio.Task[Result]") -> None:
 
 
 class Turns:
-    """Requests of one model are carried out in the order of their numbers, from 1, in whatever
-    order they come. One that does not come in time is given up."""
+    """Requests of one model are carried out in the order of their numbers, in whatever order they
+    come. One that does not come in time is given up."""
 
-    def __init__(self) -> None:
-        self._next = 1
-        self._moved = time.monotonic()
-        """When the next number became that."""
+    def __init__(self, first: int = 1) -> None:
+        self._next = first
         self._unfinished: dict[int, asyncio.Event] = {}
         self._ended = set[int]()
         """Numbers that were cancelled before their turn, and are skipped then."""
 
-    def start_after(self, number: int) -> None:
-        """Requests up to this number were carried out."""
-        self._next = number + 1
-
-    async def take(self, number: int, work: Callable[[], Awaitable[Result]]) -> Result:
+    async def take(self, number: int, work: Work) -> Result:
         """Wait for the turn of the number, and do the work. Raises BadRequest for a number that was
         taken, and what the work raises; the next has its turn then too."""
         taken = number in self._unfinished or number in self._ended
@@ -160,30 +165,24 @@ class Turns:
             raise BadRequest(f"seq_id {number} was used: the next is {self._next}")
 
         turn = self._unfinished[number] = asyncio.Event()
-        if number == self._next:
-            turn.set()
-
+        self._go_on()
         try:
             while not turn.is_set():
+                missing = self._next
                 with suppress(TimeoutError):
                     await asyncio.wait_for(turn.wait(), _MISSING_S)
-                self._skip_missing()
+                if missing == self._next and missing not in self._unfinished:
+                    self._next = min(self._unfinished)
+                    self._go_on()
             return await work()
         finally:
             del self._unfinished[number]
             self._ended.add(number)
             self._go_on()
 
-    def _skip_missing(self) -> None:
-        is_late = time.monotonic() - self._moved >= _MISSING_S
-        if self._next not in self._unfinished and is_late:
-            self._next = min(self._unfinished)
-            self._go_on()
-
     def _go_on(self) -> None:
         while self._next in self._ended:
             self._ended.remove(self._next)
             self._next += 1
-            self._moved = time.monotonic()
         if self._next in self._unfinished:
             self._unfinished[self._next].set()

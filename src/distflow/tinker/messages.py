@@ -1,6 +1,7 @@
 """The messages of the Tinker API that are protobuf, as the client's own classes read them (extra
 `tinker`)."""
 
+import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -18,6 +19,9 @@ _NUMPY = {1: np.float32, 2: np.int64}
 """By the numbers of the protocol's types: floats and integers, the only ones that clients send."""
 _MOST_VALUES = 2**26
 """Of one tensor, of which few may be sent if it is sparse."""
+
+
+Json = dict[str, Any]
 
 
 class BadRequest(ValueError):
@@ -63,6 +67,23 @@ def protocol() -> Any:
         return import_module("tinker.proto.tinker_public_pb2")
     except ImportError as error:
         raise UserError("--tinker needs the extra: pip install 'distflow[tinker]'") from error
+
+
+def read_json(content: bytes) -> Json:
+    """Raises BadRequest."""
+    try:
+        found = json.loads(content)
+    except (ValueError, RecursionError) as error:
+        raise BadRequest(f"the body is no JSON: {error}") from error
+
+    if not isinstance(found, dict):
+        raise BadRequest("the body is no JSON object")
+    return found
+
+
+def digest_of(request: Json) -> int:
+    """The same for the same request, in this process."""
+    return hash(json.dumps(request, sort_keys=True))
 
 
 def parse_pass(body: bytes) -> Any:

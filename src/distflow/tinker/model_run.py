@@ -43,16 +43,15 @@ class ModelRun:
         """The mistakes that were told."""
         self._stepped_at = time.time()
 
-    def begin(self, step: int, resumes: bool) -> Future[None]:
-        """Open the folder after so many steps. resumes: what is there of later ones no longer
-        counts. Done when the folder is there, or with an OSError."""
+    def begin(self, step: int) -> Future[None]:
+        """Open the folder after so many steps. Done when it is there, or with an OSError."""
         self._data = []
-        return self._recording.submit(self._open, step, resumes)
+        return self._recording.submit(self._open, step)
 
-    def _open(self, step: int, resumes: bool) -> None:
+    def _open(self, step: int) -> None:
         if self._writer is not None:
             self._writer.close("stopped")
-        self._writer = RunWriter(self._path, self._facts, step, resumes)
+        self._writer = RunWriter(self._path, self._facts, step)
 
     def timed(self, phase: str, function: Callable[..., Any], *arguments: object) -> Any:
         """The function's result. Its time is a phase of the step."""

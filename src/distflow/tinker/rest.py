@@ -1,4 +1,4 @@
-"""What the client's RestClient asks: sessions, training runs, checkpoints and their files."""
+"""What clients ask about the server: sessions, training runs, checkpoints and their files."""
 
 import secrets
 import time
@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from distflow.tinker.checkpoints import when
+from distflow.tinker.messages import Json
 from distflow.tinker.service import Service
 
 FILES = "/api/v1/files/"
 """Paths below it are secret."""
 _URLS_LAST_S = 3600
-Json = dict[str, Any]
 Answer = Callable[[Any], Awaitable[Any]]
 
 
@@ -30,6 +30,9 @@ class Rest:
         """Method, path below /api/v1/, and answer."""
         run = "training_runs/{model}"
         checkpoint = f"{run}/checkpoints/{{kind}}/{{name}}"
+        yield "GET", "healthz", self._health
+        yield "GET", "get_server_capabilities", self._capabilities
+        yield "GET", "samplers/{sampler}", self._sampler
         yield "GET", "sessions", self._sessions
         yield "GET", "sessions/{session}", self._session
         yield "GET", "training_runs", self._runs
@@ -41,11 +44,26 @@ class Rest:
         yield "GET", f"{checkpoint}/external_weights_urls", self._urls
         yield "GET", "files/{secret}/{file}", self._file
 
+    async def _health(self, request: Any) -> Json:
+        return {"status": "ok"}
+
+    async def _capabilities(self, request: Any) -> Json:
+        base = self._service.base
+        model = {"model_name": base.name, "max_context_length": base.context}
+        return {"supported_models": [{**model, "trainable": True, "sampleable": True}]}
+
+    async def _sampler(self, request: Any) -> Json:
+        name = request.path_params["sampler"]
+        path = self._service.sessions.weights_of(name)
+        return {"sampler_id": name, "base_model": self._service.base.name, "model_path": path}
+
     async def _sessions(self, request: Any) -> Json:
-        return {"sessions": _page(request, self._service.sessions())[0]}
+        return {"sessions": _page(request, self._service.sessions.listed())[0]}
 
     async def _session(self, request: Any) -> Json:
-        return self._service.session(request.path_params["session"])
+        session = request.path_params["session"]
+        samplers = self._service.sessions.samplers(session)
+        return {"training_run_ids": self._service.models_of(session), "sampler_ids": samplers}
 
     async def _runs(self, request: Any) -> Json:
         page, cursor = _page(request, self._checkpoints.training_runs())

@@ -36,9 +36,8 @@ class RunFacts:
 class RunWriter:
     """Used by one thread. Its methods raise OSError for a disk that is full."""
 
-    def __init__(self, path: Path, facts: RunFacts, step: int, resumes: bool) -> None:
-        """Opens the folder after so many steps. resumes: its records of later ones no longer
-        count."""
+    def __init__(self, path: Path, facts: RunFacts, step: int) -> None:
+        """Opens the folder after so many steps: records of later ones no longer count."""
         self._facts = facts
         self._step = step
         self._unused: dict[object, tuple[Draw, int]] = {}
@@ -48,8 +47,9 @@ class RunWriter:
         self._claim = ExitStack()
         self._claim.enter_context(claimed(path))
         ledger = path / "ledger.jsonl"
-        self._ledger = Ledger(ledger, _mark_after(ledger, step))
-        self._folder = RunFolder(path, self._ledger.restart, step if resumes else None)
+        mark = _mark_after(ledger, step)
+        self._ledger = Ledger(ledger, mark)
+        self._folder = RunFolder(path, self._ledger.restart, None if mark is None else step)
         self._num_groups = sum(record["kind"] == "issued" for _, record in timeline(ledger))
         self._folder.write_json(
             "run.json",

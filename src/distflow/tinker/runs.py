@@ -1,16 +1,17 @@
 """The runs of all models of a server: their folders, and the samples that they share."""
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from distflow.errors import UserError
 from distflow.observe.writing.run_folder import RunFolderError, claimed
+from distflow.tinker.adapter import AdapterConfig
 from distflow.tinker.draws import Draw, Draws, SampleGroup
 from distflow.tinker.messages import protocol
 from distflow.tinker.model_run import ModelRun
@@ -39,8 +40,8 @@ class Runs:
         except RunFolderError as error:
             raise UserError(f"{error}; --folder {folder} is of one server at a time") from error
 
-    def add(self, model_id: str, config: Mapping[str, Any]) -> ModelRun:
-        facts = RunFacts(model_id, self._base_model, config, self._decode)
+    def add(self, model_id: str, config: AdapterConfig) -> ModelRun:
+        facts = RunFacts(model_id, self._base_model, asdict(config), self._decode)
         run = ModelRun(self._folder / model_id, facts, self._draws, self._recording)
         self._runs[model_id] = run
         return run

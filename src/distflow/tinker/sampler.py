@@ -23,12 +23,11 @@ from distflow.rollout.engine import (
     Stream,
     generate_whole,
 )
-from distflow.tinker.messages import BadRequest, Drawn, write_samples
+from distflow.tinker.messages import BadRequest, Drawn, Json, write_samples
 from distflow.training.torch_engine import TorchScorer
 
 K = TypeVar("K")
 T = TypeVar("T")
-Json = dict[str, Any]
 _MOST_MERGED = 4
 _MOST_ADAPTERS = 8
 

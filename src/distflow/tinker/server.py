@@ -9,13 +9,13 @@ from collections.abc import Awaitable, Callable
 from contextlib import nullcontext
 from functools import partial
 from importlib import import_module
+from inspect import isawaitable
 from typing import Any
 
 from distflow.http_guard import Door, Guard, make_server
 from distflow.import_target import check_server_packages
 from distflow.tinker.futures import Conflict, Gone, TooMany
-from distflow.tinker.messages import BadRequest, protocol
-from distflow.tinker.ordered_requests import OrderedRequests, digest_of, read_json
+from distflow.tinker.messages import BadRequest, Json, digest_of, protocol, read_json
 from distflow.tinker.rest import FILES, Rest
 from distflow.tinker.service import Service
 
@@ -26,7 +26,19 @@ _OLDEST_CLIENT = (0, 25)
 _WAITS_S = 20.0
 """For a result, before the client asks again."""
 _STOPS_WITHIN_S = 5
-Json = dict[str, Any]
+_ORDERED = (
+    "create_model",
+    "forward_backward",
+    "optim_step",
+    "save_weights",
+    "save_weights_for_sampler",
+    "save_weights_external",
+    "load_weights",
+)
+_STATUS = {KeyError: 404, Gone: 410, Conflict: 409, TooMany: 429}
+"""Of errors; others are mistakes in a request."""
+Answer = Callable[[Any], Awaitable[Any]]
+"""Of a request of Starlette's: a JSON object or a response of Starlette's."""
 
 
 class TinkerServer:
@@ -37,44 +49,33 @@ class TinkerServer:
         check_server_packages("--tinker", "tinker")
         protocol()
         self._service = service
-        self._requests = OrderedRequests(service)
-        route = import_module("starlette.routing").Route
+        posts: dict[str, Callable[[Json], Any]] = {
+            "client/config": lambda given: {"use_pyqwest_transport": False},
+            # nobody reads what clients report of themselves
+            "telemetry": lambda given: {"status": "accepted"},
+            "create_session": self._create_session,
+            "session_heartbeat": self._heartbeat,
+            "get_info": lambda given: service.info(given["model_id"]),
+            "create_sampling_session": self._open_sampler,
+            "asample": self._sample,
+            "retrieve_future": self._retrieve,
+            "cancel_future": self._cancel,
+            "weights_info": self._weights_info,
+        }
+        routes: list[tuple[str, str, Answer]] = [*Rest(service).routes()]
+        routes.append(("POST", "sessions/{session}/finish", self._finish))
+        for path, answered in posts.items():
+            routes.append(("POST", path, partial(_read, answered)))
+        for kind in _ORDERED:
+            routes.append(("POST", kind, partial(self._ordered, kind)))
 
-        def post(path: str, answer: Callable[[Any], Awaitable[Any]]) -> Any:
-            return route(f"/api/v1/{path}", partial(_answered, answer), methods=["POST"])
-
-        def get(path: str, answer: Callable[[Any], Awaitable[Any]]) -> Any:
-            return route(f"/api/v1/{path}", partial(_answered, answer), methods=["GET"])
-
-        routes = [
-            get("healthz", self._health),
-            get("get_server_capabilities", self._capabilities),
-            post("client/config", self._config),
-            post("telemetry", self._telemetry),
-            post("create_session", self._create_session),
-            post("session_heartbeat", self._heartbeat),
-            post("sessions/{session}/finish", self._finish),
-            post("create_model", self._create_model),
-            post("get_info", self._info),
-            post("forward_backward", partial(self._ordered, "forward_backward")),
-            post("optim_step", partial(self._ordered, "optim_step")),
-            post("save_weights", partial(self._ordered, "save_weights")),
-            post("save_weights_for_sampler", partial(self._ordered, "save_weights_for_sampler")),
-            post("save_weights_external", partial(self._ordered, "save_weights_external")),
-            post("load_weights", self._load),
-            post("create_sampling_session", self._open_sampling),
-            get("samplers/{sampler}", self._sampler),
-            post("asample", self._sample),
-            post("retrieve_future", self._retrieve),
-            post("cancel_future", self._cancel),
-            post("weights_info", self._weights_info),
-            *(
-                route(f"/api/v1/{path}", partial(_answered, answer), methods=[method])
-                for method, path, answer in Rest(service).routes()
-            ),
-            route("/{path:path}", _no_route, methods=["GET", "POST", "PUT", "PATCH", "DELETE"]),
-        ]
-        app = import_module("starlette.applications").Starlette(routes=routes)
+        make_route = import_module("starlette.routing").Route
+        made = []
+        for method, path, answer in routes:
+            made.append(make_route(f"/api/v1/{path}", partial(_answered, answer), methods=[method]))
+        methods = ["GET", "POST", "PUT", "PATCH", "DELETE"]
+        made.append(make_route("/{path:path}", _no_route, methods=methods))
+        app = import_module("starlette.applications").Starlette(routes=made)
         guard = Guard(host, key, MAX_BODY_BYTES, _BODY_TYPES, secret_below=FILES)
         self._server = make_server(app, guard, (), _STOPS_WITHIN_S)
         self._server.capture_signals = nullcontext  # `serve` has its own
@@ -89,7 +90,7 @@ class TinkerServer:
                 loop.remove_signal_handler(number)
                 signal.signal(number, handler)
             # clients that wait for results are answered, so that their connections end
-            self._service.futures.cancel_all("")
+            self._service.futures.cancel_all()
             self._server.should_exit = True
 
         # what a handler of Python's raises within a request, the server catches
@@ -97,85 +98,45 @@ class TinkerServer:
             loop.add_signal_handler(number, stop)
 
         try:
-            await self._requests.restore()
+            await self._service.restore()
             await self._server.serve([Door(listening)])
         finally:
             await self._service.close()
 
-    async def _health(self, request: Any) -> Json:
-        return {"status": "ok"}
+    async def _ordered(self, kind: str, request: Any) -> Json:
+        return await self._service.accept(kind, await _content(request))
 
-    async def _capabilities(self, request: Any) -> Json:
-        base = self._service.base
-        model = {"model_name": base.name, "max_context_length": base.context}
-        return {"supported_models": [{**model, "trainable": True, "sampleable": True}]}
-
-    async def _config(self, request: Any) -> Json:
-        return {"use_pyqwest_transport": False}
-
-    async def _telemetry(self, request: Any) -> Json:
-        """Nobody reads what clients report of themselves."""
-        return {"status": "accepted"}
-
-    async def _create_session(self, request: Any) -> Json:
-        _check_client((await _body(request)).get("sdk_version"))
+    def _create_session(self, given: Json) -> Json:
+        _check_client(given.get("sdk_version"))
         return {"type": "create_session", "session_id": self._service.create_session()}
 
-    async def _heartbeat(self, request: Any) -> Json:
-        self._service.heartbeat((await _body(request))["session_id"])
+    def _heartbeat(self, given: Json) -> Json:
+        self._service.sessions.note_seen(given["session_id"])
         return {"type": "session_heartbeat"}
 
     async def _finish(self, request: Any) -> Json:
         self._service.end_session(request.path_params["session"])
         return {}
 
-    async def _create_model(self, request: Any) -> Json:
-        return self._requests.create("create_model", await _content(request))
-
-    async def _info(self, request: Any) -> Json:
-        return self._service.info((await _body(request))["model_id"])
-
-    async def _ordered(self, kind: str, request: Any) -> Json:
-        return self._requests.accept(kind, await _content(request))
-
-    async def _load(self, request: Any) -> Json:
-        """Into a model, or into a new one."""
-        content = await _content(request)
-        if read_json(content).get("session_id") is None:
-            return self._requests.accept("load_weights", content)
-        return self._requests.create("load_weights", content)
-
-    async def _open_sampling(self, request: Any) -> Json:
-        body = await _body(request)
-        opened = self._service.open_sampling(
-            body["session_id"], body["sampling_session_seq_id"], body.get("model_path")
-        )
+    def _open_sampler(self, given: Json) -> Json:
+        number = given["sampling_session_seq_id"]
+        path = given.get("model_path")
+        opened = self._service.open_sampler(given["session_id"], number, path)
         return {"type": "create_sampling_session", "sampling_session_id": opened}
 
-    async def _sampler(self, request: Any) -> Json:
-        return self._service.sampling(request.path_params["sampler"])
-
-    async def _sample(self, request: Any) -> Json:
-        body = await _body(request)
-        number = int(body.get("seq_id") or 0)
-
-        name = body.get("sampling_session_id")
-        if name is None:
-            request_id = f"sample:{secrets.token_hex(12)}"
-        else:
-            request_id = f"{name}:{number}"
-
-        work = partial(self._service.sample, number, body)
-        self._service.futures.submit(request_id, digest_of(body), work)
-        count = int(body.get("num_samples", 1))
+    def _sample(self, given: Json) -> Json:
+        number = int(given.get("seq_id") or 0)
+        name = given.get("sampling_session_id")
+        request_id = f"{name}:{number}" if name else f"sample:{secrets.token_hex(12)}"
+        work = partial(self._service.sample, number, given)
+        self._service.futures.submit(request_id, digest_of(given), work)
+        count = int(given.get("num_samples", 1))
         ids = [f"{request_id}:{index}" for index in range(count)]
-
         return {"request_id": request_id, "model_id": None, "sample_sequence_ids": ids}
 
-    async def _retrieve(self, request: Any) -> Any:
-        request_id = (await _body(request))["request_id"]
+    async def _retrieve(self, given: Json) -> Any:
+        request_id = given["request_id"]
         responses = import_module("starlette.responses")
-
         try:
             result = await self._service.futures.result(request_id, _WAITS_S)
         except BadRequest as error:
@@ -188,18 +149,16 @@ class TinkerServer:
         if result is None:
             again = {"type": "try_again", "request_id": request_id, "queue_state": "active"}
             return responses.JSONResponse(again, 408)
-        if isinstance(result, bytes):
-            return responses.Response(result, media_type=_PROTOBUF)
+        # no message begins with the field of this letter
+        kind = "application/json" if result.startswith(b"{") else _PROTOBUF
+        return responses.Response(result, media_type=kind)
 
-        return result
-
-    async def _cancel(self, request: Any) -> Json:
-        self._service.futures.cancel((await _body(request))["request_id"])
+    def _cancel(self, given: Json) -> Json:
+        self._service.futures.cancel(given["request_id"])
         return {}
 
-    async def _weights_info(self, request: Any) -> Json:
-        path = (await _body(request))["tinker_path"]
-        return self._service.checkpoints.info(path, self._service.base.name)
+    def _weights_info(self, given: Json) -> Json:
+        return self._service.checkpoints.info(given["tinker_path"], self._service.base.name)
 
 
 def _check_client(version: object) -> None:
@@ -236,28 +195,20 @@ async def _content(request: Any) -> bytes:
     return bytes(content)
 
 
-async def _body(request: Any) -> Json:
-    return read_json(await _content(request))
+async def _read(answer: Callable[[Json], Any], request: Any) -> Any:
+    """What is answered to a JSON object."""
+    found = answer(read_json(await _content(request)))
+    return await found if isawaitable(found) else found
 
 
-async def _answered(answer: Callable[[Any], Awaitable[Any]], request: Any) -> Any:
+async def _answered(answer: Answer, request: Any) -> Any:
     responses = import_module("starlette.responses")
     try:
         found = await answer(request)
-    except KeyError as error:
-        return responses.JSONResponse({"detail": f"there is no {error}"}, 404)
-    except Gone as error:
-        return responses.JSONResponse({"detail": str(error)}, 410)
-    except Conflict as error:
-        return responses.JSONResponse({"detail": str(error)}, 409)
-    except TooMany as error:
-        return responses.JSONResponse({"detail": str(error)}, 429)
-    except (BadRequest, TypeError, ValueError) as error:
-        return responses.JSONResponse({"detail": str(error)}, 422)
-
-    if isinstance(found, dict):
-        return responses.JSONResponse(found)
-    return found
+    except (*_STATUS, BadRequest, TypeError, ValueError) as error:
+        said = f"there is no {error}" if isinstance(error, KeyError) else str(error)
+        return responses.JSONResponse({"detail": said}, _STATUS.get(type(error), 422))
+    return responses.JSONResponse(found) if isinstance(found, dict) else found
 
 
 async def _no_route(request: Any) -> Any:

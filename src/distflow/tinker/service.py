@@ -1,35 +1,41 @@
-"""The state behind the Tinker API: sessions, the models that they train, samplers of saved
-versions, and checkpoints in a folder."""
+"""The models that clients train, each by numbered requests that are carried out in order and again
+after a kill, and samplers of saved versions."""
 
 import asyncio
-import hashlib
+import json
+import logging
 import secrets
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
-from contextlib import suppress
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass
 from functools import partial
+from hashlib import sha256
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from distflow.rollout.engine import Stream
-from distflow.tinker.adapter import (
-    AdapterConfig,
-    StepOptions,
-    read_state,
-)
+from distflow.tinker.adapter import AdapterConfig, StepOptions, read_state
 from distflow.tinker.checkpoints import EXTERNAL, SAMPLING, TRAINING, Checkpoints, write
-from distflow.tinker.futures import Futures, Result, Turns
-from distflow.tinker.messages import BadRequest, read_pass, write_pass
+from distflow.tinker.futures import Futures, Result, Turns, Work
+from distflow.tinker.journal import Journal
+from distflow.tinker.messages import (
+    BadRequest,
+    Json,
+    digest_of,
+    parse_pass,
+    read_json,
+    read_pass,
+    write_pass,
+)
 from distflow.tinker.model_run import ModelRun
 from distflow.tinker.runs import SESSIONS, Runs
 from distflow.tinker.sampler import read_sample
-from distflow.tinker.saved_sessions import SavedSessions
+from distflow.tinker.sessions import Sessions
 
-Json = dict[str, Any]
-_EXPIRES_S = 1800.0
-"""Without a heartbeat, which clients send every 10 s."""
+_PASS: Final = "forward_backward"
+_LONG_S = 60.0
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -55,21 +61,14 @@ class BaseModel:
 
 @dataclass
 class _Model:
+    name: str
     adapter: Any
     """Of `BaseModel.make_adapter`."""
     run: ModelRun
-    turns: Turns = field(default_factory=Turns)
-
-
-@dataclass(frozen=True)
-class _SamplingSession:
-    path: str | None
-    """Of the weights; None for the base."""
-    seed: int
-    version: tuple[str, int] | None
-    """The model of the weights, and the steps that it had done."""
-    follows: str | None = None
-    """The model whose newest weights for such sessions it takes; None: it keeps its own."""
+    journal: Journal
+    turns: Turns
+    has_gradients: bool = False
+    """They are not in a saved state."""
 
 
 class Service:
@@ -82,234 +81,274 @@ class Service:
         self._runs = Runs(folder, base.name, base.decode)
         self.futures = Futures()
         self.checkpoints = Checkpoints(folder)
-        self.saved_sessions = SavedSessions(folder / SESSIONS)
-        self._states: dict[str, Path | None] = {}
-        """Of models that a server before had: the folder of the last one that was saved."""
+        self.sessions = Sessions(folder / SESSIONS)
         self._computing = ThreadPoolExecutor(1, "tinker")
-        self._sessions: dict[str, float] = {}
         self._models: dict[str, _Model] = {}
-        self._samplings: dict[str, _SamplingSession] = {}
         self._samplers = base.make_samplers(self._computing)
+        self._kinds = {
+            "optim_step": self._step,
+            "save_weights": self._save_training,
+            "save_weights_for_sampler": self._save_for_sampler,
+            "save_weights_external": self._save_external,
+            "load_weights": self._load,
+        }
 
     async def close(self) -> None:
-        self.futures.cancel_all("")
+        self.futures.cancel_all()
         await self._samplers.close()
         self._computing.shutdown(cancel_futures=True)
         await asyncio.to_thread(self._runs.close)
 
+    async def restore(self) -> None:
+        """Make sessions and models as they were when the server on this folder ended."""
+        for session in self.sessions.restore():
+            for model_id in self.sessions.models(session):
+                try:
+                    await self._restore_model(model_id)
+                except Exception as error:  # the others can go on
+                    _log.warning("%s cannot be restored: %s", model_id, error)
+
+    async def _restore_model(self, model_id: str) -> None:
+        """Raises whatever damaged files raise, and BadRequest for a model that was refused."""
+        journal = self.sessions.journal(model_id)
+        made, *later = journal.requests()
+        self._submit(made.kind, made.body)
+        while await self.futures.result(f"{model_id}:0", _LONG_S) is None:
+            pass
+
+        for number, result in journal.results():
+            self.futures.restore(f"{model_id}:{number}", result)
+        for request in later:
+            self._submit(request.kind, request.body, again=True)
+        _log.warning("%s is restored, and carries out %d requests again", model_id, len(later))
+
     def create_session(self) -> str:
-        self._end_silent_sessions()
-        session = f"session-{secrets.token_hex(6)}"
-        self.saved_sessions.add(session)
-        self._sessions[session] = time.monotonic()
-        return session
-
-    def restore_sessions(self) -> list[str]:
-        """Take up those of the server before, with their samplers."""
-        recent = self.saved_sessions.take_recent(_EXPIRES_S)
-        for session in recent:
-            self._sessions[session] = time.monotonic()
-            for number, path in self.saved_sessions.samplers(session):
-                with suppress(BadRequest):  # its weights were deleted
-                    self._add_sampling(session, number, path)
-        return recent
-
-    def heartbeat(self, session: str) -> None:
-        """Raises KeyError for a session that has ended."""
-        self._sessions[session]
-        self._sessions[session] = time.monotonic()
-        self.saved_sessions.note_seen(session)
+        for silent in self.sessions.silent():
+            self.end_session(silent)
+        return self.sessions.create()
 
     def end_session(self, session: str) -> None:
         """End its requests and forget its models; checkpoints stay. Idempotent."""
-        self._sessions.pop(session, None)
-        self.saved_sessions.end(session)
-        self.futures.cancel_all(f"{session}:")
+        self.futures.cancel_session(session)
+        self.sessions.end(session)
+        for name in self.models_of(session):
+            model = self._models.pop(name)
+            self._computing.submit(model.adapter.close)
+            self._runs.end(name, "finished")
 
-        for model_id in [each for each in self._models if each.startswith(f"{session}:")]:
-            self._forget(model_id)
+    def models_of(self, session: str) -> list[str]:
+        return [each for each in self._models if each.startswith(f"{session}:")]
 
-        for name in [each for each in self._samplings if each.startswith(f"{session}:")]:
-            del self._samplings[name]
+    async def accept(self, kind: str, content: bytes) -> Json:
+        """Carry out a request in its turn; returns when it is on disk. Raises BadRequest, KeyError
+        for an unknown session."""
+        model_id, number = self._submit(kind, content)
+        journal = self.sessions.journal(model_id)
+        await asyncio.to_thread(journal.add, number, kind, content)
+        return {"request_id": f"{model_id}:{number}", "model_id": model_id}
 
-    async def create_model(self, model_id: str, body: Json) -> Result:
-        self._check_base(body.get("base_model"))
-        given = body.get("lora_config")
-        if given is None:
-            config = AdapterConfig(None, 0, attention=True, mlp=True)
+    def _submit(self, kind: str, content: bytes, again: bool = False) -> tuple[str, int]:
+        """Its model and number. again: a server that was killed may have done so."""
+        work: Work
+        if kind == _PASS:
+            message = parse_pass(content)
+            model_id = message.model_id
+            number = message.seq_id
+            # a client that sends a request again may write its maps in another order
+            digest = hash(message.SerializeToString(deterministic=True))
+            model = self._model(model_id)
+            work = partial(self._run, model, message)
         else:
-            config = AdapterConfig(
-                int(given["rank"]),
-                int(given.get("seed") or 0),
-                bool(given.get("train_attn", True)),
-                bool(given.get("train_mlp", True)),
-            )
+            given = read_json(content)
+            digest = digest_of(given)
+            if given.get("session_id") is not None:
+                return self._submit_creation(kind, given)
 
-        await self._add_model(model_id, config, body, 0)
+            model_id = given["model_id"]
+            number = given.get("seq_id")
+            if again:
+                given["overwrite"] = True
+            model = self._model(model_id)
+            work = partial(self._kinds[kind], model, given)
 
-        return {"type": "create_model", "model_id": model_id}
+        if not isinstance(number, int) or number < 1:
+            raise BadRequest(f"seq_id is {number!r:.40}: requests of a model are numbered from 1")
+        kept = partial(self._kept, model, number, work)
+        in_turn = partial(model.turns.take, number, kept)
+        self.futures.submit(f"{model_id}:{number}", digest, in_turn)
+        return model_id, number
 
-    async def create_from(self, model_id: str, body: Json) -> Result:
-        """A model from a checkpoint."""
-        folder = self.checkpoints.find(body["path"])
-        state = read_state(folder)
-        config = AdapterConfig(**state["config"])
-        model = await self._add_model(model_id, config, body, int(state["num_steps"]))
+    def _submit_creation(self, kind: str, given: Json) -> tuple[str, int]:
+        session = given["session_id"]
+        self.sessions.note_seen(session)
+        model_id = f"{session}:train:{int(given['model_seq_id'])}"
+        work = partial(self._create, model_id, kind, given)
+        self.futures.submit(f"{model_id}:0", digest_of(given), work)
+        return model_id, 0
+
+    async def _kept(self, model: _Model, number: int, work: Work) -> Result:
+        """Do the work, and perhaps save the model with the result."""
         try:
-            await self._compute(model.adapter.load, folder, bool(body["optimizer"]))
+            result = await work()
+        except BadRequest as error:
+            result = as_json({"error": str(error), "category": "user"})
+
+        if model.journal.is_due and not model.has_gradients:
+            save = partial(model.adapter.save, with_optimizer=True)
+            results = [*self.futures.results(model.name), (number, result)]
+            try:
+                await self._compute(model.journal.save, number, save, results)
+            except OSError as error:
+                _log.warning("%s: a killed server would not restore it: %s", model.name, error)
+        return result
+
+    async def _create(self, model_id: str, kind: str, given: Json) -> Result:
+        """A model from the base, from a checkpoint, or from the state that a server before
+        saved."""
+        journal = self.sessions.journal(model_id)
+        number, folder = journal.saved()
+        with_optimizer = folder is not None or bool(given.get("optimizer"))
+        if folder is None and kind == "load_weights":
+            folder = self.checkpoints.find(given["path"])
+
+        if folder is None:
+            config = self._config_of(given)
+        else:
+            config = AdapterConfig(**read_state(folder)["config"])
+
+        adapter = await self._compute(self.base.make_adapter, model_id, config)
+        try:
+            if folder is not None:
+                await self._compute(adapter.load, folder, with_optimizer)
+            run = self._runs.add(model_id, config)
+            await asyncio.wrap_future(run.begin(adapter.num_steps))
+            self.checkpoints.begin(
+                model_id, self.base.name, config.rank, given.get("user_metadata")
+            )
         except BaseException:
-            if model_id in self._models:
-                self._forget(model_id)
+            self._computing.submit(adapter.close)
             raise
 
-        return {"type": "load_weights", "path": body["path"], "model_id": model_id}
+        self._models[model_id] = _Model(model_id, adapter, run, journal, Turns(number + 1))
+        return as_json({"type": kind, "path": given.get("path"), "model_id": model_id})
 
-    async def load(self, model_id: str, body: Json) -> Result:
-        folder = self.checkpoints.find(body["path"])
-        model = self.model(model_id)
-        await self._compute(model.adapter.load, folder, bool(body["optimizer"]))
-        await asyncio.wrap_future(model.run.begin(model.adapter.num_steps, resumes=True))
-        return {"type": "load_weights", "path": body["path"], "model_id": model_id}
+    def _config_of(self, given: Json) -> AdapterConfig:
+        self._check_base(given.get("base_model"))
+        lora = given.get("lora_config")
+        if lora is None:
+            return AdapterConfig(None, 0, attention=True, mlp=True)
+        return AdapterConfig(
+            int(lora["rank"]),
+            int(lora.get("seed") or 0),
+            bool(lora.get("train_attn", True)),
+            bool(lora.get("train_mlp", True)),
+        )
 
-    async def run(self, message: Any) -> Result:
-        """A `forward_backward`, as a protobuf message."""
-        model = self.model(message.model_id)
+    async def _load(self, model: _Model, given: Json) -> Result:
+        folder = self.checkpoints.find(given["path"])
+        await self._compute(model.adapter.load, folder, bool(given["optimizer"]))
+        model.has_gradients = False
+        await asyncio.wrap_future(model.run.begin(model.adapter.num_steps))
+        return as_json({"type": "load_weights", "path": given["path"], "model_id": model.name})
+
+    async def _run(self, model: _Model, message: Any) -> Result:
+        """A pass, as a protobuf message."""
         # tens of megabytes take a while to read
         request = await asyncio.to_thread(read_pass, message)
-        log_probs, metrics = await self._compute(
-            model.run.timed, "forward_backward", model.adapter.run, request
-        )
+        model.has_gradients |= not request.forward_only
+        log_probs, metrics = await self._compute(model.run.timed, _PASS, model.adapter.run, request)
         metrics = await asyncio.to_thread(
             model.run.passed, request, log_probs, metrics, model.adapter.num_steps
         )
         return write_pass(log_probs, metrics)
 
-    async def step(self, model_id: str, body: Json) -> Result:
-        given = body.get("adam_params")
-        if given is None:
+    async def _step(self, model: _Model, given: Json) -> Result:
+        if given.get("adam_params") is None:
             raise BadRequest("adam_params are missing: AdamW is the only optimizer here")
-
         try:
-            options = StepOptions(**given)
+            options = StepOptions(**given["adam_params"])
         except TypeError as error:
             raise BadRequest(f"adam_params: {error}") from error
 
-        model = self.model(model_id)
-        metrics = await self._compute(model.run.timed, "optim_step", model.adapter.step, options)
-        return {
-            "metrics": model.run.stepped(model.adapter.num_steps, options.learning_rate, metrics)
-        }
+        adapter = model.adapter
+        metrics = await self._compute(model.run.timed, "optim_step", adapter.step, options)
+        model.has_gradients = False
+        metrics = model.run.stepped(adapter.num_steps, options.learning_rate, metrics)
+        return as_json({"metrics": metrics})
 
-    async def save(self, model_id: str, body: Json) -> Result:
-        adapter = self.model(model_id).adapter
-        path = await self._save(model_id, TRAINING, f"step-{adapter.num_steps}", body)
-        return {"type": "save_weights", "path": path}
+    async def _save_training(self, model: _Model, given: Json) -> Result:
+        path = await self._save(model, TRAINING, f"step-{model.adapter.num_steps}", given)
+        return as_json({"type": "save_weights", "path": path})
 
-    async def save_external(self, model_id: str, body: Json) -> Result:
+    async def _save_external(self, model: _Model, given: Json) -> Result:
         """For downloads."""
-        if body.get("age_encryption_recipients"):
+        if given.get("age_encryption_recipients"):
             raise BadRequest("age_encryption_recipients are not supported: leave them out")
-        path = await self._save(model_id, EXTERNAL, "external", body)
-        return {"type": "save_weights_external", "path": path}
+        path = await self._save(model, EXTERNAL, "external", given)
+        return as_json({"type": "save_weights_external", "path": path})
 
-    async def save_for_sampler(self, model_id: str, body: Json) -> Result:
-        """Under a name, or for a sampling session that this opens."""
-        kind = body.get("kind", "snapshot")
+    async def _save_for_sampler(self, model: _Model, given: Json) -> Result:
+        """Under a name, or for a sampler that this opens."""
+        kind = given.get("kind", "snapshot")
         if kind not in ("snapshot", "inflight"):
             raise BadRequest(f"kind is {kind!r:.60}: it is 'snapshot' or 'inflight'")
 
-        adapter = self.model(model_id).adapter
-        number = body.get("sampling_session_seq_id")
-        default = f"session-{number}-step-{adapter.num_steps}"
-        path = await self._save(model_id, SAMPLING, default, body)
-        if number is None:
-            return {"type": "save_weights_for_sampler", "path": path}
+        number = given.get("sampling_session_seq_id")
+        default = f"session-{number}-step-{model.adapter.num_steps}"
+        path = await self._save(model, SAMPLING, default, given)
+        answer = {"type": "save_weights_for_sampler", "path": path}
+        if number is not None:
+            opened = self.sessions.open_sampler(model.name.partition(":")[0], number, path)
+            answer["sampling_session_id"] = opened
+            if kind == "inflight":
+                self.sessions.follow(model.name, opened, path)
+        return as_json(answer)
 
-        session = model_id.partition(":")[0]
-        opened = self.open_sampling(session, number, path)
-        if kind == "inflight":
-            self._publish(model_id, opened, path)
-        return {"type": "save_weights_for_sampler", "path": path, "sampling_session_id": opened}
+    async def _save(self, model: _Model, kind: str, default: str, given: Json) -> str:
+        path = f"tinker://{model.name}/{kind}/{given.get('path') or default}"
+        place = self.checkpoints.place(path, bool(given.get("overwrite")))
+        metadata = given.get("user_metadata")
+        save = partial(model.adapter.save, with_optimizer=kind == TRAINING, metadata=metadata)
+        await self._compute(write, place, save)
+        self.checkpoints.expire(path, given.get("ttl_seconds"))
+        return path
 
-    def _publish(self, model_id: str, opened: str, path: str) -> None:
-        """Have a new session and those that follow the model sample from these weights; what is
-        being drawn goes on with the weights that it began with."""
-        version = self.checkpoints.version(path)
-        for name, each in self._samplings.items():
-            if name == opened or each.follows == model_id:
-                own = replace(each, path=path, version=version, follows=model_id)
-                self._samplings[name] = own
-
-    def open_sampling(self, session: str, number: int, path: str | None) -> str:
+    def open_sampler(self, session: str, number: int, path: str | None) -> str:
         """Raises BadRequest for a path that is not there, KeyError for an unknown session."""
-        self._sessions[session]
-        name = self._add_sampling(session, number, path)
-        self.saved_sessions.note_sampler(session, number, path)
-        return name
+        if path is not None:
+            self.checkpoints.find(path)
+        return self.sessions.open_sampler(session, number, path)
 
-    def _add_sampling(self, session: str, number: int, path: str | None) -> str:
-        name = f"{session}:sample:{number}"
-        seed = int.from_bytes(hashlib.sha256(name.encode()).digest()[:6], "big")
-        self._samplings.setdefault(name, self._sampling(path, seed))
-        return name
-
-    def _sampling(self, path: str | None, seed: int) -> _SamplingSession:
-        version = None if path is None else self.checkpoints.version(path)
-        return _SamplingSession(path, seed, version)
-
-    def sampling(self, name: str) -> Json:
-        """Raises KeyError."""
-        found = self._samplings[name]
-        return {"sampler_id": name, "base_model": self.base.name, "model_path": found.path}
-
-    async def sample(self, number: int, body: Json) -> Result:
-        """number: of the request in its sampling session. Raises BadRequest."""
-        name = body.get("sampling_session_id")
+    async def sample(self, number: int, given: Json) -> Result:
+        """number: of the request for its sampler. Raises BadRequest."""
+        name = given.get("sampling_session_id")
         if name is not None:
-            session = self._samplings[name]
+            path = self.sessions.weights_of(name)
+            seed = int.from_bytes(sha256(name.encode()).digest()[:6], "big")
         else:
-            path = body.get("model_path")
+            path = given.get("model_path")
             if path is None:
-                self._check_base(body.get("base_model"))
-            session = self._sampling(path, secrets.randbits(48))
+                self._check_base(given.get("base_model"))
+            seed = secrets.randbits(48)
 
-        request = read_sample(body, self.base.stop_ids, self.base.context)
-        if request.seed is None:
-            stream = Stream(session.seed, "serve", 0, number)
-        else:
+        request = read_sample(given, self.base.stop_ids, self.base.context)
+        stream = Stream(seed, "serve", 0, number)
+        if request.seed is not None:
             stream = Stream(request.seed, "seed", 0, 0)
 
         started = time.time()
-        folder = None if session.path is None else self.checkpoints.find(session.path)
-        result = await self._samplers.sample(folder, request, stream)
-        self._runs.note_samples(session.version, request, result, started)
+        folder = None
+        version = None
+        if path is not None:
+            folder = self.checkpoints.find(path)
+            version = self.checkpoints.version(path)
+        result: Result = await self._samplers.sample(folder, request, stream)
+        self._runs.note_samples(version, request, result, started)
         return result
-
-    def sessions(self) -> list[str]:
-        """The newest first."""
-        return [*reversed(self._sessions)]
-
-    def session(self, session: str) -> Json:
-        """Raises KeyError."""
-        self._sessions[session]
-        models = [each for each in self._models if each.startswith(f"{session}:")]
-        samplers = [each for each in self._samplings if each.startswith(f"{session}:")]
-        return {"training_run_ids": models, "sampler_ids": samplers}
-
-    def model(self, model_id: str) -> _Model:
-        """Raises BadRequest."""
-        model = self._models.get(model_id)
-        if model is None:
-            raise BadRequest(
-                f"there is no model {model_id!r:.80}: it was never created, its session has ended, "
-                "or the server was started again; create it from a checkpoint"
-            )
-
-        return model
 
     def info(self, model_id: str) -> Json:
         """Raises BadRequest."""
-        rank = self.model(model_id).adapter.config.rank
+        rank = self._model(model_id).adapter.config.rank
         base = self.base
         data = {"arch": base.kind, "model_name": base.name, "tokenizer_id": base.folder}
         return {
@@ -321,57 +360,14 @@ class Service:
             "model_name": base.name,
         }
 
-    async def _add_model(
-        self, model_id: str, config: AdapterConfig, body: Json, num_steps: int
-    ) -> _Model:
-        """num_steps: of the checkpoint that it is to begin with."""
-        adapter = await self._compute(self.base.make_adapter, model_id, config)
-        run = self._runs.add(model_id, asdict(config))
-        is_known = model_id in self._states
-        state = self._states.pop(model_id, None)
-        if state is not None:
-            num_steps = int(read_state(state)["num_steps"])
-        await asyncio.wrap_future(run.begin(num_steps, resumes=is_known))
-        self.checkpoints.begin(model_id, self.base.name, config.rank, body.get("user_metadata"))
-        model = self._models[model_id] = _Model(adapter, run)
+    def _model(self, model_id: str) -> _Model:
+        model = self._models.get(model_id)
+        if model is None:
+            raise BadRequest(
+                f"there is no model {model_id!r:.80}: it was never created, its session has ended, "
+                "or the server was started again; create it from a checkpoint"
+            )
         return model
-
-    def expect(self, model_id: str, state: Path | None) -> None:
-        """A model that a server before had is going to be made again. state: a folder that
-        `save_state` wrote."""
-        self._states[model_id] = state
-
-    async def restore_model(self, model_id: str, state: Path, number: int) -> None:
-        """Bring a model to the state after a request."""
-        model = self.model(model_id)
-        await self._compute(model.adapter.load, state, True)
-        model.turns.start_after(number)
-
-    async def save_state(
-        self, model_id: str, write: Callable[[Callable[[Path], None]], None]
-    ) -> None:
-        """write: calls what it is given with a folder. Raises OSError."""
-        save = partial(self.model(model_id).adapter.save, with_optimizer=True)
-        await self._compute(write, save)
-
-    async def _compute(self, function: Callable[..., Any], *arguments: object) -> Any:
-        loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._computing, partial(function, *arguments))
-
-    async def _save(self, model_id: str, kind: str, default: str, body: Json) -> str:
-        path = f"tinker://{model_id}/{kind}/{body.get('path') or default}"
-        place = self.checkpoints.place(path, bool(body.get("overwrite")))
-        adapter = self.model(model_id).adapter
-        metadata = body.get("user_metadata")
-        save = partial(adapter.save, with_optimizer=kind == TRAINING, metadata=metadata)
-        await self._compute(write, place, save)
-        self.checkpoints.expire(path, body.get("ttl_seconds"))
-        return path
-
-    def _forget(self, model_id: str) -> None:
-        model = self._models.pop(model_id)
-        self._computing.submit(model.adapter.close)
-        self._runs.end(model_id, "finished")
 
     def _check_base(self, name: object) -> None:
         if name not in (self.base.name, self.base.folder):
@@ -379,7 +375,10 @@ class Service:
                 f"there is no base model {name!r:.80} here: this server has {self.base.name!r}"
             )
 
-    def _end_silent_sessions(self) -> None:
-        for session, seen in [*self._sessions.items()]:
-            if seen < time.monotonic() - _EXPIRES_S:
-                self.end_session(session)
+    async def _compute(self, function: Callable[..., Any], *arguments: object) -> Any:
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._computing, partial(function, *arguments))
+
+
+def as_json(value: Json) -> Result:
+    return json.dumps(value).encode()
