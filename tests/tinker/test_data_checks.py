@@ -11,7 +11,7 @@ from distflow.tinker.data_checks import (
     mistakes_of_step,
     trained_datum,
 )
-from distflow.tinker.draws import Draw, Draws, SampleGroup
+from distflow.tinker.draws import Draw, Draws
 from distflow.tinker.messages import Datum
 
 PROMPT = [3, 4, 5]
@@ -24,9 +24,9 @@ def drawn(
     version: int = 0,
     temperature: float = 1.0,
 ) -> Draw:
-    group = SampleGroup("m", version, temperature, 0.0, 1.0)
     ids = np.array([*prompt, *response])
-    return Draw(group, ids, len(prompt), np.array(log_probs, np.float32), True)
+    own = np.array(log_probs, np.float32)
+    return Draw("m", version, temperature, 0.0, 1.0, ids, len(prompt), own, True)
 
 
 def trained(

@@ -17,7 +17,7 @@ Floats = NDArray[np.float32]
 _SENT_WITHIN: Final = 0.05
 """Nats between a log-prob that was drawn and the one that comes back: clients may round it."""
 _SAME_WEIGHTS_WITHIN: Final = 0.1
-"""Nats between engine and trainer, in the mean over the tokens of a sample."""
+"""Nats between engine and trainer, in the mean over the tokens of a datum."""
 _FAR: Final = math.log(10)
 
 
@@ -46,12 +46,6 @@ class TrainedDatum:
         counting = self.factors.nonzero()[0]
         return int(counting[0]) + 1 if len(counting) else len(self.targets)
 
-    def drawn(self, draw: Draw) -> tuple[NDArray[np.int64], Floats]:
-        """The targets of a sample that count, and the log-probs that they were drawn with."""
-        first = draw.prompt_length - 1
-        places = first + self.factors[first : first + len(draw.log_probs)].nonzero()[0]
-        return places, draw.log_probs[places - first]
-
     def log_ratios(self) -> Floats:
         """The model's log-probs less those sent, of the targets that count; none without any."""
         if self.sent is None:
@@ -69,30 +63,23 @@ def trained_datum(datum: Datum, log_probs: Tensor, draws: Draws) -> TrainedDatum
     sent = inputs["logprobs"][:, 0] if "logprobs" in inputs else None
     ones = np.ones((length, 1), np.float32)
     factors = inputs.get("advantages", inputs.get("weights", ones)).sum(1)
-
-    chosen = []
-    for equal in draws.within(token_ids):
-        chosen.append(_nearest(equal, sent))
-    return TrainedDatum(
-        token_ids,
-        targets,
-        factors,
-        log_probs.float().cpu().reshape(length, -1)[:, 0].numpy(),
-        sent,
-        chosen,
-    )
+    own = log_probs.float().cpu().reshape(length, -1)[:, 0].numpy()
+    chosen = [_nearest(equal, sent) for equal in draws.within(token_ids)]
+    return TrainedDatum(token_ids, targets, factors, own, sent, chosen)
 
 
 def _nearest(equal: Sequence[Draw], sent: Floats | None) -> Draw:
     """The one of equal samples whose log-probs came back; of several the last."""
     if sent is None:
         return equal[-1]
+    return min(reversed(equal), key=lambda draw: np.abs(_sent_for(draw, sent)).sum())
 
-    def distance(draw: Draw) -> float:
-        first = draw.prompt_length - 1
-        return float(np.abs(sent[first : first + len(draw.log_probs)] - draw.log_probs).sum())
 
-    return min(reversed(equal), key=distance)
+def _sent_for(draw: Draw, sent: Floats) -> Floats:
+    """What was sent less what was drawn, at the targets of the sample."""
+    first = draw.prompt_length - 1
+    found: Floats = sent[first : first + len(draw.log_probs)] - draw.log_probs
+    return found
 
 
 def mistake_in(datum: TrainedDatum, model_id: str, version: int) -> tuple[str, str] | None:
@@ -106,49 +93,37 @@ def mistake_in(datum: TrainedDatum, model_id: str, version: int) -> tuple[str, s
         return None
 
     for draw in datum.draws:
-        places, drawn = datum.drawn(draw)
-        is_other = np.abs(datum.sent[places] - drawn) > _SENT_WITHIN
+        gaps = _sent_for(draw, datum.sent)
+        first = draw.prompt_length - 1
+        counts = datum.factors[first : first + len(gaps)] != 0.0
+        is_other = counts & (np.abs(gaps) > _SENT_WITHIN)
         if is_other.any():
-            first = int(is_other.argmax())
-            place = int(places[first])
+            place = int(is_other.argmax())
             return (
                 "other_logprobs",
-                f"logprobs[{place}] is {datum.sent[place]:.3f}, but the engine drew this token "
-                f"with {drawn[first]:.3f}: send the log-probs of the sample, each at the place of "
-                "its target",
+                f"logprobs[{first + place}] is {datum.sent[first + place]:.3f}, but the engine "
+                f"drew this token with {draw.log_probs[place]:.3f}: send the log-probs of the "
+                "sample, each at the place of its target",
             )
 
     return _ratio_mistake(datum, model_id, version)
 
 
 def _ratio_mistake(datum: TrainedDatum, model_id: str, version: int) -> tuple[str, str] | None:
-    for draw in datum.draws:
-        group = draw.group
-        places, drawn = datum.drawn(draw)
-        is_current = (group.model_id, group.version) == (model_id, version)
-        gap = _mean_size(datum.log_probs[places] - drawn)
-        if not is_current or gap <= _SAME_WEIGHTS_WITHIN:
-            continue
-
-        if group.temperature != 1.0:
-            why = f"it was drawn at temperature {group.temperature:g}, and is trained at 1"
-        else:
-            why = f"engine and trainer differ by {gap:.2f} nats a token"
+    ratios = datum.log_ratios()
+    gap = float(np.abs(ratios).mean()) if len(ratios) else 0.0
+    drawn_by = {(draw.model_id, draw.version) for draw in datum.draws}
+    if drawn_by == {(model_id, version)} and gap > _SAME_WEIGHTS_WITHIN:
+        why = f"engine and trainer differ by {gap:.2f} nats a token"
+        temperature = datum.draws[0].temperature
+        if temperature != 1.0:
+            why = f"it was drawn at temperature {temperature:g}, and is trained at 1"
         return "ratios", f"its ratios are not 1 although the newest weights drew it: {why}"
 
-    gap = _mean_size(datum.log_ratios())
     if gap > _FAR:
-        return (
-            "ratios",
-            f"its logprobs are {gap:.1f} nats a token from the model's: ratios this far from 1 say "
-            "nothing of it",
-        )
-
+        said = f"its logprobs are {gap:.1f} nats a token from the model's"
+        return "ratios", f"{said}: ratios this far from 1 say nothing of it"
     return None
-
-
-def _mean_size(values: Floats) -> float:
-    return float(np.abs(values).mean()) if len(values) else 0.0
 
 
 def mistakes_of_step(
@@ -157,8 +132,7 @@ def mistakes_of_step(
     """Sentences by the names of mistakes. data: of all passes since the last step."""
     found = {}
     if data and not any(each.factors.any() for each in data):
-        number = len(data)
-        found["trains_nothing"] = f"advantages or weights of all {number} data are 0"
+        found["trains_nothing"] = f"advantages or weights of all {len(data)} data are 0"
     elif grad_norm == 0.0:
         found["no_gradient"] = "the gradient is 0"
     if learning_rate == 0.0:

@@ -1,6 +1,7 @@
 """What the engine drew lately, to be found again in the data that clients train on."""
 
 import threading
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -13,8 +14,8 @@ _BASE = np.uint64(0x9E3779B97F4A7C15)
 
 
 @dataclass(frozen=True, eq=False)
-class SampleGroup:
-    """The samples of one request."""
+class Draw:
+    """One sample."""
 
     model_id: str | None
     """None for the base."""
@@ -24,13 +25,6 @@ class SampleGroup:
     started: float
     """Seconds since the epoch, like `ended`."""
     ended: float
-
-
-@dataclass(frozen=True, eq=False)
-class Draw:
-    """One sample."""
-
-    group: SampleGroup
     token_ids: NDArray[np.int64]
     """`(n,)`: prompt and response."""
     prompt_length: int
@@ -40,9 +34,8 @@ class Draw:
     """By a stop token or string, not by its length."""
 
     @property
-    def key(self) -> tuple[SampleGroup, bytes]:
-        """The same for equal samples of a request."""
-        return self.group, self.token_ids.tobytes()
+    def draws(self) -> "tuple[Draw, ...]":
+        return (self,)
 
 
 class Draws:
@@ -50,17 +43,17 @@ class Draws:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._by_hash: dict[int, list[Draw]] = {}
+        self._by_hash: dict[int, deque[Draw]] = {}
         self._num_tokens = 0
 
     def add(self, draws: Sequence[Draw]) -> None:
         with self._lock:
             for draw in draws:
-                equal = self._by_hash.setdefault(int(_hashes(draw.token_ids)[-1]), [])
+                key = int(_hashes(draw.token_ids)[-1])
+                equal = self._by_hash.setdefault(key, deque(maxlen=_MOST_EQUAL))
+                if len(equal) < _MOST_EQUAL:
+                    self._num_tokens += len(draw.token_ids)
                 equal.append(draw)
-                self._num_tokens += len(draw.token_ids)
-                if len(equal) > _MOST_EQUAL:
-                    self._num_tokens -= len(equal.pop(0).token_ids)
 
             while self._num_tokens > _MOST_TOKENS:
                 oldest = self._by_hash.pop(next(iter(self._by_hash)))
@@ -71,16 +64,13 @@ class Draws:
         found = []
         with self._lock:
             for end, value in enumerate(_hashes(token_ids).tolist(), 1):
-                if value not in self._by_hash:
-                    continue
-
                 begin = token_ids[:end]
-                equal = [
-                    each for each in self._by_hash[value] if np.array_equal(each.token_ids, begin)
-                ]
+                equal = []
+                for draw in self._by_hash.get(value, ()):
+                    if np.array_equal(draw.token_ids, begin):
+                        equal.append(draw)
                 if equal:
                     found.append(equal)
-
         return found
 
 

@@ -1,10 +1,10 @@
 """The runs of all models of a server: their folders, and the samples that they share."""
 
+import asyncio
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
@@ -12,10 +12,9 @@ import numpy as np
 from distflow.errors import UserError
 from distflow.observe.writing.run_folder import RunFolderError, claimed
 from distflow.tinker.adapter import AdapterConfig
-from distflow.tinker.draws import Draw, Draws, SampleGroup
+from distflow.tinker.draws import Draw, Draws
 from distflow.tinker.messages import protocol
-from distflow.tinker.model_run import ModelRun
-from distflow.tinker.run_writer import RunFacts
+from distflow.tinker.model_run import ModelRun, RunFacts
 from distflow.tinker.sampler import SampleRequest
 
 SESSIONS = "sessions"
@@ -40,35 +39,48 @@ class Runs:
         except RunFolderError as error:
             raise UserError(f"{error}; --folder {folder} is of one server at a time") from error
 
-    def add(self, model_id: str, config: AdapterConfig) -> ModelRun:
-        facts = RunFacts(model_id, self._base_model, asdict(config), self._decode)
-        run = ModelRun(self._folder / model_id, facts, self._draws, self._recording)
-        self._runs[model_id] = run
+    async def open(self, model_id: str, config: AdapterConfig, step: int) -> ModelRun:
+        """The run of a model after so many steps. Raises OSError."""
+        told = set[str]()
+        before = self._runs.pop(model_id, None)
+        if before is not None:
+            told = before.told
+            before.end("stopped")
+
+        facts = RunFacts(model_id, self._base_model, config, self._decode)
+        folder = self._folder / model_id
+        opened = self._recording.submit(
+            ModelRun, folder, facts, self._draws, self._recording, step, told
+        )
+        run = self._runs[model_id] = await asyncio.wrap_future(opened)
         return run
 
     def end(self, model_id: str, status: str) -> None:
         self._runs.pop(model_id).end(status)
 
     def note_samples(
-        self, version: tuple[str, int] | None, request: SampleRequest, result: bytes, started: float
+        self, version: tuple[str | None, int], request: SampleRequest, result: bytes, started: float
     ) -> None:
-        """version: the model that drew them and its steps, None for the base. result: a
+        """version: the model that drew them, None for the base, and its steps. result: a
         `SampleResponse`. started: in seconds since the epoch."""
-        model_id, num_steps = version or (None, 0)
-        group = SampleGroup(model_id, num_steps, request.params.temperature, started, time.time())
+        model_id, num_steps = version
+        ended = time.time()
+        prompt = np.array(request.prompt_ids)
         classes = protocol()
         draws = []
         for sequence in classes.SampleResponse.FromString(result).sequences:
-            response = np.frombuffer(sequence.tokens, np.int32)
-            draws.append(
-                Draw(
-                    group,
-                    np.append(np.array(request.prompt_ids), response),
-                    len(request.prompt_ids),
-                    np.frombuffer(sequence.logprobs, np.float32),
-                    sequence.stop_reason == classes.STOP_REASON_STOP,
-                )
+            draw = Draw(
+                model_id,
+                num_steps,
+                request.params.temperature,
+                started,
+                ended,
+                np.append(prompt, np.frombuffer(sequence.tokens, np.int32)),
+                len(prompt),
+                np.frombuffer(sequence.logprobs, np.float32),
+                sequence.stop_reason == classes.STOP_REASON_STOP,
             )
+            draws.append(draw)
 
         self._draws.add(draws)
         run = self._runs.get(model_id or "")

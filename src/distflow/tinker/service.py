@@ -220,8 +220,7 @@ class Service:
         try:
             if folder is not None:
                 await self._compute(adapter.load, folder, with_optimizer)
-            run = self._runs.add(model_id, config)
-            await asyncio.wrap_future(run.begin(adapter.num_steps))
+            run = await self._runs.open(model_id, config, adapter.num_steps)
             self.checkpoints.begin(
                 model_id, self.base.name, config.rank, given.get("user_metadata")
             )
@@ -248,7 +247,7 @@ class Service:
         folder = self.checkpoints.find(given["path"])
         await self._compute(model.adapter.load, folder, bool(given["optimizer"]))
         model.has_gradients = False
-        await asyncio.wrap_future(model.run.begin(model.adapter.num_steps))
+        model.run = await self._runs.open(model.name, model.adapter.config, model.adapter.num_steps)
         return as_json({"type": "load_weights", "path": given["path"], "model_id": model.name})
 
     async def _run(self, model: _Model, message: Any) -> Result:
@@ -338,7 +337,7 @@ class Service:
 
         started = time.time()
         folder = None
-        version = None
+        version: tuple[str | None, int] = (None, 0)
         if path is not None:
             folder = self.checkpoints.find(path)
             version = self.checkpoints.version(path)
