@@ -2,6 +2,7 @@
 process trains, and a worker's death is told."""
 
 import os
+import re
 import signal
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ from distflow.cluster.tinker_workers import tinker_workers
 from distflow.config import load_config
 from distflow.errors import UserError
 from tests.cluster import leftovers
-from tests.tinker.server import Served, tinker_server
+from tests.tinker.server import ENDS_WITHIN_S, LastingServer, Served, tinker_server
 
 tinker = pytest.importorskip("tinker")
 pytest.importorskip("peft")
@@ -86,32 +87,32 @@ def test_two_workers_train_and_one_samples_as_one_process(folder: Path, expected
 
 
 @pytest.mark.slow
-def test_a_lost_worker_is_named_and_saved_models_come_back(folder: Path, expected: Any) -> None:
-    """Of two that train and sample."""
-    kept = folder / "kept"
-    with tinker_server(folder, kept, options=BOTH_DO_BOTH) as served:
-        assert_equal(served, expected)
-        service = tinker.ServiceClient(base_url=served.url, api_key=served.key)
-        model = service.create_lora_training_client(base_model=served.model, rank=4).result()
-        model.forward_backward([datum(IDS)] * 3, "cross_entropy").result()
-        path = model.save_state("kept").result().path
-        loss = model.forward([datum(IDS)], "cross_entropy").result().metrics["loss:sum"]
-        os.kill(leftovers.named("ray::TinkerWorker", served.process.pid)[0], signal.SIGKILL)
+def test_a_lost_worker_ends_the_server_and_clients_wait_for_the_next(tmp_path: Path) -> None:
+    """A request that failed by it is carried out then."""
+    server = LastingServer(tmp_path, options=BOTH_DO_BOTH)
+    try:
+        service = tinker.ServiceClient(**server.address)
+        model = service.create_lora_training_client(str(tmp_path / "model"), rank=4).result()
+        data = [datum(IDS), datum(IDS[:3]), datum(IDS[2:])]
+        losses = []
         for _ in range(2):
-            with pytest.raises(tinker.RequestFailedError, match=r"worker [01] has died"):
-                model.forward_backward([datum(IDS)] * 3, "cross_entropy").result()
+            passed = model.forward_backward(data, "cross_entropy")
+            model.optim_step(tinker.types.AdamParams(learning_rate=0.01)).result()
+            losses.append(passed.result().metrics["loss:sum"])
 
-        sampler = service.create_sampling_client(model_path=path)
-        prompt = tinker.types.ModelInput.from_ints(IDS[:2])
-        assert sampler.sample(prompt, 1, tinker.types.SamplingParams(max_tokens=2)).result()
-        service.close("success")
+        os.kill(leftovers.named("ray::TinkerWorker", server.process.pid)[0], signal.SIGKILL)
+        waiting = model.forward_backward(data, "cross_entropy")
+        _, said = server.process.communicate(timeout=ENDS_WITHIN_S)
+        assert server.process.returncode == 1
+        assert re.search(r"worker [01] has died", said)
 
-    with tinker_server(folder, kept) as served:
-        service = tinker.ServiceClient(base_url=served.url, api_key=served.key)
-        again = service.create_training_client_from_state(path).result()
-        found = again.forward([datum(IDS)], "cross_entropy").result().metrics["loss:sum"]
-        assert found == pytest.approx(loss, rel=1e-6)
+        server.start()
+        found = waiting.result(ENDS_WITHIN_S).metrics["loss:sum"]
+        assert found < losses[1] < losses[0]
+        model.optim_step(tinker.types.AdamParams(learning_rate=0.01)).result()
         service.close("success")
+    finally:
+        server.end(signal.SIGINT)
 
 
 @pytest.mark.parametrize("launcher", ["local", "slurm"])

@@ -13,8 +13,10 @@ from distflow.models.cached_decoder import DecoderView
 from distflow.models.cpu_kernels import build as native
 from distflow.models.lora import add_lora, merge_adapter
 from distflow.models.row_adapters import (
+    RowAdaptedLinear,
     RowAdapter,
     make_row_adaptable,
+    new_adapter,
     read_row_adapter,
     rows_with,
 )
@@ -176,3 +178,18 @@ def test_an_adapter_of_the_output_head_is_not_read(tmp_path: Path) -> None:
     write_adapter(model, tmp_path, rank=2, seed=0, target_modules=["q_proj", "lm_head"])
     make_row_adaptable(model)
     assert read_row_adapter(tmp_path, model) is None
+
+
+def test_a_new_adapter_is_that_of_a_run_with_its_seed() -> None:
+    """To the bit."""
+    model = make("qwen3", FAMILIES["qwen3"])
+    expected = {}
+    for name, weight in add_lora(copy.deepcopy(model), rank=3, seed=5).named_parameters():
+        if ".lora_" in name:
+            expected[name.replace(".default.", ".")] = weight
+
+    make_row_adaptable(model)
+    layers = [each for each in model.modules() if isinstance(each, RowAdaptedLinear)]
+    found = new_adapter(layers, rank=3, seed=5)
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], weight) for name, weight in expected.items())

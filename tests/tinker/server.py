@@ -2,6 +2,7 @@
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
@@ -12,6 +13,7 @@ from pathlib import Path
 from tests.tiny_models import write_tiny_model
 
 ENDS_WITHIN_S = 60
+KEY = "tml-of-a-test"
 
 
 @dataclass(frozen=True)
@@ -69,3 +71,37 @@ def tinker_server(
                 process.kill()
                 raise
         assert status == 0
+
+
+class LastingServer:
+    """One that ends and is started again; always the same one for its clients."""
+
+    def __init__(self, folder: Path, options: Sequence[str] = ()) -> None:
+        """options: keys of the config."""
+        self._folder = folder
+        self._options = options
+        if not (folder / "model").exists():
+            write_tiny_model(folder / "model")
+        self.checkpoints = folder / "checkpoints"
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            self._port = probe.getsockname()[1]
+        self.address = {"base_url": f"http://127.0.0.1:{self._port}", "api_key": KEY}
+        self.start()
+
+    def start(self) -> None:
+        model = self._folder / "model"
+        command = [sys.executable, "-m", "distflow", "serve", str(model), "--tinker"]
+        command += ["--port", str(self._port), "--api-key", KEY, "--folder", str(self.checkpoints)]
+        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        self.process = subprocess.Popen(
+            [*command, *self._options],
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=environment,
+        )
+
+    def end(self, number: int) -> None:
+        self.process.send_signal(number)
+        self.process.communicate(timeout=ENDS_WITHIN_S)

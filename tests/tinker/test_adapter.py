@@ -55,8 +55,8 @@ def make_base(folder: Path, kind: type[SharedBase] = SharedBase) -> SharedBase:
 class SmallBins(SharedBase):
     """One whose passes hold few tokens, so that a request takes many."""
 
-    def use(self, name: str) -> TorchScorer:
-        return replace(super().use(name), max_tokens_per_micro_batch=16)
+    def scorer(self, name: str) -> TorchScorer:
+        return replace(super().scorer(name), max_tokens_per_micro_batch=16)
 
 
 def made(base: SharedBase, name: str = "one", config: AdapterConfig = CONFIG) -> TrainedAdapter:

@@ -9,7 +9,7 @@ import pytest
 
 from distflow.tinker import futures
 from distflow.tinker.futures import Conflict, Futures, Gone, Result, TooMany, Turns
-from distflow.tinker.messages import BadRequest
+from distflow.tinker.messages import BadRequest, WorkerLost
 
 SOON_S = 0.01
 LONG_S = 30.0
@@ -47,7 +47,7 @@ async def settle() -> None:
 
 def test_a_request_that_comes_twice_is_carried_out_once() -> None:
     async def run() -> None:
-        known = Futures()
+        known = Futures(print)
         done: list[str] = []
         known.submit("a", 1, answering("first", done))
         known.submit("a", 1, answering("second", done))
@@ -61,7 +61,7 @@ def test_a_request_that_comes_twice_is_carried_out_once() -> None:
 
 def test_another_request_under_its_number_is_a_conflict() -> None:
     async def run() -> None:
-        known = Futures()
+        known = Futures(print)
         known.submit("a", 1, answering("first"))
         with pytest.raises(Conflict, match="a was another request"):
             known.submit("a", 2, answering("second"))
@@ -72,7 +72,7 @@ def test_another_request_under_its_number_is_a_conflict() -> None:
 
 def test_a_result_is_there_in_time_or_is_asked_for_again() -> None:
     async def run() -> None:
-        known = Futures()
+        known = Futures(print)
         event = asyncio.Event()
         known.submit("a", 1, waiting_for(event))
         assert await known.result("a", SOON_S) is None
@@ -86,7 +86,7 @@ def test_a_result_is_there_in_time_or_is_asked_for_again() -> None:
 
 def test_an_error_is_kept_like_a_result() -> None:
     async def run() -> None:
-        known = Futures()
+        known = Futures(print)
         known.submit("a", 1, failing(BadRequest("datum 3")))
         for _ in range(2):
             with pytest.raises(BadRequest, match="datum 3"):
@@ -101,7 +101,7 @@ def test_a_cancelled_request_is_forgotten_and_no_other() -> None:
     """Also one whose number begins alike."""
 
     async def run() -> None:
-        known = Futures()
+        known = Futures(print)
         event = asyncio.Event()
         for name in ("m:1", "m:10", "m:11", "n:1"):
             known.submit(name, 1, waiting_for(event))
@@ -130,7 +130,7 @@ def test_only_the_last_results_that_were_fetched_are_kept(monkeypatch: pytest.Mo
     monkeypatch.setattr(futures, "_MAX_FETCHED", 2)
 
     async def run() -> None:
-        known = Futures()
+        known = Futures(print)
         for name in ("s:a", "s:b", "s:c", "s:unfetched", "other:a"):
             known.submit(name, 1, answering(name))
         for name in ("other:a", "s:a", "s:b", "s:a", "s:c"):
@@ -148,7 +148,7 @@ def test_too_many_that_nobody_fetches_are_refused(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(futures, "_MAX_WAITING", 3)
 
     async def run() -> None:
-        known = Futures()
+        known = Futures(print)
         for number in range(9):
             known.submit(f"s:{number}", 1, answering("fetched"))
             assert await known.result(f"s:{number}", LONG_S) == b"fetched"
@@ -169,7 +169,7 @@ def test_a_model_is_saved_with_the_results_that_may_be_asked_for() -> None:
     """Those that are there: of no error, and of no other model."""
 
     async def run() -> None:
-        known = Futures()
+        known = Futures(print)
         known.restore("s:train:0:1", b"restored")
         known.submit("s:train:0:2", 1, answering("done"))
         known.submit("s:train:0:3", 1, failing(BadRequest("datum 3")))
@@ -190,7 +190,7 @@ def test_what_one_session_leaves_behind_leaves_room_for_others(
     monkeypatch.setattr(futures, "_MAX_WAITING", 2)
 
     async def run() -> None:
-        known = Futures()
+        known = Futures(print)
         for name in ("one:train:0:1", "one:sample:0:1"):
             known.submit(name, 1, answering(name))
         with pytest.raises(TooMany, match="2 results"):
@@ -321,5 +321,19 @@ def test_the_turn_of_a_cancelled_number_is_skipped() -> None:
         assert await asyncio.wait_for(waiting[2], LONG_S) == b"4"
         assert await turns.take(5, answering("5", done)) == b"5"
         assert done == ["4", "5"]
+
+    asyncio.run(run())
+
+
+def test_the_loss_of_a_worker_is_told() -> None:
+    """Also of a request whose result nobody fetches; no other error is."""
+
+    async def run() -> None:
+        told: list[str] = []
+        known = Futures(lambda error: told.append(str(error)))
+        known.submit("s:1", 1, failing(BadRequest("datum 3")))
+        known.submit("s:2", 1, failing(WorkerLost("worker 2 has died")))
+        await settle()
+        assert told == ["worker 2 has died"]
 
     asyncio.run(run())

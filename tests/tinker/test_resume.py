@@ -1,12 +1,8 @@
 """A server that is killed at any moment and started again on its folder goes on where it was: its
 clients notice nothing."""
 
-import os
 import random
 import signal
-import socket
-import subprocess
-import sys
 import threading
 import time
 from pathlib import Path
@@ -15,42 +11,13 @@ from typing import Any
 import pytest
 
 from distflow.observe.run_reader import read_metrics
-from tests.tiny_models import write_tiny_model
+from tests.tinker.server import LastingServer
 
 tinker = pytest.importorskip("tinker")
 pytestmark = pytest.mark.slow
 
 IDS = [5, 9, 7, 8, 6, 10, 11]
-KEY = "tml-of-a-test"
 NUM_STEPS = 24
-
-
-class Server:
-    """Always the same one for its clients."""
-
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        if not (folder / "model").exists():
-            write_tiny_model(folder / "model")
-        self.checkpoints = folder / "checkpoints"
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            self._port = probe.getsockname()[1]
-        self.start()
-
-    def start(self) -> None:
-        model = self._folder / "model"
-        command = [sys.executable, "-m", "distflow", "serve", str(model), "--tinker"]
-        command += ["--port", str(self._port), "--api-key", KEY, "--folder", str(self.checkpoints)]
-        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-        self._process = subprocess.Popen(command, stdout=subprocess.DEVNULL, env=environment)
-
-    def end(self, number: int) -> None:
-        self._process.send_signal(number)
-        self._process.wait(60)
-
-    def client(self) -> Any:
-        return tinker.ServiceClient(base_url=f"http://127.0.0.1:{self._port}", api_key=KEY)
 
 
 def datum(ids: list[int]) -> Any:
@@ -86,10 +53,10 @@ def train(client: Any, model_name: str, pause_s: float, losses: list[float]) -> 
 
 def test_a_loop_goes_on_over_kills_of_the_server(tmp_path: Path) -> None:
     """Bit-equal, with every step once in the model's run."""
-    server = Server(tmp_path)
+    server = LastingServer(tmp_path)
     name = str(tmp_path / "model")
     try:
-        client = server.client()
+        client = tinker.ServiceClient(**server.address)
         expected: list[float] = []
         train(client, name, 0.0, expected)
 
@@ -119,9 +86,9 @@ def test_a_loop_goes_on_over_kills_of_the_server(tmp_path: Path) -> None:
 
 
 def test_a_session_that_ended_is_not_taken_up(tmp_path: Path) -> None:
-    server = Server(tmp_path)
+    server = LastingServer(tmp_path)
     try:
-        client = server.client()
+        client = tinker.ServiceClient(**server.address)
         client.create_lora_training_client(base_model=str(tmp_path / "model"), rank=4).result()
         client.close("success")
         deadline = time.monotonic() + 30
@@ -134,9 +101,9 @@ def test_a_session_that_ended_is_not_taken_up(tmp_path: Path) -> None:
 
 def test_a_client_that_never_trains_fills_no_disk(tmp_path: Path) -> None:
     """Its requests leave the disk although no step was done, and it goes on after a kill."""
-    server = Server(tmp_path)
+    server = LastingServer(tmp_path)
     try:
-        client = server.client()
+        client = tinker.ServiceClient(**server.address)
         name = str(tmp_path / "model")
         model = client.create_lora_training_client(base_model=name, rank=4).result()
         (requests,) = (server.checkpoints / "sessions").glob("*/0/requests")

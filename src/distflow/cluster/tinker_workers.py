@@ -15,6 +15,7 @@ import torch.distributed as dist
 from distflow.cluster import remote_calls
 from distflow.cluster.process_groups import TorchCollective, backend_of, new_meeting
 from distflow.cluster.ray_launcher import ray_for
+from distflow.cluster.tinker_driver import DividedAdapter, TinkerWorker, WorkersSamplers
 from distflow.config import Config
 from distflow.config.keys.schema import with_values
 from distflow.errors import UserError, count_of
@@ -25,13 +26,8 @@ from distflow.observe.writing.timing import lasting
 from distflow.planning.plan import Plan
 from distflow.processes.child import keep_exit_statuses
 from distflow.runtime.worker_place import own_device
+from distflow.tinker.messages import WorkerLost
 from distflow.tinker.service import BaseModel
-from distflow.tinker.workers import (
-    DividedAdapter,
-    TinkerWorker,
-    WorkerLost,
-    WorkersSamplers,
-)
 from distflow.training.engine import OneRank
 
 
@@ -114,7 +110,9 @@ def _join(
         )
         group = TorchCollective()
 
-    return base_model(config, name, folder / f".worker-{rank}", group)
+    node = plan.ranks[rank].node
+    beside = sum(plan.ranks[each].node == node for each in trainers)
+    return base_model(config, name, folder / f".worker-{rank}", group, max(beside, 1))
 
 
 def _call(actor: Any, rank: int, method: str, *arguments: object) -> "Future[Any]":

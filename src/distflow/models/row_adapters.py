@@ -2,22 +2,25 @@
 model, so that each row of a batch may have another one."""
 
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.nn.functional import linear
+from transformers import PreTrainedModel
 
 from distflow.models.lora import ADAPTER_CONFIG
 from distflow.observe.crash_safe_files import read_object
 from distflow.untrusted_files import check_tensors
 
-_PREFIX = "base_model.model."
+PREFIX = "base_model.model."
 _DOWN = ".lora_A.weight"
 _UP = ".lora_B.weight"
 _MORE = ("use_dora", "use_rslora", "lora_bias", "rank_pattern", "alpha_pattern", "modules_to_save")
@@ -87,10 +90,13 @@ class RowAdaptedLinear(nn.Linear):
                 continue
 
             down, up = adapter.layers[self.path]
+            own = x if len(of_rows) == 1 else x[rows]
+            # that of an adapter which trains may be another one
+            added = linear(linear(own.to(down.dtype), down), up).to(y.dtype)
             if len(of_rows) == 1:
-                y = y + linear(linear(x, down), up)
+                y = y + added
             else:
-                y.index_add_(0, rows, linear(linear(x[rows], down), up))
+                y.index_add_(0, rows, added)
 
         return y
 
@@ -102,6 +108,51 @@ def make_row_adaptable(model: nn.Module) -> None:
         if type(module) is nn.Linear and module is not head:
             owner, _, leaf = path.rpartition(".")
             setattr(model.get_submodule(owner), leaf, RowAdaptedLinear(module, path))
+
+
+def new_adapter(
+    layers: Iterable[RowAdaptedLinear], rank: int, seed: int
+) -> dict[str, nn.Parameter]:
+    """The float32 weights that `add_lora` draws for this seed, by PEFT's names in files."""
+    found = {}
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        for layer in layers:
+            down = nn.Linear(layer.in_features, rank, bias=False)
+            up = nn.Linear(rank, layer.out_features, bias=False)
+            nn.init.kaiming_uniform_(down.weight, a=math.sqrt(5))
+            nn.init.zeros_(up.weight)
+            for leaf, made in ((_DOWN, down), (_UP, up)):
+                weight = made.weight.detach().to(layer.weight.device)
+                found[f"{PREFIX}{layer.path}{leaf}"] = nn.Parameter(weight)
+    return found
+
+
+def row_adapter(weights: Mapping[str, Tensor], scale: float) -> RowAdapter:
+    """weights: by PEFT's names in files; gradients reach them."""
+    layers = {}
+    for name, down in weights.items():
+        if name.endswith(_DOWN):
+            stem = name.removesuffix(_DOWN)
+            layers[stem.removeprefix(PREFIX)] = (down, weights[f"{stem}{_UP}"] * scale)
+    return RowAdapter(layers)
+
+
+def write_adapter_config(
+    folder: Path, base: PreTrainedModel, rank: int, alpha: float, paths: Sequence[str]
+) -> None:
+    """What PEFT needs in a folder beside an adapter's weights. paths: of its layers."""
+    from peft import LoraConfig
+
+    config: Any = LoraConfig(
+        r=rank,
+        lora_alpha=alpha,
+        target_modules=list(paths),
+        lora_dropout=0.0,
+        task_type="CAUSAL_LM",
+        base_model_name_or_path=base.name_or_path,
+    )
+    config.save_pretrained(folder)
 
 
 def read_row_adapter(folder: Path, model: nn.Module) -> RowAdapter | None:
@@ -119,9 +170,9 @@ def read_row_adapter(folder: Path, model: nn.Module) -> RowAdapter | None:
     modules = dict(model.named_modules())
     layers = dict[str, tuple[Tensor, Tensor]]()
     for name, down in weights.items():
-        path = name.removeprefix(_PREFIX).removesuffix(_DOWN)
+        path = name.removeprefix(PREFIX).removesuffix(_DOWN)
         module = modules.get(path)
-        up = weights.get(f"{_PREFIX}{path}{_UP}")
+        up = weights.get(f"{PREFIX}{path}{_UP}")
         if name.endswith(_UP):
             continue
         if not isinstance(module, RowAdaptedLinear) or up is None:

@@ -6,6 +6,7 @@ import hashlib
 import json
 import math
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -17,9 +18,18 @@ from transformers import PreTrainedModel
 
 from distflow.data.bin_packing import pack
 from distflow.device_transfer import send
-from distflow.models.lora import ADAPTER_CONFIG, add_lora, has_adapter, merge_adapter, unwrapped
+from distflow.models.lora import ADAPTER_CONFIG, merge_adapter
 from distflow.models.packed_forward import ModelInputs
 from distflow.models.packed_layout import shared_prefixes
+from distflow.models.row_adapters import (
+    PREFIX,
+    RowAdaptedLinear,
+    make_row_adaptable,
+    new_adapter,
+    row_adapter,
+    rows_with,
+    write_adapter_config,
+)
 from distflow.observe.crash_safe_files import read_object
 from distflow.tinker.losses import LOSSES, Loss, Settings
 from distflow.tinker.messages import BadRequest, Datum, PassRequest
@@ -74,7 +84,8 @@ class StepOptions:
 
 
 class SharedBase:
-    """The base model under all adapters; one of them is in use at a time. Used by one thread."""
+    """The base model under all adapters, and the weights of the models in memory. Used by one
+    thread."""
 
     def __init__(
         self,
@@ -83,108 +94,61 @@ class SharedBase:
         memory: ModelMemory,
         group: Collective | None = None,
     ) -> None:
-        """group: the workers with a copy, which sum their gradients."""
+        """model: is frozen. group: the workers with a copy, which sum their gradients."""
         self.memory = memory
         self.group = group or OneRank()
-        self._model: Any = model
-        self._compute_dtype = compute_dtype
         self.digest = _digest(model)
-        self._in_use = ""
-        self._copies: dict[str, Any] = {}
+        make_row_adaptable(model.requires_grad_(False))
+        self.vocabulary = model.config.get_text_config().vocab_size
+        self._model = model
+        self._compute_dtype = compute_dtype
+        self._adapters: dict[str, dict[str, nn.Parameter]] = {}
+        self._copies: dict[str, PreTrainedModel] = {}
         """Of the base, by the models that train all of its weights."""
-        self._aside: dict[str, list[tuple[nn.ModuleDict, nn.Module]]] = {}
-        """The parts of adapters that are not in use, each with its place in the model: PEFT walks
-        over all that are there whenever one comes, goes or is used."""
 
     def num_bytes(self, config: AdapterConfig) -> int:
         """Of a model's weights, their gradients and its optimizer's state."""
         if config.rank is None:
-            return _BYTES * unwrapped(self._model).num_parameters()
-
-        layers = _linear_layers(unwrapped(self._model), config).values()
-        widths = sum(each.in_features + each.out_features for each in layers)
-        return _BYTES * config.rank * widths
+            return _BYTES * self._model.num_parameters()
+        layers = _linear_layers(self._model, config).values()
+        return _BYTES * config.rank * sum(each.in_features + each.out_features for each in layers)
 
     def add(self, name: str, config: AdapterConfig) -> None:
         """Raises BadRequest for an adapter of nothing, or of more than the layers have."""
         if config.rank is None:
-            copied = copy.deepcopy(self._model)
-            own = copied.unload() if has_adapter(copied) else copied
-            self._copies[name] = own.float().requires_grad_(True)
+            self._copies[name] = copy.deepcopy(self._model).float().requires_grad_(True)
             return
 
-        targets = list(_linear_layers(unwrapped(self._model), config))
-        if not 1 <= config.rank <= _MOST_RANK or not targets:
+        layers = _linear_layers(self._model, config)
+        if not 1 <= config.rank <= _MOST_RANK or not layers:
             raise BadRequest(
-                f"lora_config of rank {config.rank} for {len(targets)} layers: a rank is 1 to "
+                f"lora_config of rank {config.rank} for {len(layers)} layers: a rank is 1 to "
                 f"{_MOST_RANK:,}, and one of train_attn and train_mlp is on"
             )
-
-        self._put_aside()
-        self._model = add_lora(
-            self._model,
-            rank=config.rank,
-            alpha=config.alpha,
-            target_modules=targets,
-            seed=config.seed,
-            name=name,
-        )
-        self._in_use = name
+        self._adapters[name] = new_adapter(layers.values(), config.rank, config.seed)
 
     def remove(self, name: str) -> None:
-        if self._copies.pop(name, None) is not None:
-            return
+        self._copies.pop(name, None)
+        self._adapters.pop(name, None)
 
-        self.use(name)
-        self._in_use = ""
-        others = [each for each in self._model.peft_config if each != name]
-        if not others:
-            self._model = self._model.unload()
-            return
-
-        # PEFT looks for the one in use
-        self._model.set_adapter(others[0])
-        self._model.delete_adapter(name)
-
-    def use(self, name: str) -> TorchScorer:
-        if name in self._copies:
-            return TorchScorer(self._copies[name], compute_dtype=self._compute_dtype)
-
-        if self._in_use != name:
-            self._put_aside()
-            for place, part in self._aside.pop(name):
-                place[name] = part
-            self._model.set_adapter(name)
-            self._in_use = name
-        return TorchScorer(self._model, compute_dtype=self._compute_dtype)
+    def scorer(self, name: str) -> TorchScorer:
+        """Of the model's own weights, or of the base inside `rows_with` of its adapter."""
+        return TorchScorer(self._copies.get(name, self._model), compute_dtype=self._compute_dtype)
 
     def parameters(self, name: str) -> dict[str, nn.Parameter]:
-        """Of that model, by their names in files."""
+        """Of that model, by their names in files; empty if it is not in memory."""
         if name in self._copies:
             return dict(self._copies[name].named_parameters())
+        return self._adapters.get(name, {})
 
-        if name in self._aside:
-            self.use(name)
-        own = {}
-        for path, parameter in self._model.named_parameters():
-            if f".{name}." in path:
-                own[path.replace(f".{name}.", ".")] = parameter
-        return own
-
-    def _put_aside(self) -> None:
-        if not self._in_use:
+    def write_config(self, name: str, config: AdapterConfig, folder: Path) -> None:
+        """What PEFT or transformers need beside the weights."""
+        if config.rank is None:
+            self._copies[name].config.save_pretrained(folder)
             return
 
-        parts = self._aside[self._in_use] = []
-        for module in [*self._model.modules()]:
-            if isinstance(module, nn.ModuleDict) and self._in_use in module:
-                parts.append((module, module.pop(self._in_use)))
-        self._in_use = ""
-
-    def write_config(self, name: str, folder: Path) -> None:
-        """What PEFT or transformers need beside the weights."""
-        found = self._copies[name].config if name in self._copies else self._model.peft_config[name]
-        found.save_pretrained(str(folder))
+        paths = [*_linear_layers(self._model, config)]
+        write_adapter_config(folder, self._model, config.rank, config.alpha, paths)
 
 
 def _digest(model: nn.Module) -> str:
@@ -196,20 +160,16 @@ def _digest(model: nn.Module) -> str:
     return found.hexdigest()
 
 
-def _linear_layers(model: nn.Module, config: AdapterConfig) -> dict[str, nn.Linear]:
+def _linear_layers(model: PreTrainedModel, config: AdapterConfig) -> dict[str, RowAdaptedLinear]:
     found = {}
-    head = model.get_output_embeddings()  # type: ignore[operator]  # transformers'
     for path, module in model.named_modules():
-        # below an adapter the layer has this name
-        path = path.removesuffix(".base_layer")
-        if not isinstance(module, nn.Linear) or module is head or ".lora_" in path:
+        if not isinstance(module, RowAdaptedLinear):
             continue
 
         is_attention = "attn" in path or "attention" in path
         is_chosen = config.attention if is_attention else config.mlp
         if path in config.layers or is_chosen and not config.layers:
             found[path] = module
-
     return found
 
 
@@ -248,9 +208,9 @@ class TrainedAdapter:
 
         data = [_with_inputs(number, each, loss.inputs) for number, each in enumerate(request.data)]
 
-        scorer = self._base.use(self._name)
+        scorer = self._base.scorer(self._name)
         scorer.model.train(not request.forward_only)
-        vocabulary = unwrapped(scorer.model).config.get_text_config().vocab_size
+        vocabulary = self._base.vocabulary
         for number, datum in enumerate(data):
             _check_tokens(number, datum, vocabulary)
 
@@ -260,7 +220,7 @@ class TrainedAdapter:
         before = self.gradients()
         try:
             for bin in pack([len(each.token_ids) for each in data], scorer.max_tokens):
-                with torch.set_grad_enabled(not request.forward_only):
+                with torch.set_grad_enabled(not request.forward_only), self._in_rows():
                     share, of_bin = _share(scorer, loss, settings, data, bin)
                 for index, own in zip(bin, of_bin, strict=True):
                     log_probs[index] = own
@@ -273,6 +233,14 @@ class TrainedAdapter:
             raise
 
         return log_probs, {"loss:sum": total}
+
+    def _in_rows(self) -> AbstractContextManager[None]:
+        """Inside, the base has this adapter; nothing changes without one."""
+        if self.config.rank is None:
+            return nullcontext()
+
+        scale = self.config.alpha / self.config.rank
+        return rows_with([row_adapter(self._parameters, scale)])
 
     def step(self, options: StepOptions) -> dict[str, float]:
         """One step of AdamW on the gradients so far, which are then forgotten. Raises BadRequest if
@@ -318,7 +286,7 @@ class TrainedAdapter:
         self._base.memory.use(self._name, self)
         weights = {name: each.detach() for name, each in self._parameters.items()}
         save_file(_on_host(weights), folder / _file_of(self.config), {"format": "pt"})
-        self._base.write_config(self._name, folder)
+        self._base.write_config(self._name, self.config, folder)
 
         config = asdict(self.config)
         state = {"config": config, "num_steps": self.num_steps, "user_metadata": metadata}
@@ -439,7 +407,7 @@ def _config_of(folder: Path) -> AdapterConfig:
 
     layers = set()
     for name in load_file(check_tensors(folder / _WEIGHTS, folder)):
-        layers.add(name.removeprefix("base_model.model.").partition(".lora_")[0])
+        layers.add(name.removeprefix(PREFIX).partition(".lora_")[0])
 
     rank = cast(int, given["r"])
     alpha = cast(float, given["lora_alpha"])

@@ -8,7 +8,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import chain, islice
 
-from distflow.tinker.messages import BadRequest
+from distflow.tinker.messages import BadRequest, WorkerLost
 
 Result = bytes
 """A protobuf message or a JSON object."""
@@ -64,7 +64,9 @@ class _Session:
 class Futures:
     """By request ids, `SESSION:...`, which clients number. Used on one event loop."""
 
-    def __init__(self) -> None:
+    def __init__(self, on_loss: Callable[[WorkerLost], None]) -> None:
+        """on_loss: called when a request failed by that."""
+        self._on_loss = on_loss
         self._sessions = defaultdict[str, _Session](_Session)
 
     def submit(self, request_id: str, digest: int | None, work: Work) -> None:
@@ -80,7 +82,7 @@ class Futures:
             raise TooMany(f"{len(session.waiting):,} results wait to be fetched")
 
         task = asyncio.ensure_future(work())
-        task.add_done_callback(_look_at)
+        task.add_done_callback(self._look_at)
         session.waiting[request_id] = _Known(digest, task)
 
     def restore(self, request_id: str, result: Result) -> None:
@@ -137,14 +139,14 @@ class Futures:
         for session in [*self._sessions]:
             self.cancel_session(session)
 
+    def _look_at(self, task: "asyncio.Task[Result]") -> None:
+        """An error that nobody fetches is no news of asyncio's."""
+        error = None if task.cancelled() else task.exception()
+        if isinstance(error, WorkerLost):
+            self._on_loss(error)
+
     def _session_of(self, request_id: str) -> _Session:
         return self._sessions[request_id.partition(":")[0]]
-
-
-def _look_at(task: "asyncio.Task[Result]") -> None:
-    """An error that nobody fetches is no news of asyncio's."""
-    if not task.cancelled():
-        task.exception()
 
 
 class Turns:

@@ -28,6 +28,10 @@ class BadRequest(ValueError):
     """A client's mistake. The message names the datum and the field."""
 
 
+class WorkerLost(UserError):
+    """A worker's process has died."""
+
+
 @dataclass(frozen=True)
 class Datum:
     """One sequence, with what its loss reads."""

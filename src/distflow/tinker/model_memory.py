@@ -75,9 +75,9 @@ class ModelMemory:
             del self._there[name]
 
 
-def max_model_bytes(device: torch.device) -> float:
-    """A share of what is free: passes need memory too, and on an accelerator the sampler's cache
-    takes half of what it finds."""
+def max_model_bytes(device: torch.device, num_processes: int) -> float:
+    """A share of what is free: passes need memory too, and on an accelerator, which one process
+    has, the sampler's cache takes half of what it finds. num_processes: of this machine."""
     if device.type != "cpu":
         return 0.3 * free_bytes(device)
 
@@ -88,4 +88,4 @@ def max_model_bytes(device: torch.device) -> float:
         limit = int((_CONTAINER / "memory.max").read_text())
         free = min(free, limit - int((_CONTAINER / "memory.current").read_text()))
 
-    return 0.5 * free
+    return 0.5 * free / num_processes

@@ -10,14 +10,15 @@ from contextlib import nullcontext
 from functools import partial
 from importlib import import_module
 from inspect import isawaitable
+from pathlib import Path
 from typing import Any
 
 from distflow.http_guard import Door, Guard, make_server
 from distflow.import_target import check_server_packages
 from distflow.tinker.futures import Conflict, Gone, TooMany
-from distflow.tinker.messages import BadRequest, Json, digest_of, protocol, read_json
+from distflow.tinker.messages import BadRequest, Json, WorkerLost, digest_of, protocol, read_json
 from distflow.tinker.rest import FILES, Rest
-from distflow.tinker.service import Service
+from distflow.tinker.service import BaseModel, Service
 
 MAX_BODY_BYTES = 64 * 2**20
 _PROTOBUF = "application/x-protobuf"
@@ -44,11 +45,12 @@ Answer = Callable[[Any], Awaitable[Any]]
 class TinkerServer:
     """Serves on the event loop of its caller."""
 
-    def __init__(self, service: Service, key: str, host: str) -> None:
-        """Raises UserError if packages are missing."""
+    def __init__(self, base: BaseModel, folder: Path, key: str, host: str) -> None:
+        """folder: see `Service`. Raises UserError, also if packages are missing."""
         check_server_packages("--tinker", "tinker")
         protocol()
-        self._service = service
+        service = self._service = Service(base, folder, self._lose)
+        self._lost: WorkerLost | None = None
         posts: dict[str, Callable[[Json], Any]] = {
             "client/config": lambda given: {"use_pyqwest_transport": False},
             # nobody reads what clients report of themselves
@@ -81,7 +83,7 @@ class TinkerServer:
         self._server.capture_signals = nullcontext  # `serve` has its own
 
     async def serve(self, listening: socket.socket) -> None:
-        """Until Ctrl-C or SIGTERM. Called on the main thread."""
+        """Until Ctrl-C or SIGTERM. Called on the main thread. Raises WorkerLost."""
         previous = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
         loop = asyncio.get_running_loop()
 
@@ -89,9 +91,7 @@ class TinkerServer:
             for number, handler in previous.items():
                 loop.remove_signal_handler(number)
                 signal.signal(number, handler)
-            # clients that wait for results are answered, so that their connections end
-            self._service.futures.cancel_all()
-            self._server.should_exit = True
+            self._stop()
 
         # what a handler of Python's raises within a request, the server catches
         for number in previous:
@@ -102,6 +102,17 @@ class TinkerServer:
             await self._server.serve([Door(listening)])
         finally:
             await self._service.close()
+        if self._lost is not None:
+            raise self._lost
+
+    def _lose(self, error: WorkerLost) -> None:
+        self._lost = error
+        self._stop()
+
+    def _stop(self) -> None:
+        self._server.should_exit = True
+        # clients that wait for results are answered, so that their connections end
+        self._service.futures.cancel_all()
 
     async def _ordered(self, kind: str, request: Any) -> Json:
         return await self._service.accept(kind, await _content(request))
@@ -139,12 +150,16 @@ class TinkerServer:
         responses = import_module("starlette.responses")
         try:
             result = await self._service.futures.result(request_id, _WAITS_S)
-        except BadRequest as error:
-            return {"error": str(error), "category": "user"}
-        except Gone:
-            raise
         except Exception as error:  # whatever went wrong in the work is told to its client
-            return {"error": f"{type(error).__name__}: {error}", "category": "server"}
+            if self._server.should_exit:
+                # the next server on the folder carries it out
+                result = None
+            elif isinstance(error, Gone):
+                raise
+            elif isinstance(error, BadRequest):
+                return {"error": str(error), "category": "user"}
+            else:
+                return {"error": f"{type(error).__name__}: {error}", "category": "server"}
 
         if result is None:
             again = {"type": "try_again", "request_id": request_id, "queue_state": "active"}

@@ -22,6 +22,7 @@ from distflow.tinker.journal import Journal
 from distflow.tinker.messages import (
     BadRequest,
     Json,
+    WorkerLost,
     digest_of,
     parse_pass,
     read_json,
@@ -74,12 +75,15 @@ class _Model:
 class Service:
     """Its coroutines run on one event loop; models are computed on one thread."""
 
-    def __init__(self, base: BaseModel, folder: Path) -> None:
-        """folder: of the checkpoints and runs; checkpoints in it are there for new clients. Raises
-        UserError if another server has it."""
+    def __init__(
+        self, base: BaseModel, folder: Path, on_loss: Callable[[WorkerLost], None]
+    ) -> None:
+        """folder: of the checkpoints and runs; checkpoints in it are there for new clients.
+        on_loss: called when a worker was found dead. Raises UserError if another server has the
+        folder."""
         self.base = base
         self._runs = Runs(folder, base.name, base.decode)
-        self.futures = Futures()
+        self.futures = Futures(on_loss)
         self.checkpoints = Checkpoints(folder)
         self.sessions = Sessions(folder / SESSIONS)
         self._computing = ThreadPoolExecutor(1, "tinker")

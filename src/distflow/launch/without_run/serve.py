@@ -46,7 +46,7 @@ from distflow.tinker.adapter import SharedBase, TrainedAdapter, with_weights
 from distflow.tinker.model_memory import ModelMemory, max_model_bytes
 from distflow.tinker.sampler import Samplers
 from distflow.tinker.server import TinkerServer
-from distflow.tinker.service import BaseModel, Service
+from distflow.tinker.service import BaseModel
 from distflow.training.engine import Collective
 
 LONGEST = 4096
@@ -78,16 +78,20 @@ async def serve_tinker(
     """Serve the Tinker API until cancelled. folder: of the checkpoints. say: called when it
     listens. Raises UserError."""
     host = listening.getsockname()[0]
-    server = TinkerServer(Service(base, folder), key, host)
+    server = TinkerServer(base, folder, key, host)
     say()
     await server.serve(listening)
 
 
 def base_model(
-    config: Config, name: str, folder: Path, group: Collective | None = None
+    config: Config,
+    name: str,
+    folder: Path,
+    group: Collective | None = None,
+    num_processes: int = 1,
 ) -> BaseModel:
     """The base in this process. folder: for models that leave memory. group: see `SharedBase`.
-    Raises UserError."""
+    num_processes: of this machine, with models. Raises UserError."""
     engine = config.actor_rollout_ref.rollout.name
     if ROLLOUT_ENGINES[engine].in_server:
         raise UserError(
@@ -116,7 +120,7 @@ def base_model(
         cast_weights(own, engine_dtype(config))
         return make_engine(config, own, tokenizer, False, policy_engine_options(config))
 
-    memory = ModelMemory(max_model_bytes(device), folder)
+    memory = ModelMemory(max_model_bytes(device, num_processes), folder)
     return BaseModel(
         name,
         str(resolve_path(source["path"])),

@@ -13,14 +13,14 @@ from typing import Any
 import pytest
 import torch
 
+from distflow.cluster.tinker_driver import Call, DividedAdapter, TinkerWorker, WorkersSamplers
 from distflow.models.loading import load_model
 from distflow.rollout.engine import SamplingParams, Stream
 from distflow.tinker.adapter import AdapterConfig, SharedBase, StepOptions, TrainedAdapter
-from distflow.tinker.messages import BadRequest, Datum, PassRequest
+from distflow.tinker.messages import BadRequest, Datum, PassRequest, WorkerLost
 from distflow.tinker.model_memory import ModelMemory
 from distflow.tinker.sampler import SampleRequest
 from distflow.tinker.service import BaseModel
-from distflow.tinker.workers import Call, DividedAdapter, TinkerWorker, WorkerLost, WorkersSamplers
 from distflow.training.engine import Collective, OneRank
 from tests.tiny_models import write_tiny_model
 

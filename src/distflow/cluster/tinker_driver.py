@@ -14,7 +14,7 @@ from torch import Tensor
 
 from distflow.rollout.engine import Stream
 from distflow.tinker.adapter import AdapterConfig, TrainedAdapter, read_state
-from distflow.tinker.messages import BadRequest, PassRequest
+from distflow.tinker.messages import BadRequest, PassRequest, WorkerLost
 from distflow.tinker.sampler import SampleRequest
 from distflow.tinker.service import BaseModel
 
@@ -190,10 +190,6 @@ def _first_error(asked: Sequence["Future[Any]"]) -> tuple[int, BaseException] | 
             found.append((place, error))
 
     return min(found, key=lambda each: not isinstance(each[1], WorkerLost), default=None)
-
-
-class WorkerLost(RuntimeError):
-    """A worker's process has died."""
 
 
 def _renumbered(error: BadRequest, share: Sequence[int]) -> BadRequest:
