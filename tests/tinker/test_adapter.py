@@ -24,7 +24,7 @@ from distflow.tinker.adapter import (
 )
 from distflow.tinker.losses import LOSSES
 from distflow.tinker.messages import BadRequest, Datum, PassRequest
-from distflow.tinker.model_memory import ModelMemory
+from distflow.tinker.model_memory import ModelMemory, max_model_bytes
 from distflow.training.torch_engine import TorchScorer
 from tests.tiny_models import CHARACTERS, write_tiny_model
 
@@ -679,6 +679,11 @@ def test_a_model_that_cannot_be_written_stays_in_memory(folder: Path, tmp_path: 
     assert base.parameters("two") == {}
     made(base, "two").close()
     train(adapter, 1)
+
+
+def test_processes_share_the_memory_of_a_machine() -> None:
+    device = torch.device("cpu")
+    assert 0 < max_model_bytes(device, 4) < max_model_bytes(device, 1) / 2
 
 
 def peft_folder(model: Path, folder: Path, **changes: Any) -> Any:

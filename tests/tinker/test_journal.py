@@ -1,5 +1,6 @@
 """A model's journal: what is there after a kill, and what a saved state replaces."""
 
+import os
 from pathlib import Path
 
 import pytest
@@ -48,6 +49,20 @@ def test_requests_are_read_in_order_until_a_state_replaces_them(
     ]
     assert [each.number for each in again.requests()] == [0]
     assert not dict(again.results())
+
+
+def test_a_request_is_on_disk_when_it_was_added(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also if the machine fails."""
+    journal = Journal(tmp_path)
+    synced = []
+    monkeypatch.setattr(
+        journal_module.os, "fdatasync", lambda number: synced.append(os.pread(number, 99, 0))
+    )
+    for number in (1, 2):
+        journal.add(number, "optim_step", b"body")
+    assert [each.count(b"body") for each in synced] == [1, 2]
 
 
 @pytest.mark.parametrize("cut", range(1, 30))

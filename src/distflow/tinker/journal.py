@@ -44,7 +44,7 @@ class Journal:
 
     def add(self, number: int, kind: str, body: bytes) -> None:
         """Returns when the request is on disk. Of several with a number the first counts."""
-        with self._lock, self._requests.open("ab") as file:
+        with self._lock, self._requests.open("a+b") as file:
             file.write(_packed([Record(number, kind, body)]))
             file.flush()
             os.fdatasync(file.fileno())

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from distflow.data.sample import Segment
 from distflow.errors import UserError
 
 _NUMPY = {1: np.float32, 2: np.int64}
@@ -51,18 +52,6 @@ class PassRequest:
     settings: dict[str, float]
     data: tuple[Datum, ...]
     forward_only: bool
-
-
-@dataclass(frozen=True)
-class Drawn:
-    """One sampled response."""
-
-    token_ids: Sequence[int]
-    log_probs: Sequence[float]
-    stopped: bool
-    """By a stop token or string, not by its length."""
-    top: tuple[Tensor, Tensor] | None = None
-    """The most likely tokens at each of its positions, int `(n, k)`, and their log-probs."""
 
 
 def protocol() -> Any:
@@ -207,36 +196,25 @@ def write_pass(log_probs: Sequence[Tensor], metrics: Mapping[str, float]) -> byt
     return encoded
 
 
-def write_samples(
-    responses: Sequence[Drawn],
-    prompt_log_probs: Tensor | None,
-    prompt_top: tuple[Tensor, Tensor] | None,
-    num_cached: int,
-) -> bytes:
-    """prompt_log_probs: `(prompt,)`, NaN at the first token."""
+def write_samples(segments: Sequence[Segment], prompt_log_probs: Tensor | None) -> Any:
+    """The message of samples. prompt_log_probs: `(prompt,)`, NaN at the first token."""
     classes = protocol()
-    message = classes.SampleResponse(prompt_cache_hit_tokens=num_cached)
-    for each in responses:
+    message = classes.SampleResponse(prompt_cache_hit_tokens=segments[0].num_cached_tokens or 0)
+    for each in segments:
         sequence = message.sequences.add()
-        sequence.stop_reason = classes.STOP_REASON_STOP
-        if not each.stopped:
-            sequence.stop_reason = classes.STOP_REASON_LENGTH
+        sequence.stop_reason = classes.STOP_REASON_LENGTH
+        if each.finish_reason == "stop":
+            sequence.stop_reason = classes.STOP_REASON_STOP
         sequence.tokens = np.asarray(each.token_ids, np.int32).tobytes()
-        sequence.logprobs = np.asarray(each.log_probs, np.float32).tobytes()
-        if each.top is not None:
-            _write_top(sequence.topk_sampled_logprobs, each.top)
+        sequence.logprobs = np.asarray(each.rollout_log_probs, np.float32).tobytes()
 
     if prompt_log_probs is not None:
-        message.prompt_logprobs = prompt_log_probs.float().cpu().numpy().tobytes()
-    if prompt_top is not None:
-        _write_top(message.topk_prompt_logprobs, prompt_top)
-    encoded: bytes = message.SerializeToString()
-
-    return encoded
+        message.prompt_logprobs = prompt_log_probs.numpy().tobytes()
+    return message
 
 
-def _write_top(message: Any, top: tuple[Tensor, Tensor]) -> None:
-    ids, log_probs = top
+def write_top(message: Any, ids: Tensor, log_probs: Tensor) -> None:
+    """The most likely tokens at each position, `(n, k)`, and their log-probs."""
     message.length, message.k = ids.shape
-    message.token_ids = ids.int().cpu().numpy().tobytes()
-    message.logprobs = log_probs.float().cpu().numpy().tobytes()
+    message.token_ids = ids.int().numpy().tobytes()
+    message.logprobs = log_probs.numpy().tobytes()

@@ -13,7 +13,6 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from distflow.data.sample import Segment
 from distflow.models.packed_forward import ModelInputs
 from distflow.models.row_adapters import RowAdapter, read_row_adapter, rows_with
 from distflow.rollout.engine import (
@@ -23,7 +22,7 @@ from distflow.rollout.engine import (
     Stream,
     generate_whole,
 )
-from distflow.tinker.messages import BadRequest, Drawn, Json, write_samples
+from distflow.tinker.messages import BadRequest, Json, write_samples, write_top
 from distflow.training.torch_engine import TorchScorer
 
 K = TypeVar("K")
@@ -201,30 +200,29 @@ class _Sampler:
         )
         segments = await generate_whole(self.engine.generate, asked)
 
-        responses = list[Drawn]()
-        for segment in segments:
-            top = None
-            if request.top_of_samples and segment.token_ids:
-                ids = (*request.prompt_ids, *segment.token_ids)
-                k = request.top_of_samples
-                tokens, values = await self._score(self._top, adapter, ids, k)
-                first = len(request.prompt_ids) - 1
-                top = (tokens[first:], values[first:])
-
-            responses.append(_drawn(segment, top))
-
+        prompt = request.prompt_ids
         of_prompt = None
-        top_of_prompt = None
         if request.prompt_log_probs:
-            own = await self._score(self._followers, adapter, request.prompt_ids)
+            own = await self._score(self._followers, adapter, prompt)
             of_prompt = torch.cat([torch.full((1,), math.nan), own])
-        if request.top_of_prompt:
-            k = request.top_of_prompt
-            top = await self._score(self._top, adapter, request.prompt_ids, k)
-            top_of_prompt = _from_second(top)
+        message = write_samples(segments, of_prompt)
 
-        cached = segments[0].num_cached_tokens or 0
-        return write_samples(responses, of_prompt, top_of_prompt, cached)
+        if request.top_of_prompt:
+            ids, values = await self._score(self._top, adapter, prompt, request.top_of_prompt)
+            # nothing predicts the first token, which the protocol marks so
+            ids = torch.cat([torch.zeros_like(ids[:1]), ids])
+            values = torch.cat([torch.full_like(values[:1], -99999.0), values])
+            write_top(message.topk_prompt_logprobs, ids, values)
+
+        for segment, sequence in zip(segments, message.sequences, strict=True):
+            if request.top_of_samples and segment.token_ids:
+                whole = (*prompt, *segment.token_ids)
+                ids, values = await self._score(self._top, adapter, whole, request.top_of_samples)
+                first = len(prompt) - 1
+                write_top(sequence.topk_sampled_logprobs, ids[first:], values[first:])
+
+        encoded: bytes = message.SerializeToString()
+        return encoded
 
     async def _score(
         self, function: Callable[..., Any], adapter: RowAdapter | None, *arguments: object
@@ -259,16 +257,3 @@ class _Sampler:
         log_probs = logits.float().log_softmax(-1)
         values, tokens = log_probs.topk(min(k, log_probs.shape[1]), dim=1)
         return tokens.cpu(), values.cpu()
-
-
-def _drawn(segment: Segment, top: tuple[Tensor, Tensor] | None) -> Drawn:
-    return Drawn(segment.token_ids, segment.rollout_log_probs, segment.finish_reason == "stop", top)
-
-
-def _from_second(top: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-    """With an empty row for the first token, which nothing predicts, as the protocol marks it."""
-    ids, values = top
-    return (
-        torch.cat([torch.zeros_like(ids[:1]), ids]),
-        torch.cat([torch.full_like(values[:1], -99999.0), values]),
-    )
