@@ -178,6 +178,7 @@ def test_a_model_is_saved_with_the_results_that_may_be_asked_for() -> None:
         await known.result("s:train:0:1", LONG_S)
         await settle()
         known.submit("s:train:0:1", 1, failing(BadRequest("it is known")))
+        known.restore("s:train:0:2", b"it is known")
         assert dict(known.results("s:train:0")) == {1: b"restored", 2: b"done"}
         known.cancel_all()
 

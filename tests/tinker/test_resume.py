@@ -74,7 +74,7 @@ def test_a_loop_goes_on_over_kills_of_the_server(tmp_path: Path) -> None:
             time.sleep(draw.uniform(1.2, 1.6))
             server.end(signal.SIGKILL)
             server.start()
-        loop.join(240)
+        loop.join(540)
         assert not loop.is_alive()
         assert found == expected
         client.close("success")

@@ -74,7 +74,7 @@ class Futures:
         session = self._session_of(request_id)
         known = session.find(request_id)
         if known is not None:
-            if known.digest not in (digest, None):
+            if None not in (known.digest, digest) and known.digest != digest:
                 raise Conflict(f"{request_id} was another request")
             return
 

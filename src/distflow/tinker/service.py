@@ -110,6 +110,7 @@ class Service:
                 try:
                     await self._restore_model(model_id)
                 except Exception as error:  # the others can go on
+                    self._forget(model_id)
                     _log.warning("%s cannot be restored: %s", model_id, error)
 
     async def _restore_model(self, model_id: str) -> None:
@@ -136,9 +137,14 @@ class Service:
         self.futures.cancel_session(session)
         self.sessions.end(session)
         for name in self.models_of(session):
-            model = self._models.pop(name)
+            self._forget(name)
+
+    def _forget(self, model_id: str) -> None:
+        """Idempotent."""
+        model = self._models.pop(model_id, None)
+        if model is not None:
             self._computing.submit(model.adapter.close)
-            self._runs.end(name, "finished")
+            self._runs.end(model_id, "finished")
 
     def models_of(self, session: str) -> list[str]:
         return [each for each in self._models if each.startswith(f"{session}:")]
