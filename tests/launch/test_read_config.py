@@ -40,7 +40,8 @@ accept = cache(refuse)
 def test_no_preset_has_one(preset):
     given = VALIDATED if preset.startswith("verl_") else ()
     if preset == "distill":
-        given = ("distill.teacher.path=teacher",)
+        tiny = "path=builtin:tiny-arithmetic"
+        given = (f"{MODEL}.{tiny}", f"distill.teacher.{tiny}")
     refuse(preset, *given)
 
 
