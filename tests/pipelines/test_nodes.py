@@ -203,7 +203,10 @@ def test_equal_scores_stay_equal_however_turns_split_them(score: float) -> None:
     splits: list[tuple[float, ...]] = [(33.3,), (10.1, 20.2), (), (66.7, -99.9, 0.3)]
     made = []
     for number, earned in enumerate(splits):
-        turns = [Segment("policy", (5,), (0.0,), (0.0,), (0,), reward=reward) for reward in (*earned, 0.0)]
+        turns = [
+            Segment("policy", (5,), (0.0,), (0.0,), (0,), reward=reward)
+            for reward in (*earned, 0.0)
+        ]
         outcome = RewardOutcome(Score(score))
         made.append(
             Sample(
