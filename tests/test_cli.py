@@ -109,7 +109,7 @@ def test_explain_says_which_file_and_line_set_a_key(capsys):
         capsys, "config", "dapo", *NEEDED, "--explain", "actor_rollout_ref.actor.clip_ratio_high"
     )
     origin = next(line for line in out.splitlines() if "origin" in line)
-    assert "dapo.yaml:" in origin
+    assert "dapo.py:" in origin
     _, out, _ = run(capsys, "config", "dapo", *NEEDED, "--explain", "trainer.save_freq")
     assert next(line for line in out.splitlines() if "origin" in line).split() == [
         "origin",
