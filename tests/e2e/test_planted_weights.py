@@ -16,7 +16,7 @@ from distflow.rollout import engine_weights
 from distflow.rollout.embedded.engine import EmbeddedEngine
 from distflow.rollout.embedded.host_lane import RequestLane
 from distflow.rollout.embedded.prompt_cache import PromptCache
-from distflow.rollout.embedded.scheduler import Sequence
+from distflow.rollout.embedded.scheduler import DrawnToken, Sequence
 from distflow.rollout.engine_weights import stripe_hashes
 from distflow.runtime.weight_sync.same_process_weights import LocalWeights
 from distflow.runtime.weight_sync.sender import WeightSender
@@ -253,11 +253,9 @@ def test_initial_weights_after_a_resume(playground, monkeypatch):
 def test_versions_that_are_counted_ahead_or_late(playground, monkeypatch, by):
     original, fired = Sequence.append, Fired()
 
-    def append(
-        self: Sequence, token_id: int, rollout: float, sampling: float, version: int
-    ) -> None:
+    def append(self: Sequence, drawn: DrawnToken, version: int) -> None:
         fired.append(0)
-        original(self, token_id, rollout, sampling, max(version + by, 0))
+        original(self, drawn, max(version + by, 0))
 
     monkeypatch.setattr(Sequence, "append", append)
     with pytest.raises(
@@ -272,13 +270,11 @@ def test_versions_of_an_answer_s_begin(playground, monkeypatch):
     """Tokens behind an update carry the version before it, which their step may train on."""
     original, fired = Sequence.append, Fired()
 
-    def append(
-        self: Sequence, token_id: int, rollout: float, sampling: float, version: int
-    ) -> None:
+    def append(self: Sequence, drawn: DrawnToken, version: int) -> None:
         first = (*self.versions, version)[0]
         if version != first:
             fired.append(version)
-        original(self, token_id, rollout, sampling, first)
+        original(self, drawn, first)
 
     monkeypatch.setattr(Sequence, "append", append)
     with pytest.raises(TrustError, match=r"\(versions\): .* tokens'"):
