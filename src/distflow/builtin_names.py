@@ -247,7 +247,8 @@ def _first_sentence(function: ast.FunctionDef) -> str:
 
 ESTIMATORS, POLICY_LOSSES = read_algorithms(_files_of_algorithms())
 PREFERENCE_LOSSES = _entries("PREFERENCE_LOSSES", Entry)
-REWARDS, PIPELINES = _entries("REWARDS", Reward), _entries("PIPELINES", BuiltinPipeline)
+REWARDS = _entries("REWARDS", Reward)
+PIPELINES = _entries("PIPELINES", BuiltinPipeline)
 TRAIN_ENGINES = _entries("TRAIN_ENGINES", TrainEngineEntry)
 ROLLOUT_ENGINES = _entries("ROLLOUT_ENGINES", RolloutEngineEntry)
 TRACKERS = _entries("TRACKERS", Tracker)

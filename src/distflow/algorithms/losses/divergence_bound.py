@@ -15,9 +15,11 @@ def probabilities(
     """(policy, old policy) of each token without gradient, at most 1 despite rounding; 1 outside
     the mask."""
     policy = under_mask(log_probs.detach(), loss_mask).clamp(max=0.0).exp()
-    return policy, policy if old_log_probs is None else under_mask(old_log_probs, loss_mask).clamp(
-        max=0.0
-    ).exp()
+    if old_log_probs is None:
+        return policy, policy
+
+    old = under_mask(old_log_probs, loss_mask).clamp(max=0.0).exp()
+    return policy, old
 
 
 def masked_gradient(
@@ -30,9 +32,8 @@ def masked_gradient(
 ) -> tuple[Tensor, Stats]:
     difference = log_ratio(log_probs, old_log_probs, loss_mask).detach()
     ratio = difference.exp()
-    weight = as_stat(inside, ratio) * (
-        ratio if clip_ratio_c is None else ratio.clamp(max=clip_ratio_c)
-    )
+    truncated = ratio if clip_ratio_c is None else ratio.clamp(max=clip_ratio_c)
+    weight = as_stat(inside, ratio) * truncated
     loss = -weight * under_mask(advantages, loss_mask) * under_mask(log_probs, loss_mask)
     stats = {"pg_clipfrac": as_stat(~inside, ratio), "ppo_kl": -difference}
     if clip_ratio_c is not None:
