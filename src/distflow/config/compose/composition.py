@@ -143,11 +143,11 @@ def compose(
 
 def _import_of(methods: Sequence[str], settings: Sequence[Setting]) -> Override:
     """The user's modules, and after them the user's methods, whose files register their parts."""
-    given: object = None
+    chosen: list[object] = []
     for setting in settings:
         if setting.key == "trainer.imports":
-            given = setting.value
-    chosen = given if isinstance(given, list) else [given] if given else []
+            given = setting.value or []
+            chosen = given if isinstance(given, list) else [given]
     return Override("trainer.imports", [*chosen, *methods])
 
 

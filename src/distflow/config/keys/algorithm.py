@@ -41,14 +41,7 @@ def parse_bounds(value: object) -> tuple[Bounds, ...]:
     if value is None:
         return ()
 
-    entries = (
-        value.split(",")
-        if isinstance(value, str)
-        else value
-        if isinstance(value, list | tuple)
-        else [value]
-    )
-    return tuple(_parse_bound(entry) for entry in entries)
+    return tuple(_parse_bound(entry) for entry in _parts(value, ","))
 
 
 def parse_threshold(value: object) -> float | tuple[float, float]:
@@ -61,14 +54,17 @@ def parse_threshold(value: object) -> float | tuple[float, float]:
     return upper if lower is None else (lower, upper)
 
 
+def _parts(value: object, separator: str) -> Sequence[Any]:
+    """Of a string or a list; of another value itself alone."""
+    if isinstance(value, str):
+        return value.split(separator)
+    if isinstance(value, list | tuple):
+        return value
+    return [value]
+
+
 def _parse_bound(entry: object) -> Bounds:
-    parts: Sequence[Any] = (
-        entry.split("_")
-        if isinstance(entry, str)
-        else entry
-        if isinstance(entry, list | tuple)
-        else [entry]
-    )
+    parts = _parts(entry, "_")
     try:
         numbers = [float(part) for part in parts if not isinstance(part, bool)]
     except (TypeError, ValueError, OverflowError):

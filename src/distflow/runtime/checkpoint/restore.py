@@ -147,9 +147,9 @@ def set_generators(checkpoint: Checkpoint | None, seed: int, rank: int = 0) -> N
     is seeded with the run's seed, the step and its number. Call this last before the run continues:
     a user's modules and pipelines may seed the generators when loaded.
     """
-    global_random_states.seed(
-        "run", seed, *((checkpoint.step if checkpoint else 0, rank) if rank else ())
-    )
+    step = checkpoint.step if checkpoint else 0
+    own = (step, rank) if rank else ()
+    global_random_states.seed("run", seed, *own)
     if checkpoint is None or (rank and part_of_rank(rank) not in checkpoint.files):
         return
 
