@@ -3,14 +3,11 @@
 import resource
 import sys
 from contextlib import suppress
-from pathlib import Path
+from io import FileIO
 
 import torch
 
 from distflow.data.global_random_states import device_module
-
-_STATUS = Path("/proc/self/status")
-_CLEAR = Path("/proc/self/clear_refs")
 
 
 class MemoryPeaks:
@@ -26,14 +23,15 @@ class MemoryPeaks:
 
     def __init__(self) -> None:
         self._phases: dict[str, float] = {}
-        self._whole = {"process": float(_peak_rss())}
-        self._by_phase = _forget_peak()
+        self._resident = _ResidentPeak()
+        self._whole = {"process": float(self._resident.read())}
+        self._by_phase = self._resident.reset()
 
     def charge(self, phase: str) -> None:
         """End a phase or a part of it: the peaks since the last call count for it."""
         if self._by_phase:
-            self._seen("process", phase, float(_peak_rss()))
-            _forget_peak()
+            self._seen("process", phase, float(self._resident.read()))
+            self._resident.reset()
 
         if (device := torch.accelerator.current_accelerator()) and device_module():
             self._seen(device.type, phase, float(torch.accelerator.max_memory_allocated()))
@@ -46,7 +44,7 @@ class MemoryPeaks:
         """`memory/DEVICE/PHASE` of the phases since the last call, `memory/DEVICE/peak` of the
         whole process so far."""
         if not self._by_phase:
-            self._whole["process"] = max(self._whole["process"], float(_peak_rss()))
+            self._whole["process"] = max(self._whole["process"], float(self._resident.read()))
         found = self._phases | {
             f"memory/{device}/peak": peak for device, peak in self._whole.items()
         }
@@ -73,21 +71,37 @@ def read_gpu() -> dict[str, float]:
     return {}
 
 
-def _peak_rss() -> int:
-    """Peak resident memory since the last reset."""
+class _ResidentPeak:
+    """The peak of resident memory since the last reset. Its files stay open, since opening them
+    takes most of the time of a reading."""
+
+    def __init__(self) -> None:
+        self._status = _opened("/proc/self/status", "rb")
+        self._clear = _opened("/proc/self/clear_refs", "wb")
+
+    def read(self) -> int:
+        """Bytes."""
+        if self._status is not None:
+            self._status.seek(0)
+            for line in self._status.read().splitlines():
+                if line.startswith(b"VmHWM:"):
+                    return int(line.split()[1]) * 1024
+
+        unit = 1 if sys.platform == "darwin" else 1024
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+    def reset(self) -> bool:
+        """Whether it could be."""
+        if self._clear is None:
+            return False
+        try:
+            self._clear.write(b"5")
+        except OSError:
+            return False
+        return True
+
+
+def _opened(path: str, mode: str) -> FileIO | None:
     with suppress(OSError):
-        for line in _STATUS.read_text().splitlines():
-            if line.startswith("VmHWM:"):
-                return int(line.split()[1]) * 1024
-
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (
-        1 if sys.platform == "darwin" else 1024
-    )
-
-
-def _forget_peak() -> bool:
-    try:
-        _CLEAR.write_text("5")
-    except OSError:
-        return False
-    return True
+        return FileIO(path, mode)
+    return None
