@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 OPEN = Path(__file__).parents[1] / "benchmarks" / "open"
-TINY = {"hidden": 64, "layers": 1, "updates": 3, "rows": 4, "target": 0.0}
+TINY = {"hidden": 64, "layers": 1, "updates": 3, "rows": 4, "target": 0.0, "saved_every": 2}
 Rows = list[dict[str, Any]]
 
 
@@ -129,7 +129,8 @@ def start_saved(plain: Any) -> Any:
     class Start(plain):  # type: ignore[misc]
         def run(self) -> None:
             super().run()
-            self.load().save_pretrained(self.out / "weights")
+            last = self.out / "weights" / str(self.task["updates"])
+            self.load().save_pretrained(last)
 
     return Start
 

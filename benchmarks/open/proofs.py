@@ -1,22 +1,25 @@
 """Whether a system did the work that it reports. Each proof names what it found."""
 
 import json
-from collections.abc import Iterator, Sequence
+import math
+import statistics
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-import torch
-from replay import Replay, Row, accuracy, encode, load_model, load_reward, replay
+from replay import Replay, Row, accuracy, encode, load_reward, replay
 from tasks import EOS, Task, read_rows, read_task
 from transformers import AutoTokenizer
 
 FIRST_STEP = 0.01
 """Relative difference of the first loss and gradient norm."""
 DRAWN = 5.0
-"""Standard deviations of a single update."""
+"""Standard deviations of a stretch of updates."""
 UPDATED = {"float32": 0.02, "bfloat16": 0.5}
-"""Largest distance of the saved weights from those of the replay, over the way that these went."""
+"""Distance of saved weights from those of the replay, over the way that these went since the
+weights saved before: the median."""
+FURTHEST = {"float32": 0.2, "bfloat16": 1.0}
+"""The largest. Differences of rounding grow fast where the loss falls steeply."""
 
 
 class Refused(Exception):
@@ -32,23 +35,39 @@ class Work:
     updates: list[list[Row]]
     losses: list[float]
     norms: list[float]
-    weights: Path
+    saved: dict[int, Path]
+    """The folder of weights after an update, by its number from 1."""
+
+    @property
+    def weights(self) -> Path:
+        """The last ones."""
+        return self.saved[self.task.updates]
 
 
 def read_work(folder: Path, out: Path) -> Work:
     """Raises Refused for records that cannot be read."""
     try:
         lines = [json.loads(line) for line in (out / "updates.jsonl").read_text().splitlines()]
+        task = read_task(folder)
         return Work(
-            task=read_task(folder),
+            task=task,
             folder=folder,
             updates=[line["rows"] for line in lines],
             losses=[float(line["loss"]) for line in lines],
             norms=[float(line["grad_norm"]) for line in lines],
-            weights=out / "weights",
+            saved=_saved(task, out),
         )
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise Refused(f"records: updates.jsonl cannot be read: {error!r}") from error
+
+
+def _saved(task: Task, out: Path) -> dict[int, Path]:
+    numbers = {*range(task.saved_every, task.updates, task.saved_every), task.updates}
+    found = {number: out / "weights" / str(number) for number in sorted(numbers)}
+    missing = [number for number, path in found.items() if not (path / "config.json").exists()]
+    if missing:
+        raise Refused(f"records: there are no weights of update {missing[0]}")
+    return found
 
 
 def prove(work: Work, precision: str) -> dict[str, float]:
@@ -58,7 +77,11 @@ def prove(work: Work, precision: str) -> dict[str, float]:
         _responses(work)
         _rewards(work)
 
-    found = replay(work.task, work.folder, work.updates)
+    try:
+        found = replay(work.task, work.folder, work.updates, work.saved)
+    except (OSError, ValueError) as error:
+        raise Refused(f"weights: saved ones cannot be read: {error}") from error
+
     _first_step(work, found)
     if work.task.kind == "grpo":
         _drawn_by_the_law(found)
@@ -156,36 +179,49 @@ def _first_step(work: Work, found: Replay) -> None:
 
 
 def _drawn_by_the_law(found: Replay) -> None:
-    worst = max(found.drawn, key=abs)
-    if abs(worst) > DRAWN:
-        number = found.drawn.index(worst)
-        raise Refused(
-            f"sampling: the tokens of update {number} are {worst:.1f} standard deviations from the "
-            "policy's law at temperature 1"
-        )
+    """By stretches of updates. A stretch ends when a deviation is more than its largest token:
+    where the policy is nearly certain, a rare token is many deviations of its own update. The last
+    updates may be no stretch, and go unjudged."""
+    start = 0
+    difference = 0.0
+    variance = 0.0
+    largest = 0.0
+    for number, drawn in enumerate(found.drawn):
+        difference += drawn.difference
+        variance += drawn.variance
+        largest = max(largest, drawn.largest)
+        deviation = math.sqrt(variance)
+        if deviation < largest:
+            continue
+
+        if abs(difference) > DRAWN * deviation:
+            raise Refused(
+                f"sampling: the tokens of updates {start} to {number} are "
+                f"{difference / deviation:.1f} standard deviations from the policy's law at "
+                "temperature 1"
+            )
+        start = number + 1
+        difference = 0.0
+        variance = 0.0
+        largest = 0.0
 
 
-@torch.no_grad()
 def _weights(work: Work, found: Replay, precision: str) -> float:
-    """How far the saved weights are from those that the recorded rows give, over the way from the
-    start."""
-    saved = dict(load_model(work.weights).named_parameters())
-    start = dict(load_model(work.folder / "model").named_parameters())
-    if saved.keys() != found.weights.keys():
-        raise Refused("weights: the saved model has other parameters")
+    """The median distance of saved weights."""
+    for number, distance in zip(work.saved, found.distances, strict=True):
+        if not distance <= FURTHEST[precision]:
+            raise Refused(
+                f"weights: those of update {number} are {distance:.2f} of the way from those that "
+                f"the recorded rows give; {FURTHEST[precision]} is allowed"
+            )
 
-    off = _norm([saved[name] - found.weights[name] for name in saved])
-    way = _norm([found.weights[name] - start[name] for name in saved])
-    if not off <= UPDATED[precision] * way:
+    median = statistics.median(found.distances)
+    if median > UPDATED[precision]:
         raise Refused(
-            f"weights: the saved ones are {off / way:.2f} of the way from those that the recorded "
-            f"rows give; {UPDATED[precision]} is allowed"
+            f"weights: {median:.2f} of the way from those that the recorded rows give, in the "
+            f"median; {UPDATED[precision]} is allowed"
         )
-    return off / way
-
-
-def _norm(tensors: Sequence[Any]) -> float:
-    return float(torch.stack([tensor.double().norm() for tensor in tensors]).norm())
+    return median
 
 
 def _num_tokens(work: Work) -> float:

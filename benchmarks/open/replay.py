@@ -19,17 +19,31 @@ SIDES = {"answer": "response_ids", "chosen": "chosen_ids", "rejected": "rejected
 """Columns with a response, and the names of their tokens."""
 
 
+@dataclass(frozen=True)
+class Drawn:
+    """The log-probs of an update's drawn tokens beside the law of the policy: sums over the tokens.
+    Of tokens drawn at temperature 1 from all of the vocabulary, the log-prob has minus the entropy
+    as its mean."""
+
+    difference: float
+    """From this mean."""
+    variance: float
+    """That the law gives."""
+    largest: float
+    """The largest difference of one token, by its size."""
+
+
 @dataclass
 class Replay:
     """What the recorded tokens come to."""
 
     losses: list[float] = field(default_factory=list)
     norms: list[float] = field(default_factory=list)
-    drawn: list[float] = field(default_factory=list)
-    """By update: how many standard deviations the mean log-prob of the drawn tokens is from what
-    the law of the policy gives."""
-    accuracies: list[float] = field(default_factory=list)
-    weights: dict[str, Tensor] = field(default_factory=dict)
+    drawn: list[Drawn] = field(default_factory=list)
+    """By update."""
+    distances: list[float] = field(default_factory=list)
+    """Of each saved model's weights from those of the replay, over the way that these went since
+    the weights before."""
 
 
 def load_reward(folder: Path) -> Any:
@@ -44,14 +58,21 @@ def load_model(folder: Path) -> Any:
     return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
 
 
-def replay(task: Task, folder: Path, updates: Sequence[Sequence[Row]]) -> Replay:
-    """All updates, one after another, from the model that every system began with."""
+def replay(
+    task: Task, folder: Path, updates: Sequence[Sequence[Row]], saved: dict[int, Path]
+) -> Replay:
+    """All updates, one after another, from the model that every system began with.
+
+    Where a model was saved, its weights are compared and taken: a difference of rounding grows in a
+    hundred updates to another model. Raises OSError and ValueError for a saved model that cannot be
+    read or has another form."""
     model = load_model(folder / "model")
     reference = load_model(folder / "model") if task.kind == "dpo" else None
     optimizer = torch.optim.AdamW(model.parameters(), lr=task.lr, eps=1e-8, weight_decay=0.0)
     found = Replay()
+    start = _weights(model)
 
-    for rows in updates:
+    for number, rows in enumerate(updates, 1):
         loss = _loss(task, model, reference, rows, found)
         optimizer.zero_grad()
         loss.backward()
@@ -60,8 +81,31 @@ def replay(task: Task, folder: Path, updates: Sequence[Sequence[Row]]) -> Replay
         found.losses.append(float(loss.detach()))
         found.norms.append(float(norm))
 
-    found.weights = {name: weight.detach().clone() for name, weight in model.named_parameters()}
+        if number in saved:
+            theirs = _weights(load_model(saved[number]))
+            ours = _weights(model)
+            found.distances.append(_distance(theirs, ours) / _distance(ours, start))
+            _take(model, theirs)
+            start = theirs
+
     return found
+
+
+def _weights(model: Any) -> dict[str, Tensor]:
+    return {name: weight.detach().clone() for name, weight in model.named_parameters()}
+
+
+def _distance(one: dict[str, Tensor], other: dict[str, Tensor]) -> float:
+    if one.keys() != other.keys():
+        raise ValueError("the saved model has other parameters")
+    apart = [(one[name].double() - other[name].double()).norm() for name in one]
+    return float(torch.stack(apart).norm())
+
+
+@torch.no_grad()
+def _take(model: Any, weights: dict[str, Tensor]) -> None:
+    for name, parameter in model.named_parameters():
+        parameter.copy_(weights[name])
 
 
 def _loss(task: Task, model: Any, reference: Any, rows: Sequence[Row], found: Replay) -> Tensor:
@@ -72,7 +116,7 @@ def _loss(task: Task, model: Any, reference: Any, rows: Sequence[Row], found: Re
     if task.kind == "sft":
         return -(log_probs * mask).sum() / mask.sum()
 
-    found.drawn.append(_distance_from_law(logits, log_probs, mask))
+    found.drawn.append(_drawn(logits, log_probs, mask))
     rewards = torch.tensor([row["reward"] for row in rows]).view(-1, task.samples)
     advantages = (rewards - rewards.mean(1, keepdim=True)).view(-1, 1)
     ratio = torch.exp(log_probs - log_probs.detach())
@@ -108,14 +152,17 @@ def _forward(model: Any, rows: Sequence[Row], side: str) -> tuple[Tensor, Tensor
 
 
 @torch.no_grad()
-def _distance_from_law(logits: Tensor, log_probs: Tensor, mask: Tensor) -> float:
-    """Of tokens drawn at temperature 1 from all of the vocabulary, the log-prob has minus the
-    entropy as its mean. Over all tokens of an update, in standard deviations."""
+def _drawn(logits: Tensor, log_probs: Tensor, mask: Tensor) -> Drawn:
     logs = logits[mask].double().log_softmax(-1)
     probs = logs.exp()
     mean = (probs * logs).sum(-1)
     variance = (probs * logs**2).sum(-1) - mean**2
-    return float((log_probs[mask].double() - mean).sum() / variance.sum().clamp(min=1e-6).sqrt())
+    difference = log_probs[mask].double() - mean
+    return Drawn(
+        difference=float(difference.sum()),
+        variance=float(variance.sum()),
+        largest=float(difference.abs().max()),
+    )
 
 
 @torch.no_grad()

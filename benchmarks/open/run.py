@@ -7,6 +7,7 @@ results.
 Each run is a process of its own, and the systems take turns. README.md has the protocol."""
 
 import argparse
+import contextlib
 import json
 import os
 import platform
@@ -20,6 +21,8 @@ from collections.abc import Iterable
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
+
+import psutil
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
@@ -37,6 +40,8 @@ SYSTEMS = {
 }
 """The Python of each; `adapters/with_NAME.py` runs it."""
 PACKAGES = ("distflow", "trl", "transformers", "torch")
+MEMORY_EVERY = 0.2
+"""Seconds."""
 WARM_UP = 0.1
 """The share of a run's updates that the seconds of an update leave out."""
 
@@ -54,10 +59,9 @@ def measure(name: str, system: str, folder: Path, inputs: str, precision: str) -
     begin = time.time()
     log = out / "log.txt"
     with log.open("w") as file:
-        process = subprocess.Popen(command, stdout=file, stderr=file)
-        _, status, usage = os.wait4(process.pid, 0)
+        process = psutil.Popen(command, stdout=file, stderr=file)
+        peak = peak_memory(process)
     wall = time.time() - begin
-    process.returncode = os.waitstatus_to_exitcode(status)
 
     result: dict[str, Any] = {
         "task": name,
@@ -68,7 +72,7 @@ def measure(name: str, system: str, folder: Path, inputs: str, precision: str) -
         "machine": machine(),
         "versions": versions(SYSTEMS[system]),
         "wall_s": round(wall, 2),
-        "peak_rss_mb": round(usage.ru_maxrss / 1024),
+        "peak_rss_mb": round(peak / 2**20),
         "busy_beside": round(beside.cores(), 2),
     }
     if process.returncode:
@@ -82,11 +86,26 @@ def measure(name: str, system: str, folder: Path, inputs: str, precision: str) -
 
     lines = [json.loads(line) for line in (out / "updates.jsonl").read_text().splitlines()]
     ends = [line["seconds"] for line in lines]
-    each = [end - before for before, end in zip(ends, ends[1:], strict=False)]
-    counted = each[int(WARM_UP * len(each)) :]
+    begun = range(max(1, int(WARM_UP * len(ends))), len(ends))
+    counted = [
+        ends[number] - ends[number - 1] for number in begun if number % work.task.saved_every
+    ]
     result |= {key: round(value, 6) for key, value in found.items()}
     result["update_s"] = round(statistics.mean(counted), 5)
     return result
+
+
+def peak_memory(process: psutil.Popen) -> int:
+    """Bytes that a process and its children had at most, together, until it ended."""
+    peak = 0
+    while process.poll() is None:
+        had = 0
+        for each in [process, *process.children(recursive=True)]:
+            with contextlib.suppress(psutil.Error):
+                had += each.memory_info().rss
+        peak = max(peak, had)
+        time.sleep(MEMORY_EVERY)
+    return peak
 
 
 def machine() -> str:

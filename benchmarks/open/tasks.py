@@ -22,10 +22,9 @@ REWARD = '''\
 
 
 def score(response: str, answer: str) -> float:
-    given = response.strip()
-    if given == answer:
+    if response == answer:
         return 1.0
-    return 0.3 * given.startswith(answer) + 0.1 * given[:1].isdigit()
+    return 0.2 * (len(response) == len(answer)) + 0.2 * response.startswith(answer)
 '''
 
 
@@ -48,15 +47,17 @@ class Task:
     """Tokens of a response, with its end token."""
     beta: float = 0.1
     """Of DPO."""
+    saved_every: int = 5
+    """Updates between saved weights. The last ones are saved too."""
     seed: int = 0
     target: float = 0.0
     """The accuracy on the validation rows that a result must reach."""
 
 
 TASKS = {
-    "grpo-1m": Task("grpo", 128, 4, updates=60, rows=16, samples=16, lr=2e-3, target=0.5),
+    "grpo-1m": Task("grpo", 128, 4, updates=60, rows=16, samples=16, lr=1e-3, target=0.7),
     "grpo-10m": Task("grpo", 384, 6, updates=30, rows=16, samples=16, lr=5e-4),
-    "sft-1m": Task("sft", 128, 4, updates=200, rows=64, lr=2e-3, target=0.9),
+    "sft-1m": Task("sft", 128, 4, updates=200, rows=64, lr=2e-4, target=0.6),
     "dpo-1m": Task("dpo", 128, 4, updates=60, rows=64, lr=5e-4),
 }
 

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from distflow.launch.run_folders.export_checkpoint import export_checkpoint
 from distflow.observe.run_reader import read_metrics
 from distflow.runtime.saved_groups import load_groups
 
@@ -35,8 +36,9 @@ def run(folder: Path, out: Path) -> None:
     run_dir = out / "run"
     command = [sys.executable, "-m", "distflow", "train", task["kind"], *settings(task, folder)]
     subprocess.run([*command, f"trainer.default_local_dir={run_dir}"], check=True)
-    export = [sys.executable, "-m", "distflow", "export", str(run_dir), "--to"]
-    subprocess.run([*export, str(out / "weights")], check=True)
+    for checkpoint in (run_dir / "checkpoints").glob("step-*"):
+        number = str(int(checkpoint.name.partition("-")[2]))
+        export_checkpoint(checkpoint, out / "weights" / number)
 
     loss, norm = LOSSES[task["kind"]]
     records = [record for record in read_metrics(run_dir) if record.kind == "train"]
@@ -69,6 +71,8 @@ def settings(task: dict[str, Any], folder: Path) -> list[str]:
         "trainer.total_epochs=1",
         "trainer.test_freq=-1",
         "trainer.save_groups=all",
+        f"trainer.save_freq={task['saved_every']}",
+        f"trainer.keep_last={task['updates']}",
     ]
     if task["kind"] == "grpo":
         (folder.parent / "distflow_reward.py").write_text(

@@ -40,13 +40,13 @@ class Plain:
         begin = time.time()
 
         with (self.out / "updates.jsonl").open("w") as file:
-            for start in range(0, len(lines), size):
+            for number, start in enumerate(range(0, len(lines), size), 1):
                 rows = [json.loads(line) for line in lines[start : start + size]]
                 record = self.update(rows)
                 record["seconds"] = time.time() - begin
                 file.write(json.dumps(record) + "\n")
-
-        self.model.save_pretrained(self.out / "weights")
+                if number % self.task["saved_every"] == 0 or number == self.task["updates"]:
+                    self.model.save_pretrained(self.out / "weights" / str(number))
 
     def update(self, rows: list[dict[str, str]]) -> dict[str, Any]:
         recorded = self.sampled(rows) if self.task["kind"] == "grpo" else self.encoded(rows)

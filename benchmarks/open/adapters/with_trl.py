@@ -36,7 +36,10 @@ def run(folder: Path, out: Path) -> None:
     updates: list[Rows] = []
     trainer = make_trainer(task, folder, out, clock, updates)
     trainer.train()
-    trainer.save_model(str(out / "weights"))
+    (out / "weights").mkdir()
+    for checkpoint in (out / "trl").glob("checkpoint-*"):
+        number = checkpoint.name.partition("-")[2]
+        checkpoint.rename(out / "weights" / number)
 
     logs = [log for log in trainer.state.log_history if "grad_norm" in log]
     lines = zip(logs, clock.ends, updates, strict=False)  # a batch more may have been prepared
@@ -68,7 +71,9 @@ def make_trainer(
         "gradient_checkpointing": False,
         "logging_steps": 1,
         "report_to": [],
-        "save_strategy": "no",
+        "save_strategy": "steps",
+        "save_steps": task["saved_every"],
+        "save_only_model": True,
         "disable_tqdm": True,
         "seed": task["seed"],
     }
