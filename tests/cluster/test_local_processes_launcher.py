@@ -27,6 +27,14 @@ from tests.sparse_params import BY_HAND, one_fast_in
 TWO = "trainer.n_gpus_per_node=2"
 SHARDS = ("actor_rollout_ref.actor.strategy=fsdp", TWO, "trust.check_freq=1")
 LAYERS = ("trainer.allocation='embedded:d2|fsdp:d1t2'",)
+ROWS = ("trainer.allocation='embedded:d2|fsdp:d1c2'", "trust.check_freq=1")
+SFT = (
+    "data.response_key=answer",
+    "~reward.functions",
+    "~reward.num_workers",
+    "~custom_reward_function.path",
+    "~actor_rollout_ref.rollout.n",
+)
 WITHIN_S = 600
 
 
@@ -88,7 +96,10 @@ def test_two_processes_end_where_one_does(alone, two, told):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "keys"),
-    one_fast_in(2, [("layers", LAYERS), ("shards", SHARDS)], unpack=True, others=BY_HAND),
+    [
+        *one_fast_in(2, [("layers", LAYERS), ("shards", SHARDS)], unpack=True, others=BY_HAND),
+        ("rows", ROWS),
+    ],
 )
 def test_weights_spread_over_two_processes_end_where_one_does(ground, alone, name, keys):
     found = run(ground, *validating(ground), *keys, name=name)
@@ -103,6 +114,25 @@ def test_processes_with_different_experts_end_where_one_does(tmp_path):
     alone = ground.run("grpo", *STEPS, hf, name="alone")
     found = run(ground, "trainer.allocation='hf:d2|fsdp:d2e2'", name="experts")
     check_same_figures(found, alone)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("preset", "allocation", "keys"),
+    [
+        ("ppo", "embedded:d2|fsdp:d1c2|fsdp[critic]:d1c2", ()),
+        ("gspo", "embedded:d4|fsdp:d2c2", ("actor_rollout_ref.actor.use_kl_loss=true",)),
+        ("sft", "fsdp:d1c2", SFT),
+    ],
+)
+def test_ranks_that_divide_rows_end_where_one_does(tmp_path, preset, allocation, keys):
+    """Values, log-probs of the reference, ratios of whole sequences, and given responses."""
+    ground = Playground(tmp_path)
+    keys = (*STEPS, "trust.check_freq=1", *keys)
+    alone = ground.run(preset, *keys, name="alone")
+    config, spec = ground.spec(preset, *keys, f"trainer.allocation='{allocation}'", name="rows")
+    outcome = launch_processes(spec, LaunchOptions())
+    check_same_figures(Run(ground.folder / "rows", config, outcome), alone)
 
 
 @pytest.mark.slow

@@ -165,11 +165,13 @@ SHARDED = (
 )
 
 
-def test_a_run_goes_on_where_ranks_compute_layers_together(ground, alone):
-    """From two shards of each layer to two halves of it, checked, and to one process."""
-    run(ground, *STEPS, *SHARDED, "trainer.total_training_steps=2", name="together")
-    halves = "trainer.allocation='embedded:d2|fsdp:d1t2'"
-    found = run(ground, *STEPS, halves, "trust.check_freq=1", name="together")
+@pytest.mark.parametrize("sizes", ["d1t2", "d1c2"])
+def test_a_run_goes_on_where_ranks_compute_layers_or_rows_together(ground, alone, sizes):
+    """From two shards of each layer to two halves of it or of each row, checked, and to one
+    process."""
+    run(ground, *STEPS, *SHARDED, "trainer.total_training_steps=2", name=f"together_{sizes}")
+    halves = f"trainer.allocation='embedded:d2|fsdp:{sizes}'"
+    found = run(ground, *STEPS, halves, "trust.check_freq=1", name=f"together_{sizes}")
     assert found.outcome.steps == 4 and found.notes("warning") == []
     found_checks = [event.fields for event in read_events(found.folder) if event.kind == "checks"][
         -2:
@@ -178,10 +180,14 @@ def test_a_run_goes_on_where_ranks_compute_layers_together(ground, alone):
         {"weights", "log_probs", "optimizer"} <= set(step["passed"]) for step in found_checks
     )
     whole = ground.run(
-        "grpo", *STEPS, "trust.check_freq=1", "trainer.total_training_steps=5", name="together"
+        "grpo",
+        *STEPS,
+        "trust.check_freq=1",
+        "trainer.total_training_steps=5",
+        name=f"together_{sizes}",
     )
     longer = ground.run(
-        "grpo", *STEPS, "trust.check_freq=1", "trainer.total_training_steps=5", name="five"
+        "grpo", *STEPS, "trust.check_freq=1", "trainer.total_training_steps=5", name=f"five_{sizes}"
     )
     assert distance(whole.weights(5), longer.weights(5)) < 1e-6
 

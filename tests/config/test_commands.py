@@ -36,8 +36,8 @@ ANSWERS: dict[str, tuple[str, dict[str, str], list[str]]] = {
             **ONE_GPU,
             TENSOR: f"set {ROLLOUT}.name=vllm",  # which was its default then
             "actor_rollout_ref.model.override_config.max_position_embeddings": "config.json",
-            f"{ACTOR}.ulysses_sequence_parallel_size": "sequence parallelism is not supported",
-            f"{REF}.ulysses_sequence_parallel_size": "sequence parallelism is not supported",
+            f"{ACTOR}.ulysses_sequence_parallel_size": "write sequence parallelism as c",
+            f"{REF}.ulysses_sequence_parallel_size": "write sequence parallelism as c",
             f"{ACTOR}.fsdp_config.fsdp_size": f"set {ACTOR}.strategy=fsdp",
             f"{ROLLOUT}.val_kwargs.do_sample": f"write {ROLLOUT}.val_kwargs.greedy=false",
             f"{OVERLONG}.len": "write reward.overlong.buffer_tokens=4096",

@@ -26,6 +26,7 @@ from distflow.launch.plan_data import data_plan
 from distflow.rollout.engine import SamplingParams
 from distflow.runtime.spec import Offloads, Spec
 from tests.e2e.runs import Playground
+from tests.models.families import FAMILIES
 from tests.user_code import forgotten
 
 RUN_IT = """
@@ -250,6 +251,14 @@ def test_ranks_that_do_not_divide_a_models_layers_are_told_before_anything_is_st
     allocation = "trainer.allocation=embedded[rollout]:d3|fsdp[actor]:d1t3"
     with pytest.raises(UserError, match=r"model\.path: t3 .*num_attention_heads=4: .*:d3 "):
         playground.spec("grpo", "trainer.launcher=ray", "trainer.n_gpus_per_node=3", allocation)
+
+
+def test_rows_of_a_family_with_windows_are_not_divided(tmp_path: Path) -> None:
+    ground = Playground(tmp_path, "gemma2", **FAMILIES["gemma2"].changes)
+    keys = ("actor_rollout_ref.rollout.name=hf", "trainer.device=cpu")
+    allocation = "trainer.allocation='hf:d4|fsdp:d2c2'"
+    with pytest.raises(UserError, match=r"model\.path: .*'gemma2'.*\(c\): .*fsdp\[actor\]:d4 "):
+        ground.spec("grpo", *keys, allocation)
 
 
 def test_imports_that_no_worker_can_import(

@@ -5,7 +5,7 @@ import re
 import pytest
 
 from distflow.models.sharding import why_not_divided
-from tests.models.families import FAMILIES
+from tests.models.families import FAMILIES, OURS
 from tests.tiny_models import tiny_config
 
 
@@ -48,3 +48,20 @@ def test_an_adapter_needs_whole_layers_but_no_whole_set_of_experts() -> None:
     config = tiny_config("qwen3_moe", **FAMILIES["qwen3_moe"].changes)
     assert "lora_rank" in str(why_not_divided(config, 2, 1, adapted=True))
     assert why_not_divided(config, 1, 2, adapted=True) is None
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_rows_are_divided_where_our_attention_packs_them(family: str) -> None:
+    own = FAMILIES[family]
+    found = why_not_divided(tiny_config(family, **own.changes), 1, 1, adapted=False, context=2)
+    if own.forward == OURS:
+        assert found is None
+    else:
+        assert found is not None and f"family '{family}' needs whole rows (c)" in found
+
+
+def test_rotations_that_depend_on_the_longest_sequence_need_whole_rows() -> None:
+    rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
+    config = tiny_config("llama", rope_parameters=rope)
+    assert "'dynamic'" in str(why_not_divided(config, 1, 1, adapted=False, context=2))
+    assert why_not_divided(config, 2, 1, adapted=False) is None

@@ -75,6 +75,9 @@ def test_sizes() -> None:
     found = parse_allocation("fsdp:e4d2t2").parts[0].sizes
     assert found == Sizes(data=2, tensor=2, expert=4) and found.num_devices == 4
     assert str(found) == "d2t2e4"
+    rows = parse_allocation("fsdp:c2t2").parts[0].sizes
+    assert rows == Sizes(context=2, tensor=2) and rows.num_devices == 4
+    assert str(rows) == "d1c2t2"
 
 
 @pytest.mark.parametrize(
@@ -99,6 +102,8 @@ def test_sizes() -> None:
         ("megatron:d4e3", "'megatron' has no expert parallelism"),
         ("embedded:d4|fsdp:d2t2e3", "divide the 4 ranks; the nearest sizes are d2t2e"),
         ("fsdp:d4t2e1|torch[ref]:d4e2", "'torch' has no expert parallelism"),
+        ("torch:d2c2", "'torch' has no context parallelism"),
+        ("embedded:c2|fsdp:c2", "'embedded' has no context parallelism"),
         ("vllm:d2p2+torch:d2", "'vllm' has no pipeline parallelism"),
         ("fsdp:d2|fsdp[critic]:d4", "same devices as 'fsdp:d2'"),
         ("fsdp:d2+fsdp:d4", "a second part is the actor; name its role"),

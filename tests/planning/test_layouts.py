@@ -18,7 +18,7 @@ def layout(sizes: Sizes, role: str = "actor", first: int = 0) -> Layout:
 
 def test_ranks_need_not_begin_at_0_or_be_neighbours() -> None:
     found = Layout("actor", "fsdp", (3, 5, 6, 9), Sizes(data=2, tensor=2))
-    places = [(found.data_place(rank), found.tensor_place(rank)) for rank in found.ranks]
+    places = [(found.data_place(rank), found.sample_place(rank)) for rank in found.ranks]
     assert places == [(0, 0), (0, 1), (1, 0), (1, 1)]
     assert found.line("data", 5) == (5, 9) and found.line("tensor", 5) == (3, 5)
 
@@ -30,6 +30,20 @@ def test_lines_are_those_of_an_array() -> None:
         data, tensor = (int(place[0]) for place in np.where(array == rank))
         assert found.line("data", rank) == tuple(array[:, tensor])
         assert found.line("tensor", rank) == tuple(array[data])
+
+
+def test_ranks_that_divide_rows_lie_between_data_and_tensor() -> None:
+    found = layout(Sizes(data=2, context=3, tensor=2))
+    array = np.arange(12).reshape(2, 3, 2)
+    for rank in found.ranks:
+        data, context, tensor = (int(place[0]) for place in np.where(array == rank))
+        assert found.data_place(rank) == data
+        assert found.line("data", rank) == tuple(array[:, context, tensor])
+        assert found.line("context", rank) == tuple(array[data, :, tensor])
+        assert found.line("tokens", rank) == tuple(array[:, :, tensor].flatten())
+
+    assert [rank for rank in found.ranks if found.sample_place(rank) == 0] == [0, 6]
+    assert {group.ranks for group in process_groups([found])} >= {(0, 2, 4), (7, 9, 11), (0, 6)}
 
 
 def test_ranks_along_data_share_one_copy_of_the_weights_or_hold_the_same_part_of_it() -> None:
@@ -64,6 +78,8 @@ def test_alternatives_are_all_that_as_many_devices_allow_the_nearest_first() -> 
         *("d1t4", "d1t4e4"),
     }
     assert str(alternatives(Sizes(data=4, expert=3))[0]) == "d4e4"
+    rows = [str(sizes) for sizes in alternatives(Sizes(data=2, context=2)) if sizes.expert == 1]
+    assert rows[:2] == ["d2c2", "d4"] and "d1c4" not in rows
 
 
 def test_groups_are_named_in_one_order_and_shared_where_they_are_equal() -> None:

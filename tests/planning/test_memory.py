@@ -111,6 +111,29 @@ def test_shards_and_tensor_parts_divide_what_is_sharded() -> None:
     assert not item(generating, "actor", "weights", "generate")
 
 
+def test_ranks_that_divide_rows_have_half_of_a_long_one_and_gather_its_keys_and_values() -> None:
+    def training(sizes: str, limit: int, *keys: str) -> WorkerMemory:
+        actor = f"trainer.allocation=vllm[rollout]:d1+fsdp[actor]:{sizes}"
+        size = f"actor_rollout_ref.actor.ppo_max_token_len_per_gpu={limit}"
+        return workers("async_grpo", actor, size, "trainer.launcher=ray", *keys)[1]
+
+    activations = [
+        item(training(sizes, limit), "actor", "activations", "update")
+        for sizes, limit in (("d1", 10), ("d1c2", 10), ("d1", 80), ("d1c2", 80))
+    ]
+    assert activations[1] == activations[0] / 2, "a sample of 40 tokens, alone in its row"
+    assert activations[3] == activations[2], "the limit is that of each rank"
+    kept = 2 * (2 * 3 * 2 * 16)
+    assert item(training("d1c2", 10), "actor", "keys and values", "update") == 40 * kept
+    low = "actor_rollout_ref.model.dtype=float32"
+    masks = 4 * 20 * 40
+    assert item(training("d1c2", 10, low), "actor", "keys and values", "update") == (
+        40 * 2 * kept + masks
+    )
+    assert item(training("d1c2", 10), "actor", "weights", "sync") == 4 * SHAPE.parameters / 2
+    assert not item(training("d1", 10), "actor", "keys and values", "update")
+
+
 def test_experts_of_other_ranks_are_not_gathered() -> None:
     mixture = replace(SHAPE, experts=8, active_experts=2)
     attention = mixture.attention_weights

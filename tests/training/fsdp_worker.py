@@ -1,6 +1,6 @@
 """One gloo rank that trains sharded tiny models on its share of each mini-batch: on the meshes of
 plans of 1, 2 and 4 ranks, of two replicas of two parts each, and of ranks that compute layers
-together."""
+together or divide packed rows."""
 
 import json
 from collections.abc import Callable
@@ -28,8 +28,8 @@ from distflow.training.torch_engine import TorchTrainEngine
 from tests.training.batches import TokenMeanLoss
 from tests.training.rank_worker import SHARES, mini_batch
 
-# By the mesh's name: replicas x shards, t ranks that compute layers together, and e with different
-# experts.
+# By the mesh's name: replicas x shards, c ranks that divide packed rows, t that compute layers
+# together, and e with different experts.
 LAYOUTS = {
     "1": Layout("1", "fsdp", (0,), Sizes()),
     "2": Layout("2", "fsdp", (0, 1), Sizes(data=2)),
@@ -41,6 +41,12 @@ LAYOUTS = {
     "2e2": Layout("2e2", "fsdp", (0, 1), Sizes(data=2, expert=2)),
     "4e2": Layout("4e2", "fsdp", (0, 1, 2, 3), Sizes(data=4, expert=2)),
     "2x2e2": Layout("2x2e2", "fsdp", (0, 1, 2, 3), Sizes(data=4, expert=2), shard=2),
+    "1c2": Layout("1c2", "fsdp", (0, 1), Sizes(context=2)),
+    "2c2": Layout("2c2", "fsdp", (0, 1, 2, 3), Sizes(data=2, context=2)),
+    "1c4": Layout("1c4", "fsdp", (0, 1, 2, 3), Sizes(context=4)),
+    "2x2c2": Layout("2x2c2", "fsdp", (0, 1, 2, 3), Sizes(data=2, context=2), shard=2),
+    "1c2t2": Layout("1c2t2", "fsdp", (0, 1, 2, 3), Sizes(context=2, tensor=2)),
+    "1c4e2": Layout("1c4e2", "fsdp", (0, 1, 2, 3), Sizes(context=4, expert=2)),
     "2t2e4": Layout("2t2e4", "fsdp", (0, 1, 2, 3), Sizes(data=2, tensor=2, expert=4)),
 }
 PLAN = Plan(
@@ -86,6 +92,8 @@ def adapter(folder: Path, sharding: Sharding | None, name: str = "model") -> nn.
 
 CLIPPED = {"max_grad_norm": 0.05}
 CHECKPOINTED = {"gradient_checkpointing": True}
+CONTEXTS = ("1c2", "2c2", "1c4", "2x2c2", "1c2t2")
+EXPERTS = ("2", "2e2", "4e2", "2x2e2", "2t2", "2t2e4")
 # By case: the model, the loss, the steps, on which meshes, and what else the engine is made with.
 CASES: dict[
     str,
@@ -98,14 +106,26 @@ CASES: dict[
     ],
 ]
 CASES = {
-    "policy": (policy, POLICY, 7, ("1", "2", "4", "2x2", "2t2", "2x1t2"), {"max_grad_norm": 0.05}),
+    "policy": (
+        policy,
+        POLICY,
+        7,
+        ("1", "2", "4", "2x2", "2t2", "2x1t2", *CONTEXTS),
+        {"max_grad_norm": 0.05},
+    ),
     "on-host": (policy_on_host, POLICY, 4, ("2", "2t2"), {"max_grad_norm": 0.05}),
-    "critic": (critic, TokenMeanLoss(("values",)), 4, ("2", "2x2", "1t2"), {"max_grad_norm": None}),
-    "tied": (tied, POLICY, 4, ("2", "1t2"), {"gradient_checkpointing": True}),
-    "experts": (experts, POLICY, 4, ("2", "2e2", "4e2", "2x2e2", "2t2", "2t2e4"), CLIPPED),
+    "critic": (
+        critic,
+        TokenMeanLoss(("values",)),
+        4,
+        ("2", "2x2", "1t2", "2c2"),
+        {"max_grad_norm": None},
+    ),
+    "tied": (tied, POLICY, 4, ("2", "1t2", "1c2"), {"gradient_checkpointing": True}),
+    "experts": (experts, POLICY, 4, (*EXPERTS, "2c2", "1c4e2"), CLIPPED),
     "fused": (fused, POLICY, 4, ("1t2",), {"max_grad_norm": None}),
-    "adapter": (adapter, POLICY, 4, ("2", "2x2"), CHECKPOINTED),
-    "experts-adapter": (partial(adapter, name="experts"), POLICY, 4, ("2", "4e2"), CHECKPOINTED),
+    "adapter": (adapter, POLICY, 4, ("2", "2x2", "2c2"), CHECKPOINTED),
+    "lora-experts": (partial(adapter, name="experts"), POLICY, 4, ("2", "4e2"), CHECKPOINTED),
 }
 
 

@@ -88,11 +88,15 @@ class ProcessGroups:
     def sharding(
         self, dp_group: tuple[int, ...], layout: Layout, rank: int, device: str
     ) -> Sharding:
-        """How the models of a dp group are sharded: over the data parallel dimension (two with
-        replicas), and the tensor parallel one if layers or experts are divided; experts over a mesh
-        of their own."""
+        """How the models of a dp group are sharded: over ranks with different tokens (two
+        dimensions with replicas), and the tensor parallel ones if layers or experts are divided;
+        experts over a mesh of their own."""
         sizes = layout.sizes
-        dense: dict[str, Axis] = {DATA: "data"}
+        context = None
+        if sizes.context > 1:
+            context = self.of(layout.line("context", rank))
+
+        dense: dict[str, Axis] = {DATA: "tokens"}
         experts: dict[str, Axis] = {}
         if layout.shard is not None:
             dense = {REPLICA: "replica", SHARD: "shard"}
@@ -100,14 +104,14 @@ class ProcessGroups:
         if sizes.tensor > 1 or sizes.expert > 1:
             dense[TENSOR] = "tensor"
         if len(dense) == 1:
-            return Sharding(DeviceMesh.from_group(self.of(dp_group), device))
+            return Sharding(DeviceMesh.from_group(self.of(dp_group), device), context=context)
 
         mesh = self._mesh(dense, layout, rank, device)
         if sizes.expert == 1:
-            return Sharding(mesh)
+            return Sharding(mesh, context=context)
 
         experts |= {EXPERT_SHARD: "expert_shard", EXPERT: "expert"}
-        return Sharding(mesh, experts=self._mesh(experts, layout, rank, device))
+        return Sharding(mesh, experts=self._mesh(experts, layout, rank, device), context=context)
 
     def _mesh(self, axes: dict[str, Axis], layout: Layout, rank: int, device: str) -> DeviceMesh:
         lines = [layout.line(axis, rank) for axis in axes.values()]

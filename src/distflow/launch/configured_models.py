@@ -196,13 +196,13 @@ def prediction(config: Config, pipeline: BoundPipeline, plan: Plan, rows: int) -
 
 
 def check_layouts(config: Config, layouts: Sequence[Layout]) -> None:
-    """Raises UserError, with the key, if a model's layers or experts cannot be divided as in a
-    layout."""
+    """Raises UserError, with the key, if a model's layers, experts or rows cannot be divided as in
+    a layout."""
     adapted = config.actor_rollout_ref.model.lora_rank > 0
     for layout in layouts:
         sizes = layout.sizes
         # one that judges is whole on each rank
-        if sizes.tensor * sizes.expert == 1 or layout.engine in ROLLOUT_ENGINES:
+        if sizes.tensor * sizes.expert * sizes.context == 1 or layout.engine in ROLLOUT_ENGINES:
             continue
 
         key, source = source_of(config, layout.role)
@@ -216,7 +216,7 @@ def check_layouts(config: Config, layouts: Sequence[Layout]) -> None:
 def _check_sizes(layout: Layout, model: PreTrainedConfig, adapted: bool) -> None:
     reasons = list[str]()
     for sizes in alternatives(layout.sizes):
-        reason = why_not_divided(model, sizes.tensor, sizes.expert, adapted)
+        reason = why_not_divided(model, sizes.tensor, sizes.expert, adapted, sizes.context)
         if reason is not None:
             reasons.append(reason)
         elif reasons:

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, PreTrainedConfig
 
 from distflow.errors import UserError
 from distflow.models.image_inputs import text_decoder
@@ -65,6 +66,25 @@ def choose_attention(model: nn.Module) -> str:
         f"models of the family '{family}' cannot be trained: packing changes a sequence's results "
         f"({all_tried})"
     )
+
+
+def why_rows_stay_whole(config: PreTrainedConfig) -> str | None:
+    """Why ranks cannot divide the packed rows of such a model between them; None if they can."""
+    text = config.get_text_config()
+    family = config.model_type
+    if hasattr(config, "vision_config"):
+        return f"the family '{family}' reads images, so its rows are not divided (c)"
+
+    # a family of the user's own code is not in the mapping
+    model = AutoModelForCausalLM._model_mapping.get(type(text), None)
+    is_ours = _packed_candidates(text)[0] == PACKED_ATTENTION
+    if not (is_ours and getattr(model, "_supports_attention_backend", False)):
+        return f"attention of the family '{family}' needs whole rows (c)"
+
+    rotation = (getattr(text, "rope_parameters", None) or {}).get("rope_type")
+    if rotation in ("dynamic", "longrope"):
+        return f"rotations of type '{rotation}' depend on the longest sequence of whole rows (c)"
+    return None
 
 
 def _packed_candidates(config: Any) -> tuple[str, ...]:

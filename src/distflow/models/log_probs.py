@@ -121,7 +121,7 @@ def token_log_probs(
     log_probs = []
     entropies = []
     for rows, states, heat in _chunks(hidden, temperature, num_rows):
-        given = (head, states, _some_of(targets, rows), heat, with_entropy)
+        given = (head, states, some_targets(targets, rows), heat, with_entropy)
         part, entropy = checkpoint(_chunk, *given, use_reentrant=False, preserve_rng_state=False)
         log_probs.append(part)
         entropies.append(entropy)
@@ -202,7 +202,7 @@ def _heated(logits: Tensor, temperature: float | Tensor) -> Tensor:
     return logits
 
 
-def _some_of(targets: Tensor | NumberTargets, rows: slice) -> Tensor | NumberTargets:
+def some_targets(targets: Tensor | NumberTargets, rows: slice | Tensor) -> Tensor | NumberTargets:
     if isinstance(targets, Tensor):
         return targets[rows]
     tokens, values, is_number, normals = targets

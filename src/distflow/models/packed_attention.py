@@ -18,6 +18,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
+from distflow.models.context_share import Chunk, ContextShare
 from distflow.models.cpu_kernels import build as native
 from distflow.models.cpu_kernels.training_layer import attend
 from distflow.models.packed_layout import Packing, Spread
@@ -82,7 +83,7 @@ def packed_attention(
     key: Tensor,
     value: Tensor,
     attention_mask: Tensor | None,
-    packing: Packing | None = None,
+    packing: Packing | ContextShare | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """query `(1, heads, tokens, head_dim)`, key and value with their own number of heads; returns
@@ -104,6 +105,10 @@ def packed_attention(
     scale: float = kwargs.get("scaling") or query.shape[-1] ** -0.5
     one_width = values.shape[2] == keys.shape[2]  # DeepSeek's values are narrower than its keys
     is_plain = dropout == 0.0 and one_width
+
+    if isinstance(packing, ContextShare):
+        mixed = _attend_in_share(packing, queries, keys, values, scale, dropout)
+        return mixed.to(query.dtype)[None], None
 
     is_ours = on_cpu and dtype == torch.float32 and is_plain
     if is_ours and native.is_there():
@@ -131,27 +136,100 @@ def attend_together(
     queries `(rows, heads, head_dim)`; keys and values have their own number of heads. Returns a
     tensor like queries.
     """
-    # Its import takes as long as that of torch, and only a GPU needs it.
-    from torch.nn.attention.varlen import varlen_attn
-
     if packing.sharing is not None:
         queries = spread_rows(queries, packing.spread)
         keys = spread_rows(keys, packing.spread)
         values = spread_rows(values, packing.spread)
+
+    bounds = packing.bounds
+    longest = packing.longest
+    mixed = _varlen(queries, keys, values, (bounds, bounds), (longest, longest), scale)
+    if packing.sharing is None:
+        return mixed
+
+    return take_rows(mixed, packing.spread.first)
+
+
+def _varlen(
+    queries: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    bounds: tuple[Tensor, Tensor],
+    longest: tuple[int, int],
+    scale: float,
+) -> Tensor:
+    """Causal attention of the last queries to all keys of each sequence; bounds and longest: of
+    queries and of keys."""
+    # Its import takes as long as that of torch, and only a GPU needs it.
+    from torch.nn.attention.varlen import varlen_attn
 
     options: dict[str, Any] = {"window_size": (-1, 0), "scale": scale}
 
     # Newer versions of torch must be told that keys and values have fewer heads.
     if "enable_gqa" in (varlen_attn.__kwdefaults__ or {}):
         options["enable_gqa"] = True
-    bounds = packing.bounds
-    longest = packing.longest
-    mixed = varlen_attn(queries, keys, values, bounds, bounds, longest, longest, **options)
+    mixed = varlen_attn(queries, keys, values, *bounds, *longest, **options)
     assert isinstance(mixed, Tensor)
-    if packing.sharing is None:
-        return mixed
+    return mixed
 
-    return take_rows(mixed, packing.spread.first)
+
+def _attend_in_share(
+    share: ContextShare,
+    queries: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    scale: float,
+    dropout: float,
+) -> Tensor:
+    """Causal attention of this rank's rows `(own rows, heads, head_dim)` to those of all ranks."""
+    widths = [keys.shape[2], values.shape[2]]
+    both = share.gather_rows(torch.cat((keys, values), 2))
+    by_device = queries.is_cuda and dropout == 0.0 and widths[0] == widths[1]
+
+    found = []
+    for chunk, query in zip(share.chunks, queries.chunk(2), strict=True):
+        if isinstance(chunk.keys, slice):
+            rows = both[chunk.keys]
+        else:
+            rows = take_rows(both, chunk.keys, repeats=True)
+
+        key, value = rows.split(widths, 2)
+        if by_device and _fits_one_call(query):
+            longest = (int(chunk.num_queries.max()), int(chunk.num_keys.max()))
+            found.append(_varlen(query, key, value, chunk.bounds, longest, scale))
+        else:
+            found.append(_attend_by_piece(chunk, query, key, value, scale, dropout))
+
+    return torch.cat(found)
+
+
+def _attend_by_piece(
+    chunk: Chunk, queries: Tensor, keys: Tensor, values: Tensor, scale: float, dropout: float
+) -> Tensor:
+    num_queries, num_keys = chunk.num_queries.tolist(), chunk.num_keys.tolist()
+    by_piece = zip(
+        queries.transpose(0, 1)[None].split(num_queries, 2),
+        keys.transpose(0, 1)[None].split(num_keys, 2),
+        values.transpose(0, 1)[None].split(num_keys, 2),
+        chunk.masks,
+        strict=True,
+    )
+
+    found = []
+    for query, key, value, mask in by_piece:
+        with torch.autocast(query.device.type, enabled=False):
+            mixed = scaled_dot_product_attention(
+                query,
+                key,
+                value,
+                attn_mask=mask.to(query.dtype),
+                dropout_p=dropout,
+                scale=scale,
+                enable_gqa=query.shape[1] != key.shape[1],
+            )
+        found.append(mixed[0].transpose(0, 1))
+
+    return torch.cat(found)
 
 
 def _attend_one_by_one(

@@ -8,16 +8,19 @@ uses all of them, even the output head. The layers run in native code where ther
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MethodType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 from torch.nn.utils.rnn import pad_sequence
 
 from distflow.device_transfer import send
+from distflow.errors import UserError
 from distflow.models.choose_attention import IN_ROWS
+from distflow.models.context_share import CONTEXT, ContextShare
 from distflow.models.image_inputs import (
     IN_OWN_PASSES,
     ImageInputs,
@@ -26,7 +29,7 @@ from distflow.models.image_inputs import (
     states_in_own_passes,
     text_decoder,
 )
-from distflow.models.log_probs import likeliest_tokens, token_log_probs
+from distflow.models.log_probs import likeliest_tokens, some_targets, token_log_probs
 from distflow.models.lora import unwrapped
 from distflow.models.native_layers import packed_layers, runs_natively
 from distflow.models.number_head import NumberTargets
@@ -105,7 +108,7 @@ def _positions(lengths: Tensor) -> Tensor:
 
 
 def _transformers_layers(
-    decoder: Any, packing: Packing, position_ids: Tensor, **tokens: Any
+    decoder: Any, packing: Packing | ContextShare, position_ids: Tensor, **tokens: Any
 ) -> Tensor:
     """Last hidden states `(rows, hidden)` by the family's own layers. tokens: ids of one packed
     row, or what `embeddings` gives."""
@@ -239,6 +242,10 @@ def packed_forward(
     of all positions, or float `(n,)`. "likeliest_ids" and "likeliest_log_probs",
     `(n, num_likeliest)`, come with "log_probs", without gradient.
     """
+    group = getattr(unwrapped(model), CONTEXT, None)
+    if group is not None:
+        return _forward_in_shares(model, inputs, outputs, temperature, group)
+
     hidden = packed_hidden_states(
         model,
         inputs.input_ids,
@@ -247,7 +254,48 @@ def packed_forward(
         sharing=inputs.sharing,
         images=inputs.images,
     )
+    return _outputs(model, hidden, inputs, outputs, temperature)
 
+
+def _forward_in_shares(
+    model: nn.Module,
+    inputs: ModelInputs,
+    outputs: tuple[str, ...],
+    temperature: float | Tensor,
+    group: ProcessGroup,
+) -> dict[str, Tensor]:
+    """As `packed_forward`; each rank of the group computes its rows, and has all outputs."""
+    decoder = text_decoder(model)
+    if decoder.config._attn_implementation != PACKED_ATTENTION or inputs.images is not None:
+        raise UserError(
+            f"context parallel ranks (c) cannot divide rows of the family "
+            f"'{unwrapped(model).config.model_type}' or with images: allocate data parallel ranks "
+            "(d) instead"
+        )
+
+    lengths = inputs.lengths[inputs.lengths > 0].cpu()  # FSDP moves its arguments to the device
+    share = ContextShare.of(lengths, inputs.sharing, group, inputs.input_ids.device)
+    ids = inputs.input_ids[share.tokens]
+    states = _transformers_layers(decoder, share, share.position_ids[None], input_ids=ids[None])
+
+    own, rows = share.find(inputs.predicting)
+    hidden = take_rows(states, rows, repeats=inputs.sharing is not None)
+    if isinstance(temperature, Tensor):
+        temperature = temperature[own]
+    of_own = replace(inputs, targets=some_targets(inputs.targets, own))
+    found = _outputs(model, hidden, of_own, outputs, temperature)
+    number = len(inputs.predicting)
+    return {name: share.gather_outputs(part, own, number) for name, part in found.items()}
+
+
+def _outputs(
+    model: nn.Module,
+    hidden: Tensor,
+    inputs: ModelInputs,
+    outputs: tuple[str, ...],
+    temperature: float | Tensor,
+) -> dict[str, Tensor]:
+    """As `packed_forward`, from the states that predict the targets."""
     found: dict[str, Tensor] = {}
     if "values" in outputs:
         values = output_head(model)(hidden)[:, 0]

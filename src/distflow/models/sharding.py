@@ -17,7 +17,7 @@ from typing import Any, Protocol
 import torch
 from safetensors import safe_open
 from torch import Tensor, nn
-from torch.distributed import fsdp
+from torch.distributed import ProcessGroup, fsdp
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
@@ -32,6 +32,8 @@ from transformers.modeling_utils import LoadStateDictConfig
 
 from distflow.device_transfer import send
 from distflow.errors import UserError
+from distflow.models.choose_attention import why_rows_stay_whole
+from distflow.models.context_share import CONTEXT
 from distflow.models.lora import unwrapped
 
 _INDEX = "model.safetensors.index.json"
@@ -62,21 +64,27 @@ class Sharding:
     same ones; along `dp_replicate`, if it is there, the same. compute_dtype: of gathered weights
     and the model's computation; stored weights, and sums of gradients over ranks, are float32.
     on_host: keep weights, gradients and an optimizer's moments in host memory, whatever the mesh's
-    device; a layer is copied to the device when it runs.
+    device; a layer is copied to the device when it runs. context: the ranks that divide packed rows
+    between them, which are neighbours along the first dimensions.
     """
 
     mesh: DeviceMesh
     compute_dtype: torch.dtype = torch.float32
     on_host: bool = False
     experts: DeviceMesh | None = None
+    context: ProcessGroup | None = None
 
 
 def why_not_divided(
-    config: PreTrainedConfig, tensor: int, experts: int, adapted: bool
+    config: PreTrainedConfig, tensor: int, experts: int, adapted: bool, context: int = 1
 ) -> str | None:
-    """Why so many ranks cannot compute each layer of such a model together, or have its experts
-    between them; None if they can. Without a number of their own, experts are divided over the
-    ranks that compute a layer together. adapted: with an adapter."""
+    """Why so many ranks cannot compute each layer of such a model together, have its experts
+    between them, or divide rows; None if they can. Without a number of their own, experts are
+    divided over the ranks that compute a layer together. adapted: with an adapter."""
+    reason = why_rows_stay_whole(config) if context > 1 else None
+    if reason:
+        return reason
+
     text = config.get_text_config()
     family = config.model_type
     plan: dict[str, str] = getattr(text, "base_model_tp_plan", None) or {}
@@ -154,6 +162,7 @@ def shard_model(model: nn.Module, sharding: Sharding) -> None:
     equally often. Raises UserError for a family that does not name its layers, or whose layers or
     experts the ranks cannot divide.
     """
+    setattr(unwrapped(model), CONTEXT, sharding.context)
     mesh = sharding.mesh
     experts = sharding.experts
     if TENSOR in (mesh.mesh_dim_names or ()):

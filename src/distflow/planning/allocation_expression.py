@@ -3,7 +3,7 @@
 allocation = devices ("+" devices)*              each on devices of its own
 devices    = part ("|" part)*                    all on the same devices
 part       = ENGINE ["[" ROLE "]"] ":" sizes | ENGINE "." sizes | sizes
-sizes      = (LETTER NUMBER)+                    d data, t (or m) tensor, e expert; p, c only 1
+sizes      = (LETTER NUMBER)+                    d data, c context, t (or m) tensor, e expert
 
 The last two are AReaL's older forms, `sglang.d4p1m1+d2` and `sglang:d4+d2`: sizes alone, after the
 rollout's engine, are those of a trainer with FSDP.
@@ -32,8 +32,8 @@ from distflow.planning.layouts import Sizes, alternatives
 KEY = "trainer.allocation"
 STRATEGY = "actor_rollout_ref.actor.strategy"
 NAME = "actor_rollout_ref.rollout.name"
-_LETTERS = {"d": "data", "t": "tensor", "m": "tensor", "e": "expert"}
-_NOT_THERE_YET = {"p": "pipeline", "c": "context"}
+_LETTERS = {"d": "data", "c": "context", "t": "tensor", "m": "tensor", "e": "expert"}
+_NOT_THERE_YET = {"p": "pipeline"}
 _ENGINES: dict[str, RolloutEngineEntry | TrainEngineEntry] = {**ROLLOUT_ENGINES, **TRAIN_ENGINES}
 _PART = re.compile(r"([a-z]\w*)(?:\[(\w+)\]:|[:.])((?:[a-zA-Z]\d{1,6})+)", re.ASCII)
 _SIZES_ALONE = re.compile(r"(?:[a-zA-Z]\d{1,6})+", re.ASCII)
@@ -162,7 +162,8 @@ def _parse_sizes(engine: str, text: str) -> Sizes:
             lacks = f"the engine '{engine}' has no {axis} parallelism"
             _refuse(text, f"{lacks}; its sizes are {', '.join(letters)}")
 
-    found = Sizes(sizes.get("data", 1), sizes.get("tensor", 1), sizes.get("expert", 1))
+    sizes.pop("pipeline", None)
+    found = Sizes(**sizes)
     if found.expert > 1 and found not in alternatives(found):
         _refuse(
             text,

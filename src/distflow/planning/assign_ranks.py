@@ -377,19 +377,19 @@ def _check_engines_of(node: BoundNode, dp_group: DpGroup) -> None:
 
 
 def _shard(role: str, engine: str, sizes: Sizes, config: Config) -> int | None:
-    """Number of neighbours along data that share one copy of a model's weights; None for all, or
+    """Number of neighbours along tokens that share one copy of a model's weights; None for all, or
     for no sharding."""
     if role == "rollout" or engine != "fsdp":
         return None
 
     size = config.actor_rollout_ref.actor.fsdp_config.fsdp_size
-    if size in (-1, sizes.data):
+    if size in (-1, sizes.tokens):
         return None
-    if not size or sizes.data % size:
+    if not size or sizes.tokens % size:
         raise UserError(
             f"actor_rollout_ref.actor.fsdp_config.fsdp_size={size} does not divide the "
-            f"{sizes.data} data parallel ranks of the {role}: set it to a divisor, or to -1 for "
-            "all of them"
+            f"{sizes.tokens} data parallel ranks of the {role} (d × c): set it to a divisor, or to "
+            "-1 for all of them"
         )
     if size * sizes.tensor % sizes.expert:
         raise UserError(

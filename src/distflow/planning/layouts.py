@@ -3,13 +3,15 @@ needs no device."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import product
 from math import log2
 from typing import Literal
 
-Axis = Literal["data", "tensor", "shard", "replica", "expert", "expert_shard"]
-"""How ranks of a model differ. data: in their samples. tensor: in their part of each layer. Along
-data, ranks of a `shard` share one copy of the weights, and those of a `replica` hold the same
-part. expert: in their experts; ranks of an `expert_shard` share the same ones."""
+Axis = Literal["data", "context", "tensor", "tokens", "shard", "replica", "expert", "expert_shard"]
+"""How ranks of a model differ. data: in their samples. context: in their part of each packed row.
+tensor: in their part of each layer. tokens: along data and context. Along tokens, ranks of a
+`shard` share one copy of the weights, and those of a `replica` hold the same part. expert: in their
+experts; ranks of an `expert_shard` share the same ones."""
 
 Ranks = tuple[int, ...]
 
@@ -22,14 +24,22 @@ class Sizes:
     tensor: int = 1
     expert: int = 1
     """Among these same ranks."""
+    context: int = 1
 
     @property
     def num_devices(self) -> int:
-        return self.data * self.tensor
+        return self.data * self.context * self.tensor
+
+    @property
+    def tokens(self) -> int:
+        """Ranks that compute different tokens."""
+        return self.data * self.context
 
     def __str__(self) -> str:
         """As in an allocation."""
         text = f"d{self.data}"
+        if self.context > 1:
+            text += f"c{self.context}"
         if self.tensor > 1:
             text += f"t{self.tensor}"
         if self.expert > 1:
@@ -38,26 +48,29 @@ class Sizes:
 
 
 def alternatives(sizes: Sizes) -> list[Sizes]:
-    """All sizes of as many devices that are possible, itself included, the nearest first."""
+    """All sizes of as many devices that are possible, itself included, the nearest first. Rows are
+    divided over no more ranks."""
 
-    def distance(other: Sizes) -> tuple[float, int]:
+    def distance(other: Sizes) -> tuple[float, int, int]:
         steps = abs(log2(other.tensor / sizes.tensor)) + abs(log2(other.expert / sizes.expert))
-        return steps, other.tensor
+        steps += abs(log2(other.context / sizes.context))
+        return steps, other.tensor, other.context
 
     total = sizes.num_devices
     divisors = [number for number in range(1, total + 1) if total % number == 0]
+    contexts = [number for number in divisors if sizes.context % number == 0]
     found = []
-    for tensor in divisors:
-        for expert in divisors:
-            if expert == 1 or expert % tensor == 0:
-                found.append(Sizes(total // tensor, tensor, expert))
+    for tensor, context, expert in product(divisors, contexts, divisors):
+        if total % (tensor * context) == 0 and (expert == 1 or expert % tensor == 0):
+            found.append(Sizes(total // (tensor * context), tensor, expert, context))
 
     return sorted(found, key=distance)
 
 
 @dataclass(frozen=True)
 class Layout:
-    """The layout of one role's model. Ranks that differ only along tensor are neighbours."""
+    """The layout of one role's model. Ranks that differ only along tensor are neighbours; around
+    them those that differ along context."""
 
     role: str
     engine: str
@@ -65,27 +78,33 @@ class Layout:
     """All that hold a part of it, ascending; as many as `sizes` requires."""
     sizes: Sizes
     shard: int | None = None
-    """Number of neighbours along data that share one copy of the weights; others hold replicas.
+    """Number of neighbours along tokens that share one copy of the weights; others hold replicas.
     None for all."""
 
     def data_place(self, rank: int) -> int:
         """Where one of its ranks is along data."""
-        return self.ranks.index(rank) // self.sizes.tensor
+        return self.ranks.index(rank) // self._same_samples
 
-    def tensor_place(self, rank: int) -> int:
-        """Where one of its ranks is along tensor."""
-        return self.ranks.index(rank) % self.sizes.tensor
+    def sample_place(self, rank: int) -> int:
+        """Where one of its ranks is among those with the same samples."""
+        return self.ranks.index(rank) % self._same_samples
+
+    @property
+    def _same_samples(self) -> int:
+        return self.sizes.context * self.sizes.tensor
 
     def line(self, axis: Axis, rank: int) -> Ranks:
         """The ranks that differ from one of its ranks only along that axis, including itself,
         ascending."""
         sizes = self.sizes
-        shard = self.shard or sizes.data
+        shard = self.shard or sizes.tokens
         distances_and_sizes: dict[Axis, tuple[int, int]] = {
             "tensor": (1, sizes.tensor),
-            "data": (sizes.tensor, sizes.data),
+            "context": (sizes.tensor, sizes.context),
+            "data": (self._same_samples, sizes.data),
+            "tokens": (sizes.tensor, sizes.tokens),
             "shard": (sizes.tensor, shard),
-            "replica": (sizes.tensor * shard, sizes.data // shard),
+            "replica": (sizes.tensor * shard, sizes.tokens // shard),
             "expert": (1, sizes.expert),
             "expert_shard": (sizes.expert, sizes.tensor * shard // sizes.expert),
         }
@@ -111,7 +130,7 @@ def process_groups(layouts: Sequence[Layout]) -> tuple[ProcessGroup, ...]:
     must create them."""
     found: set[Ranks] = set()
     for layout in layouts:
-        axes: list[Axis] = ["data", "tensor"]
+        axes: list[Axis] = ["data", "context", "tensor", "tokens"]
         if layout.shard:
             axes += ["shard", "replica"]
         if layout.sizes.expert > 1:

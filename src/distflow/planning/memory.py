@@ -264,7 +264,7 @@ class _Needs:
         shape = self.shapes[role]
         sizes = sizes_of(self.plan, role)
         settings = self.config.actor_rollout_ref
-        tokens = micro_tokens(self.config, role, sizes.data, self.device.kind)
+        tokens = micro_tokens(self.config, role, sizes, self.device.kind)
         per_token = activation_bytes(
             shape,
             self.itemsize,
@@ -273,6 +273,8 @@ class _Needs:
             checkpointed=settings.model.enable_gradient_checkpointing,
         )
         yield MemoryItem(role, "activations", per_token * tokens, (phase,))
+        if sizes.context > 1:
+            yield MemoryItem(role, "keys and values", self._gathered(role, tokens, phase), (phase,))
 
         if role in ("actor", "ref", *teachers_of(self.config.distill)):
             rows = CHUNK_LOGITS[self.device.kind] // shape.vocabulary
@@ -281,6 +283,24 @@ class _Needs:
                 copies += 4
             size = copies * min(tokens, max(1, rows)) * shape.vocabulary
             yield MemoryItem(role, "logits", size, (phase,))
+
+    def _gathered(self, role: str, tokens: int, phase: Phase) -> float:
+        """Bytes of a whole row's keys and values, which ranks with so many own tokens gather. Not
+        in 16 bits on a GPU, attention also has masks, which all layers share."""
+        shape = self.shapes[role]
+        sizes = sizes_of(self.plan, role)
+        has_masks = self.device.is_cpu or self.itemsize == 4
+        itemsize = 4 if has_masks else self.itemsize
+        keeps_all = phase == "update"
+        if self.config.actor_rollout_ref.model.enable_gradient_checkpointing:
+            keeps_all = False
+
+        found = itemsize * shape.kv_elements / sizes.tensor * tokens * sizes.context
+        if not keeps_all:
+            found /= shape.layers
+        if has_masks:
+            found += 4 * tokens * longest_sequence(self.config)
+        return found
 
     def _rollout(self, beside: Sequence[MemoryItem]) -> Iterator[MemoryItem]:
         """beside: what the worker needs besides."""

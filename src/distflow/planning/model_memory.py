@@ -42,7 +42,7 @@ def shards_of(plan: Plan, config: Config, role: str) -> int:
 
     own = layout.sizes.tensor
     if is_sharded(config):
-        own *= layout.shard or layout.sizes.data
+        own *= layout.shard or layout.sizes.tokens
     return own
 
 
@@ -141,9 +141,9 @@ def server_share(config: Config) -> float:
     return chosen if isinstance(chosen, int | float) else default
 
 
-def micro_tokens(config: Config, role: str, ranks: int, kind: str) -> int:
-    """Tokens of a role's micro-batches if all samples have the greatest length. kind: of the
-    device."""
+def micro_tokens(config: Config, role: str, sizes: Sizes, kind: str) -> int:
+    """Tokens of a role's micro-batches on each rank if all samples have the greatest length. kind:
+    of the device."""
     settings = config.actor_rollout_ref
     limit = settings.actor.ppo_max_token_len_per_gpu
     batch = config.data.train_batch_size
@@ -156,9 +156,10 @@ def micro_tokens(config: Config, role: str, ranks: int, kind: str) -> int:
         limit = settings.ref.log_prob_max_token_len_per_gpu or limit
 
     longest = longest_sequence(config)
-    tokens = ceil(batch * samples_per_prompt(config) / ranks) * longest
-    micro_batches = ceil(tokens / (limit or MICRO_TOKENS[kind]))
-    return max(longest, ceil(tokens / micro_batches))  # packing evens them out
+    tokens = ceil(batch * samples_per_prompt(config) / sizes.data) * longest
+    micro_batches = ceil(tokens / (limit or MICRO_TOKENS[kind]) / sizes.context)
+    row = max(longest, ceil(tokens / micro_batches))  # packing evens them out
+    return ceil(row / sizes.context)
 
 
 def longest_sequence(config: Config) -> int:

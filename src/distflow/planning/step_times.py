@@ -219,8 +219,8 @@ class StepTimes:
         flops = times * shape.forward_flops(tokens, self.lengths.sequence / 2, logits)
         seconds = flops / (self.flops * sizes.num_devices)
         if is_sharded(self.config) and shards_of(self.plan, self.config, role) > 1:
-            fullest = micro_tokens(self.config, role, sizes.data, self.device.kind)
-            micro_batches = ceil(tokens / sizes.data / fullest)
+            fullest = micro_tokens(self.config, role, sizes, self.device.kind)
+            micro_batches = ceil(tokens / sizes.tokens / fullest)
             # Gathered weights and scattered float32 gradients overlap with computing.
             a_weight = 2 * self.itemsize + 4 if updates else self.itemsize
             others = (shape.parameters - shape.layers * shape.layer_weights) / sizes.tensor
@@ -231,7 +231,11 @@ class StepTimes:
         passes = 2 if updates else 1
         states = shape.layers * tokens * shape.hidden * self.itemsize * passes
         if sizes.tensor > 1:
-            seconds += 4 * states / sizes.data / self._link(role, sizes.tensor)
+            seconds += 4 * states / sizes.tokens / self._link(role, sizes.tensor)
+        if sizes.context > 1:  # keys and values of whole rows, and their gradients
+            gathered = passes * tokens * shape.kv_elements * self.itemsize / sizes.tensor
+            neighbours = sizes.context * sizes.tensor
+            seconds += gathered / sizes.data / self._link(role, neighbours)
         if shape.experts and sizes.expert > 1:  # to the experts of a token and back
             share = (1 - 1 / sizes.expert) / sizes.num_devices
             seconds += 2 * states * shape.active_experts * share / self._link(role, sizes.expert)

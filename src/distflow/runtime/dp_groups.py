@@ -19,10 +19,9 @@ def dp_group_layout(plan: Plan, ranks: tuple[int, ...]) -> Layout:
 
 
 def with_samples(plan: Plan, ranks: tuple[int, ...]) -> tuple[int, ...]:
-    """The ranks of a dp group with separate samples: the first of tensor-parallel ranks, which
-    share theirs."""
+    """The ranks of a dp group with separate samples: the first of those that share theirs."""
     layout = dp_group_layout(plan, ranks)
-    return tuple(rank for rank in ranks if layout.tensor_place(rank) == 0)
+    return tuple(rank for rank in ranks if layout.sample_place(rank) == 0)
 
 
 def kept_share(

@@ -10,6 +10,7 @@ from dataclasses import KW_ONLY, dataclass, field, replace
 from typing import Any, TypedDict, TypeVar, Unpack
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
@@ -20,6 +21,7 @@ from distflow.data.bin_packing import pack
 from distflow.data.preference_pairs import encode_text, messages_of
 from distflow.device_transfer import read_numbers, send
 from distflow.errors import UserError
+from distflow.models.context_share import CONTEXT
 from distflow.models.image_inputs import ImageInputs, ImageProcessor, images_of
 from distflow.models.log_probs import check_temperature
 from distflow.models.lora import adapter_off, named_weights, unwrapped
@@ -43,7 +45,7 @@ class ScorerOptions(TypedDict, total=False):
     """How a scorer and a train engine run their model."""
 
     max_tokens_per_micro_batch: int | None
-    """None chooses by the device."""
+    """On each rank; None chooses by the device."""
     temperature: float
     temperatures: Mapping[str, float]
     """Of domains that are not sampled at `temperature`."""
@@ -81,6 +83,9 @@ class TorchScorer:
         # kernel each time, page by page, which took a tenth to a third of an update.
         by_device = 4096 if self.device.type == "cpu" else 16384
         self.max_tokens = self.max_tokens_per_micro_batch or by_device
+        context = getattr(unwrapped(self.model), CONTEXT, None)
+        if context is not None:
+            self.max_tokens *= dist.get_world_size(context)
 
     @property
     def device(self) -> torch.device:
