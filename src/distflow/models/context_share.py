@@ -149,7 +149,8 @@ class _GatherRows(Function):
         ctx.save_for_backward(order)
         ctx.group = group
         everyone = values.new_empty((len(order), *values.shape[1:]))
-        dist.all_gather_into_tensor(everyone, values.contiguous(), group=group)
+        parts = everyone.chunk(dist.get_world_size(group))
+        dist.all_gather(list(parts), values.contiguous(), group=group)
         return everyone.index_select(0, order)
 
     @staticmethod
@@ -158,9 +159,9 @@ class _GatherRows(Function):
         wide = torch.promote_types(grad.dtype, torch.float32)  # 16 bits would round each sum
         of_ranks = torch.empty_like(grad, dtype=wide, memory_format=torch.contiguous_format)
         of_ranks.index_copy_(0, order, grad.to(wide))
-        num_own = len(order) // dist.get_world_size(ctx.group)
-        own = of_ranks.new_empty((num_own, *grad.shape[1:]))
-        dist.reduce_scatter_tensor(own, of_ranks, group=ctx.group)
+        parts = of_ranks.chunk(dist.get_world_size(ctx.group))
+        own = torch.empty_like(parts[0])
+        dist.reduce_scatter(own, list(parts), group=ctx.group)
         return own.to(grad.dtype), None, None
 
 
