@@ -72,6 +72,7 @@ def test_any_agent(tmp_path):
     assert {*batch["scores"].tolist()} <= {0.0, 1.0} and not any(batch["reward_errors"])
 
 
+@pytest.mark.slow
 def test_multi_turn(tmp_path):
     batch = train(
         "multi_turn", tmp_path, "trainer.val_before_train=false", "actor_rollout_ref.rollout.n=4"
@@ -82,6 +83,7 @@ def test_multi_turn(tmp_path):
         assert score == float(text == answer)
 
 
+@pytest.mark.slow
 def test_two_agents(tmp_path):
     batch = train(
         "two_agents", tmp_path, "trainer.val_before_train=false", "actor_rollout_ref.rollout.n=4"
@@ -93,6 +95,7 @@ def test_two_agents(tmp_path):
         assert score == len(chosen & {"1", "2"}) / 2
 
 
+@pytest.mark.slow
 def test_agents_with_policies(tmp_path):
     batch = train(
         "solver_checker",

@@ -97,7 +97,7 @@ def test_what_ends_by_itself_has_a_moment(tmp_path):
     """As what a process of the run started under a keeper of its own."""
     said = tmp_path / "said"
     waits = "while kill -0 $$ 2>/dev/null; do sleep 0.02; done"
-    script = f"({waits}; echo well >{said}) & echo $$ >{tmp_path}/pid; sleep 600"
+    script = f"({waits}; echo well >{said}) & echo $$ >{tmp_path}/pid; wait"
 
     for leaves_s in (0.0, 20.0):
         child = Child(["/bin/sh", "-c", script], leaves_s=leaves_s)
