@@ -89,6 +89,46 @@ def test_a_teacher_scores_its_own_domains(ground: Playground) -> None:
     assert {"log_probs", "reference"} <= set(sum(proven, []))
 
 
+@pytest.mark.parametrize("several", [False, True])
+def test_a_run_is_a_teacher(ground: Playground, several: bool) -> None:
+    """Its newest checkpoint is exported into the new run, which may start from a run as well."""
+    ground.run("grpo", TWO_STEPS, "trainer.save_freq=2", name="first")
+    first = f"{ground.folder}/first"
+    teacher = f"distill.teacher.path={first}"
+    if several:
+        ground.write_rows(
+            [{"prompt": f"{i}=", "answer": "7", "data_source": "a"} for i in range(12)]
+        )
+        teacher = f"distill.teachers={{a: {{path: {first}, domains: [a]}}}}"
+
+    run = ground.run(
+        "distill",
+        *keys(ground, TWO_STEPS, f"actor_rollout_ref.model.path={first}")[1:],
+        teacher,
+        name="second",
+    )
+    (copy,) = (run.folder / "models").glob("*/config.json")
+    distances = [metrics["actor/teacher_kl"] for metrics in run.metrics()]
+    assert distances[0] == pytest.approx(0.0, abs=1e-5)  # both are the same weights
+    assert distances[1] != 0.0
+    exported = AutoModelForCausalLM.from_pretrained(copy.parent).state_dict()
+    begun = AutoModelForCausalLM.from_pretrained(ground.folder / "model").state_dict()
+    assert any(not torch.equal(exported[name], begun[name]) for name in begun)
+
+
+def test_a_run_with_another_vocabulary_is_refused(
+    ground: Playground, capsys: pytest.CaptureFixture[str]
+) -> None:
+    quickstart = ("actor_rollout_ref.model.path=builtin:tiny-arithmetic", TWO_STEPS)
+    more = ("actor_rollout_ref.model.init=random", "trainer.save_freq=2")
+    ground.run("grpo", *quickstart, *more, name="first")
+    words = ground.overrides("bad", f"distill.teacher.path={ground.folder}/first")
+    assert cli.main(["train", "distill", *words]) == 2
+    error = capsys.readouterr().err
+    assert "distill.teacher.path" in error
+    assert "another vocabulary" in error
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["torch", "fsdp"])
 def test_two_ranks_take_the_steps_of_one(ground: Playground, strategy: str) -> None:

@@ -8,7 +8,12 @@ from distflow.config import Config
 from distflow.config.keys.distill import teachers_of
 from distflow.config.keys.reward import scoring_models
 from distflow.errors import UserError, blaming
-from distflow.launch.configured_models import compute_dtype, frozen_source, load_policy_tokenizer
+from distflow.launch.configured_models import (
+    compute_dtype,
+    frozen_source,
+    load_policy_tokenizer,
+    policy_source,
+)
 from distflow.launch.rollout_engines import cast_weights, engine_options, make_engine
 from distflow.launch.train_engines import reference_options, scorer_options, sharding_of
 from distflow.models.loading import (
@@ -21,6 +26,7 @@ from distflow.models.loading import (
 from distflow.models.reward_model import check_config, longest_text
 from distflow.rewards.judge_prompt import judge_template
 from distflow.rollout.engine import SamplingParams
+from distflow.runtime.checkpoint.find_checkpoint import is_of_a_run
 from distflow.runtime.judge_engine import Judge
 from distflow.runtime.spec import Get
 from distflow.training.torch_engine import RewardModelScorer, TeacherScorer
@@ -38,6 +44,10 @@ def check_teacher(config: Config, name: str) -> None:
     """Raises UserError for a teacher whose tokens are not the policy's, or are fewer than
     `distill.top_k`."""
     key, source = frozen_source(config, name)
+    tokenizer = config.actor_rollout_ref.model.tokenizer_path or policy_source(config)["path"]
+    if is_of_a_run(source["path"]) or is_of_a_run(tokenizer):
+        return  # it is checked once the run's policy is exported
+
     policy = load_policy_tokenizer(config)
     with blaming(key):
         model = ModelSource(**source).config()

@@ -62,6 +62,7 @@ _MODELS = (
     *("critic.model.path", "reward_model.model.path", "actor_rollout_ref.ref.path"),
     "distill.teacher.path",
 )
+_MODELS_BY_NAME = ("reward_model.models", "distill.teachers")
 
 Say = Callable[[str], None]
 
@@ -209,17 +210,13 @@ def with_models_of_runs(loaded: Loaded, say: Say) -> Loaded:
         if folder != values[key]:
             changes[key] = folder
 
-    models = {}
-    for name, model in config.reward_model.models.items():
-        models[name] = replace(model, path=_folder(model.path, config, say) or "")
-    if models != config.reward_model.models:
-        changes["reward_model.models"] = models
+    for key in _MODELS_BY_NAME:
+        models = {}
+        for name, model in values[key].items():
+            models[name] = replace(model, path=_folder(model.path, config, say))
+        if models != values[key]:
+            changes[key] = models
 
-    teachers = {}
-    for name, teacher in config.distill.teachers.items():
-        teachers[name] = replace(teacher, path=_folder(teacher.path, config, say))
-    if teachers != config.distill.teachers:
-        changes["distill.teachers"] = teachers
     policy = changes.get(_MODELS[0], values[_MODELS[0]])
     if policy is not None and (Path(policy) / FIRST_POLICY).is_dir():  # of a run with several
         changes |= _policies_in(Path(policy), config)
