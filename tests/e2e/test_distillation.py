@@ -8,7 +8,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from distflow import cli
-from distflow.observe.run_reader import read_events, read_metrics
+from distflow.observe.run_reader import read_events, read_metrics, read_samples
 from tests.e2e.runs import Playground
 from tests.tiny_models import write_tiny_model
 
@@ -127,6 +127,31 @@ def test_a_run_with_another_vocabulary_is_refused(
     error = capsys.readouterr().err
     assert "distill.teacher.path" in error
     assert "another vocabulary" in error
+
+
+def test_a_student_learns_the_responses_that_a_teacher_wrote(ground: Playground) -> None:
+    """The files of `distflow eval` are data of `distflow sft`."""
+    rows = f"{ground.folder}/rows.jsonl"
+    model = f"actor_rollout_ref.model.path={ground.folder}"
+    words = ground.overrides("unused", f"{model}/teacher", f"data.val_files={rows}")
+    asked = [word for word in words if not word.startswith(("data.train_", "trainer.default"))]
+    answers = ground.folder / "answers"
+    assert cli.main(["eval", "grpo", *asked, "--to", str(answers)]) == 0
+
+    assert len(read_samples(answers, 0, "val")) == 12
+    student = Playground(ground.folder / "student")
+    run = student.run(
+        "sft",
+        f"data.train_files={answers}/samples/*.parquet",
+        f"{ACTOR}.optim.lr=1e-2",
+        "data.max_response_length=100",  # bytes that are no text grow when they are encoded again
+        "trainer.total_training_steps=30",
+        *("~reward.functions", "~reward.num_workers", "~custom_reward_function.path"),
+        "~actor_rollout_ref.rollout.n",
+        name="taught",
+    )
+    losses = [metrics["sft/loss"] for metrics in run.metrics()]
+    assert sum(losses[-3:]) < 0.5 * sum(losses[:3])
 
 
 @pytest.mark.slow
