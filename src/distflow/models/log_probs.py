@@ -159,6 +159,7 @@ def likeliest_tokens(
             scores = logits[block].log_softmax(-1)
             log_probs[place] = scores.gather(-1, targets[place, None])[:, 0]
             of_ids[place], ids[place] = scores[:, :num_tokens].topk(count)
+        del logits  # before those of the next chunk exist
 
     return log_probs, ids, of_ids
 
