@@ -172,7 +172,8 @@ class Turns:
             while not turn.is_set():
                 missing = self._next
                 with suppress(TimeoutError):
-                    await asyncio.wait_for(turn.wait(), _MISSING_S)
+                    async with asyncio.timeout(_MISSING_S):
+                        await turn.wait()
                 if missing == self._next and missing not in self._unfinished:
                     self._next = min(self._unfinished)
                     self._go_on()

@@ -296,6 +296,30 @@ def test_all_engines_are_freed_by(ends, monkeypatch):
         asyncio.run(run(server))
 
 
+def test_a_look_at_a_server_ends_when_it_is_cancelled_as_the_answer_comes():
+    """Otherwise it would go on forever, and the end of the fleet would wait for it."""
+
+    class Shared(SGLangEngine):
+        is_shared = True
+
+        async def count_tokens(self) -> int:
+            await answer.wait()
+            return 0
+
+    async def run(url: str) -> None:
+        async with Shared(make_model(), tiny_tokenizer(), version=FIRST, url=url) as engine:
+            look = asyncio.create_task(engine.is_hanging())
+            await asyncio.sleep(0.05)
+            answer.set()
+            look.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await look
+
+    answer = asyncio.Event()
+    with Running(make_model(), tiny_tokenizer()) as server:
+        asyncio.run(run(server.url))
+
+
 @pytest.mark.slow
 @pytest.mark.alone
 def test_three_servers_of_which_one_is_killed_and_one_is_stopped_are_bit_equal_to_one(

@@ -289,7 +289,8 @@ class HttpEngine(AbstractAsyncContextManager["HttpEngine"], ABC):
         # of a server that this process has not started, nobody sees whether it computes
         limit_s = SILENT_S if self._process is not None else ATTACH_S
         try:
-            await asyncio.wait_for(self._hear(), limit_s)
+            async with asyncio.timeout(limit_s):
+                await self._hear()
         except TimeoutError:
             return self._cpu_ticks() == ticks
 
