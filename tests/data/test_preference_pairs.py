@@ -66,9 +66,10 @@ def test_a_long_text_loses_its_beginning_but_for_its_start_token() -> None:
     assert ids == [whole[0], *whole[-9:]] and whole[0] == tokenizer.bos_token_id
 
 
-def policy_pair(row: dict[str, Any], **options: Any) -> PromptRow | str:
+def policy_pair(
+    row: dict[str, Any], names: tuple[str, str] = ("chosen", "rejected"), **options: Any
+) -> PromptRow | str:
     """The row as a policy learns from it, or why it cannot."""
-    names = ("chosen", "rejected")
     columns = Columns(answer_required=False, pair=names, is_chat=options.get("chat", False))
     bad = BadRows("skip")
     rows = list(read_rows([("rows:1", row)], columns, bad, None))
@@ -104,6 +105,11 @@ def test_texts_follow_a_text_prompt() -> None:
     found = policy_pair({"prompt": "1+1=", "chosen": "2", "rejected": "2 or so"})
     assert shown(found) == ("1+1=", f"2{EOS}", f"2 or so{EOS}")
     assert policy_pair({"chosen": "1+1= 2", "rejected": "1+1= 3"}).prompt_text == "1+1="
+
+
+def test_the_answer_may_be_the_chosen_response() -> None:
+    row = {"prompt": "1+1=", "answer": "2", "rejected": "3"}
+    assert shown(policy_pair(row, ("answer", "rejected"))) == ("1+1=", f"2{EOS}", f"3{EOS}")
 
 
 def test_chats_in_each_form_are_the_same_pair() -> None:

@@ -415,6 +415,8 @@ def _extra_info(values: Values, columns: Columns, is_conversation: bool) -> dict
     used = {columns.prompt, columns.answer, columns.domain, columns.response, columns.images}
     if is_conversation:
         used.add(columns.messages)
+    # responses to learn from stay, also where one is the answer of a reward too
+    used -= {*(columns.pair or ()), *(columns.labelled or ())}
 
     rest: dict[str, JSON] = {}
     for name, value in values.items():
