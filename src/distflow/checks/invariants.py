@@ -112,9 +112,10 @@ class Invariants:
             self._empty.add(role)
             self.note(
                 "warning",
-                f"a mini-batch of the {role} had no token in the loss (loss_mask is 0 everywhere: "
-                "no scores, or a node or a rejection masked all): no optimizer step was taken, and "
-                "the learning rate schedule did not advance",
+                f"a mini-batch of the {role} had no token in the loss (no scores, no pair because "
+                "all rewards of each group were equal, or a node or a rejection set loss_mask to 0 "
+                "everywhere): no optimizer step was taken, and the learning rate schedule did not "
+                "advance",
             )
 
         still = self.movement[role].updated(engine, metrics)
