@@ -238,8 +238,8 @@ FORMULA_FAULTS = {
     ),
     "DPPO with the weight's gradient": FormulaFault(
         DIVERGENCE_BOUND,
-        f"{DETACHED}.detach(){THEN_WEIGHT}",
-        f"{DETACHED}{THEN_WEIGHT}",
+        f"{DETACHED}.detach()",
+        DETACHED,
     ),
     "DPPO by the reverse KL": FormulaFault(
         METHOD.format("dppo_kl"),
