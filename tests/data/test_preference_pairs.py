@@ -42,9 +42,7 @@ def test_what_both_texts_begin_with_is_the_prompt() -> None:
     assert pair("two", "three", True) == (f"wo{EOS}", f"hree{EOS}")
     assert pair("two", "three", False) == (f"wo{EOS}", f"hree{EOS}")
     reply = {"role": "assistant", "content": "it is 2"}
-    assert pair([*ASKED, reply], "it is 3", True) == (f"2{EOS}", f"3{EOS}"), (
-        "the last message is the response"
-    )
+    assert pair([reply], "it is 3", True) == (f"2{EOS}", f"3{EOS}")
 
 
 def test_a_response_that_begins_the_other_keeps_its_end() -> None:
@@ -105,6 +103,30 @@ def test_texts_follow_a_text_prompt() -> None:
     found = policy_pair({"prompt": "1+1=", "chosen": "2", "rejected": "2 or so"})
     assert shown(found) == ("1+1=", f"2{EOS}", f"2 or so{EOS}")
     assert policy_pair({"chosen": "1+1= 2", "rejected": "1+1= 3"}).prompt_text == "1+1="
+
+
+def scored_pair(row: dict[str, Any]) -> tuple[str, str, str]:
+    """The row as a reward model learns from it."""
+    names = ("chosen", "rejected")
+    bad = BadRows("fail")
+    rows = list(read_rows([("rows:1", row)], Columns(answer_required=False, pair=names), bad, None))
+    wanted = PromptOptions(
+        99, 99, "text", pair=names, scores_pairs=True, keep_messages=True, num_workers=0
+    )
+    (found,) = encode_rows(rows, tiny_tokenizer(), wanted, bad)
+    return shown(found)
+
+
+def test_a_reward_model_reads_chats_in_each_form() -> None:
+    said = [HELLO, GOOD, say("user", "and you?"), say("assistant", "fine")]
+    expected = (
+        CHAT,
+        f"hello{EOS}user: and you?assistant: fine{EOS}",
+        f"go away{EOS}",
+    )
+    assert scored_pair({"prompt": [HELLO], "chosen": said[1:], "rejected": "go away"}) == expected
+    assert scored_pair({"chosen": said, "rejected": [HELLO, BAD]}) == expected
+    assert scored_pair({"prompt": "hi", "chosen": said, "rejected": [HELLO, BAD]}) == expected
 
 
 def test_the_answer_may_be_the_chosen_response() -> None:

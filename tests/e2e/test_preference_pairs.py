@@ -213,4 +213,4 @@ def test_bad_pairs_are_told_before_the_start(ground, capsys):
 
     ground.write_rows([{"prompt": "a", "better": "b", "worse": "c"}])
     assert cli.main(["train", "rm", *ground.overrides("bad", *RM)]) == 2
-    assert "data.chosen_key and data.rejected_key name the columns" in capsys.readouterr().err
+    assert "has the column 'chosen' (data.chosen_key)" in capsys.readouterr().err

@@ -82,17 +82,18 @@ def encode_pair(
     """The row with both texts, in a list, or why they are not a pair. Their common prefix is the
     prompt, which is computed once; each text keeps at least its last token, at which it is scored.
 
-    names: of the columns of the chosen and the rejected response: text, or messages that end with
-    it.
+    names: of the columns of the chosen and the rejected response: text, or messages after the
+    prompt that end with it.
     """
-    asked: Any = row.extra_info[PROMPT_MESSAGES]
     texts = list[list[int]]()
     for name in names:
+        asked: Any = row.extra_info[PROMPT_MESSAGES]
         found: Any = row.extra_info.get(name)
         last = found[-1] if isinstance(found, list) and found else None
         response = found
         if isinstance(last, dict):
             response = last.get("content")
+            asked = [*asked, *found[:-1]]
 
         if not isinstance(response, str) or not response:
             what = (

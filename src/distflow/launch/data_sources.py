@@ -244,8 +244,8 @@ def _columns(config: Config, domain: str, parts: Sequence[RewardPart]) -> Column
     data = config.data
     setting = partial(own_setting, config, domain, data)
     is_labelled = reads_labels(config)
-    is_sft = not (is_rl(config) or reads_pairs(config) or is_labelled)
-    is_preference = is_labelled or (reads_pairs(config) and not trains_scores(config))
+    has_responses = reads_pairs(config) or is_labelled
+    is_sft = not (is_rl(config) or has_responses)
     builtin = [REWARDS[part.name] for part in parts if part.name in REWARDS]
 
     return Columns(
@@ -256,7 +256,7 @@ def _columns(config: Config, domain: str, parts: Sequence[RewardPart]) -> Column
         answer_required=any(reward.needs_answer for reward in builtin),
         messages=setting("messages_key") if is_sft else None,
         tools=setting("tools_key"),
-        pair=(data.chosen_key, data.rejected_key) if is_preference else None,
+        pair=(data.chosen_key, data.rejected_key) if has_responses else None,
         labelled=(data.completion_key, data.label_key) if is_labelled else None,
         is_chat=setting("prompt_format") == "chat",
         images=data.image_key,
